@@ -1,0 +1,29 @@
+.PHONY: demo test test-all check fmt
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Installed again whenever the project's requirements change.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/pd-launch demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not full"
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/check_imports.py
+
+fmt: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

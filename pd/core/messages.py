@@ -1,0 +1,254 @@
+"""Wire messages (msgspec, MessagePack). Nodes speak tokens, never text.
+
+Every message names the instance it is for in ``to``; an instance drops what is meant for another.
+Token ids travel as little-endian int32 bytes. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from pd.core.sampling_params import SamplingParams
+
+ROOM_BYTES = 16
+MAX_MESSAGE_BYTES = 64 << 20
+HEARTBEAT_INTERVAL = 0.5
+# Long enough for a busy two-core host, short enough that an error reaches the client within 5 s.
+LEASE_SECONDS = 3.5
+
+
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Base: ``to`` is the instance id of the receiver, ``sender`` of the sender."""
+
+    to: str
+    sender: str
+
+
+class ErrorInfo(msgspec.Struct, forbid_unknown_fields=True):
+    """An error on the wire, see :func:`pd.core.errors.error_from_kind`."""
+
+    kind: str
+    message: str
+    param: str | None = None
+
+
+# ---- proxy to node
+
+
+class Generate(Message):
+    """One request's part for one node.
+
+    Attributes:
+        rid: the client's name for the request.
+        room: 16 random bytes, minted by the proxy for each attempt.
+        token_ids: the prompt, int32.
+        namespace: separates cached prefixes (``cache_salt``).
+        timeout: seconds until the deadline, or None.
+        peer: instance id of the other node of the pair; empty when P needs no D.
+        peer_bootstrap: on D, ``http://host:port`` of P's registry.
+    """
+
+    rid: str
+    room: bytes
+    token_ids: bytes
+    params: SamplingParams
+    namespace: str = ""
+    priority: int = 0
+    timeout: float | None = None
+    peer: str = ""
+    peer_bootstrap: str = ""
+
+
+class Abort(Message):
+    """End a room, or a choice of it (its stop string was found); unknown rooms leave a tombstone.
+
+    ``index`` None ends all choices.
+    """
+
+    room: bytes
+    index: int | None = None
+    reason: str = "aborted"
+
+
+class ProxyHeartbeat(Message):
+    """Sent to every worker twice a second; ``to`` is empty until the instance is known."""
+
+
+# ---- node to proxy
+
+
+class TokenLogprobs(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    """Log probability of one token and of the likeliest ones, best first."""
+
+    token_id: int
+    logprob: float | None
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class Finish(msgspec.Struct, forbid_unknown_fields=True):
+    """Why a choice ended. ``matched``: the token id that ended it, for ``stop``."""
+
+    type: Literal["stop", "length"]
+    matched: int | None = None
+
+
+class Stages(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Seconds a request spent in each stage, as far as the sender knows."""
+
+    queue: float | None = None
+    bootstrap: float | None = None
+    prefill: float | None = None
+    transfer: float | None = None
+    decode: float | None = None
+
+
+class Output(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """New tokens of one choice.
+
+    Attributes:
+        position: index among the choice's output tokens of the first of ``token_ids``.
+        logprobs: one entry per token when asked for.
+        cached_tokens, prompt_logprobs: with token 1 from the node that computed the prompt.
+        transferred_bytes: on D's first message: KV bytes received for this room.
+    """
+
+    room: bytes
+    index: int
+    position: int
+    token_ids: list[int]
+    finish: Finish | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    transferred_bytes: int | None = None
+    stages: Stages | None = None
+
+
+class StepOutputs(Message):
+    """What one step produced for one proxy."""
+
+    outputs: list[Output]
+
+
+class Failed(Message):
+    """The room ended without success on this node."""
+
+    room: bytes
+    error: ErrorInfo
+
+
+class NodeHeartbeat(Message):
+    """Answer to ProxyHeartbeat: who is there and how busy.
+
+    Attributes:
+        ready: accepts new requests.
+        queued_tokens: prompt tokens not yet computed (prefill) or reserved (decode).
+        running: requests on the node.
+    """
+
+    ready: bool
+    queued_tokens: int
+    running: int
+
+
+# ---- decode node to prefill node and back (over P's message socket)
+
+
+class PeerHeartbeat(Message):
+    """Both ways between handshaken peers, twice a second."""
+
+
+class Reservation(Message):
+    """D to P: slots for the prompt are reserved.
+
+    Attributes:
+        epoch: minted by D, unique in its life; names this reservation in every write.
+        cached_prefix_len: leading tokens that D holds already and P need not send.
+        destination: for the backend (slots for one-sided writes); empty if it needs none.
+    """
+
+    room: bytes
+    epoch: int
+    cached_prefix_len: int
+    destination: bytes = b""
+
+
+class FirstToken(msgspec.Struct, forbid_unknown_fields=True):
+    """Token 1 of one choice, sampled on P; ``finish`` when it ended the choice there."""
+
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish: Finish | None = None
+
+
+class Commit(Message):
+    """P to D, resent until acknowledged: all data of the epoch left P.
+
+    ``num_bytes`` is what P wrote; D compares it with its own count where its backend has one.
+    """
+
+    room: bytes
+    epoch: int
+    num_bytes: int
+    first_tokens: list[FirstToken]
+    digest: bytes = b""
+
+
+class CommitAck(Message):
+    """D to P: committed; P may release its side."""
+
+    room: bytes
+    epoch: int
+
+
+class AbortRoom(Message):
+    """Either way: the sender gave the room up. From D to P it asks for :class:`Drained`.
+
+    ``epoch`` is 0 when the sender knows no reservation.
+    """
+
+    room: bytes
+    epoch: int
+    error: ErrorInfo
+
+
+class Drained(Message):
+    """P to D: no write of this epoch can land any more."""
+
+    room: bytes
+    epoch: int
+
+
+AnyMessage: TypeAlias = (
+    Generate
+    | Abort
+    | ProxyHeartbeat
+    | StepOutputs
+    | Failed
+    | NodeHeartbeat
+    | PeerHeartbeat
+    | Reservation
+    | Commit
+    | CommitAck
+    | AbortRoom
+    | Drained
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Serialize one message."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """Parse one frame; raises msgspec.DecodeError or ValidationError on anything else."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise msgspec.DecodeError(f"frame of {len(frame)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    return _decoder.decode(frame)

@@ -1,0 +1,136 @@
+"""What a client may ask of sampling, validated once and carried to the nodes unchanged."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from pd.core.errors import InvalidRequestError
+
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 64
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+SEED_LIMIT = 1 << 63
+_MIX = 0x9E3779B97F4A7C15
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sampling of one request. Everything here acts on token 1 exactly as on later tokens.
+
+    Attributes:
+        max_tokens: tokens to generate at most, at least 1.
+        min_tokens: end-of-sequence and stop ids are forbidden before this many tokens.
+        temperature: 0 means greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1].
+        min_p: keep tokens with at least this fraction of the likeliest token's probability.
+        presence_penalty: subtracted from logits of tokens already in the output, in [-2, 2].
+        frequency_penalty: the same times the count, in [-2, 2].
+        repetition_penalty: logits of tokens in prompt or output are divided by it when positive
+            and multiplied when negative, > 0.
+        logit_bias: added to the logits of these token ids.
+        stop_token_ids: end the request besides the model's end-of-sequence ids.
+        ignore_eos: do not end at the model's end-of-sequence ids.
+        seed: in [0, 2**63); the proxy mints one for requests without.
+        n: choices; choice i draws its noise from :func:`choice_seed`.
+        logprobs: report log probabilities of output tokens.
+        top_logprobs: how many likeliest tokens to report beside each, at most 20.
+        prompt_logprobs_start: report log probabilities of prompt tokens from this position on;
+            None reports none. A prompt token's log probability needs its predecessor's logits,
+            so it limits how much of the cache may be used.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}  # noqa: RUF012 - msgspec copies mutable defaults
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    n: int = 1
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs_start: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken without noise."""
+        return self.temperature == 0.0
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check ranges. Raises InvalidRequestError naming the parameter and its value."""
+        ranges = (
+            ("max_tokens", self.max_tokens, 1, 1 << 31),
+            ("min_tokens", self.min_tokens, 0, self.max_tokens),
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("top_k", self.top_k, 0, 1 << 31),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            ("repetition_penalty", self.repetition_penalty, 0.0, 100.0),
+            ("seed", self.seed, 0, SEED_LIMIT - 1),
+            ("n", self.n, 1, MAX_CHOICES),
+            ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
+        )
+        for name, value, low, high in ranges:
+            if not math.isfinite(value) or not low <= value <= high:
+                raise InvalidRequestError(
+                    f"{name} must be between {low} and {high}, not {value}", param=name
+                )
+        for name, positive in (
+            ("top_p", self.top_p),
+            ("repetition_penalty", self.repetition_penalty),
+        ):
+            if positive <= 0.0:
+                raise InvalidRequestError(f"{name} must be above 0, not {positive}", param=name)
+        if self.prompt_logprobs_start is not None and self.prompt_logprobs_start < 0:
+            raise InvalidRequestError(
+                f"logprob_start_len must be at least 0, not {self.prompt_logprobs_start}",
+                param="logprob_start_len",
+            )
+        self._validate_token_ids(vocab_size)
+
+    def _validate_token_ids(self, vocab_size: int | None) -> None:
+        for name, ids, limit in (
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
+        ):
+            if len(ids) > limit:
+                raise InvalidRequestError(
+                    f"{name} has {len(ids)} entries; at most {limit} are accepted", param=name
+                )
+            for token in ids:
+                if token < 0 or (vocab_size is not None and token >= vocab_size):
+                    raise InvalidRequestError(
+                        f"{name}: token id {token} is outside the vocabulary of {vocab_size}",
+                        param=name,
+                    )
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequestError(
+                    f"logit_bias of token {token} must be between -100 and 100, not {bias}",
+                    param="logit_bias",
+                )
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of choice ``index``: choice 0 keeps the request's, so that n=1 and n>1 agree on it.
+
+    The mixing is the finalizer of splitmix64 (Steele, Lea, Flood, 2014).
+    """
+    if index == 0:
+        return seed
+    mask = (1 << 64) - 1
+    z = (seed + index * _MIX) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) % SEED_LIMIT

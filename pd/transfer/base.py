@@ -1,0 +1,166 @@
+"""What every transfer backend offers and promises.
+
+D owns the destination and P pushes. A room's hand-off is one :class:`Sender` on P and one
+:class:`Receiver` on D; both speak of token and layer ranges, never of pages, so page sizes may
+differ. Control messages (reservation, commit, abort, drained) travel on the nodes' message sockets;
+a backend moves only KV bytes.
+
+All methods may be called from any thread, return without waiting for the network, and keep order
+within one sender. States only move forward; the first recorded error wins.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from pd.core.errors import PDError
+    from pd.core.messages import Reservation
+    from pd.core.node_info import KVLayout, NodeInfo
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class KVBuffer(Protocol):
+    """The pool as transfers see it.
+
+    ``buffer``: contiguous tensor ``[num_layers, 2, num_slots, num_kv_heads, head_dim]`` (K then V);
+    token t of a sequence whose page table is ``pages`` lies in slot
+    ``pages[t // page_size] * page_size + t % page_size``.
+    """
+
+    buffer: torch.Tensor
+    layout: KVLayout
+
+
+class TransferState(IntEnum):
+    """Of a sender or a receiver. Larger is later; FAILED and DONE are terminal."""
+
+    ACTIVE = 0
+    DONE = 1
+    FAILED = 2
+
+
+class Sender(ABC):
+    """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`."""
+
+    error: PDError | None = None
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """KV bytes accepted by :meth:`send` so far; what :class:`Commit` reports at the end."""
+
+    @abstractmethod
+    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
+        """Queue K and V of a half-open token range of a half-open layer range. Never blocks."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Say that nothing more will be sent."""
+
+    @abstractmethod
+    def poll(self) -> TransferState:
+        """DONE when finished and every byte has left for good, so that a commit may be sent."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop what has not been issued. Idempotent; the state becomes FAILED."""
+
+    @abstractmethod
+    def drained(self) -> bool:
+        """After abort, failure or DONE: nothing of this epoch reads the source pages or can land
+        at the destination any more."""
+
+
+class Receiver(ABC):
+    """D's side of one room and epoch."""
+
+    error: PDError | None = None
+
+    @property
+    @abstractmethod
+    def destination(self) -> bytes:
+        """What the sender needs to know beyond room and epoch (goes into ``Reservation``)."""
+
+    @property
+    @abstractmethod
+    def bytes_received(self) -> int:
+        """KV bytes that arrived, or 0 for a backend whose writes D cannot see."""
+
+    @abstractmethod
+    def commit(self, num_bytes: int) -> None:
+        """The sender says that it wrote ``num_bytes`` in all. The state becomes DONE once they are
+        here (at once where the sender's completion proves arrival) and FAILED if the number is not
+        what was reserved."""
+
+    @abstractmethod
+    def poll(self) -> TransferState:
+        """DONE when committed and complete."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Refuse whatever still comes. Idempotent; the state becomes FAILED unless DONE."""
+
+    @abstractmethod
+    def drained(self) -> bool:
+        """Whether D itself can tell that nothing of this epoch can land any more. A backend of
+        one-sided writes answers False until :meth:`peer_drained`, or until the peer was
+        disconnected."""
+
+    @abstractmethod
+    def peer_drained(self) -> None:
+        """The sender acknowledged the drain (``Drained``)."""
+
+
+class TransferManager(ABC):
+    """One per node: knows the pool and the peers."""
+
+    name: str
+
+    @abstractmethod
+    def address(self) -> dict[str, str]:
+        """Published in the handshake; read by :meth:`connect` of the same backend."""
+
+    @abstractmethod
+    def connect(self, peer: NodeInfo) -> None:
+        """Learn a peer; replaces what was known of it. Raises TransferError on a bad address."""
+
+    @abstractmethod
+    def disconnect(self, instance_id: str) -> None:
+        """Forget a peer: its senders and receivers fail, and when this returns nothing from it or
+        to it can land any more (connections closed, writes stopped)."""
+
+    @abstractmethod
+    def sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    ) -> Sender:
+        """P: open the sending side for a reservation of ``peer``.
+
+        Args:
+            pages: int32 page table of the source, covering ``num_tokens`` tokens.
+
+        Raises:
+            TransferError: the peer is not connected or the destination does not fit.
+        """
+
+    @abstractmethod
+    def receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+    ) -> Receiver:
+        """D: accept tokens ``[token_start, token_stop)`` of all layers into ``pages``.
+
+        Args:
+            pages: int32 page table of the destination for the whole sequence; entries below
+                ``token_start // page_size`` are never written.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop threads and close sockets; everything open fails."""
