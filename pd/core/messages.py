@@ -251,4 +251,5 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
     """Parse one frame; raises msgspec.DecodeError or ValidationError on anything else."""
     if len(frame) > MAX_MESSAGE_BYTES:
         raise msgspec.DecodeError(f"frame of {len(frame)} bytes exceeds {MAX_MESSAGE_BYTES}")
-    return _decoder.decode(frame)
+    message: AnyMessage = _decoder.decode(frame)
+    return message

@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}  # noqa: RUF012 - msgspec copies mutable defaults
+    logit_bias: dict[int, float] = {}
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0

@@ -1,0 +1,18 @@
+"""Radix cache: which KV pages hold which token prefixes. No torch, no device memory.
+
+The cache only knows page *ids*. Who uses it allocates the pages, writes them and decides when to
+evict; see :class:`RadixCache`.
+"""
+
+from pd.radix.cache import InsertResult, MatchResult, RadixCache
+from pd.radix.node import IntArray, Node
+from pd.radix.policies import EVICTION_POLICIES
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "InsertResult",
+    "IntArray",
+    "MatchResult",
+    "Node",
+    "RadixCache",
+]
