@@ -1,0 +1,323 @@
+"""`pd-bench radix`: how fast the radix cache is on one core, and what it hits on a real trace.
+
+Every time is the best of several rounds, since other work on the machine can only add to it; the
+median is shown beside it. Nothing is excluded from a timed section but making its inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pd.radix import EVICTION_POLICIES, IntArray, RadixCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DEFAULT_TRACE = Path("../shared/traces/mooncake_synthetic.jsonl")
+TRACE_BLOCK = 512  # tokens that one hash id of the trace stands for
+TRACE_PAGE_SIZE = 16
+TRACE_CAPACITIES = (1_000_000, 5_000_000, None)
+
+MATCH_BAR_US = 20.0
+INSERT_BAR_US = 60.0
+EVICT_BAR_US = 10.0
+REPLAY_BAR_NS = 27.0
+
+
+@dataclass
+class Measurement:
+    """One row of the table. ``bar`` is the time that must not be exceeded, None where none is."""
+
+    name: str
+    page_size: int
+    policy: str
+    unit: str
+    best: float
+    median: float
+    bar: float | None = None
+    hit_rate: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.bar is not None and self.best > self.bar
+
+    def row(self) -> str:
+        bar = "" if self.bar is None else f"{self.bar:8.1f}{' MISSED' if self.missed else ''}"
+        hits = "" if self.hit_rate is None else f"hit rate {self.hit_rate:6.2%}"
+        times = f"{self.best:8.2f} {self.median:8.2f} {self.unit:8}"
+        return f"{self.name:43} {self.page_size:4} {self.policy:8} {times} {bar:8} {hits}".rstrip()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=7, help="take the best of this many rounds")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=16384, help="length of the matched and inserted prompt"
+    )
+    parser.add_argument(
+        "--leaves", type=int, default=100_000, help="leaves in the tree that is evicted from"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help=f"request trace to replay (default: {DEFAULT_TRACE}, if there)"
+    )
+    parser.add_argument("--output", type=Path, help="also write the results to this JSON file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write. Returns 1 if a bar was missed, 2 for unusable arguments."""
+    if min(args.rounds, args.prompt_tokens // 512, args.leaves) < 1:
+        print(
+            f"pd-bench radix: --rounds {args.rounds}, --leaves {args.leaves} and --prompt-tokens "
+            f"{args.prompt_tokens} must be at least 1, 1 and 512",
+            file=sys.stderr,
+        )
+        return 2
+    if args.trace is not None and not args.trace.is_file():
+        print(f"pd-bench radix: --trace {args.trace} is not a file", file=sys.stderr)
+        return 2
+    print(f"{'operation':43} {'page':4} {'policy':8} {'best':>8} {'median':>8} {'':8} {'bar':>8}")
+    results = []
+    for result in measure(args):
+        print(result.row(), flush=True)
+        results.append(result)
+    if args.output is not None:
+        write(args.output, results)
+    return int(any(result.missed for result in results))
+
+
+def measure(args: argparse.Namespace) -> Iterator[Measurement]:
+    for page_size in (1, 16):
+        yield match_cached(page_size, args.prompt_tokens, 1, args.rounds)
+        yield match_cached(page_size, args.prompt_tokens, args.prompt_tokens // 512, args.rounds)
+        yield from insert_new(page_size, args.prompt_tokens, args.rounds)
+    for page_size in (1, 16):
+        for policy in EVICTION_POLICIES:
+            yield evict_leaf(page_size, policy, args.leaves, args.rounds)
+    trace = args.trace or DEFAULT_TRACE
+    if not trace.is_file():
+        print(f"trace replay skipped: {trace.resolve()} does not exist; name one with --trace")
+        return
+    prompts = expand(trace)
+    for capacity in TRACE_CAPACITIES:
+        for policy in EVICTION_POLICIES:
+            yield replay(prompts, capacity, policy, args.rounds)
+
+
+def match_cached(page_size: int, num_tokens: int, num_nodes: int, rounds: int) -> Measurement:
+    """A prompt that is wholly cached, along a path of ``num_nodes`` nodes.
+
+    The bar is for a prompt that was inserted at once; branches along the way cost extra.
+    """
+    num_tokens -= num_tokens % (page_size * num_nodes)
+    cache = RadixCache(page_size)
+    tokens, pages = arange(num_tokens), arange(num_tokens // page_size)
+    for end in range(num_tokens // num_nodes, num_tokens + 1, num_tokens // num_nodes):
+        cache.insert(tokens[:end], pages[: end // page_size])
+
+    def match() -> None:
+        for _ in range(100):
+            cache.match(tokens)
+
+    assert cache.match(tokens).num_pages == len(pages)
+    bar = MATCH_BAR_US if num_nodes == 1 else None
+    name = f"match {num_tokens} cached tokens, {num_nodes} node{'s' * (num_nodes > 1)}"
+    best, median = timed(match, rounds, per=100)
+    return Measurement(name, page_size, "lru", "us", best * 1e6, median * 1e6, bar)
+
+
+def insert_new(page_size: int, num_tokens: int, rounds: int) -> Iterator[Measurement]:
+    """Prompts that share nothing with what is cached: in a full cache, and in one that grows.
+
+    A full cache first evicts as many tokens as it is given, within the timed section. A growing
+    one takes new memory from the operating system for its copies of tokens and page ids, and at
+    page size 1 spends most of its time on the page faults; hence no bar.
+    """
+    num_tokens -= num_tokens % page_size
+    pages = arange(num_tokens // page_size)
+    prompts = [arange(num_tokens) + number * num_tokens for number in range(64)]
+    full, growing = RadixCache(page_size), [RadixCache(page_size)]
+    for tokens in prompts[:32]:
+        full.insert(tokens, pages)
+
+    def replace() -> None:
+        for tokens in prompts[32:] + prompts[:32]:
+            full.evict(len(pages))
+            full.insert(tokens, pages)
+
+    def empty() -> None:
+        growing[0] = RadixCache(page_size)
+
+    def grow() -> None:
+        for tokens in prompts:
+            growing[0].insert(tokens, pages)
+
+    best, median = timed(replace, rounds, per=len(prompts))
+    name = f"insert {num_tokens} new tokens, evict as many"
+    yield Measurement(name, page_size, "lru", "us", best * 1e6, median * 1e6, INSERT_BAR_US)
+    best, median = timed(grow, rounds, per=len(prompts), before=empty)
+    name = f"insert {num_tokens} new tokens, memory growing"
+    yield Measurement(name, page_size, "lru", "us", best * 1e6, median * 1e6)
+
+
+def evict_leaf(page_size: int, policy: str, num_leaves: int, rounds: int) -> Measurement:
+    """One call that evicts one leaf, in a tree whose leaves were used in random order."""
+    rng = random.Random(0)
+    cache = RadixCache(page_size, policy=policy)
+    keys = [arange(page_size) + number for number in range(num_leaves)]
+    pages = arange(num_leaves)
+    for number, key in enumerate(keys):
+        cache.insert(key, pages[number : number + 1], priority=rng.randrange(10))
+    for key in rng.choices(keys, k=num_leaves):
+        cache.match(key)
+    calls = min(1000, num_leaves)
+
+    def evict() -> None:
+        for _ in range(calls):
+            cache.evict(1)
+
+    def refill() -> None:
+        for number in [number for number in range(num_leaves) if not cache.peek(keys[number])]:
+            cache.insert(keys[number], pages[number : number + 1], priority=rng.randrange(10))
+
+    best, median = timed(evict, rounds, per=calls, before=refill)
+    name = f"evict one of {num_leaves} leaves"
+    return Measurement(name, page_size, policy, "us", best * 1e6, median * 1e6, EVICT_BAR_US)
+
+
+def replay(prompts: list[IntArray], capacity: int | None, policy: str, rounds: int) -> Measurement:
+    """A whole trace: match, lock, evict if over capacity (in tokens), insert, unlock."""
+    num_tokens = sum(map(len, prompts))
+    rates = []
+
+    def serve_all() -> None:
+        cache = RadixCache(TRACE_PAGE_SIZE, policy=policy)
+        serve(cache, prompts, capacity)
+        rates.append(cache.hit_tokens / num_tokens)
+
+    # Each round takes as long as all of the above, and lasts long enough to be steady.
+    best, median = timed(serve_all, min(rounds, 3), per=num_tokens)
+    limit = "unlimited" if capacity is None else f"{capacity / 1e6:g}M tokens"
+    return Measurement(
+        f"trace of {num_tokens / 1e6:.1f}M tokens, {limit}",
+        TRACE_PAGE_SIZE,
+        policy,
+        "ns/token",
+        best * 1e9,
+        median * 1e9,
+        REPLAY_BAR_NS,
+        rates[-1],
+    )
+
+
+def serve(cache: RadixCache, prompts: list[IntArray], capacity: int | None) -> None:
+    size = cache.page_size
+    num_made = 0
+    for tokens in prompts:
+        found = cache.match(tokens)
+        cache.lock(found.handle)
+        num_pages = len(tokens) // size
+        num_new = num_pages - found.num_pages
+        if capacity is not None:
+            cached = cache.evictable_pages + cache.locked_pages
+            cache.evict(cached + num_new - capacity // size)
+        made = np.arange(num_made, num_made + num_new, dtype=np.int32)
+        num_made += num_new
+        cache.insert(tokens[: num_pages * size], np.concatenate([found.pages, made]))
+        cache.unlock(found.handle)
+
+
+def expand(trace: Path) -> list[IntArray]:
+    """The prompts of a trace as tokens: a distinct block of 512 for each hash id, the last cut."""
+    block = arange(TRACE_BLOCK)
+    prompts = []
+    with trace.open() as lines:
+        for line in lines:
+            row = json.loads(line)
+            ids = np.array(row["hash_ids"], dtype=np.int32)
+            tokens = (ids[:, None] * TRACE_BLOCK + block).ravel()
+            prompts.append(tokens[: row["input_length"]])
+    return prompts
+
+
+def timed(
+    work: Callable[[], None],
+    rounds: int,
+    *,
+    per: int,
+    before: Callable[[], None] | None = None,
+) -> tuple[float, float]:
+    """Best and median seconds of ``work``, divided by ``per``."""
+    seconds = []
+    for _ in range(rounds):
+        if before is not None:
+            before()
+        gc.collect()  # or a round pays for the garbage of the one before
+        start = time.perf_counter()
+        work()
+        seconds.append((time.perf_counter() - start) / per)
+    return min(seconds), statistics.median(seconds)
+
+
+def arange(length: int) -> IntArray:
+    return np.arange(length, dtype=np.int32)
+
+
+def write(path: Path, results: list[Measurement]) -> None:
+    report = {
+        "command": shlex.join(
+            ["pd-bench", "radix", *(word for word in sys.argv[1:] if word != "radix")]
+        ),
+        "commit": commit(),
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "results": [asdict(result) for result in results],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def commit() -> str:
+    """The commit of this code, marked when tracked files differ from it; "unknown" outside git."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="pd-bench radix", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

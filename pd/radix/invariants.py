@@ -1,0 +1,112 @@
+"""Proof that a radix cache is consistent. Reads everything, changes nothing, trusts no counter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd.radix.policies import POLICY_KEYS
+
+if TYPE_CHECKING:
+    from pd.radix.cache import RadixCache
+    from pd.radix.node import Node
+
+
+def check(cache: RadixCache, *, unique_pages: bool) -> None:
+    """Raise AssertionError, saying what is wrong, unless every invariant holds. O(size)."""
+    nodes = list(cache.nodes())
+    root = cache._root
+    _expect(root.parent is None and not root.key and not len(root.pages), "the root holds data")
+    for node in nodes:
+        _check_node(cache, node)
+        for child in node.children.values():
+            _check_link(cache, node, child)
+    _check_counts(cache, nodes)
+    _check_order(cache, nodes)
+    if unique_pages:
+        pages = cache.pages()
+        ids, counts = np.unique(pages, return_counts=True)
+        _expect(len(ids) == len(pages), f"pages held more than once: {ids[counts > 1][:10]}")
+
+
+def _expect(holds: bool, problem: str) -> None:
+    # Not an assert statement: the proof must also work under `python -O`.
+    if not holds:
+        raise AssertionError(f"radix cache: {problem}")
+
+
+def _check_node(cache: RadixCache, node: Node) -> None:
+    below = sum(child.locks for child in node.children.values())
+    _expect(node.held >= 0, f"a handle is held {node.held} times")
+    _expect(
+        node.locks == node.held + below,
+        f"{node.locks} locks on a node, but {node.held} on its handle and {below} below it",
+    )
+    if node is cache._root:
+        return
+    page_bytes = cache._page_bytes
+    _expect(len(node.pages) > 0, "a node without pages")
+    _expect(
+        len(node.key) == len(node.pages) * page_bytes,
+        f"{len(node.key)} bytes of key for {len(node.pages)} pages of {page_bytes} bytes",
+    )
+    _expect(node.pages.dtype == np.int32, f"page ids of type {node.pages.dtype}")
+
+
+def _check_link(cache: RadixCache, parent: Node, child: Node) -> None:
+    _expect(child.parent is parent, "a child whose parent is another node")
+    _expect(parent.children.get(child.edge) is child, "a child filed under another edge")
+    first_page = child.key[: cache._page_bytes]
+    if parent is cache._root:
+        _expect(
+            isinstance(child.edge, tuple) and child.edge[1] == first_page,
+            "an edge of the root without namespace or with another page than the child's first",
+        )
+    else:
+        _expect(child.edge == first_page, "an edge that is not the child's first page")
+        _expect(parent.created <= child.created, "a child older than its parent")
+        _expect(parent.last_used >= child.last_used, "a child used after its parent")
+        _expect(parent.hits >= child.hits, "a child hit more often than its parent")
+        _expect(parent.priority >= child.priority, "a child of higher priority than its parent")
+
+
+def _check_counts(cache: RadixCache, nodes: list[Node]) -> None:
+    locked = sum(len(node.pages) for node in nodes if node.locks)
+    unlocked = sum(len(node.pages) for node in nodes if not node.locks)
+    hit = sum(len(node.pages) for node in nodes if node.hits)
+    for name, counted, found in (
+        ("locked_pages", cache.locked_pages, locked),
+        ("evictable_pages", cache.evictable_pages, unlocked),
+        ("hit pages", cache._hit_pages, hit),
+    ):
+        _expect(counted == found, f"{name} says {counted}, the tree holds {found}")
+
+
+def _check_order(cache: RadixCache, nodes: list[Node]) -> None:
+    leaves = {
+        id(node)
+        for node in nodes
+        if node is not cache._root and not node.children and not node.locks
+    }
+    entries = list(cache._order)
+    ordered = {id(node) for _, node in entries}
+    _expect(len(entries) == len(cache._order) == len(ordered), "a node twice in the order")
+    _expect(
+        ordered == leaves,
+        f"{len(leaves - ordered)} unlocked leaves are missing from the eviction order and "
+        f"{len(ordered - leaves)} other nodes are in it",
+    )
+    keys = [key for key, _ in entries]
+    _expect(keys == sorted(set(keys)), "the eviction order is not sorted")
+    key_of = POLICY_KEYS[cache.policy]
+    for key, node in entries:
+        _expect(
+            node.order_key == key == key_of(node),
+            f"a leaf stands at {key} in the eviction order, its policy says {key_of(node)}",
+        )
+    for node in nodes:
+        _expect(
+            node.order_key is None or id(node) in ordered,
+            "a node believes to be in the eviction order and is not",
+        )

@@ -1,0 +1,94 @@
+"""The unlocked leaves, sorted by eviction key at every moment."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.radix.node import Node
+
+
+class EvictionOrder:
+    """A sorted map from distinct integer keys to nodes.
+
+    The keys lie in one sorted sequence cut into chunks of at most ``chunk_size``; an operation
+    bisects to a chunk and moves at most a chunk of pointers. Unlike a heap with lazily dropped
+    entries, removal is immediate: nothing stale accumulates and no single call ever has to pay for
+    the past.
+    """
+
+    def __init__(self, chunk_size: int = 512) -> None:
+        self._chunk_size = chunk_size
+        self._nodes: dict[int, Node] = {}
+        self._chunks: list[list[int]] = []
+        self._lasts: list[int] = []  # of each chunk, so that one bisection finds the chunk
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[tuple[int, Node]]:
+        """All entries in order. O(n): for checks and tests."""
+        return ((key, self._nodes[key]) for chunk in self._chunks for key in chunk)
+
+    def add(self, key: int, node: Node) -> None:
+        assert key not in self._nodes, f"eviction key {key} is taken"
+        self._nodes[key] = node
+        index = bisect_left(self._lasts, key)
+        if index == len(self._lasts):
+            self._append(key)
+            return
+        chunk = self._chunks[index]
+        insort(chunk, key)
+        if len(chunk) > self._chunk_size:
+            half = len(chunk) // 2
+            self._chunks.insert(index, chunk[:half])
+            self._lasts.insert(index, chunk[half - 1])
+            del chunk[:half]
+
+    def remove(self, key: int) -> None:
+        del self._nodes[key]
+        index = bisect_left(self._lasts, key)
+        chunk = self._chunks[index]
+        del chunk[bisect_left(chunk, key)]
+        if not chunk:
+            del self._chunks[index], self._lasts[index]
+            return
+        self._lasts[index] = chunk[-1]
+        if len(chunk) < self._chunk_size // 4:
+            self._merge(index)
+
+    def first(self) -> Node | None:
+        """The node with the smallest key; None when empty."""
+        return self._nodes[self._chunks[0][0]] if self._chunks else None
+
+    def first_from(self, floor: int) -> Node | None:
+        """The node with the smallest key that is at least ``floor``; None when there is none."""
+        index = bisect_left(self._lasts, floor)
+        if index == len(self._lasts):
+            return None
+        chunk = self._chunks[index]
+        return self._nodes[chunk[bisect_left(chunk, floor)]]
+
+    def _append(self, key: int) -> None:
+        """Add a key above all others. Most keys are, since most hold the present time."""
+        if self._chunks and len(self._chunks[-1]) < self._chunk_size:
+            self._chunks[-1].append(key)
+            self._lasts[-1] = key
+        else:
+            # A new chunk rather than two halves, so that rising keys leave full chunks behind.
+            self._chunks.append([key])
+            self._lasts.append(key)
+
+    def _merge(self, index: int) -> None:
+        """Join a chunk that has become small to a neighbour, if both fit into one."""
+        for left in (index - 1, index):
+            if 0 <= left < len(self._chunks) - 1:
+                right = self._chunks[left + 1]
+                if len(self._chunks[left]) + len(right) <= self._chunk_size:
+                    self._chunks[left].extend(right)
+                    self._lasts[left] = self._lasts[left + 1]
+                    del self._chunks[left + 1], self._lasts[left + 1]
+                    return

@@ -1,0 +1,75 @@
+"""`pd-bench radix` runs, measures what it says and reports where it came from."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from pd.bench import radix
+from pd.radix import EVICTION_POLICIES
+
+TRACE = [
+    {"input_length": 1100, "hash_ids": [0, 1, 2]},
+    {"input_length": 1024, "hash_ids": [3, 4]},
+    {"input_length": 1040, "hash_ids": [0, 1, 5]},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TRACE))
+    return path
+
+
+def bench(*flags: str) -> int:
+    parser = argparse.ArgumentParser()
+    radix.add_arguments(parser)
+    small = ["--rounds", "1", "--prompt-tokens", "1024", "--leaves", "50"]
+    return radix.run(parser.parse_args([*small, *flags]))
+
+
+def test_expands_hash_ids_to_distinct_blocks_and_cuts_the_last(trace: Path) -> None:
+    first, second, third = radix.expand(trace)
+    assert [len(first), len(second), len(third)] == [1100, 1024, 1040]
+    assert first[:1024].tolist() == third[:1024].tolist()
+    assert len({*first.tolist(), *second.tolist(), *third.tolist()}) == 1100 + 1024 + 16
+
+
+def test_writes_every_result_with_command_commit_machine_and_date(
+    trace: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "radix.json"
+    bench("--trace", str(trace), "--output", str(output))
+    report = json.loads(output.read_text())
+    assert {"command", "commit", "machine", "date", "results"} == set(report)
+    assert {"cpu", "cores", "python"} <= set(report["machine"])
+    replays = [row for row in report["results"] if row["name"].startswith("trace")]
+    assert len(replays) == 3 * len(EVICTION_POLICIES)
+    assert all(row["hit_rate"] == 1024 / (1100 + 1024 + 1040) for row in replays)
+
+
+def test_says_why_the_trace_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bench()
+    assert "trace replay skipped" in capsys.readouterr().out
+
+
+def test_exit_status_tells_of_a_missed_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(radix, "MATCH_BAR_US", 0.0)
+    assert bench() == 1
+    assert "MISSED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [("--rounds", "0"), ("--trace", "/no/such/file")])
+def test_refuses_unusable_arguments_by_name(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*flags) == 2
+    assert " ".join(flags) in capsys.readouterr().err
