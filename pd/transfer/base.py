@@ -161,6 +161,13 @@ class TransferManager(ABC):
                 ``token_start // page_size`` are never written.
         """
 
+    def reservation_delay(self) -> float:
+        """D: seconds by which to hold back the next ``Reservation`` without blocking anything else.
+
+        Above 0 only for ``fake`` under a script; asked once for each reservation.
+        """
+        return 0.0
+
     @abstractmethod
     def close(self) -> None:
         """Stop threads and close sockets; everything open fails."""

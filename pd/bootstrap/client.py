@@ -1,0 +1,99 @@
+"""How a decode node introduces itself to a prefill node."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import msgspec
+
+from pd.bootstrap.auth import SIGNATURE_HEADER, bootstrap_key, check_reply, sign_request
+from pd.bootstrap.server import EXPECTED_HEADER, HANDSHAKE_PATH, MAX_BODY_BYTES
+from pd.core.errors import HandshakeError, PDError, UnavailableError
+from pd.core.messages import ErrorInfo
+from pd.core.node_info import NodeInfo, check_compatible
+
+
+def handshake(
+    bootstrap_url: str,
+    own: NodeInfo,
+    *,
+    expected_instance: str,
+    cluster_key: bytes | None = None,
+    timeout: float = 2.0,
+) -> NodeInfo:
+    """Shake hands with the prefill node at ``bootstrap_url``; blocks for ``timeout`` s at most.
+
+    Raises:
+        HandshakeError: the nodes cannot work together (the message names both values), another
+            instance answers than expected, or one of the two lacks the cluster key.
+        UnavailableError: nobody answers, or the node is starting or draining; worth a new try.
+    """
+    body = msgspec.json.encode(own)
+    headers = {"Content-Type": "application/json", EXPECTED_HEADER: expected_instance}
+    key = bootstrap_key(cluster_key)
+    nonce = ""
+    if key is not None:
+        authorization, nonce = sign_request(key, "POST", HANDSHAKE_PATH, expected_instance, body)
+        headers["Authorization"] = authorization
+    try:
+        status, signature, content = _post(bootstrap_url, body, headers, timeout)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UnavailableError(
+            f"no handshake with prefill node {expected_instance} at {bootstrap_url}: "
+            f"{str(error) or type(error).__name__}"
+        ) from error
+    # A node that could not verify the request cannot sign its answer to it.
+    signed = key is None or status == 401 or check_reply(key, nonce, status, content, signature)
+    if not signed:
+        raise HandshakeError(f"{bootstrap_url} did not prove that it has the cluster key")
+    if status != 200:
+        raise _error_of(status, content, bootstrap_url)
+    return _checked(content, own, expected_instance, bootstrap_url)
+
+
+def _post(
+    bootstrap_url: str, body: bytes, headers: dict[str, str], timeout: float
+) -> tuple[int, str, bytes]:
+    """Status, signature and content of the answer; raises httpx.HTTPError."""
+    url = bootstrap_url.rstrip("/") + HANDSHAKE_PATH
+    deadline = time.monotonic() + timeout
+    content = b""
+    # httpx bounds each operation; connecting and reading get half of the time each.
+    limits = httpx.Timeout(timeout / 2)
+    # Without trust_env: a proxy from the environment must not see node traffic.
+    with (
+        httpx.Client(timeout=limits, trust_env=False) as client,
+        client.stream("POST", url, content=body, headers=headers) as response,
+    ):
+        for part in response.iter_raw():
+            content += part
+            if len(content) > MAX_BODY_BYTES:
+                raise httpx.ReadError(f"the answer exceeds {MAX_BODY_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"the answer was not complete after {timeout:g} s")
+        return response.status_code, response.headers.get(SIGNATURE_HEADER, ""), content
+
+
+def _error_of(status: int, content: bytes, url: str) -> PDError:
+    try:
+        message = msgspec.json.decode(content, type=ErrorInfo).message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        message = f"status {status}"
+    if status >= 500:
+        return UnavailableError(f"{url} cannot shake hands now: {message}")
+    return HandshakeError(f"{url} refused the handshake: {message}")
+
+
+def _checked(content: bytes, own: NodeInfo, expected_instance: str, url: str) -> NodeInfo:
+    try:
+        peer = msgspec.json.decode(content, type=NodeInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HandshakeError(f"{url} did not answer with a NodeInfo: {error}") from error
+    if peer.instance_id != expected_instance:
+        raise HandshakeError(
+            f"instance differs: {expected_instance} was expected, but {peer.instance_id} answers "
+            "(the prefill node restarted)"
+        )
+    check_compatible(peer, own)
+    return peer

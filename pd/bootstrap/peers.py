@@ -1,0 +1,151 @@
+"""The prefill nodes that a decode node knows, and the handshakes under way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from pd.bootstrap.client import handshake
+from pd.core.errors import PDError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.node_info import NodeInfo
+
+    Callback = Callable[[NodeInfo | PDError], None]
+
+logger = logging.getLogger(__name__)
+
+# How long a failure answers for its peer before the next demand tries again.
+FAILURE_SECONDS = 0.5
+_WORKERS = 4
+_MAX_FAILURES = 1024
+
+_Key = tuple[str, str]
+
+
+class PeerDirectory:
+    """Prefill nodes by bootstrap URL and instance id. Thread-safe.
+
+    Requests that need the same node at the same time share one handshake. A slow or dead node keeps
+    one worker busy for ``timeout`` seconds and fails its own requests only.
+
+    Args:
+        own: what this node says about itself.
+        connect: called in the worker for each new peer before anybody is told of it; an error that
+            it raises is the handshake's result.
+    """
+
+    def __init__(
+        self,
+        own: NodeInfo,
+        *,
+        cluster_key: bytes | None = None,
+        connect: Callable[[NodeInfo], None] = lambda _: None,
+        timeout: float = 2.0,
+    ) -> None:
+        self._own, self._key, self._connect, self._timeout = own, cluster_key, connect, timeout
+        self._lock = threading.Lock()
+        self._known: dict[_Key, NodeInfo] = {}
+        self._failed: dict[_Key, tuple[float, PDError]] = {}
+        self._waiting: dict[_Key, list[Callback]] = {}
+        self._forgotten: set[_Key] = set()
+        self._closed = False
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="pd-handshake")
+
+    def get(self, url: str, instance_id: str) -> NodeInfo | None:
+        """The peer if it is known; starts nothing."""
+        with self._lock:
+            return self._known.get((url, instance_id))
+
+    def request(self, url: str, instance_id: str, callback: Callback) -> None:
+        """Have ``callback`` called once with the peer or with why there is none.
+
+        It is called before this returns if the answer is known, otherwise in a worker thread. It
+        must not block.
+        """
+        key = (url, instance_id)
+        with self._lock:
+            answer = self._answer(key)
+            if answer is None:
+                waiting = self._waiting.setdefault(key, [])
+                waiting.append(callback)
+                if len(waiting) == 1:
+                    self._workers.submit(self._shake_hands, key)
+        if answer is not None:
+            callback(answer)
+
+    def forget(self, instance_id: str) -> None:
+        """The peer is gone or no longer knows us: the next demand shakes hands again."""
+        with self._lock:
+            for key in [k for k in self._known if k[1] == instance_id]:
+                del self._known[key]
+            # What a handshake under way learns may be older than this.
+            self._forgotten.update(k for k in self._waiting if k[1] == instance_id)
+
+    def peers(self) -> list[NodeInfo]:
+        """All known peers."""
+        with self._lock:
+            return list(self._known.values())
+
+    def close(self) -> None:
+        """Start no more handshakes; those waiting for one are told."""
+        with self._lock:
+            self._closed = True
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        for key in list(self._waiting):
+            self._finish(key, UnavailableError("this node is stopping"))
+
+    def _answer(self, key: _Key) -> NodeInfo | PDError | None:
+        if key in self._known:
+            return self._known[key]
+        if self._closed:
+            return UnavailableError("this node is stopping")
+        failed = self._failed.get(key)
+        if failed is not None and time.monotonic() < failed[0]:
+            return failed[1]
+        return None
+
+    def _shake_hands(self, key: _Key) -> None:
+        url, instance_id = key
+        result: NodeInfo | PDError
+        try:
+            result = handshake(
+                url,
+                self._own,
+                expected_instance=instance_id,
+                cluster_key=self._key,
+                timeout=self._timeout,
+            )
+            self._connect(result)
+        except PDError as error:
+            logger.warning("%s", error)
+            result = error
+        except Exception as error:
+            # Whoever waits must hear of any failure.
+            logger.exception("handshake with %s failed", url)
+            result = UnavailableError(f"handshake with {url} failed: {error}")
+        self._finish(key, result)
+
+    def _finish(self, key: _Key, result: NodeInfo | PDError) -> None:
+        with self._lock:
+            callbacks = self._waiting.pop(key, [])
+            forgotten = key in self._forgotten
+            self._forgotten.discard(key)
+            if isinstance(result, PDError):
+                self._remember_failure(key, result)
+            elif not forgotten and not self._closed:
+                self._known[key] = result
+                self._failed.pop(key, None)
+        for callback in callbacks:
+            callback(result)
+
+    def _remember_failure(self, key: _Key, error: PDError) -> None:
+        now = time.monotonic()
+        if len(self._failed) >= _MAX_FAILURES:
+            self._failed = {k: f for k, f in self._failed.items() if f[0] > now}
+        self._failed[key] = (now + FAILURE_SECONDS, error)

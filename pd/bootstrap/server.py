@@ -1,0 +1,141 @@
+"""The registry over HTTP. ``pd.bootstrap.client`` speaks it from the other side."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pd.bootstrap.auth import SIGNATURE_HEADER, RequestVerifier, bootstrap_key, sign_reply
+from pd.core.errors import (
+    AuthenticationError,
+    HandshakeError,
+    InvalidRequestError,
+    PDError,
+    UnavailableError,
+)
+from pd.core.messages import ErrorInfo
+from pd.core.node_info import NodeInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request
+
+    from pd.bootstrap.registry import Registry
+
+    Answer = Callable[[Request, bytes], Awaitable[object]]
+
+logger = logging.getLogger(__name__)
+
+BOOTSTRAP_PATH = "/bootstrap"
+HANDSHAKE_PATH = "/bootstrap/handshake"
+PEERS_PATH = "/bootstrap/peers"
+EXPECTED_HEADER = "PD-Expected-Instance"
+MAX_BODY_BYTES = 64 << 10
+RETRY_AFTER_SECONDS = 1
+
+_json = msgspec.json.Encoder()
+
+
+def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) -> Starlette:
+    """The ASGI application that a prefill node serves on ``--bootstrap-port``.
+
+    ``GET /bootstrap`` answers this node's NodeInfo, ``POST /bootstrap/handshake`` takes a decode
+    node's and answers this node's, ``GET /bootstrap/peers`` lists who shook hands. Errors are an
+    ``ErrorInfo``: 400 for a body that is no NodeInfo, 401 without the cluster key, 409 for nodes
+    that cannot work together, 413 for a body over 64 KiB, 503 until ready and while draining.
+    """
+    key = bootstrap_key(cluster_key)
+    verifier = None if key is None else RequestVerifier(key)
+
+    async def own(request: Request, body: bytes) -> object:
+        registry.check_ready()
+        return registry.own
+
+    async def handshake(request: Request, body: bytes) -> object:
+        expected = request.headers.get(EXPECTED_HEADER, "")
+        if expected and expected != registry.own.instance_id:
+            raise HandshakeError(
+                f"instance differs: {expected} was expected, but {registry.own.instance_id} "
+                "answers (the prefill node restarted)"
+            )
+        try:
+            peer = msgspec.json.decode(body, type=NodeInfo)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequestError(f"the body is not a NodeInfo: {error}") from error
+        return await run_in_threadpool(registry.handshake, peer)
+
+    async def peers(request: Request, body: bytes) -> object:
+        return registry.peers()
+
+    def route(path: str, method: str, answer: Answer) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await _respond(request, answer, verifier)
+
+        return Route(path, endpoint, methods=[method])
+
+    return Starlette(
+        routes=[
+            route(BOOTSTRAP_PATH, "GET", own),
+            route(HANDSHAKE_PATH, "POST", handshake),
+            route(PEERS_PATH, "GET", peers),
+        ]
+    )
+
+
+async def _respond(request: Request, answer: Answer, verifier: RequestVerifier | None) -> Response:
+    nonce = ""
+    try:
+        body = await _bounded_body(request)
+        if body is None:
+            reason = f"the body exceeds {MAX_BODY_BYTES} bytes"
+            return _error(413, InvalidRequestError(reason), {})
+        if verifier is not None:
+            nonce = _authenticate(request, body, verifier)
+        content = _json.encode(await answer(request, body))
+        response = Response(content, 200, media_type="application/json")
+    except UnavailableError as error:
+        response = _error(503, error, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+    except HandshakeError as error:
+        logger.warning("refused a handshake: %s", error)
+        response = _error(409, error, {})
+    except PDError as error:
+        logger.warning("refused %s %s: %s", request.method, request.url.path, error)
+        response = _error(error.status, error, {})
+    if verifier is not None and nonce:
+        signature = sign_reply(verifier.key, nonce, response.status_code, bytes(response.body))
+        response.headers[SIGNATURE_HEADER] = signature
+    return response
+
+
+async def _bounded_body(request: Request) -> bytes | None:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return body
+
+
+def _authenticate(request: Request, body: bytes, verifier: RequestVerifier) -> str:
+    nonce, reason = verifier.verify(
+        request.headers.get("Authorization", ""),
+        request.method,
+        request.url.path,
+        request.headers.get(EXPECTED_HEADER, ""),
+        body,
+    )
+    if reason:
+        raise AuthenticationError(reason)
+    return nonce
+
+
+def _error(status: int, error: PDError, headers: dict[str, str]) -> Response:
+    content = _json.encode(ErrorInfo(error.kind, error.message, error.param))
+    return Response(content, status, headers, media_type="application/json")

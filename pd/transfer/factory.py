@@ -1,0 +1,52 @@
+"""From ``--transfer-backend`` to a manager."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.errors import SetupError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd.transfer.base import KVBuffer, TransferManager
+
+BACKENDS = ("auto", "tcp", "nixl", "mooncake", "nvlink", "fake")
+
+
+def make_transfer_manager(
+    name: str,
+    pool: KVBuffer,
+    instance_id: str,
+    host: str = "127.0.0.1",
+    *,
+    advertise_host: str = "",
+    cluster_key: bytes | None = None,
+    fake_script: Path | None = None,
+) -> TransferManager:
+    """The manager of one node; it listens when this returns.
+
+    Args:
+        name: one of ``BACKENDS``; ``auto`` is tcp.
+        host: address to listen on; anything but loopback needs a cluster key.
+        advertise_host: address published to peers; ``host`` if empty.
+        fake_script: what the ``fake`` backend does wrong (``--fake-script``).
+
+    Raises:
+        UsageError: unknown backend, bad script, or no cluster key where one is needed.
+        SetupError: the backend's library is missing or the address cannot be used.
+    """
+    if fake_script is not None and name != "fake":
+        raise UsageError(f"--fake-script needs --transfer-backend fake, not {name}")
+    try:
+        if name in ("auto", "tcp"):
+            from pd.transfer.tcp import TcpManager
+
+            return TcpManager(
+                pool, instance_id, host, advertise_host=advertise_host, cluster_key=cluster_key
+            )
+    except OSError as error:
+        raise SetupError(f"cannot listen for KV data on {host}: {error.strerror}") from error
+    if name in BACKENDS:
+        raise SetupError(f"transfer backend {name} is not available in this version; use tcp")
+    raise UsageError(f"unknown transfer backend {name!r}; choose one of {', '.join(BACKENDS)}")

@@ -1,0 +1,140 @@
+"""KV over plain TCP sockets: the backend that works everywhere.
+
+What it guarantees and on what that rests:
+
+- D's own thread does every write into D's pool, after a lookup of (room, epoch) and a check of the
+  frame against the reservation. So nothing lands outside a live reservation, and after
+  ``Receiver.abort`` D itself knows when nothing can land any more (:meth:`Receiver.drained`),
+  whatever P does: no ``Drained`` message is needed.
+- A receiver is DONE only when each reserved (layer, token) arrived once and P committed the same
+  number of bytes. A frame that repeats any of them is discarded whole.
+- ``Sender.poll`` is DONE when the kernel has taken every byte. If the connection breaks after that,
+  D finds bytes missing: it fails the room when the connection ends or, at the latest, a lease after
+  the commit.
+- ``Sender.drained`` says that the source pages are no longer read. Bytes on the wire may still
+  reach D, where the first point deals with them.
+- The openings are authenticated with the cluster key (:mod:`pd.transfer.greeting`); without one,
+  both ends must be loopback addresses. Data is not encrypted.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from pd.core.errors import TransferError
+from pd.transfer.base import Receiver, Sender, TransferManager
+from pd.transfer.greeting import is_loopback, parse_address, require_loopback, transfer_key
+from pd.transfer.memory import PoolMemory
+from pd.transfer.tcp_receive import Inbox, TcpReceiver
+from pd.transfer.tcp_send import Link, TcpSender
+
+if TYPE_CHECKING:
+    from pd.core.messages import Reservation
+    from pd.core.node_info import NodeInfo
+    from pd.transfer.base import IntArray, KVBuffer
+
+DEFAULT_CONNECTIONS = 2
+
+
+class TcpManager(TransferManager):
+    """See the module's docstring.
+
+    Args:
+        host: address to listen on.
+        advertise_host: address that peers connect to; ``host`` if empty.
+        cluster_key: needed as soon as ``host`` is not a loopback address.
+        connections: data connections to each peer.
+        staged: copy through host buffers even if the pool is in host memory (for tests).
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        pool: KVBuffer,
+        instance_id: str,
+        host: str = "127.0.0.1",
+        *,
+        advertise_host: str = "",
+        cluster_key: bytes | None = None,
+        connections: int = DEFAULT_CONNECTIONS,
+        staged: bool | None = None,
+    ) -> None:
+        if cluster_key is None:
+            require_loopback(host, "the data address")
+        self._instance, self._key = instance_id, transfer_key(cluster_key)
+        self._host = advertise_host or host
+        self._num_lanes = connections
+        self._memory = PoolMemory(pool, staged=staged)
+        self._inbox = Inbox(self._memory, instance_id, host, self._key)
+        self._lock = threading.Lock()
+        self._links: dict[str, Link] = {}
+        self.counters = self._inbox.counters
+
+    def address(self) -> dict[str, str]:
+        return {"host": self._host, "port": str(self._inbox.port)}
+
+    def connect(self, peer: NodeInfo) -> None:
+        address = parse_address(peer.transfer_address, peer.instance_id)
+        if self._key is None and not is_loopback(address[0]):
+            raise TransferError(
+                f"{peer.instance_id} is at {address[0]}, which is not a loopback address, and "
+                "there is no cluster key"
+            )
+        with self._lock:
+            old = self._links.get(peer.instance_id)
+            if old is not None and old.address == address and old.refusal is None:
+                return
+            link = Link(self._instance, peer.instance_id, address, self._key, self._num_lanes)
+            self._links[peer.instance_id] = link
+        if old is not None:
+            old.close(f"{peer.instance_id} has a new address")
+        if peer.role != "prefill":
+            link.start()
+
+    def disconnect(self, instance_id: str) -> None:
+        with self._lock:
+            link = self._links.pop(instance_id, None)
+        self._inbox.disconnect(instance_id)
+        if link is not None:
+            link.close(f"{instance_id} was disconnected")
+
+    def sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    ) -> Sender:
+        with self._lock:
+            link = self._links.get(peer)
+        if link is None:
+            raise TransferError(f"{peer} is not connected")
+        start = reservation.cached_prefix_len
+        if not 0 <= start <= num_tokens:
+            raise TransferError(
+                f"{peer} says that it holds {start} tokens of a prompt of {num_tokens}"
+            )
+        sender = TcpSender(
+            link,
+            self._memory,
+            reservation.room,
+            reservation.epoch,
+            pages,
+            range(start, num_tokens),
+        )
+        link.open(sender)
+        return sender
+
+    def receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+    ) -> Receiver:
+        receiver = TcpReceiver(
+            self._inbox, peer, room, epoch, pages, range(token_start, token_stop)
+        )
+        self._inbox.add(receiver)
+        return receiver
+
+    def close(self) -> None:
+        with self._lock:
+            links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.close("the transfer manager was closed")
+        self._inbox.close()

@@ -1,0 +1,435 @@
+"""D's side of the tcp backend: one thread that reads every data connection into the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd.core.errors import PDError, TransferError
+from pd.core.messages import LEASE_SECONDS
+from pd.transfer.base import Receiver, TransferState
+from pd.transfer.frames import HEADER, Frame, FrameError, decode_header
+from pd.transfer.greeting import GreetingError, Welcome
+from pd.transfer.ranges import Block, check_pages
+
+if TYPE_CHECKING:
+    from pd.transfer.base import IntArray
+    from pd.transfer.memory import Landing, PoolMemory
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "tcp"
+# Bytes offered to one recvmsg: enough to empty what a busy loopback has ready, few enough
+# stretches that offering them again after a short read costs little.
+_WINDOW = 1 << 20
+# One connection may keep the thread for this many reads before the others get their turn.
+_READS_PER_TURN = 16
+_GREETING_SECONDS = 5.0
+_MAX_STRANGERS = 256
+_LOG_INTERVAL = 1.0
+
+
+@dataclass
+class ReceiveCounters:
+    """What arrived and what was turned away, since the start."""
+
+    connections: int = 0
+    refused_connections: int = 0
+    broken_connections: int = 0
+    frames: int = 0
+    bytes: int = 0
+    discarded_frames: int = 0
+    discarded_bytes: int = 0
+    duplicate_frames: int = 0
+
+
+class TcpReceiver(Receiver):
+    """Counts every (layer, token) once. Only the inbox's thread writes to the pages, and only
+    between :meth:`enter` and :meth:`leave`, which is what makes :meth:`drained` a local fact."""
+
+    def __init__(
+        self, inbox: Inbox, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
+    ) -> None:
+        memory = inbox.memory
+        check_pages(pages, memory.page_size, memory.num_slots, tokens.start, tokens.stop)
+        self.peer, self.room, self.epoch = peer, room, epoch
+        self.error: PDError | None = None
+        self._inbox = inbox
+        self._pages, self._tokens = pages.copy(), tokens
+        self._claimed = np.zeros((memory.num_layers, len(tokens)), dtype=np.bool_)
+        self._expected = self._claimed.size * memory.cell_bytes
+        self._received = 0
+        self._committed = False
+        self._state = TransferState.ACTIVE
+        self._touching = False
+        self._progress = time.monotonic()
+        self._changed = threading.Condition()
+        self._connections: set[int] = set()
+
+    @property
+    def destination(self) -> bytes:
+        return b""
+
+    @property
+    def bytes_received(self) -> int:
+        return self._received
+
+    def commit(self, num_bytes: int) -> None:
+        with self._changed:
+            if self._committed:
+                return
+            self._committed, self._progress = True, time.monotonic()
+        if num_bytes != self._expected:
+            self.fail(
+                TransferError(
+                    f"{self.peer} committed {num_bytes} KV bytes; {self._expected} were reserved"
+                )
+            )
+        self._settle()
+
+    def poll(self) -> TransferState:
+        if self._committed and time.monotonic() - self._progress > LEASE_SECONDS:
+            self.fail(
+                TransferError(
+                    f"{self.peer} committed, but {self._expected - self._received} of "
+                    f"{self._expected} KV bytes did not arrive within {LEASE_SECONDS} s"
+                )
+            )
+        return self._state
+
+    def abort(self) -> None:
+        self.fail(TransferError("aborted"))
+
+    def fail(self, error: PDError) -> None:
+        """Record the first error; nothing is written from now on but by a call under way."""
+        with self._changed:
+            if self._state is not TransferState.ACTIVE:
+                return
+            self._state, self.error = TransferState.FAILED, error
+        self._inbox.remove(self)
+
+    def drained(self) -> bool:
+        with self._changed:
+            return self._state is not TransferState.ACTIVE and not self._touching
+
+    def wait_drained(self) -> None:
+        """After an end: the thread never waits while it writes, so this takes one system call."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._touching)
+
+    def peer_drained(self) -> None:
+        """Of no use here: D's own thread does the writing."""
+
+    # ---- called by the inbox's thread
+
+    def claim(self, block: Block, connection: int) -> Landing | None:
+        """Where a frame goes; None for one that repeats what another frame claimed.
+
+        Raises FrameError when the block is not of this reservation.
+        """
+        start, stop = self._tokens.start, self._tokens.stop
+        if block.token_start < start or block.token_stop > stop:
+            raise FrameError(
+                f"tokens [{block.token_start}, {block.token_stop}) are outside the reserved "
+                f"[{start}, {stop})"
+            )
+        cells = self._claimed[
+            block.layer_start : block.layer_stop,
+            block.token_start - start : block.token_stop - start,
+        ]
+        if cells.any():
+            return None
+        cells[:] = True
+        self._connections.add(connection)
+        return self._inbox.memory.landing(self._pages, block)
+
+    def enter(self) -> bool:
+        """Whether the pages may be written now; if so, :meth:`leave` must follow."""
+        with self._changed:
+            self._touching = self._state is TransferState.ACTIVE
+            return self._touching
+
+    def leave(self, arrived: int) -> None:
+        """The write is over; ``arrived`` bytes of a completed frame now count."""
+        with self._changed:
+            self._touching = False
+            self._received += arrived
+            self._progress = time.monotonic()
+            if self._state is not TransferState.ACTIVE:
+                self._changed.notify_all()
+        if arrived:
+            self._settle()
+
+    def lost(self, connection: int, reason: str) -> None:
+        """A connection ended; if this room lacks bytes, they may have been lost with it."""
+        if connection in self._connections and self._received < self._expected:
+            self.fail(TransferError(f"a data connection from {self.peer} was lost: {reason}"))
+
+    def _settle(self) -> None:
+        with self._changed:
+            complete = self._committed and self._received == self._expected
+            if not complete or self._state is not TransferState.ACTIVE:
+                return
+            self._state = TransferState.DONE
+        self._inbox.remove(self)
+
+
+class _Connection:
+    """One accepted connection and how far into greeting, header or payload it is."""
+
+    def __init__(self, number: int, sock: socket.socket, origin: str, welcome: Welcome) -> None:
+        self.number, self.sock, self.origin = number, sock, origin
+        self.welcome: Welcome | None = welcome
+        self.peer = ""
+        self.since = time.monotonic()
+        self.head = bytearray(welcome.needs)
+        self.filled = 0
+        self.frame: Frame | None = None
+        self.receiver: TcpReceiver | None = None
+        self.landing: Landing | None = None
+        self.remaining = 0
+
+    def expect(self, size: int) -> None:
+        self.head, self.filled = bytearray(size), 0
+
+    def __str__(self) -> str:
+        return f"{self.peer} ({self.origin})" if self.peer else self.origin
+
+
+class Inbox:
+    """The listening socket, its connections, and the receivers they may write for."""
+
+    def __init__(self, memory: PoolMemory, instance_id: str, host: str, key: bytes | None) -> None:
+        self.memory = memory
+        self.counters = ReceiveCounters()
+        self._instance, self._key = instance_id, key
+        self._lock = threading.Lock()
+        self._receivers: dict[tuple[bytes, int], TcpReceiver] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._accepted = 0
+        self._unwelcome: list[tuple[str, threading.Event]] = []
+        self._closing = False
+        self._discard = memoryview(bytearray(1 << 20))
+        self._next_log = 0.0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._wake_reader, self._waker = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="pd-tcp-inbox", daemon=True)
+        self._thread.start()
+
+    # ---- called by any thread
+
+    def add(self, receiver: TcpReceiver) -> None:
+        with self._lock:
+            key = (receiver.room, receiver.epoch)
+            if self._closing or key in self._receivers:
+                reason = "closed" if self._closing else "a receiver of this room and epoch exists"
+                raise TransferError(f"cannot receive from {receiver.peer}: {reason}")
+            self._receivers[key] = receiver
+
+    def remove(self, receiver: TcpReceiver) -> None:
+        with self._lock:
+            self._receivers.pop((receiver.room, receiver.epoch), None)
+
+    def disconnect(self, peer: str) -> None:
+        """Fail the peer's receivers and hang up; returns when nothing of it can land any more."""
+        self._fail_all(TransferError(f"{peer} was disconnected"), peer)
+        hung_up = threading.Event()
+        self._unwelcome.append((peer, hung_up))
+        self._wake()
+        hung_up.wait(timeout=1.0)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join()
+        self._fail_all(TransferError("the transfer manager was closed"))
+
+    def _fail_all(self, error: TransferError, peer: str | None = None) -> None:
+        with self._lock:
+            ended = [r for r in self._receivers.values() if peer in (None, r.peer)]
+        for receiver in ended:
+            receiver.fail(error)
+            receiver.wait_drained()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select(timeout=1.0):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_reader:
+                    self._wake_reader.recv(4096)
+                else:
+                    self._serve(key.data)
+            self._hang_up()
+        for connection in list(self._connections.values()):
+            self._drop(connection, "this node stopped")
+        self._selector.close()
+        for sock in (self._listener, self._wake_reader, self._waker):
+            sock.close()
+
+    def _hang_up(self) -> None:
+        """Close what was disconnected and strangers that never introduced themselves."""
+        while self._unwelcome:
+            peer, hung_up = self._unwelcome.pop()
+            for connection in [c for c in self._connections.values() if c.peer == peer]:
+                self._drop(connection, "disconnected")
+            hung_up.set()
+        late = time.monotonic() - _GREETING_SECONDS
+        for connection in [c for c in self._connections.values() if c.welcome and c.since < late]:
+            self._refuse(connection, f"it did not introduce itself in {_GREETING_SECONDS:g} s")
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError as error:
+            logger.warning("cannot accept a data connection: %s", error)
+            # Out of file descriptors: the socket stays readable, so do not spin on it.
+            time.sleep(0.01)
+            return
+        sock.setblocking(False)
+        origin = f"{address[0]}:{address[1]}"
+        self._accepted += 1
+        connection = _Connection(
+            self._accepted, sock, origin, Welcome(SERVICE, self._instance, self._key)
+        )
+        self._connections[connection.number] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        strangers = [c for c in self._connections.values() if c.welcome]
+        if len(strangers) > _MAX_STRANGERS:
+            self._refuse(strangers[0], "too many connections wait for their greeting")
+
+    def _serve(self, connection: _Connection) -> None:
+        if connection.number not in self._connections:
+            return
+        try:
+            for _ in range(_READS_PER_TURN):
+                if not self._read(connection):
+                    self._drop(connection, "closed by the peer")
+                    return
+        except BlockingIOError:
+            return
+        except (FrameError, GreetingError) as error:
+            self._refuse(connection, str(error))
+        except OSError as error:
+            self._drop(connection, error.strerror or str(error))
+        except Exception as error:
+            # Say a CUDA error: it must not end the thread.
+            logger.exception("failed to receive from %s", connection)
+            self._drop(connection, str(error))
+
+    def _read(self, connection: _Connection) -> bool:
+        """One read; False at the end of the stream."""
+        if connection.frame is not None:
+            return self._read_payload(connection)
+        view = memoryview(connection.head)[connection.filled :]
+        arrived = connection.sock.recv_into(view)
+        connection.filled += arrived
+        if connection.filled == len(connection.head):
+            if connection.welcome is not None:
+                self._greet(connection, connection.welcome)
+            else:
+                self._begin_frame(connection)
+        return arrived > 0
+
+    def _greet(self, connection: _Connection, welcome: Welcome) -> None:
+        answer, refusal = welcome.feed(bytes(connection.head))
+        # A fresh connection's send buffer is empty, so this cannot come up short.
+        connection.sock.send(answer)
+        if refusal:
+            raise GreetingError(refusal)
+        connection.expect(welcome.needs or HEADER.size)
+        if not welcome.needs:
+            connection.peer, connection.welcome = welcome.peer, None
+            self.counters.connections += 1
+
+    def _begin_frame(self, connection: _Connection) -> None:
+        memory = self.memory
+        frame = decode_header(connection.head, memory.num_layers, memory.cell_bytes)
+        with self._lock:
+            receiver = self._receivers.get((frame.room, frame.epoch))
+        landing = None
+        if receiver is not None and receiver.peer == connection.peer:
+            landing = receiver.claim(frame.block, connection.number)
+            if landing is None:
+                self.counters.duplicate_frames += 1
+        connection.frame, connection.remaining = frame, frame.payload
+        connection.receiver = receiver if landing is not None else None
+        connection.landing = landing
+        if landing is None:
+            self._turned_away(connection, frame)
+
+    def _turned_away(self, connection: _Connection, frame: Frame) -> None:
+        self.counters.discarded_frames += 1
+        if time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _LOG_INTERVAL
+            logger.info(
+                "discarded a frame from %s: room %s, epoch %d is unknown, over or has it already "
+                "(%d discarded so far)",
+                connection,
+                frame.room.hex(),
+                frame.epoch,
+                self.counters.discarded_frames,
+            )
+
+    def _read_payload(self, connection: _Connection) -> bool:
+        receiver, landing = connection.receiver, connection.landing
+        if receiver is None or landing is None or not receiver.enter():
+            # Ended, perhaps in the middle of the frame: the rest must not touch the pages.
+            connection.receiver = connection.landing = None
+            arrived = connection.sock.recv_into(self._discard[: connection.remaining])
+            self.counters.discarded_bytes += arrived
+        else:
+            whole = 0
+            try:
+                arrived = connection.sock.recvmsg_into(landing.window(_WINDOW))[0]
+                landing.advance(arrived)
+                if landing.done == landing.total:
+                    landing.complete()
+                    whole = landing.total
+                    self.counters.frames += 1
+                    self.counters.bytes += whole
+            finally:
+                receiver.leave(whole)
+        connection.remaining -= arrived
+        if not connection.remaining:
+            connection.frame = connection.receiver = connection.landing = None
+            connection.expect(HEADER.size)
+        return arrived > 0
+
+    def _refuse(self, connection: _Connection, reason: str) -> None:
+        self.counters.refused_connections += 1
+        logger.warning("closed the data connection of %s: %s", connection, reason)
+        self._drop(connection, reason)
+
+    def _drop(self, connection: _Connection, reason: str) -> None:
+        del self._connections[connection.number]
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        if connection.frame is not None:
+            self.counters.broken_connections += 1
+        with self._lock:
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.lost(connection.number, reason)
