@@ -169,8 +169,7 @@ def insert_new(page_size: int, num_tokens: int, rounds: int) -> Iterator[Measure
             growing[0].insert(tokens, pages)
 
     def copy() -> None:
-        for tokens in prompts:
-            copies.append((tokens.tobytes(), pages.copy()))
+        copies.extend((tokens.tobytes(), pages.copy()) for tokens in prompts)
 
     best, median = timed(replace, rounds, per=len(prompts))
     name = f"insert {num_tokens} new tokens, evict as many"
@@ -286,8 +285,10 @@ def arange(length: int) -> IntArray:
 
 
 def write(path: Path, results: list[Measurement]) -> None:
+    as_module = Path(sys.argv[0]).name == Path(__file__).name
+    program = ["python", "-m", "pd.bench.radix"] if as_module else [Path(sys.argv[0]).name]
     report = {
-        "command": shlex.join(
+        "command": shlex.join([*program, *sys.argv[1:]]),
             ["pd-bench", "radix", *(word for word in sys.argv[1:] if word != "radix")]
         ),
         "commit": commit(),
@@ -299,14 +300,15 @@ def write(path: Path, results: list[Measurement]) -> None:
 
 
 def commit() -> str:
-    """The commit of this code, marked when tracked files differ from it; "unknown" outside git."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return described.stdout.strip() or "unknown"
+    """The commit of this code, marked if the measured files differ from it; else "unknown"."""
+    here = Path(__file__).parent
+    head = git("rev-parse", "HEAD", cwd=here).stdout.strip()
+    changed = git("status", "--porcelain", "--", "radix.py", "../radix", cwd=here).stdout.strip()
+    return f"{head or 'unknown'}{'-dirty' if changed else ''}"
+
+
+def git(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def machine() -> dict[str, Any]:
