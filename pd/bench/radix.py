@@ -289,8 +289,6 @@ def write(path: Path, results: list[Measurement]) -> None:
     program = ["python", "-m", "pd.bench.radix"] if as_module else [Path(sys.argv[0]).name]
     report = {
         "command": shlex.join([*program, *sys.argv[1:]]),
-            ["pd-bench", "radix", *(word for word in sys.argv[1:] if word != "radix")]
-        ),
         "commit": commit(),
         "machine": machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
