@@ -1,0 +1,85 @@
+"""The paged KV pool: one tensor for all layers. Who owns which page is the allocator's matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.core.node_info import KVLayout
+
+    IntArray = npt.NDArray[np.int32]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KVPool:
+    """Keys and values of every cached token.
+
+    Attributes:
+        buffer: contiguous ``[num_layers, 2, slots, num_kv_heads, head_dim]``, K then V, zeros at
+            first. Token t of a sequence whose page table is ``pages`` lies in slot
+            ``pages[t // page_size] * page_size + t % page_size``.
+        num_pages: pages for callers. One more at the end, page ``num_pages``, takes the writes of
+            padding and is never read.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.page_size = layout.page_size
+        slots = (num_pages + 1) * layout.page_size
+        # On the CPU, zeroed memory is mapped by the kernel when first written: this is cheap.
+        self.buffer = torch.zeros(
+            (layout.num_layers, 2, slots, layout.num_kv_heads, layout.head_dim),
+            dtype=DTYPES[layout.dtype],
+            device=device,
+        )
+        self._keys = [layer[0] for layer in self.buffer]
+        self._values = [layer[1] for layer in self.buffer]
+
+    @staticmethod
+    def page_bytes(layout: KVLayout) -> int:
+        """Bytes of one page in all layers."""
+        return layout.token_bytes * layout.page_size
+
+    def key(self, layer: int) -> torch.Tensor:
+        """Keys of a layer, a view ``[slots, num_kv_heads, head_dim]``."""
+        return self._keys[layer]
+
+    def value(self, layer: int) -> torch.Tensor:
+        """Values of a layer, a view ``[slots, num_kv_heads, head_dim]``."""
+        return self._values[layer]
+
+    def copy_page(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` tokens of a page to another, in all layers."""
+        assert 0 <= num_tokens <= self.page_size
+        begin, end = source * self.page_size, target * self.page_size
+        self.buffer[:, :, end : end + num_tokens] = self.buffer[:, :, begin : begin + num_tokens]
+
+    def gather_pages(self, pages: IntArray) -> torch.Tensor:
+        """A copy of pages in host memory.
+
+        Args:
+            pages: int32 ``[n]``.
+
+        Returns:
+            ``[num_layers, 2, n, page_size, num_kv_heads, head_dim]`` on the CPU.
+        """
+        return self._paged.index_select(2, self._index(pages)).cpu()
+
+    def scatter_pages(self, pages: IntArray, host: torch.Tensor) -> None:
+        """Put back what :meth:`gather_pages` returned, into ``n`` pages in the same order."""
+        self._paged.index_copy_(2, self._index(pages), host.to(self.buffer.device))
+
+    @property
+    def _paged(self) -> torch.Tensor:
+        layers, two, slots, *rest = self.buffer.shape
+        return self.buffer.view(layers, two, slots // self.page_size, self.page_size, *rest)
+
+    def _index(self, pages: IntArray) -> torch.Tensor:
+        return torch.from_numpy(pages.astype("int64")).to(self.buffer.device)

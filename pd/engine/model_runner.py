@@ -1,0 +1,109 @@
+"""Runs one forward pass over a mixed batch of prefill chunks and decode steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd.kernels.attention import AttentionBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from pd.engine.kv_pool import KVPool
+    from pd.kernels.attention import AttentionBackend
+    from pd.models.layers import CausalLM
+
+    IntArray = npt.NDArray[np.int32]
+
+
+@dataclass
+class ForwardItem:
+    """One sequence's part of a step.
+
+    Attributes:
+        token_ids: new tokens to compute, int32, at least one.
+        start: tokens whose KV is in the pool already; the position of ``token_ids[0]``.
+        pages: page table, int32, covering ``start + len(token_ids)`` tokens at least.
+        num_logits: of how many of the last new tokens logits are wanted; 0 for a chunk that does
+            not end the prompt.
+    """
+
+    token_ids: IntArray
+    start: int
+    pages: IntArray
+    num_logits: int = 1
+
+
+class ModelRunner:
+    """A model, its pool and an attention backend, stepped together by one thread."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        attention_backend: AttentionBackend,
+        *,
+        layer_group: int = 8,
+    ) -> None:
+        """``layer_group``: layers between two reports of progress (see :meth:`forward`)."""
+        self.model = model
+        self.pool = pool
+        self.attention = attention_backend
+        self._layer_group = layer_group
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        items: Sequence[ForwardItem],
+        on_layers_done: Callable[[int, int], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute new tokens, leaving their KV in the pool.
+
+        Args:
+            items: at least one; no two may write the same page.
+            on_layers_done: called with ``(first, stop)`` when this step's KV of those layers is in
+                the pool (on a GPU: is queued on the current stream).
+
+        Returns:
+            float32 logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, on the
+            model's device.
+        """
+        lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
+        starts = np.fromiter((item.start for item in items), np.int64, len(items))
+        self.attention.plan(AttentionBatch(starts, lengths, [item.pages for item in items]))
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+        hidden = self.model(
+            self._tensor(np.concatenate([item.token_ids for item in items]).astype(np.int64)),
+            self._tensor(positions),
+            self.attention,
+            self._reporter(on_layers_done),
+        )
+        wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
+        assert (wanted <= lengths).all(), "more logits wanted than tokens computed"
+        rows = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())
+        if len(rows) < len(hidden):
+            hidden = hidden.index_select(0, self._tensor(rows))
+        return self.model.logits(hidden)
+
+    def _reporter(
+        self, on_layers_done: Callable[[int, int], None] | None
+    ) -> Callable[[int], None] | None:
+        if on_layers_done is None:
+            return None
+        group, last = self._layer_group, self.model.config.num_layers - 1
+
+        def layer_done(layer: int) -> None:
+            if layer == last or (layer + 1) % group == 0:
+                on_layers_done(layer // group * group, layer + 1)
+
+        return layer_done
+
+    def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.pool.buffer.device)

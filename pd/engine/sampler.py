@@ -1,0 +1,197 @@
+"""From logits to tokens, the same for token 1 on a prefill node as for later tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd.core.messages import TokenLogprobs
+from pd.engine.sampling_state import SamplingState
+from pd.kernels.sampling import filter_threshold, gumbel_noise, noise_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.int32]
+
+__all__ = ["SampledToken", "Sampler", "SamplingState"]
+
+# Dividing by less would overflow float32; at this temperature sampling is greedy in all but name.
+_MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A row's token, or why there is none.
+
+    Attributes:
+        token_id: -1 when ``error`` is set.
+        logprobs: under the model's raw logits; None unless the request asked.
+        error: the row's logits were not finite; the request must fail rather than go on.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class Sampler:
+    """Samples one token for each row of a step.
+
+    The order is that of vLLM: repetition, frequency and presence penalties, logit bias and minimum
+    length on the raw logits; then temperature, top-k, top-p, min-p; then Gumbel noise keyed by
+    (seed, position, token id), so that a row's token depends on nothing else in the batch.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+        """Choose a token for each row. States are read, not changed (see ``observe``).
+
+        Args:
+            logits: float32 ``[n, vocab_size]``, left as they are.
+            states: ``n`` states, in the order of the rows.
+        """
+        assert logits.shape == (len(states), self._vocab_size)
+        # A sum is finite exactly if all its terms are: one pass, and no mask of the vocabulary.
+        finite = torch.isfinite(logits.sum(dim=-1)).tolist()
+        adjusted = self._adjust(logits, states)
+        tokens = adjusted.argmax(dim=-1)
+        random = [i for i, state in enumerate(states) if not state.params.greedy]
+        if random:
+            rows = None if len(random) == len(states) else self._index(random)
+            scaled = adjusted if rows is None else adjusted.index_select(0, rows)
+            drawn = self._draw(scaled, [states[i] for i in random])
+            tokens = drawn if rows is None else tokens.index_copy(0, rows, drawn)
+        token_ids = tokens.tolist()
+        logprobs = self._logprobs(logits, tokens, states)
+        return [
+            SampledToken(token, logprobs.get(i))
+            if finite[i]
+            else SampledToken(-1, error="the model's logits are not finite")
+            for i, token in enumerate(token_ids)
+        ]
+
+    @torch.inference_mode()
+    def prompt_logprobs(
+        self, logits: torch.Tensor, targets: IntArray, top_n: int
+    ) -> list[TokenLogprobs]:
+        """Log probabilities of prompt tokens.
+
+        Args:
+            logits: float32 ``[n, vocab_size]``; row i follows the token before ``targets[i]``.
+            targets: int32 ``[n]``, the prompt's tokens.
+            top_n: how many likeliest tokens to report beside each.
+        """
+        chosen = torch.from_numpy(targets.astype(np.int64)).to(self._device)
+        return _token_logprobs(logits, chosen, [top_n] * len(targets))
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, states: Sequence[SamplingState]
+    ) -> dict[int, TokenLogprobs]:
+        asked = [i for i, state in enumerate(states) if state.params.logprobs]
+        if not asked:
+            return {}
+        rows = self._index(asked)
+        counts = [states[i].params.top_logprobs for i in asked]
+        found = _token_logprobs(logits.index_select(0, rows), tokens[rows], counts)
+        return dict(zip(asked, found, strict=True))
+
+    def _adjust(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+        """Penalties, bias and minimum length: a few entries of the rows that ask for them."""
+        penalized = [(i, state) for i, state in enumerate(states) if state.has_penalties]
+        biased = [(i, s) for i, s in enumerate(states) if s.params.logit_bias]
+        shortest = [(i, s) for i, s in enumerate(states) if s.must_continue]
+        if not (penalized or biased or shortest):
+            return logits
+        logits = logits.clone()
+        if penalized:
+            self._penalize(logits, penalized)
+        if biased:
+            rows = np.repeat([i for i, _ in biased], [len(s.bias_ids) for _, s in biased])
+            index = self._index(rows), self._index(np.concatenate([s.bias_ids for _, s in biased]))
+            logits[index] += self._floats(np.concatenate([s.bias for _, s in biased]))
+        if shortest:
+            rows = np.repeat([i for i, _ in shortest], [len(s.stop_ids) for _, s in shortest])
+            ids = np.concatenate([s.stop_ids for _, s in shortest])
+            logits[self._index(rows), self._index(ids)] = float("-inf")
+        return logits
+
+    def _penalize(self, logits: torch.Tensor, penalized: list[tuple[int, SamplingState]]) -> None:
+        """In place: repetition over prompt and output, frequency and presence over output."""
+        ids = [state.seen_ids for _, state in penalized]
+        sizes = [len(each) for each in ids]
+        index = (
+            self._index(np.repeat([i for i, _ in penalized], sizes)),
+            self._index(np.concatenate(ids)),
+        )
+        params = [state.params for _, state in penalized]
+        counts = self._floats(np.concatenate([state.seen_counts for _, state in penalized]))
+        repetition = self._floats(np.repeat([p.repetition_penalty for p in params], sizes))
+        frequency = self._floats(np.repeat([p.frequency_penalty for p in params], sizes))
+        presence = self._floats(np.repeat([p.presence_penalty for p in params], sizes))
+        values = logits[index]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[index] = values - frequency * counts - presence * (counts > 0)
+
+    def _draw(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+        """int64 tokens of rows that are not greedy."""
+        params = [state.params for state in states]
+        temperatures = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
+        scaled = logits / self._floats(temperatures)[:, None]
+        self._filter(scaled, states)
+        keys = [noise_keys(state.seed, state.position) for state in states]
+        keys_tensor = torch.tensor(keys, dtype=torch.int32, device=self._device)
+        return scaled.add_(gumbel_noise(keys_tensor, self._vocab_size)).argmax(dim=-1)
+
+    def _filter(self, scaled: torch.Tensor, states: Sequence[SamplingState]) -> None:
+        """In place: what top-k, top-p and min-p exclude becomes -inf."""
+        params = [state.params for state in states]
+        rows = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1 or p.min_p > 0]
+        if not rows:
+            return
+        index = self._index(rows)
+        mine = scaled.index_select(0, index)
+        chosen = [params[i] for i in rows]
+        # log(0) is -inf: a min_p of 0 excludes nothing.
+        with np.errstate(divide="ignore"):
+            threshold = self._floats(np.log([p.min_p for p in chosen]))[:, None]
+        threshold = threshold + mine.amax(-1, keepdim=True)
+        if any(p.top_k or p.top_p < 1 for p in chosen):
+            top_k = self._index(
+                [min(p.top_k or self._vocab_size, self._vocab_size) for p in chosen]
+            )
+            top_p = self._floats([p.top_p for p in chosen])
+            threshold = torch.maximum(threshold, filter_threshold(mine, top_k, top_p))
+        scaled.index_copy_(0, index, mine.masked_fill_(mine < threshold, float("-inf")))
+
+    def _index(self, values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self._device)
+
+    def _floats(self, values: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.float32).to(self._device)
+
+
+def _token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, top_counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """One entry per row of raw logits; ``top_counts`` of the likeliest tokens in each."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    width = min(max(top_counts, default=0), logits.shape[1])
+    top = logprobs.topk(width, dim=-1)
+    values, ids = top.values.tolist(), top.indices.tolist()
+    return [
+        TokenLogprobs(token, logprob, ids[i][:count], values[i][:count])
+        for i, (token, logprob, count) in enumerate(
+            zip(tokens.tolist(), chosen, top_counts, strict=True)
+        )
+    ]

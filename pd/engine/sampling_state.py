@@ -1,0 +1,108 @@
+"""What sampling remembers of one choice of a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd.core.messages import Finish
+from pd.core.sampling_params import choice_seed
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from pd.core.sampling_params import SamplingParams
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class SamplingState:
+    """Lives on the request: how many tokens were output, and which tokens penalties act on.
+
+    Attributes:
+        params: the request's.
+        seed: of this choice; with a position it determines the noise.
+        num_output_tokens: as observed so far.
+        has_penalties: whether any penalty changes logits.
+        bias_ids, bias: int64 and float32 arrays of the request's ``logit_bias``.
+        stop_ids: int64 ids that end the choice, masked while :attr:`must_continue`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: IntArray,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        seed: int | None = None,
+    ) -> None:
+        """``seed`` defaults to ``params.seed``; ``prompt`` is int32 and not copied."""
+        self.params = params
+        self.seed = params.seed if seed is None else seed
+        self.num_output_tokens = 0
+        self._prompt = prompt
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        ending = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ending |= set(eos_token_ids)
+        self._ending = frozenset(ending)
+        inside = sorted(token for token in ending if 0 <= token < vocab_size)
+        self.stop_ids = np.array(inside, dtype=np.int64)
+        self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        repeats = params.repetition_penalty != 1.0
+        self.has_penalties = repeats or bool(params.frequency_penalty or params.presence_penalty)
+        self._seen_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
+        self._num_seen = len(self._seen_ids)
+        self._seen_counts = np.zeros(self._num_seen, np.int32)
+        self._seen_at = {int(token): at for at, token in enumerate(self._seen_ids)}
+
+    @property
+    def position(self) -> int:
+        """Index of the next token in prompt and output together."""
+        return len(self._prompt) + self.num_output_tokens
+
+    @property
+    def must_continue(self) -> bool:
+        """Whether the next token may not end the choice (``min_tokens``)."""
+        return self.num_output_tokens < self.params.min_tokens and len(self.stop_ids) > 0
+
+    @property
+    def seen_ids(self) -> IntArray:
+        """Distinct tokens that penalties act on: the output's, with a repetition penalty the
+        prompt's too. int32."""
+        return self._seen_ids[: self._num_seen]
+
+    @property
+    def seen_counts(self) -> IntArray:
+        """How often each of :attr:`seen_ids` occurs in the output. int32."""
+        return self._seen_counts[: self._num_seen]
+
+    def observe(self, token: int) -> Finish | None:
+        """Count an output token; returns why the choice ends with it, or None."""
+        self.num_output_tokens += 1
+        if self.has_penalties:
+            self._count(token)
+        if self.num_output_tokens > self.params.min_tokens and token in self._ending:
+            return Finish("stop", matched=token)
+        if self.num_output_tokens >= self.params.max_tokens:
+            return Finish("length")
+        return None
+
+    def fork(self, index: int) -> SamplingState:
+        """Choice ``index`` of the same request, with its own seed and no output yet."""
+        seed = choice_seed(self.params.seed, index)
+        return SamplingState(self.params, self._prompt, self._eos_token_ids, self._vocab_size, seed)
+
+    def _count(self, token: int) -> None:
+        at = self._seen_at.setdefault(token, self._num_seen)
+        if at == self._num_seen:
+            if at == len(self._seen_ids):
+                room = max(64, len(self._seen_ids))
+                self._seen_ids = np.concatenate((self._seen_ids, np.zeros(room, np.int32)))
+                self._seen_counts = np.concatenate((self._seen_counts, np.zeros(room, np.int32)))
+            self._seen_ids[at] = token
+            self._num_seen += 1
+        self._seen_counts[at] += 1

@@ -1,0 +1,6 @@
+"""Attention over the paged KV pool: one interface, several backends."""
+
+from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
+from pd.kernels.attention.registry import make_attention_backend
+
+__all__ = ["AttentionBackend", "AttentionBatch", "PagedKV", "make_attention_backend"]

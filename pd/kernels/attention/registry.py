@@ -1,0 +1,27 @@
+"""Choosing an attention backend by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.errors import UsageError
+from pd.kernels.attention.torch_backend import TorchAttention
+
+if TYPE_CHECKING:
+    from pd.kernels.attention.base import AttentionBackend, PagedKV
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention}
+
+
+def make_attention_backend(name: str, pool: PagedKV) -> AttentionBackend:
+    """The backend called ``name``, over ``pool``; ``auto`` picks the best that is available.
+
+    Raises UsageError, naming what is available, for any other name.
+    """
+    backend = _BACKENDS.get("torch" if name == "auto" else name)
+    if backend is None:
+        available = ", ".join(["auto", *_BACKENDS])
+        raise UsageError(
+            f"attention backend {name!r} is not available here; use one of: {available}"
+        )
+    return backend(pool)

@@ -1,0 +1,233 @@
+"""The reference: paged attention in plain PyTorch, on any device and in any dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.kernels.attention.base import IntArray
+
+Int64Array = npt.NDArray[np.int64]
+
+# Queries of a chunk are attended in blocks of this many, which bounds the mask's memory and skips
+# most of the keys that causality hides.
+QUERY_BLOCK = 256
+# Sequences share a padded decode batch while the longest is within this factor (and slack) of the
+# shortest, so that one long sequence does not pad all.
+BUCKET_FACTOR = 1.5
+BUCKET_SLACK = 128
+
+
+@dataclass
+class _DecodeBucket:
+    """Sequences with one new token each, attended as one padded batch.
+
+    ``rows``: their rows among the step's tokens, or None if they are all of them in order.
+    ``pages``: int64 ``[sequences * pages per sequence]``. ``mask``: additive
+    ``[sequences, 1, 1, padded length]``, or None if nothing is padded.
+    """
+
+    rows: torch.Tensor | None
+    pages: torch.Tensor
+    mask: torch.Tensor | None
+    size: int
+
+
+@dataclass
+class _Chunk:
+    """Several new tokens of one sequence: rows ``[first, stop)``, context ``start``."""
+
+    first: int
+    stop: int
+    start: int
+    pages: torch.Tensor
+
+
+class TorchAttention(AttentionBackend):
+    """Gathers pages and calls ``scaled_dot_product_attention``.
+
+    Decode steps of similar length form one padded batch; each chunk of several tokens is attended
+    by itself, so that its rows do not depend on what else is in the step.
+    """
+
+    name = "torch"
+
+    def __init__(self, pool: PagedKV) -> None:
+        self._pool = pool
+        sample = pool.key(0)
+        self._device, self._dtype = sample.device, sample.dtype
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._buckets: list[_DecodeBucket] = []
+        self._chunks: list[_Chunk] = []
+        self._causal: torch.Tensor | None = None
+
+    def plan(self, batch: AttentionBatch) -> None:
+        page_size = self._pool.page_size
+        totals = batch.starts + batch.lengths
+        tables, offsets = _concatenate(batch.pages)
+        firsts = np.cumsum(batch.lengths) - batch.lengths
+        owner = np.repeat(np.arange(len(totals)), batch.lengths)
+        positions = np.arange(len(owner)) - firsts[owner] + batch.starts[owner]
+        pages = tables[offsets[owner] + positions // page_size]
+        self._slots = self._tensor(pages * page_size + positions % page_size)
+        single = batch.lengths == 1
+        decode = np.flatnonzero(single)
+        self._buckets = [
+            self._bucket(members, totals, firsts, tables, offsets, len(owner))
+            for members in _bucketed(decode[np.argsort(totals[decode], kind="stable")], totals)
+        ]
+        self._chunks = []
+        for i in np.flatnonzero(~single):
+            first, num_pages = int(firsts[i]), -(-int(totals[i]) // page_size)
+            table = self._tensor(tables[offsets[i] : offsets[i] + num_pages])
+            stop = first + int(batch.lengths[i])
+            self._chunks.append(_Chunk(first, stop, int(batch.starts[i]), table))
+        self._causal = self._causal_mask([chunk for chunk in self._chunks if chunk.start])
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = self._pool.key(layer), self._pool.value(layer)
+        keys.index_copy_(0, self._slots, k)
+        values.index_copy_(0, self._slots, v)
+        if len(self._buckets) == 1 and self._buckets[0].rows is None:
+            return self._decode(self._buckets[0], q, keys, values)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for bucket in self._buckets:
+            attended = self._decode(bucket, q.index_select(0, bucket.rows), keys, values)
+            out.index_copy_(0, bucket.rows, attended)
+        for chunk in self._chunks:
+            self._attend_chunk(chunk, q, k, v, keys, values, out)
+        return out
+
+    def _bucket(
+        self,
+        members: Int64Array,
+        totals: Int64Array,
+        firsts: Int64Array,
+        tables: Int64Array,
+        offsets: Int64Array,
+        num_tokens: int,
+    ) -> _DecodeBucket:
+        page_size = self._pool.page_size
+        lengths = totals[members]
+        num_pages = -(-int(lengths.max()) // page_size)
+        columns = np.arange(num_pages)
+        used = columns < -(-lengths[:, None] // page_size)
+        # Padding repeats the first page: any page that is surely readable will do under the mask.
+        pages = tables[offsets[members][:, None] + np.where(used, columns, 0)]
+        mask = None
+        if int(lengths.min()) < num_pages * page_size:
+            hidden = np.arange(num_pages * page_size) >= lengths[:, None]
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+            mask = mask.masked_fill_(self._tensor(hidden), float("-inf"))[:, None, None, :]
+        rows = firsts[members]
+        in_order = len(rows) == num_tokens and bool((rows[1:] > rows[:-1]).all())
+        return _DecodeBucket(
+            None if in_order else self._tensor(rows), self._tensor(pages.ravel()), mask, len(rows)
+        )
+
+    def _decode(
+        self, bucket: _DecodeBucket, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """``q``: ``[sequences, heads, head_dim]``. The heads of a group are SDPA's query dimension:
+        with one token per sequence they all see the same keys, and K and V need no repetition."""
+        kv_heads, head_dim = keys.shape[1:]
+        grouped = q.view(bucket.size, kv_heads, -1, head_dim)
+        k = self._gather(keys, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
+        v = self._gather(values, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
+        out = scaled_dot_product_attention(
+            grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bucket.mask
+        )
+        return out.reshape(q.shape)
+
+    def _attend_chunk(
+        self,
+        chunk: _Chunk,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        kv_heads, head_dim = k.shape[1:]
+        group = q.shape[1] // kv_heads
+        rows = slice(chunk.first, chunk.stop)
+        # [kv heads, group, tokens, head_dim]; the group's K and V are views of the same memory.
+        query = q[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        result = out[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        if chunk.start == 0:
+            k, v = _per_group(k[rows], group), _per_group(v[rows], group)
+            result.copy_(scaled_dot_product_attention(query, k, v, is_causal=True))
+            return
+        assert self._causal is not None
+        k = _per_group(self._gather(keys, chunk.pages), group)
+        v = _per_group(self._gather(values, chunk.pages), group)
+        length = chunk.stop - chunk.first
+        for first in range(0, length, QUERY_BLOCK):
+            stop = min(first + QUERY_BLOCK, length)
+            seen = chunk.start + stop
+            # In the shared mask, the last column that row i may see is i + width - QUERY_BLOCK.
+            left = self._causal.shape[1] - QUERY_BLOCK - chunk.start - first
+            mask = self._causal[: stop - first, left : left + seen]
+            result[:, :, first:stop] = scaled_dot_product_attention(
+                query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
+            )
+
+    def _causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
+        """One additive mask ``[QUERY_BLOCK, width]`` of which every block's is a slice."""
+        if not chunks:
+            return None
+        blocks = [-(-(chunk.stop - chunk.first) // QUERY_BLOCK) for chunk in chunks]
+        width = max(c.start + QUERY_BLOCK * n for c, n in zip(chunks, blocks, strict=True))
+        if self._causal is not None and self._causal.shape[1] >= width:
+            return self._causal
+        mask = torch.full(
+            (QUERY_BLOCK, width), float("-inf"), dtype=self._dtype, device=self._device
+        )
+        return mask.triu_(width - QUERY_BLOCK + 1)
+
+    def _gather(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
+        paged = layer.view(-1, self._pool.page_size * layer.shape[1] * layer.shape[2])
+        return paged.index_select(0, pages).view(-1, *layer.shape[1:])
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _per_group(x: torch.Tensor, group: int) -> torch.Tensor:
+    """``[tokens, kv_heads, head_dim]`` as ``[kv_heads, group, tokens, head_dim]``, not copied."""
+    return x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+
+
+def _concatenate(pages: Sequence[IntArray]) -> tuple[Int64Array, Int64Array]:
+    """All page tables in one array, and where each begins."""
+    sizes = np.fromiter((len(table) for table in pages), np.int64, len(pages))
+    return np.concatenate(pages).astype(np.int64), np.cumsum(sizes) - sizes
+
+
+def _bucketed(ordered: Int64Array, totals: Int64Array) -> list[Int64Array]:
+    """Cut sequences, ordered by length, where the next would pad the first too much.
+
+    Each bucket is returned in the order of the step, so that its rows often need no reordering.
+    """
+    buckets: list[Int64Array] = []
+    begin = 0
+    for i in range(1, len(ordered) + 1):
+        limit = totals[ordered[begin]] * BUCKET_FACTOR + BUCKET_SLACK
+        if i == len(ordered) or totals[ordered[i]] > limit:
+            buckets.append(np.sort(ordered[begin:i]))
+            begin = i
+    return buckets

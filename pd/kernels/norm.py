@@ -1,0 +1,24 @@
+"""RMS normalization (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, computed in float32.
+
+    Args:
+        x: ``[..., size]``, float32, bfloat16 or float16.
+        weight: ``[size]``, same dtype.
+
+    Returns:
+        A new tensor like ``x``.
+    """
+    if x.dtype == torch.float32:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale.div_(x.shape[-1]).add_(eps).rsqrt_()
+        return (x * scale).mul_(weight)
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return wide.mul_(scale).to(x.dtype).mul_(weight)

@@ -1,0 +1,72 @@
+"""Rotary position embedding (Su et al., 2021), rotating the two halves of a head as Llama does."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def inverse_frequencies(
+    head_dim: int,
+    theta: float,
+    kind: str = "default",
+    factor: float = 1.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_context: int = 8192,
+) -> torch.Tensor:
+    """Radians per token of each pair of dimensions, float32 ``[head_dim / 2]`` on the CPU.
+
+    ``linear`` divides all by ``factor`` (Chen et al., 2023). ``llama3`` (Llama 3.1's release)
+    leaves short wavelengths, divides long ones and blends between ``original_context /
+    high_freq_factor`` and ``original_context / low_freq_factor`` tokens.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    if kind == "linear":
+        return frequencies / factor
+    if kind != "llama3":
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    rotations = original_context / wavelengths
+    blend = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    scaled = torch.where(rotations < low_freq_factor, frequencies / factor, frequencies)
+    is_between = (rotations >= low_freq_factor) & (rotations <= high_freq_factor)
+    return torch.where(is_between, blended, scaled)
+
+
+def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Cosine and sine of each position's angles.
+
+    Args:
+        positions: int64 ``[tokens]``.
+        frequencies: float32 ``[head_dim / 2]``, see :func:`inverse_frequencies`.
+
+    Returns:
+        float32 ``[2, tokens, 1, head_dim / 2]``, the same for every layer and head of a step.
+    """
+    angles = positions.to(torch.float32)[:, None, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate each head of each token.
+
+    Args:
+        x: ``[tokens, heads, head_dim]``; the last dimension contiguous.
+        cos_sin: from :func:`rotations`.
+
+    Returns:
+        A new contiguous tensor like ``x``, computed in float32.
+    """
+    cos, sin = cos_sin[0], cos_sin[1]
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    if x.dtype != torch.float32:
+        first, second = first.float(), second.float()
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out.to(x.dtype)

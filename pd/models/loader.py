@@ -1,0 +1,189 @@
+"""Making a model: its weights read tensor by tensor into their final place, or seeded dummies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from pd.core.errors import UsageError
+from pd.models.config import find_checkpoint
+from pd.models.llama import LlamaForCausalLM
+from pd.models.mistral import MistralForCausalLM
+from pd.models.mixtral import MixtralForCausalLM
+from pd.models.qwen2 import Qwen2ForCausalLM
+from pd.models.qwen3 import Qwen3ForCausalLM
+from pd.models.qwen3_moe import Qwen3MoeForCausalLM
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd.models.config import ModelConfig
+    from pd.models.layers import CausalLM
+
+INDEX = "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Not weights: older checkpoints carry the rotary frequencies, which we compute.
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+# Dummy weights repeat a block of this many normal numbers. It is a prime, so that no two rows of a
+# matrix are alike, and drawing 8 billion numbers one by one would take minutes.
+_DUMMY_BLOCK = 4_194_301
+
+_MODELS: dict[str, type[CausalLM]] = {
+    "llama": LlamaForCausalLM,
+    "mistral": MistralForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "mixtral": MixtralForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+}
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: Literal["auto", "dummy"] = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> CausalLM:
+    """Build the model of ``config`` and fill its weights.
+
+    Args:
+        path: the checkpoint's directory (or an id in the local cache); not read for ``dummy``.
+        load_format: ``auto`` reads safetensors; ``dummy`` makes random weights that depend on
+            ``seed`` and the tensors' names and shapes alone.
+        progress: show a bar on standard error when it is a terminal and loading takes over 2 s.
+
+    Raises:
+        UsageError: the weights are missing, or are not those of ``config``; names the tensor.
+    """
+    with torch.device(device):
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            model = _MODELS[config.architecture](config)
+        finally:
+            torch.set_default_dtype(previous)
+    tensors = dict(model.checkpoint_tensors())
+    bar = tqdm(
+        total=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        delay=2,
+        disable=not progress or not sys.stderr.isatty(),
+    )
+    with bar:
+        if load_format == "dummy":
+            _fill_dummy(tensors, seed, bar)
+        else:
+            _read_checkpoint(find_checkpoint(path), tensors, config.tie_word_embeddings, bar)
+    return model.eval()
+
+
+def _read_checkpoint(
+    directory: Path, tensors: dict[str, torch.Tensor], tied: bool, bar: tqdm
+) -> None:
+    """Fill every tensor, opening one shard at a time and copying one tensor at a time."""
+    missing = set(tensors)
+    for shard in _shards(directory):
+        try:
+            with safe_open(shard, framework="pt", device="cpu") as stored:
+                # Not a dictionary: safe_open's handle is iterated by keys() only.
+                for name in stored.keys():  # noqa: SIM118
+                    if name in missing:
+                        _copy(stored.get_tensor(name), tensors[name], name, shard)
+                        missing.discard(name)
+                        bar.update(tensors[name].numel() * tensors[name].element_size())
+                    elif name == HEAD and tied:
+                        _check_tied(stored.get_tensor(name), directory)
+                    elif not name.endswith(_IGNORED_SUFFIX):
+                        what = "a second time" if name in tensors else "which the model lacks"
+                        raise UsageError(f"{shard} holds tensor {name}, {what}")
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"cannot read {shard}: {error}") from None
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(f"{directory} lacks tensor {min(missing)}{more}")
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, name: str, shard: Path) -> None:
+    if source.shape != target.shape:
+        raise UsageError(
+            f"{shard}: tensor {name} is {list(source.shape)}, "
+            f"config.json makes it {list(target.shape)}"
+        )
+    if not source.is_floating_point() or source.element_size() < 2:
+        raise UsageError(f"{shard}: tensor {name} is {source.dtype}; quantized weights are refused")
+    target.copy_(source)
+
+
+def _check_tied(head: torch.Tensor, directory: Path) -> None:
+    """A checkpoint may repeat the embedding as the head; a different head would be ignored."""
+    for shard in _shards(directory):
+        with safe_open(shard, framework="pt", device="cpu") as stored:
+            if EMBEDDING in stored.keys() and torch.equal(stored.get_tensor(EMBEDDING), head):  # noqa: SIM118
+                return
+    raise UsageError(
+        f"{directory}: {HEAD} differs from {EMBEDDING} although config.json ties them "
+        "(tie_word_embeddings = True)"
+    )
+
+
+def _shards(directory: Path) -> list[Path]:
+    """Files named by the index, or the only one."""
+    index = directory / INDEX
+    if not index.exists():
+        single = directory / "model.safetensors"
+        if not single.exists():
+            raise UsageError(
+                f"{directory} holds neither model.safetensors nor {INDEX}; "
+                "pass --load-format dummy for random weights"
+            )
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise UsageError(f"{index} is not a safetensors index") from None
+    for name in names:
+        if not (directory / name).is_file():
+            raise UsageError(f"{directory} lacks {name}, which {INDEX} names")
+    return [directory / name for name in names]
+
+
+def _fill_dummy(tensors: dict[str, torch.Tensor], seed: int, bar: tqdm) -> None:
+    """Random weights under which activations keep their size and every token matters.
+
+    Matrices are normal with variance 1 / inputs, norms are 1 and biases small. The embedding has
+    variance 1, but where it is the output head too it is scaled like one: otherwise every token
+    would predict itself, and greedy output would repeat one token.
+    """
+    embedding_scale = 1.0 if HEAD in tensors else tensors[EMBEDDING].shape[-1] ** -0.5
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        else:
+            scale = 0.02 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5
+            scale = embedding_scale if name == EMBEDDING else scale
+            _fill_normal(tensor, scale, f"{seed}/{name}")
+        bar.update(tensor.numel() * tensor.element_size())
+
+
+def _fill_normal(tensor: torch.Tensor, std: float, key: str) -> None:
+    generator = torch.Generator()
+    digest = hashlib.sha256(key.encode()).digest()
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    block = torch.empty(min(tensor.numel(), _DUMMY_BLOCK), dtype=torch.float32)
+    block = block.normal_(std=std, generator=generator).to(tensor.dtype).to(tensor.device)
+    flat = tensor.view(-1)
+    for start in range(0, len(flat), len(block)):
+        piece = flat[start : start + len(block)]
+        piece.copy_(block[: len(piece)])

@@ -1,0 +1,107 @@
+"""Settings of ``config.json`` that change results and are not implemented: refused, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pd.core.errors import UnsupportedModelError
+
+# Implemented rope types and the numbers each needs.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+# Settings and the values that leave results as they are; None stands for null or absent.
+# Most belong to relatives of our architectures whose checkpoints are often labelled as these.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish", None),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_sinks": (None, False, 0),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "clip_qkv": (None,),
+    "alibi": (None, False),
+    "rope_interleave": (None, False),
+    "rope_interleaved": (None, False),
+    "rope_traditional": (None, False),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False, 0),
+    "no_rope_layers": (None, []),
+    "use_parallel_residual": (None, False),
+    "mlp_only_layers": (None, []),
+    "decoder_sparse_step": (None, 1),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "n_group": (None, 0, 1),
+    "scoring_func": (None, "softmax"),
+    "routed_scaling_factor": (None, 1, 1.0),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+}
+
+
+def check_supported(architecture: str, cfg: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError, naming the setting and its value, for the first that applies."""
+    for key, neutral in _NEUTRAL.items():
+        value = cfg.get(key)
+        if not any(value is each or value == each for each in neutral):
+            _refuse(key, value)
+    _check_rope(cfg)
+    _check_window(architecture, cfg)
+
+
+def _refuse(key: str, value: Any) -> None:
+    text = repr(value)
+    text = text if len(text) <= 100 else text[:97] + "..."
+    raise UnsupportedModelError(f"config.json: {key} = {text} is not supported")
+
+
+def _check_rope(cfg: dict[str, Any]) -> None:
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = cfg.get(name)
+        if not rope:
+            continue
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            _refuse(name, rope)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in ROPE_TYPES:
+            _refuse(f"{name}.rope_type", kind)
+        if rope.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+            _refuse(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
+        if rope.get("mrope_section"):
+            _refuse(f"{name}.mrope_section", rope["mrope_section"])
+
+
+def _check_window(architecture: str, cfg: dict[str, Any]) -> None:
+    """A sliding window matters where it is in use and smaller than the context.
+
+    Qwen's ``sliding_window`` counts only with ``use_sliding_window``, and in its dense models only
+    for layers from ``max_window_layers`` on; ``layer_types`` overrides that.
+    """
+    window = cfg.get("sliding_window")
+    layer_types = cfg.get("layer_types") or []
+    if any(kind != "full_attention" for kind in layer_types):
+        _refuse("layer_types", sorted(set(layer_types)))
+    if window is None or window >= cfg.get("max_position_embeddings", 0):
+        return
+    if architecture.startswith("qwen"):
+        if not cfg.get("use_sliding_window"):
+            return
+        first = cfg.get("max_window_layers", 28)
+        dense = architecture != "qwen3_moe"
+        if dense and (layer_types or first >= cfg.get("num_hidden_layers", 0)):
+            return
+    _refuse("sliding_window", window)
