@@ -45,6 +45,19 @@ def make_transfer_manager(
             return TcpManager(
                 pool, instance_id, host, advertise_host=advertise_host, cluster_key=cluster_key
             )
+        if name == "fake":
+            from pd.transfer.fake import FakeManager
+            from pd.transfer.fake_script import Script, load_script
+
+            script = Script() if fake_script is None else load_script(fake_script)
+            return FakeManager(
+                pool,
+                instance_id,
+                host,
+                script=script,
+                advertise_host=advertise_host,
+                cluster_key=cluster_key,
+            )
     except OSError as error:
         raise SetupError(f"cannot listen for KV data on {host}: {error.strerror}") from error
     if name in BACKENDS:

@@ -179,9 +179,14 @@ class Welcome:
         return reply, f"{self._claimed}: {reason}"
 
 
-def parse_address(address: dict[str, str], peer: str) -> tuple[str, int]:
-    """``host`` and ``port`` published by a peer. Raises TransferError naming what is wrong."""
+def peer_address(address: dict[str, str], peer: str, key: bytes | None) -> tuple[str, int]:
+    """``host`` and ``port`` published by a peer. Raises TransferError naming what is wrong; without
+    a key that is also a host other than this one."""
     host, port = address.get("host", ""), address.get("port", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise TransferError(f"{peer} published a bad data address: host {host!r}, port {port!r}")
+    if key is None and not is_loopback(host):
+        raise TransferError(
+            f"{peer} is at {host}, which is not a loopback address, and there is no cluster key"
+        )
     return host, int(port)

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pd.transfer.ranges import slot_runs
@@ -85,11 +86,23 @@ class PoolMemory:
     def scatter(self, pages: IntArray, block: Block, host: torch.Tensor) -> None:
         """Write a staged block into the pool; returns when it is there."""
         shape = (block.layer_stop - block.layer_start, 2, -1, self.width)
-        slots = self._slots(pages, block).to(self._rows.device)
-        rows = host.view(shape).to(self._rows.device)
-        self._rows[block.layer_start : block.layer_stop].index_copy_(2, slots, rows)
-        if self._rows.device.type == "cuda":
-            torch.cuda.current_stream(self._rows.device).synchronize()
+        slots = self._slots(pages, block)
+        self._write_rows(slots, block.layer_start, block.layer_stop, host.view(shape))
+
+    def write(self, slots: IntArray, layer_start: int, layer_stop: int, data: bytes) -> None:
+        """Write a block's bytes to slots given one by one; the caller checked that they exist."""
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = rows.view(layer_stop - layer_start, 2, -1, self.width)
+        index = torch.from_numpy(slots.astype(np.int64))
+        self._write_rows(index, layer_start, layer_stop, rows)
+
+    def _write_rows(
+        self, slots: torch.Tensor, layer_start: int, layer_stop: int, rows: torch.Tensor
+    ) -> None:
+        device = self._rows.device
+        self._rows[layer_start:layer_stop].index_copy_(2, slots.to(device), rows.to(device))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def _views(self, pages: IntArray, block: Block) -> list[memoryview]:
         assert self._bytes is not None

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.base import Receiver, Sender, TransferManager
-from pd.transfer.greeting import is_loopback, parse_address, require_loopback, transfer_key
+from pd.transfer.greeting import peer_address, require_loopback, transfer_key
 from pd.transfer.memory import PoolMemory
-from pd.transfer.tcp_receive import Inbox, TcpReceiver
-from pd.transfer.tcp_send import Link, TcpSender
+from pd.transfer.tcp_inbox import Inbox
+from pd.transfer.tcp_link import Link, TcpSender
+from pd.transfer.tcp_receiver import TcpReceiver
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
@@ -76,12 +77,7 @@ class TcpManager(TransferManager):
         return {"host": self._host, "port": str(self._inbox.port)}
 
     def connect(self, peer: NodeInfo) -> None:
-        address = parse_address(peer.transfer_address, peer.instance_id)
-        if self._key is None and not is_loopback(address[0]):
-            raise TransferError(
-                f"{peer.instance_id} is at {address[0]}, which is not a loopback address, and "
-                "there is no cluster key"
-            )
+        address = peer_address(peer.transfer_address, peer.instance_id, self._key)
         with self._lock:
             old = self._links.get(peer.instance_id)
             if old is not None and old.address == address and old.refusal is None:

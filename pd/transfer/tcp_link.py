@@ -18,7 +18,7 @@ from pd.transfer.frames import encode_header
 from pd.transfer.greeting import RefusedError, greet
 from pd.transfer.memory import Stretches
 from pd.transfer.ranges import Block, check_pages
-from pd.transfer.tcp_receive import SERVICE
+from pd.transfer.tcp_inbox import SERVICE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

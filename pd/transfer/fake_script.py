@@ -1,0 +1,246 @@
+"""What the ``fake`` backend does wrong, and when (``--fake-script FILE``, JSON or YAML).
+
+A script is a seed and a list of rules::
+
+    seed: 7
+    rules:
+      - {do: delay_write, seconds: 0.5}
+      - {do: late_write, seconds: [0.1, 0.4], rooms: [2, 3]}
+      - {do: duplicate_write, seconds: 0.2, probability: 0.1}
+      - {do: link_down, from: 1.0, to: 4.0, peer: "decode-*"}
+
+Each rule has ``do`` and may select by
+
+- ``rooms``: a number or a list: the n-th room (from 1) that this node opens a sender for; for
+  ``delay_reservation`` the n-th reservation that it makes;
+- ``probability``: drawn once for each write (for each room by ``fail_room``, for each reservation
+  by ``delay_reservation``), from the seed, the rule's place and the room's and write's number, so
+  that the draws do not depend on timing;
+- ``peer``: instance id of the other node; ``*`` and ``?`` are wildcards.
+
+``seconds`` is a number or ``[least, most]``. The rules:
+
+==================  ================================================================================
+delay_write         hold a write back for ``seconds``; an abort recalls it
+late_write          the same, but the write is in the link already: an abort does not recall it, and
+                    the sender is drained only after it landed
+duplicate_write     the write lands again, ``seconds`` after it landed first; the sender counts as
+                    undrained (and is not DONE) until then
+lose_write          the write never lands; the sender fails after ``seconds``
+corrupt             flip one byte of K of ``token`` in ``layer`` on the way
+fail_room           the sender fails when it begins to send
+link_down           writes due between ``from`` and ``to`` are stuck in the link and land when it
+                    is back, aborted or not; seconds since this node's first room
+delay_reservation   decode node: send the reservation ``seconds`` late
+==================  ================================================================================
+
+Delays of several rules that apply to one write add up.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+import yaml
+
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_Time = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
+_Seconds: TypeAlias = _Time | tuple[_Time, _Time]
+_Ordinal = Annotated[int, msgspec.Meta(ge=1)]
+_Index = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", kw_only=True):
+    """What every rule may select by."""
+
+    rooms: _Ordinal | list[_Ordinal] | None = None
+    probability: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
+    peer: str = "*"
+
+    def selects(self, peer: str, room: int, draw: random.Random) -> bool:
+        """Whether the rule applies to this room of this peer, by the next number drawn."""
+        rooms = [self.rooms] if isinstance(self.rooms, int) else self.rooms
+        return (
+            draw.random() < self.probability
+            and (rooms is None or room in rooms)
+            and fnmatch.fnmatchcase(peer, self.peer)
+        )
+
+
+class DelayWrite(Rule, frozen=True, tag="delay_write"):
+    seconds: _Seconds
+
+
+class LateWrite(Rule, frozen=True, tag="late_write"):
+    seconds: _Seconds
+
+
+class DuplicateWrite(Rule, frozen=True, tag="duplicate_write"):
+    seconds: _Seconds
+
+
+class LoseWrite(Rule, frozen=True, tag="lose_write"):
+    seconds: _Seconds = 0.0
+
+
+class Corrupt(Rule, frozen=True, tag="corrupt"):
+    token: _Index
+    layer: _Index
+
+
+class FailRoom(Rule, frozen=True, tag="fail_room"):
+    pass
+
+
+class LinkDown(Rule, frozen=True, tag="link_down", rename={"start": "from", "stop": "to"}):
+    start: _Time
+    stop: _Time
+
+
+class DelayReservation(Rule, frozen=True, tag="delay_reservation"):
+    seconds: _Seconds
+
+
+AnyRule: TypeAlias = (
+    DelayWrite
+    | LateWrite
+    | DuplicateWrite
+    | LoseWrite
+    | Corrupt
+    | FailRoom
+    | LinkDown
+    | DelayReservation
+)
+
+
+@dataclass
+class WritePlan:
+    """What happens to one write.
+
+    Attributes:
+        delay: seconds before it goes out.
+        recallable: an abort in the meantime stops it.
+        lost: it never goes out; the sender fails after ``delay``.
+        duplicate_after: seconds from landing to landing again.
+        corrupt: (token, layer) cells of which a byte is flipped.
+    """
+
+    delay: float
+    recallable: bool
+    lost: bool
+    duplicate_after: float | None
+    corrupt: list[tuple[int, int]]
+
+
+class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A seed and rules; see the module's docstring."""
+
+    seed: int = 0
+    rules: list[AnyRule] = []
+
+    def plan_write(self, peer: str, room: int, write: int) -> WritePlan:
+        """What happens to the ``write``-th write of the ``room``-th room."""
+        plan = WritePlan(0.0, True, False, None, [])
+        for place, rule in enumerate(self.rules):
+            draw = self._draw(place, room, write)
+            if isinstance(rule, LinkDown | FailRoom | DelayReservation):
+                continue
+            if not rule.selects(peer, room, draw):
+                continue
+            if isinstance(rule, Corrupt):
+                plan.corrupt.append((rule.token, rule.layer))
+            elif isinstance(rule, DuplicateWrite):
+                plan.duplicate_after = _pick(rule.seconds, draw)
+            else:
+                plan.delay += _pick(rule.seconds, draw)
+                plan.recallable &= not isinstance(rule, LateWrite)
+                plan.lost |= isinstance(rule, LoseWrite)
+        return plan
+
+    def fails_room(self, peer: str, room: int) -> bool:
+        """Whether the ``room``-th room's sender fails."""
+        return any(
+            isinstance(rule, FailRoom) and rule.selects(peer, room, self._draw(place, room, 0))
+            for place, rule in enumerate(self.rules)
+        )
+
+    def link_returns(self, peer: str, room: int, now: float) -> float | None:
+        """When the link that is down at ``now`` returns; None when it is up. Seconds since the
+        first room."""
+        back = [
+            rule.stop
+            for place, rule in enumerate(self.rules)
+            if isinstance(rule, LinkDown)
+            and rule.start <= now < rule.stop
+            and rule.selects(peer, room, self._draw(place, room, 0))
+        ]
+        return max(back, default=None)
+
+    def reservation_delay(self, reservation: int) -> float:
+        """By how much the n-th reservation is held back."""
+        delay = 0.0
+        for place, rule in enumerate(self.rules):
+            draw = self._draw(place, reservation, 0)
+            if isinstance(rule, DelayReservation) and rule.selects("", reservation, draw):
+                delay += _pick(rule.seconds, draw)
+        return delay
+
+    def _draw(self, place: int, room: int, write: int) -> random.Random:
+        return random.Random(f"{self.seed}/{place}/{room}/{write}")
+
+
+def _pick(seconds: _Seconds, draw: random.Random) -> float:
+    return draw.uniform(*seconds) if isinstance(seconds, tuple) else seconds
+
+
+def load_script(path: Path) -> Script:
+    """Read and check a script. Raises UsageError naming the place and what is wrong with it."""
+    try:
+        content: Any = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the fake script {path}: {error}") from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the fake script {path} is neither JSON nor YAML: {reason}") from error
+    try:
+        script = msgspec.convert({} if content is None else content, Script)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the fake script {path} is wrong: {error}") from error
+    for place, rule in enumerate(script.rules):
+        _check_order(path, place, rule)
+    return script
+
+
+def _check_order(path: Path, place: int, rule: AnyRule) -> None:
+    wrong = ""
+    seconds = getattr(rule, "seconds", 0.0)
+    if isinstance(seconds, tuple) and seconds[0] > seconds[1]:
+        wrong = f"`seconds` must be [least, most], not {list(seconds)}"
+    if isinstance(rule, LinkDown) and rule.start >= rule.stop:
+        wrong = f"`from` ({rule.start:g}) must be before `to` ({rule.stop:g})"
+    if isinstance(rule, DelayReservation) and rule.peer != "*":
+        wrong = "`delay_reservation` cannot select by `peer`"
+    if wrong:
+        raise UsageError(f"the fake script {path} is wrong: {wrong} - at `$.rules[{place}]`")
+
+
+class RoomCounter:
+    """Numbers the rooms of a node from 1. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+
+    def next(self) -> int:
+        with self._lock:
+            self._last += 1
+            return self._last
