@@ -1,0 +1,1 @@
+"""The proxy: HTTP APIs, tokenization, routing, health. Text to clients, tokens to nodes."""

@@ -1,0 +1,152 @@
+"""Everything that generates nothing: health, workers, models, tokenization, maintenance."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from pd.core.errors import InvalidRequestError, NodeFailedError, NotFoundError, UnavailableError
+from pd.proxy.chat_api import read_messages, render_prompt
+from pd.proxy.fields import Fields
+from pd.proxy.service import check_ids
+from pd.proxy.web import json_response, read_object
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from pd.proxy.dispatcher import Dispatcher
+    from pd.proxy.metrics import Metrics
+    from pd.proxy.pool import WorkerPool
+    from pd.proxy.routing import Router
+    from pd.proxy.service import Service
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class AdminAPI:
+    def __init__(
+        self,
+        service: Service,
+        router: Router,
+        pool: WorkerPool,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        admin_token: str | None,
+    ) -> None:
+        self._service = service
+        self._router = router
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._admin_token = admin_token
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def readiness(self, request: Request) -> Response:
+        if self._dispatcher.draining:
+            raise UnavailableError("the proxy is shutting down")
+        if not self._router.ready():
+            problems = "; ".join(f"{w.url}: {w.problem}" for w in self._pool.workers if w.problem)
+            raise UnavailableError(
+                "needs a prefill and a decode node, or a unified one"
+                + (f" ({problems})" if problems else "")
+            )
+        return json_response({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(self._pool.workers), media_type=METRICS_TYPE)
+
+    async def workers(self, request: Request) -> Response:
+        return json_response({"workers": [w.describe() for w in self._pool.workers]})
+
+    async def add_worker(self, request: Request) -> Response:
+        fields = Fields(await read_object(request))
+        role, url = fields.string("role"), fields.string("url")
+        if role is None or url is None:
+            raise InvalidRequestError(
+                'a worker is {"role": "prefill", "decode" or "unified", "url": "http://host:port"}'
+            )
+        worker = self._pool.add(role, url)  # type: ignore[arg-type]  # checked by add
+        return json_response(worker.describe())
+
+    async def remove_worker(self, request: Request) -> Response:
+        worker = self._pool.find(request.path_params["instance_id"])
+        self._pool.drain(worker)
+        return json_response(worker.describe())
+
+    async def models(self, request: Request) -> Response:
+        names = self._service.models()
+        return json_response({"object": "list", "data": [await self._model(n) for n in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in self._service.models():
+            raise NotFoundError(f"there is no model {name!r}", param="model")
+        return json_response(await self._model(name))
+
+    async def _model(self, name: str) -> dict[str, Any]:
+        view = await self._service.model(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pd",
+            "root": view.name,
+            "max_model_len": view.limits.context_length,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = Fields(await read_object(request))
+        model = await self._service.model(fields.string("model"))
+        text = model.need_text("prompt")
+        if fields.has("messages"):
+            prompt = render_prompt(fields, text.template(), read_messages(fields))
+            special = fields.boolean("add_special_tokens", False)
+        else:
+            given = fields.string("prompt") if fields.has("prompt") else fields.string("text")
+            if given is None:
+                raise InvalidRequestError("prompt (a string) or messages is needed", param="prompt")
+            prompt, special = given, fields.boolean("add_special_tokens", True)
+        ids = (await text.encode(prompt, add_special_tokens=special)).tolist()
+        limit = model.limits.context_length
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = Fields(await read_object(request))
+        if not fields.has("tokens"):
+            raise InvalidRequestError("tokens (a list of token ids) is needed", param="tokens")
+        ids = fields.integers("tokens")
+        model = await self._service.model(fields.string("model"))
+        text = model.need_text("tokens")
+        if ids:
+            check_ids(ids, model.limits.vocab_size, "tokens")
+        decoded = text.decode(ids, skip_special_tokens=fields.boolean("skip_special_tokens", True))
+        return json_response({"prompt": decoded, "text": decoded})
+
+    async def abort_request(self, request: Request) -> Response:
+        fields = Fields(await read_object(request))
+        everything, rid = fields.boolean("abort_all"), fields.string("rid")
+        if everything == bool(rid):
+            raise InvalidRequestError('either {"rid": "…"} or {"abort_all": true} is needed')
+        return json_response({"aborted": self._dispatcher.abort(rid or None)})
+
+    async def flush_cache(self, request: Request) -> Response:
+        headers = {"Authorization": f"Bearer {self._admin_token}"} if self._admin_token else {}
+        workers = list(self._pool.workers)
+        results = await asyncio.gather(
+            *(self._pool.post(worker, "/flush_cache", headers) for worker in workers)
+        )
+        failed = []
+        for worker, problem in zip(workers, results, strict=True):
+            if problem is None:
+                worker.tree = None
+            else:
+                failed.append(f"{worker.url}: {problem}")
+        if failed:
+            raise NodeFailedError(f"not all caches were flushed: {'; '.join(failed)}")
+        return json_response({"flushed": [worker.instance_id for worker in workers]})

@@ -1,0 +1,102 @@
+"""The message socket to one instance of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+# Messages that may wait for a node that does not read; beyond it the node counts as failed.
+_SEND_QUEUE = 4096
+
+
+class Sockets:
+    """Opens channels: one ZMQ context, this proxy's identity and keys."""
+
+    def __init__(self, instance_id: str, cluster_key: bytes | None) -> None:
+        self.instance_id = instance_id
+        self._context = zmq.asyncio.Context()
+        self._keys: tuple[bytes, bytes] | None = None
+        if cluster_key is not None:
+            from pd.core.cluster_key import curve_keypair
+
+            self._keys = curve_keypair(cluster_key)
+
+    def open(self, endpoint: str, on_message: Callable[[AnyMessage], None]) -> Channel:
+        """Connect to a node's ROUTER. Raises zmq.ZMQError for an endpoint that makes no sense."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.IDENTITY, self.instance_id.encode())
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IMMEDIATE, 1)  # refuse at once what no connection is there for
+        socket.set(zmq.SNDHWM, _SEND_QUEUE)
+        socket.set(zmq.RCVHWM, 0)  # a dropped output would be a gap; the loop below always reads
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.set(zmq.RECONNECT_IVL, 50)
+        socket.set(zmq.RECONNECT_IVL_MAX, 500)
+        if self._keys is not None:
+            # The cluster has one key pair, so the node's public key is ours.
+            public, secret = self._keys
+            socket.set(zmq.CURVE_PUBLICKEY, public)
+            socket.set(zmq.CURVE_SECRETKEY, secret)
+            socket.set(zmq.CURVE_SERVERKEY, public)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return Channel(socket, self.instance_id, on_message)
+
+    def close(self) -> None:
+        """Call after all channels are closed."""
+        self._context.destroy(linger=0)
+
+
+class Channel:
+    """Sends without waiting and hands every message of this proxy to one callback."""
+
+    def __init__(
+        self,
+        socket: zmq.asyncio.Socket,
+        identity: str,
+        on_message: Callable[[AnyMessage], None],
+    ) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._identity = identity
+        self._reader = asyncio.create_task(self._read())
+
+    def send(self, message: Message) -> bool:
+        """Whether the message was taken; not if the node is not connected or does not read."""
+        sent = self._socket.send(encode(message), flags=zmq.NOBLOCK)
+        # With NOBLOCK the future is done already.
+        return cast("asyncio.Future[None]", sent).exception() is None
+
+    def close(self) -> None:
+        self._reader.cancel()
+        self._socket.close()
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                message = decode(frames[-1])
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                log.warning("dropped a malformed message of %d bytes: %s", len(frames[-1]), error)
+                continue
+            if message.to != self._identity:
+                continue
+            try:
+                self._on_message(message)
+            except Exception:  # one bad message must not silence the node
+                log.exception("failed to handle %s of %s", type(message).__name__, message.sender)

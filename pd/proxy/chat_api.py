@@ -1,0 +1,189 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import InvalidRequestError
+from pd.core.sampling_params import MAX_TOP_LOGPROBS
+from pd.proxy import logprobs, openai_common
+from pd.proxy.fields import Fields, show
+from pd.proxy.generation import Spec
+from pd.proxy.job import Job
+from pd.proxy.web import read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from pd.proxy.chat_template import ChatTemplate
+    from pd.proxy.generation import Choice, Delta
+    from pd.proxy.openai_common import OpenAIRequest
+    from pd.proxy.service import ModelView, Service
+
+ENDPOINT = "/v1/chat/completions"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ChatAPI:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def handle(self, request: Request) -> Response:
+        fields = Fields(await read_object(request))
+        fields.refuse({"echo": (False,), "prompt": ()})
+        asked = _read_logprobs(fields, openai_common.read_request(fields, request, "chatcmpl-"))
+        messages = read_messages(fields)
+        model = await self._service.model(asked.model)
+        self._service.admit(1)
+        text = model.need_text("messages")
+        prompt = render_prompt(fields, text.template(), messages)
+        # The template writes the special tokens itself.
+        ids = await self._service.encode(model, prompt, "messages", add_special_tokens=False)
+        spec = Spec(
+            rid=asked.rid,
+            model=model.name,
+            token_ids=ids,
+            params=asked.params(model, len(ids), None),
+            text_model=text,
+            stop=asked.stop,
+            namespace=asked.namespace,
+            priority=asked.priority,
+            skip_special_tokens=asked.skip_special_tokens,
+        )
+        job = Job(asked.rid, ENDPOINT, streaming=asked.stream)
+        return self._service.respond(job, [spec], _Renderer(job, asked, model), asked.timeout)
+
+
+def render_prompt(fields: Fields, template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    """Messages as one prompt. Raises InvalidRequestError."""
+    continues = fields.boolean("continue_final_message")
+    generates = fields.boolean("add_generation_prompt", not continues)
+    if continues and generates:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            param="continue_final_message",
+        )
+    if not template.knows_developer:
+        # OpenAI's newer name; a template that ignored it would drop the instructions.
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    extra = fields.mapping("chat_template_kwargs")
+    return template.render(
+        messages,
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+        extra=extra.data if extra else None,
+    )
+
+
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Raises InvalidRequestError for anything but a list of messages with text."""
+    messages = fields.raw("messages")
+    if type(messages) is not list or not messages:
+        raise fields.wrong("messages", "a list of at least one message")
+    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _read_message(message: Any, name: str) -> dict[str, Any]:
+    if type(message) is not dict:
+        raise InvalidRequestError(f"{name} must be an object, not {show(message)}", param=name)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{name}.role must be one of {', '.join(ROLES)}, not {show(role)}", param=f"{name}.role"
+        )
+    content = message.get("content")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return message | {"content": ""}
+    return message | {"content": _read_content(content, f"{name}.content")}
+
+
+def _read_content(content: Any, name: str) -> str:
+    if type(content) is str:
+        return content
+    if type(content) is not list:
+        raise InvalidRequestError(
+            f"{name} must be a string or a list of text parts, not {show(content)}", param=name
+        )
+    texts = []
+    for part in content:
+        text = part.get("text") if type(part) is dict and part.get("type") == "text" else None
+        if type(text) is not str:
+            raise InvalidRequestError(
+                f'{name} may contain only parts like {{"type": "text", "text": "…"}}, '
+                f"not {show(part)}",
+                param=name,
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _read_logprobs(fields: Fields, asked: OpenAIRequest) -> OpenAIRequest:
+    wanted = fields.boolean("logprobs")
+    count = fields.integer("top_logprobs")
+    if count is not None:
+        if not 0 <= count <= MAX_TOP_LOGPROBS:
+            raise fields.wrong("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}")
+        if count and not wanted:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true", param="top_logprobs"
+            )
+    kwargs = {"logprobs": wanted, "top_logprobs": (count or 0) if wanted else 0}
+    return replace(asked, kwargs=asked.kwargs | kwargs)
+
+
+class _Renderer:
+    """Chat completions, whole or in chunks; a choice's first chunk carries the role."""
+
+    def __init__(self, job: Job, asked: OpenAIRequest, model: ModelView) -> None:
+        self._job = job
+        self._asked = asked
+        self._model = model
+        self._begun: set[Choice] = set()
+        self._head = {
+            "id": asked.rid,
+            "object": "chat.completion.chunk" if asked.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": asked.model or model.name,
+        }
+
+    def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
+        if choice not in self._begun:
+            self._begun.add(choice)
+            opening = {"role": "assistant", "content": ""}
+            yield self._chunk({"index": choice.index, "delta": opening} | _open())
+        content = {"content": delta.text} if delta.text or delta.finish is None else {}
+        yield self._chunk({"index": choice.index, "delta": content} | self._rest(choice, delta))
+
+    def last_events(self) -> Iterable[object]:
+        if self._asked.include_usage:
+            yield self._head | {"choices": [], "usage": openai_common.usage(self._job)}
+
+    def body(self) -> object:
+        choices = []
+        for choice in self._job.generations[0].choices:
+            delta = choice.take()
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            head = {"index": choice.index, "message": message}
+            choices.append(head | self._rest(choice, delta))
+        return self._head | {"choices": choices, "usage": openai_common.usage(self._job)}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._head | {"choices": [choice]}
+        return chunk | {"usage": None} if self._asked.include_usage else chunk
+
+    def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        rest: dict[str, Any] = {"logprobs": None}
+        if choice.generation.spec.params.logprobs:
+            rest["logprobs"] = logprobs.chat(self._model.text, delta.logprobs)
+        if self._asked.return_token_ids:
+            rest["token_ids"] = delta.token_ids
+        return rest | openai_common.ending(choice, delta.finish)
+
+
+def _open() -> dict[str, Any]:
+    return {"logprobs": None, "finish_reason": None}

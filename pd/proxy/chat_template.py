@@ -1,0 +1,149 @@
+"""Chat templates as model directories ship them, rendered in jinja2's sandbox."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pd.core.errors import InvalidRequestError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks what the assistant said, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    # jinja2's own filter escapes for HTML, which models were not trained on.
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+
+def _strftime_now(template: str) -> str:
+    return datetime.now().strftime(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One template with the model's special tokens.
+
+    ``knows_developer``: it gives the role of this name a meaning.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Raises UsageError if the template does not compile."""
+        self._special_tokens = special_tokens
+        self.knows_developer = "developer" in source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UsageError(f"the model's chat template does not compile: {error}") from error
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt, special tokens included.
+
+        Args:
+            continue_final_message: end inside the last message, so that the model goes on with it.
+            extra: further variables for the template (``chat_template_kwargs``).
+
+        Raises:
+            InvalidRequestError: the template refuses these messages.
+        """
+        variables = self._special_tokens | (extra or {})
+        try:
+            text = self._template.render(
+                variables, messages=messages, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template is a program and may fail in any way
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        if continue_final_message:
+            return _cut_after(text, messages[-1]["content"])
+        return text
+
+
+def _cut_after(text: str, content: str) -> str:
+    """End the prompt with the last message's content, without what closes the message."""
+    content = content.strip()
+    end = text.rfind(content)
+    if end < 0:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template does not show the last message's content "
+            "as it is, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return text[: end + len(content)]
+
+
+def load_templates(directory: Path) -> dict[str, ChatTemplate]:
+    """Templates by name (``default`` is the usual one); empty if the directory has none."""
+    path = directory / "tokenizer_config.json"
+    config: dict[str, Any] = {}
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"cannot read {path}: {error}") from error
+    sources: dict[str, str] = {}
+    inline = config.get("chat_template")
+    if isinstance(inline, str):
+        sources["default"] = inline
+    elif isinstance(inline, list):
+        sources.update({entry["name"]: entry["template"] for entry in inline})
+    # A separate file is where transformers saves a template now, so it is the newer one.
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        sources["default"] = file.read_text(encoding="utf-8")
+    for extra in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        sources[extra.stem] = extra.read_text(encoding="utf-8")
+    tokens = _special_tokens(config)
+    return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_TOKENS:
+        token = config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found[name] = token
+    return found

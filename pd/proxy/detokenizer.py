@@ -1,0 +1,157 @@
+"""Token ids to text, one token at a time, without ever splitting a character.
+
+What the pushes and the final flush return, concatenated, equals decoding all ids at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so what still looks incomplete after this many tokens is
+# not incomplete but wrong, and waiting longer would not mend it.
+_MAX_INCOMPLETE_TOKENS = 8
+
+
+class Detokenizer(Protocol):
+    """One sequence's text as it grows."""
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain now that this token is there; often it lags behind."""
+
+    def flush(self) -> str:
+        """The rest, once no more tokens come."""
+
+
+class NoDetokenizer:
+    """Without a tokenizer there is no text."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's mapping of bytes to printable characters, inverted.
+
+    Printable bytes of Latin-1 stand for themselves, the others for U+0100 and on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenTable:
+    """What single tokens of one tokenizer stand for, looked up once each."""
+
+    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        parts = decoder.get("decoders", [decoder]) if decoder else []
+        kinds = {part["type"] for part in parts}
+        self.byte_fallback = "ByteFallback" in kinds
+        self._metaspace = bool(kinds & {"Metaspace", "Replace"})
+        self._alphabet = _byte_level_alphabet()
+        self._bytes: dict[int, bytes] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text; empty for an id without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._compute_bytes(token_id)
+        return known
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether this is one of the byte fallback's tokens, ``<0x00>`` to ``<0xFF>``."""
+        token = self.tokenizer.id_to_token(token_id)
+        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            # A token with a character outside the alphabet was added verbatim.
+            if all(char in self._alphabet for char in token):
+                return bytes(self._alphabet[char] for char in token)
+            return token.encode()
+        if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if self._metaspace:
+            return token.replace("▁", " ").encode()
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        if self.byte_level:
+            return _ByteLevelDetokenizer(self, skip_special_tokens)
+        return _WindowDetokenizer(self, skip_special_tokens)
+
+
+class _ByteLevelDetokenizer:
+    """Byte-level BPE: a text is its tokens' bytes, so decoding UTF-8 incrementally is exact."""
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
+        self._table = table
+        self._skipped = table.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        return self._utf8.decode(self._table.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """Any other tokenizer: decode a short window that begins one step back.
+
+    Decoders treat the first token of a text differently (a leading space is stripped), so the
+    window keeps the tokens of the previous step, and what they alone decode to is subtracted.
+    A run of byte-fallback tokens is decoded when it has ended: until then even its complete
+    characters may still turn into replacement characters.
+    """
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
+        self._table = table
+        self._skipped = table.special_ids if skip_special_tokens else frozenset()
+        self._window: list[int] = []
+        self._known = 0  # tokens of the window whose text was returned already
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        if self._table.byte_fallback:
+            return "" if self._table.is_byte(token_id) else self._advance()
+        return self._advance(hold_incomplete=True)
+
+    def flush(self) -> str:
+        return self._advance()
+
+    def _advance(self, hold_incomplete: bool = False) -> str:
+        before = self._decode(self._window[: self._known])
+        now = self._decode(self._window)
+        pending = len(self._window) - self._known
+        if hold_incomplete and now.endswith(_REPLACEMENT) and pending < _MAX_INCOMPLETE_TOKENS:
+            return ""
+        self._window = self._window[self._known :]
+        self._known = len(self._window)
+        return now[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._table.tokenizer.decode(ids, skip_special_tokens=False)
+        return text

@@ -1,0 +1,294 @@
+"""Brings requests to nodes and what comes back to their jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd.core.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NodeFailedError,
+    PDError,
+    QueueFullError,
+    UnavailableError,
+    error_from_kind,
+)
+from pd.core.messages import Abort, AnyMessage, Failed, Generate, Output, StepOutputs
+from pd.proxy.generation import Generation, Spec
+from pd.proxy.routing import Prompt, Router
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd.proxy.generation import Choice
+    from pd.proxy.job import Job
+    from pd.proxy.metrics import Metrics
+    from pd.proxy.routing import Route
+    from pd.proxy.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Admits, routes, follows and ends generations. Everything runs on the event loop."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        router: Router,
+        metrics: Metrics,
+        *,
+        max_queue: int,
+        request_timeout: float | None,
+        on_released: Callable[[Worker], None],
+    ) -> None:
+        self.jobs: set[Job] = set()
+        self.draining = False
+        self._instance_id = instance_id
+        self._router = router
+        self._metrics = metrics
+        self._max_queue = max_queue
+        self._request_timeout = request_timeout
+        self._on_released = on_released
+        self._rooms: dict[bytes, Generation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check_admission(self, num_prompts: int) -> None:
+        """Refuse before any work is done. Raises QueueFullError, UnavailableError or, for a batch
+        that could never be admitted, InvalidRequestError."""
+        if self.draining:
+            raise UnavailableError("the proxy is shutting down")
+        if num_prompts > self._max_queue:
+            raise InvalidRequestError(
+                f"a batch of {num_prompts} prompts exceeds the queue of {self._max_queue}; "
+                "send smaller batches"
+            )
+        if len(self._rooms) + num_prompts > self._max_queue:
+            raise QueueFullError(
+                f"{len(self._rooms)} requests are in the system, at most {self._max_queue} may be; "
+                "try again later"
+            )
+
+    @contextmanager
+    def run(self, job: Job, specs: list[Spec], timeout: float | None) -> Iterator[Job]:
+        """Serve these prompts while the context is open; leaving it aborts what is unfinished.
+
+        Raises UnavailableError or QueueFullError before any node has seen anything.
+        """
+        self.check_admission(len(specs))
+        timeouts = [t for t in (timeout, self._request_timeout) if t is not None]
+        deadline = min(timeouts) if timeouts else None
+        self.jobs.add(job)
+        self._idle.clear()
+        timer = None
+        started = time.monotonic()
+        self._metrics.running.inc()
+        try:
+            for spec in specs:
+                self._start(spec, job, deadline)
+            if deadline is not None:
+                timer = asyncio.get_running_loop().call_later(deadline, self._expire, job, deadline)
+            yield job
+        except PDError as error:
+            job.error = job.error or error
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            reason = "sibling_failed" if job.error else "disconnect"
+            self.end(job, AbortedError("the response ended"), reason)
+            self.jobs.discard(job)
+            if not self.jobs:
+                self._idle.set()
+            self._metrics.running.dec()
+            self._metrics.request_ended(job, time.monotonic() - started)
+
+    def end(self, job: Job, error: PDError, reason: str) -> None:
+        """End what is unfinished of a job with an error, and tell the nodes."""
+        for generation in job.generations:
+            if not generation.done:
+                self._metrics.aborts.labels(reason).inc()
+                self._fail(generation, error)
+
+    def abort(self, rid: str | None) -> int:
+        """End requests by the client's name, or all; returns how many prompts that were."""
+        found = [
+            generation
+            for job in self.jobs
+            for generation in job.generations
+            if not generation.done and (rid is None or rid in (job.rid, generation.spec.rid))
+        ]
+        for generation in found:
+            self._metrics.aborts.labels("request").inc()
+            self._fail(generation, AbortedError("the request was aborted by /abort_request"))
+        return len(found)
+
+    def shut_down(self) -> None:
+        """Fail whatever is still under way."""
+        for job in list(self.jobs):
+            self.end(job, UnavailableError("the proxy is shutting down"), "shutdown")
+
+    async def idle(self) -> None:
+        """Wait until no request is served."""
+        await self._idle.wait()
+
+    def worker_lost(self, worker: Worker, reason: str) -> None:
+        """Fail what depended on a node that died or was restarted."""
+        message = f"{worker.role} node {worker.instance_id} at {worker.url} was lost: {reason}"
+        for generation in list(worker.active):
+            if worker is generation.first and not generation.needs_first:
+                worker.active.pop(generation, None)
+            else:
+                self._fail(generation, NodeFailedError(message))
+
+    def receive(self, worker: Worker, message: AnyMessage) -> None:
+        """Take a message of a node. What concerns no present request is ignored."""
+        if isinstance(message, StepOutputs):
+            for output in message.outputs:
+                self._output(worker, output)
+        elif isinstance(message, Failed):
+            generation = self._rooms.get(message.room)
+            if generation is not None and worker in generation.nodes:
+                info = message.error
+                self._fail(generation, error_from_kind(info.kind, info.message, info.param))
+
+    def _start(self, spec: Spec, job: Job, timeout: float | None) -> None:
+        prompt = Prompt(spec.token_ids, spec.namespace)
+        needs_decode = spec.params.max_tokens > 1
+        route = self._router.route(spec.model, prompt, needs_decode=needs_decode)
+        assert route.first.info is not None
+        generation = Generation(spec, job, route.first.info.vocab_size)
+        job.generations.append(generation)
+        generation.first, generation.decode = route.first, route.decode
+        cached = route.first.tree.match(*prompt) if route.first.tree else 0
+        generation.uncached_tokens = len(spec.token_ids) - cached
+        route.first.pending_tokens += generation.uncached_tokens
+        self._rooms[generation.room] = generation
+        for worker, reason in route.reasons:
+            worker.active[generation] = None
+            self._metrics.routing.labels(worker.role, reason).inc()
+            self._router.policy.computed(worker, prompt)
+        self._send(generation, route, timeout)
+
+    def _send(self, generation: Generation, route: Route, timeout: float | None) -> None:
+        spec, first, decode = generation.spec, route.first, route.decode
+        assert first.info is not None
+        message = Generate(
+            to=first.instance_id,
+            sender=self._instance_id,
+            rid=spec.rid,
+            room=generation.room,
+            token_ids=spec.token_ids.astype("<i4", copy=False).tobytes(),
+            params=spec.params,
+            namespace=spec.namespace,
+            priority=spec.priority,
+            timeout=timeout,
+            peer=decode.instance_id if decode else "",
+        )
+        sent = first.send(message)
+        if sent and decode is not None:
+            message.to, message.peer = decode.instance_id, first.instance_id
+            message.peer_bootstrap = first.info.endpoints.bootstrap or ""
+            sent = decode.send(message)
+        if not sent:
+            self._fail(generation, NodeFailedError("the connection to a node was lost"))
+
+    def _output(self, worker: Worker, output: Output) -> None:
+        generation = self._rooms.get(output.room)
+        if generation is None or worker not in generation.nodes:
+            return
+        if not 0 <= output.index < len(generation.choices):
+            log.warning(
+                "%s sent choice %d of %d", worker.url, output.index, len(generation.choices)
+            )
+            return
+        previous = generation.choices[output.index].last_token_at
+        try:
+            choice, added = generation.accept(worker, output)
+        except NodeFailedError as error:
+            self._fail(generation, error)
+            return
+        if added:
+            self._metrics.tokens_arrived(generation, added, previous)
+        if generation.prompt_computed:
+            self._prompt_done(generation)
+        if added or choice.finish is not None:
+            generation.job.notify(choice, added)
+        if choice.finish is not None:
+            self._choice_finished(generation, choice)
+
+    def _prompt_done(self, generation: Generation) -> None:
+        """The first node has done its part; its queue is shorter and its death no matter."""
+        first = generation.first
+        assert first is not None
+        first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)
+        generation.uncached_tokens = 0
+        if not generation.needs_first:
+            first.active.pop(generation, None)
+
+    def _choice_finished(self, generation: Generation, choice: Choice) -> None:
+        if choice.finish is not None and isinstance(choice.finish.matched, str):
+            # Only the proxy sees stop strings; for the nodes the choice would go on.
+            self._abort_nodes(generation, choice.index, "a stop string was found")
+            self._metrics.aborts.labels("stop_string").inc()
+        if all(c.finish is not None for c in generation.choices):
+            self._remember(generation)
+            self._close(generation)
+
+    def _remember(self, generation: Generation) -> None:
+        """Tell the policy where the conversation's KV is now."""
+        holder = generation.decode or generation.first
+        assert holder is not None
+        if not holder.alive:
+            return
+        spec = generation.spec
+        for choice in generation.choices:
+            # The last token's KV was never computed.
+            output = np.array(choice.output_ids[:-1], dtype=np.int32)
+            tokens = np.concatenate([spec.token_ids, output])
+            self._router.policy.computed(holder, Prompt(tokens, spec.namespace))
+
+    def _fail(self, generation: Generation, error: PDError) -> None:
+        """End a generation without success; the first error wins."""
+        if generation.done:
+            return
+        self._abort_nodes(generation, None, error.message)
+        self._close(generation)
+        generation.job.fail(generation, error)
+
+    def _close(self, generation: Generation) -> None:
+        """The one way out of the books."""
+        generation.done = True
+        generation.finished_at = time.monotonic()
+        self._rooms.pop(generation.room, None)
+        first = generation.first
+        if first is not None:
+            first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)
+        for worker in generation.nodes:
+            worker.active.pop(generation, None)
+            self._on_released(worker)
+        self._metrics.generation_ended(generation)
+
+    def _abort_nodes(self, generation: Generation, index: int | None, reason: str) -> None:
+        for worker in generation.nodes:
+            worker.send(
+                Abort(
+                    to=worker.instance_id,
+                    sender=self._instance_id,
+                    room=generation.room,
+                    index=index,
+                    reason=reason,
+                )
+            )
+
+    def _expire(self, job: Job, timeout: float) -> None:
+        message = f"the request did not finish within {timeout:g} s"
+        self.end(job, DeadlineExceededError(message), "deadline")

@@ -1,0 +1,291 @@
+"""``POST /generate``, SGLang's native shape."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import InvalidRequestError
+from pd.core.sampling_params import MAX_TOP_LOGPROBS
+from pd.proxy import logprobs, sampling
+from pd.proxy.fields import Fields
+from pd.proxy.generation import Spec
+from pd.proxy.job import Job
+from pd.proxy.service import read_namespace, read_prompts, read_rid
+from pd.proxy.web import read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from pd.core.messages import TokenLogprobs
+    from pd.proxy.generation import Choice, Delta
+    from pd.proxy.service import ModelView, Service
+
+ENDPOINT = "/generate"
+DEFAULT_MAX_TOKENS = 128
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "image_data": (),
+    "audio_data": (),
+    "video_data": (),
+    "input_embeds": (),
+    "lora_path": (),
+    "session_params": (),
+    "custom_logit_processor": (),
+    "token_ids_logprob": (),
+    "return_hidden_states": (False,),
+    "response_format": (),
+    "tools": ([],),
+}
+
+# What SamplingParams calls differently.
+_NATIVE_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "top_logprobs": "top_logprobs_num",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Top-level fields."""
+
+    rids: list[str]
+    stream: bool
+    incremental: bool
+    return_logprob: bool
+    logprob_start: int
+    top_logprobs: int
+    namespace: str
+    priority: int
+    as_list: bool
+
+
+class GenerateAPI:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def handle(self, request: Request) -> Response:
+        fields = Fields(await read_object(request))
+        fields.refuse(UNSUPPORTED | sampling.UNSUPPORTED_SAMPLING)
+        prompts, batch, source = _read_input(fields)
+        sampling_fields = _read_sampling(fields, len(prompts), batch)
+        asked = _read_asked(fields, request, len(prompts), batch, sampling_fields[0])
+        timeout = sampling.read_timeout(fields)
+        model = await self._service.model(fields.string("model"))
+        self._service.admit(len(prompts))
+        specs = [
+            await self._spec(asked, model, prompt, source, rid, own)
+            for prompt, rid, own in zip(prompts, asked.rids[1:], sampling_fields, strict=True)
+        ]
+        job = Job(asked.rids[0], ENDPOINT, streaming=asked.stream, abort_is_result=True)
+        return self._service.respond(job, specs, _Renderer(job, asked, model), timeout)
+
+    async def _spec(
+        self,
+        asked: _Asked,
+        model: ModelView,
+        prompt: str | list[int],
+        source: str,
+        rid: str,
+        fields: Fields,
+    ) -> Spec:
+        stop = sampling.read_stop(fields)
+        if stop:
+            model.need_text("sampling_params.stop")
+        ids = await self._service.encode(model, prompt, source)
+        wanted = fields.integer("max_new_tokens")
+        limits = model.limits
+        limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
+        discard = wanted == 0
+        if wanted is None:
+            wanted = limits.default_max_tokens(len(ids), DEFAULT_MAX_TOKENS)
+        kwargs = _read_kwargs(fields) | {"max_tokens": max(wanted, 1) if discard else wanted}
+        if asked.return_logprob:
+            kwargs |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
+            if asked.logprob_start > len(ids):
+                raise InvalidRequestError(
+                    f"logprob_start_len is {asked.logprob_start}, but the prompt has only "
+                    f"{len(ids)} tokens",
+                    param="logprob_start_len",
+                )
+            if 0 <= asked.logprob_start < len(ids):
+                kwargs["prompt_logprobs_start"] = asked.logprob_start
+        try:
+            params = sampling.make_params(kwargs, limits.vocab_size)
+        except InvalidRequestError as error:
+            raise _renamed(error) from None
+        return Spec(
+            rid=rid,
+            model=model.name,
+            token_ids=ids,
+            params=params,
+            text_model=model.text,
+            stop=stop,
+            namespace=asked.namespace,
+            priority=asked.priority,
+            skip_special_tokens=fields.boolean("skip_special_tokens", True),
+            discard_output=discard,
+        )
+
+
+def _read_input(fields: Fields) -> tuple[list[str | list[int]], bool, str]:
+    """Prompts, whether they are a batch, and which field they came from."""
+    given = [name for name in ("text", "input_ids") if fields.has(name)]
+    if len(given) != 1:
+        have = "both are there" if given else "neither is there"
+        raise InvalidRequestError(f"exactly one of text and input_ids is needed; {have}")
+    source = given[0]
+    prompts, batch = read_prompts(fields, source)
+    wanted = str if source == "text" else list
+    for prompt in prompts:
+        if type(prompt) is not wanted:
+            kind = "a string or a list of strings"
+            ids = "a list of token ids or a list of such lists"
+            raise fields.wrong(source, kind if source == "text" else ids)
+    return prompts, batch, source
+
+
+def _read_sampling(fields: Fields, num_prompts: int, batch: bool) -> list[Fields]:
+    """Sampling parameters per prompt: one object for all, or a list with one for each."""
+    value = fields.raw("sampling_params")
+    if type(value) is list and batch:
+        if len(value) != num_prompts or any(type(item) is not dict for item in value):
+            raise fields.wrong("sampling_params", f"an object or a list of {num_prompts} objects")
+        each = [Fields(item, "sampling_params.") for item in value]
+        if len({own.integer("n") or 1 for own in each}) > 1:
+            raise InvalidRequestError("n must be the same for all prompts of a batch", param="n")
+        return each
+    own = fields.mapping("sampling_params") or Fields({}, "sampling_params.")
+    return [own] * num_prompts
+
+
+def _read_kwargs(fields: Fields) -> dict[str, Any]:
+    kwargs = sampling.read_common(fields)
+    seed_name = "sampling_seed" if fields.has("sampling_seed") else "seed"
+    kwargs["seed"] = sampling.read_seed(fields, seed_name)
+    kwargs["min_tokens"] = fields.integer("min_new_tokens") or 0
+    return kwargs
+
+
+def _read_asked(
+    fields: Fields, request: Request, num_prompts: int, batch: bool, own: Fields
+) -> _Asked:
+    start = fields.integer("logprob_start_len")
+    start = -1 if start is None else start
+    if start < -1:
+        raise fields.wrong("logprob_start_len", "at least -1 (-1: output only)")
+    top = fields.integer("top_logprobs_num") or 0
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise fields.wrong("top_logprobs_num", f"between 0 and {MAX_TOP_LOGPROBS}")
+    several = (own.integer("n") or 1) > 1
+    return _Asked(
+        rids=_read_rids(fields, request, num_prompts, batch),
+        stream=fields.boolean("stream"),
+        incremental=fields.boolean("incremental"),
+        return_logprob=fields.boolean("return_logprob"),
+        logprob_start=start,
+        top_logprobs=top,
+        namespace=read_namespace(fields),
+        priority=sampling.read_priority(fields),
+        as_list=batch or several,
+    )
+
+
+def _read_rids(fields: Fields, request: Request, num_prompts: int, batch: bool) -> list[str]:
+    """The request's name, then one per prompt."""
+    given = fields.raw("rid")
+    if type(given) is list:
+        if not batch or len(given) != num_prompts or any(type(r) is not str for r in given):
+            raise fields.wrong("rid", f"a string, or for a batch a list of {num_prompts} strings")
+        return [read_rid(Fields({}), request, ""), *given]
+    rid = read_rid(fields, request, "")
+    return [rid, *([f"{rid}_{i}" for i in range(num_prompts)] if batch else [rid])]
+
+
+def _renamed(error: InvalidRequestError) -> InvalidRequestError:
+    """The same error in this endpoint's names."""
+    param = error.param or ""
+    native = _NATIVE_NAMES.get(param, param)
+    message = error.message.replace(param, native, 1) if param else error.message
+    return InvalidRequestError(message, param=native or None)
+
+
+class _Renderer:
+    """Results per choice; streamed ones are cumulative unless asked otherwise."""
+
+    def __init__(self, job: Job, asked: _Asked, model: ModelView) -> None:
+        self._job = job
+        self._asked = asked
+        self._model = model
+
+    def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
+        if not self._asked.incremental:
+            delta = _everything(choice)
+        result = self._result(choice, delta)
+        if self._asked.as_list:
+            generation = choice.generation
+            index = generation.number * generation.spec.params.n + choice.index
+            result = {"index": index} | result
+        yield result
+
+    def last_events(self) -> Iterable[object]:
+        return ()
+
+    def body(self) -> object:
+        results = [
+            self._result(choice, _everything(choice))
+            for generation in self._job.generations
+            for choice in generation.choices
+        ]
+        return results if self._asked.as_list else results[0]
+
+    def _result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        if choice.generation.spec.discard_output:
+            delta = delta._replace(text="", token_ids=[], logprobs=[])
+        meta = self._meta(choice, delta)
+        return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
+
+    def _meta(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        generation = choice.generation
+        ended = generation.finished_at or time.monotonic()
+        finish: dict[str, Any] | None = None
+        if delta.finish is not None:
+            finish = {"type": delta.finish.type}
+            if delta.finish.matched is not None:
+                finish["matched"] = delta.finish.matched
+        meta: dict[str, Any] = {
+            "id": generation.spec.rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(generation.spec.token_ids),
+            "completion_tokens": 0 if generation.spec.discard_output else len(choice.output_ids),
+            "cached_tokens": generation.cached_tokens,
+            "e2e_latency": ended - generation.created,
+            "stages": generation.stages(),
+        }
+        if self._asked.return_logprob:
+            meta |= self._logprobs(generation.prompt_logprobs, delta)
+        return meta
+
+    def _logprobs(self, prompt: list[TokenLogprobs], delta: Delta) -> dict[str, Any]:
+        text = self._model.text
+        result: dict[str, Any] = {
+            "input_token_logprobs": logprobs.chosen(text, prompt),
+            "output_token_logprobs": logprobs.chosen(text, delta.logprobs),
+        }
+        if self._asked.top_logprobs:
+            result["input_top_logprobs"] = logprobs.likeliest(text, prompt)
+            result["output_top_logprobs"] = logprobs.likeliest(text, delta.logprobs)
+        return result
+
+
+def _everything(choice: Choice) -> Delta:
+    """All there is so far, as one delta."""
+    return choice.take()._replace(
+        text=choice.text, token_ids=list(choice.output_ids), logprobs=list(choice.logprobs)
+    )

@@ -1,0 +1,263 @@
+"""One prompt's way through the nodes, and the choices that come back."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pd.core.messages import ROOM_BYTES, Stages
+from pd.proxy.positions import TokenMerger
+from pd.proxy.stop_strings import StopMatcher
+from pd.proxy.tokenizer import new_detokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.core.messages import Finish, Output, TokenLogprobs
+    from pd.core.sampling_params import SamplingParams
+    from pd.proxy.job import Job
+    from pd.proxy.positions import NewTokens
+    from pd.proxy.tokenizer import TextModel
+    from pd.proxy.worker import Worker
+
+    IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What is asked about one prompt, after validation.
+
+    Attributes:
+        stop: stop strings; the nodes know nothing of them.
+        skip_special_tokens: leave special tokens out of the text.
+        discard_output: only the prompt's log probabilities are wanted; the one token that must be
+            generated to get them is not shown.
+    """
+
+    rid: str
+    model: str
+    token_ids: IntArray
+    params: SamplingParams
+    text_model: TextModel | None
+    stop: tuple[str, ...] = ()
+    namespace: str = ""
+    priority: int = 0
+    skip_special_tokens: bool = True
+    discard_output: bool = False
+
+
+class FinishReason(NamedTuple):
+    """Why a choice ended; ``matched``: the token id or the stop string."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+
+
+class Delta(NamedTuple):
+    """What a choice gained since the last look."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish: FinishReason | None
+
+
+class Choice:
+    """One of the ``n`` answers to a prompt.
+
+    Attributes:
+        text_ends: length of the text after each token (for ``text_offset``).
+    """
+
+    def __init__(self, generation: Generation, index: int) -> None:
+        spec = generation.spec
+        self.generation = generation
+        self.index = index
+        self.finish: FinishReason | None = None
+        self.output_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text_ends: list[int] = []
+        self.last_token_at: float | None = None
+        self._pieces: list[str] = []
+        self._text_length = 0
+        self._taken_tokens = 0
+        self._taken_pieces = 0
+        self._merger = TokenMerger(
+            spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
+        )
+        self._detokenizer = new_detokenizer(spec.text_model, spec.skip_special_tokens)
+        self._stops = StopMatcher(spec.stop)
+
+    @property
+    def text(self) -> str:
+        """Everything that may be shown so far."""
+        return "".join(self._pieces)
+
+    @property
+    def started(self) -> bool:
+        """Whether the first token is known."""
+        return bool(self._merger.token_ids)
+
+    def accept(self, output: Output, *, first_may_come: bool) -> int:
+        """Take a node's message; returns the number of new tokens.
+
+        Raises NodeFailedError if it does not fit what is known.
+        """
+        added = 0
+        for new in self._merger.accept(output, first_may_come=first_may_come):
+            added += self._append(new)
+            if self.finish is not None:
+                break
+        return added
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        delta = Delta(
+            "".join(self._pieces[self._taken_pieces :]),
+            self.output_ids[self._taken_tokens :],
+            self.logprobs[self._taken_tokens :],
+            self.finish,
+        )
+        self._taken_pieces = len(self._pieces)
+        self._taken_tokens = len(self.output_ids)
+        return delta
+
+    def end(self, reason: FinishReason) -> None:
+        """End with what there is; text held back for a stop string is shown."""
+        self._show(self._stops.push(self._detokenizer.flush()))
+        if self._stops.matched is not None:
+            reason = FinishReason("stop", self._stops.matched)
+        self._show(self._stops.flush())
+        self.finish = reason
+
+    def _append(self, new: NewTokens) -> int:
+        count = len(new.token_ids)
+        for i, token in enumerate(new.token_ids):
+            self.output_ids.append(token)
+            if self.generation.spec.params.logprobs:
+                self.logprobs.append(new.logprobs[i])
+            if not (i == count - 1 and _ends_with_token(new.finish)):
+                self._push(token)
+            self.text_ends.append(self._text_length)
+            if self._stops.matched is not None:
+                self.finish = FinishReason("stop", self._stops.matched)
+                return i + 1
+        if new.finish is not None:
+            self.end(FinishReason(new.finish.type, new.finish.matched))
+        return count
+
+    def _push(self, token: int) -> None:
+        may_match = len(self.output_ids) > self.generation.spec.params.min_tokens
+        text = self._detokenizer.push(token)
+        self._text_length += len(text)
+        self._show(self._stops.push(text, may_match=may_match))
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+
+
+def _ends_with_token(finish: Finish | None) -> bool:
+    """Whether the last token ended the answer and so is no part of the text."""
+    return finish is not None and finish.type == "stop" and finish.matched is not None
+
+
+class Generation:
+    """One prompt under way: its room, its nodes, its choices.
+
+    Attributes:
+        number: which prompt of its job this is.
+        first: the node that computes the prompt (prefill or unified).
+        decode: the node that generates the rest, if another one.
+        first_token_at: when the first token of any choice came, on the monotonic clock.
+        uncached_tokens: prompt tokens counted in ``first.pending_tokens``; 0 once computed.
+    """
+
+    def __init__(self, spec: Spec, job: Job, vocab_size: int | None) -> None:
+        self.spec = spec
+        self.job = job
+        self.number = len(job.generations)
+        self.vocab_size = vocab_size
+        self.room = secrets.token_bytes(ROOM_BYTES)
+        self.first: Worker | None = None
+        self.decode: Worker | None = None
+        self.choices = [Choice(self, index) for index in range(spec.params.n)]
+        self.done = False
+        self.created = time.monotonic()
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.cached_tokens = 0
+        self.transferred_bytes = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.uncached_tokens = 0
+        self._first_spoke: set[int] = set()
+        self._decode_spoke = False
+        self._stages: dict[str, Stages] = {}
+
+    @property
+    def nodes(self) -> list[Worker]:
+        return [worker for worker in (self.first, self.decode) if worker is not None]
+
+    @property
+    def prompt_computed(self) -> bool:
+        """Whether token 1 of every choice came from the node that computes the prompt."""
+        return len(self._first_spoke) == len(self.choices)
+
+    @property
+    def needs_first(self) -> bool:
+        """Whether the death of the first node would still matter."""
+        return self.decode is None or not (self.prompt_computed and self._decode_spoke)
+
+    @property
+    def completion_tokens(self) -> int:
+        return 0 if self.spec.discard_output else sum(len(c.output_ids) for c in self.choices)
+
+    def accept(self, worker: Worker, output: Output) -> tuple[Choice, int]:
+        """Take one output of one of its nodes; returns the choice and its new tokens.
+
+        Raises NodeFailedError if the output makes no sense here.
+        """
+        from_first = worker is self.first
+        choice = self.choices[output.index]
+        if from_first:
+            self._first_spoke.add(output.index)
+            if output.cached_tokens is not None:
+                self.cached_tokens = output.cached_tokens
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs = output.prompt_logprobs
+        else:
+            self._decode_spoke = True
+            self.transferred_bytes += output.transferred_bytes or 0
+        if output.stages is not None:
+            self._stages["first" if from_first else "decode"] = output.stages
+        if choice.finish is not None:
+            return choice, 0
+        first_may_come = not from_first and output.index not in self._first_spoke
+        added = choice.accept(output, first_may_come=first_may_come)
+        if added:
+            choice.last_token_at = time.monotonic()
+            if self.first_token_at is None:
+                self.first_token_at = choice.last_token_at
+        return choice, added
+
+    def stages(self) -> dict[str, float]:
+        """Seconds per stage, as the nodes report them; each is the word of whom it happened on."""
+        first = self._stages.get("first", Stages())
+        decode = self._stages.get("decode", first)
+        measured = 0.0
+        if self.first_token_at is not None:
+            measured = (self.finished_at or time.monotonic()) - self.first_token_at
+        sources: dict[str, tuple[Any, Any]] = {
+            "queue": (first.queue, decode.queue),
+            "bootstrap": (first.bootstrap, decode.bootstrap),
+            "prefill": (first.prefill, decode.prefill),
+            "transfer": (decode.transfer, first.transfer),
+            "decode": (decode.decode, measured),
+        }
+        return {
+            name: next((value for value in values if value is not None), 0.0)
+            for name, values in sources.items()
+        }

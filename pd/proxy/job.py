@@ -1,0 +1,101 @@
+"""One HTTP request while it is served: its generations, and what its response waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pd.core.errors import AbortedError, PDError
+from pd.proxy.generation import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.proxy.generation import Choice, Generation
+
+# What a client that does not read may leave lying here before it counts as gone.
+MAX_UNREAD_TOKENS = 1024
+MAX_UNREAD_BYTES = 1 << 20
+_TOKEN_BYTES = 64
+
+
+class Job:
+    """Collects news of all choices until the response takes them.
+
+    Because news are merged per choice, a client slower than the model gets fewer, larger events.
+
+    Attributes:
+        rid: the client's name for the request; the prompts of a batch have their own as well.
+        error: what ended the request, if it failed.
+        outcome: label of the metrics, once it is known.
+        abort_is_result: an abort ends choices with what there was instead of failing the request.
+        writing: the response waits for the client to read.
+        on_overflow: called once when the client has left too much unread.
+    """
+
+    def __init__(
+        self,
+        rid: str,
+        endpoint: str,
+        *,
+        streaming: bool = False,
+        abort_is_result: bool = False,
+    ) -> None:
+        self.rid = rid
+        self.endpoint = endpoint
+        self.streaming = streaming
+        self.abort_is_result = abort_is_result
+        self.generations: list[Generation] = []
+        self.error: PDError | None = None
+        self.outcome: str | None = None
+        self.writing = False
+        self.on_overflow: Callable[[], None] | None = None
+        self._changed = asyncio.Event()
+        self._news: dict[Choice, None] = {}
+        self._unread_tokens = 0
+        self._unread_bytes = 0
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come."""
+        return self.error is not None or all(g.done for g in self.generations)
+
+    def notify(self, choice: Choice, new_tokens: int) -> None:
+        """A choice gained tokens or ended."""
+        self._news[choice] = None
+        top = choice.generation.spec.params.top_logprobs
+        self._unread_tokens += new_tokens
+        self._unread_bytes += new_tokens * _TOKEN_BYTES * (1 + top)
+        overflow = self._unread_tokens > MAX_UNREAD_TOKENS or self._unread_bytes > MAX_UNREAD_BYTES
+        if self.writing and overflow and self.on_overflow is not None:
+            callback, self.on_overflow = self.on_overflow, None
+            callback()
+        self._changed.set()
+
+    def fail(self, generation: Generation, error: PDError) -> None:
+        """A generation ended without success; the first error is the request's."""
+        if isinstance(error, AbortedError) and self.abort_is_result:
+            for choice in generation.choices:
+                if choice.finish is None:
+                    choice.end(FinishReason("abort"))
+                    self.notify(choice, 0)
+        elif self.error is None:
+            self.error = error
+        self._changed.set()
+
+    async def news(self) -> list[Choice]:
+        """Wait for something new; the choices that changed (none if the request failed)."""
+        while not (self._news or self.done):
+            self._changed.clear()
+            await self._changed.wait()
+        news, self._news = list(self._news), {}
+        self._unread_tokens = self._unread_bytes = 0
+        return news
+
+    async def finished(self) -> None:
+        """Wait for the end. Raises the request's error."""
+        while not self.done:
+            self._changed.clear()
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,90 @@
+"""What Prometheus sees of a proxy."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.proxy.generation import Generation
+    from pd.proxy.job import Job
+    from pd.proxy.worker import Worker
+
+_LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_INTERVALS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
+
+
+class Metrics:
+    """All metrics in a registry of their own, so that several proxies fit in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter(
+            "pd_proxy_requests", "HTTP requests by outcome", ["endpoint", "outcome"], registry=r
+        )
+        self.running = Gauge("pd_proxy_running_requests", "requests being served", registry=r)
+        self.ttft = Histogram(
+            "pd_proxy_ttft_seconds", "time to first token", buckets=_LATENCIES, registry=r
+        )
+        self.itl = Histogram(
+            "pd_proxy_itl_seconds", "time between tokens", buckets=_INTERVALS, registry=r
+        )
+        self.e2e = Histogram(
+            "pd_proxy_e2e_seconds", "request latency", buckets=_LATENCIES, registry=r
+        )
+        self.stages = Histogram(
+            "pd_proxy_stage_seconds",
+            "time per stage, as the nodes report it",
+            ["stage"],
+            buckets=_STAGES,
+            registry=r,
+        )
+        self.prompt_tokens = Counter("pd_proxy_prompt_tokens", "prompt tokens", registry=r)
+        self.cached_tokens = Counter(
+            "pd_proxy_cached_tokens", "prompt tokens from prefix caches", registry=r
+        )
+        self.output_tokens = Counter("pd_proxy_output_tokens", "generated tokens", registry=r)
+        self.aborts = Counter("pd_proxy_aborts", "generations aborted", ["reason"], registry=r)
+        self.routing = Counter(
+            "pd_proxy_routing_decisions", "why nodes were chosen", ["role", "reason"], registry=r
+        )
+        self.worker_up = Gauge(
+            "pd_proxy_worker_up", "1 if the node can take requests", ["role", "url"], registry=r
+        )
+
+    def render(self, workers: Sequence[Worker]) -> bytes:
+        """The exposition, with the present state of the workers."""
+        self.worker_up.clear()
+        for worker in workers:
+            self.worker_up.labels(worker.role, worker.url).set(worker.ready)
+        return generate_latest(self.registry)
+
+    def tokens_arrived(self, generation: Generation, added: int, previous: float | None) -> None:
+        """Tokens came; ``previous`` is when the generation's last ones did."""
+        now = time.monotonic()
+        self.output_tokens.inc(added)
+        if previous is None:
+            self.ttft.observe(now - generation.created)
+        else:
+            self.itl.observe(now - previous)
+
+    def generation_ended(self, generation: Generation) -> None:
+        self.prompt_tokens.inc(len(generation.spec.token_ids))
+        self.cached_tokens.inc(generation.cached_tokens)
+        for stage, seconds in generation.stages().items():
+            self.stages.labels(stage).observe(seconds)
+
+    def request_ended(self, job: Job, seconds: float) -> None:
+        outcome = job.outcome or (job.error.kind if job.error else "ok")
+        self.requests.labels(job.endpoint, outcome).inc()
+        self.e2e.observe(seconds)
+
+    def request_refused(self, endpoint: str, kind: str) -> None:
+        """A request that no node ever saw."""
+        self.requests.labels(endpoint, kind).inc()

@@ -1,0 +1,245 @@
+"""All workers: who is there, who died, who came back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import zmq
+
+from pd.core.errors import InvalidRequestError, NotFoundError
+from pd.core.messages import (
+    HEARTBEAT_INTERVAL,
+    LEASE_SECONDS,
+    AnyMessage,
+    NodeHeartbeat,
+    ProxyHeartbeat,
+)
+from pd.proxy.worker import ServerInfo, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.node_info import Role
+    from pd.proxy.channel import Sockets
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL = 1.0
+POLL_TIMEOUT = 2.0
+# A refused connection proves a death only together with silence: a node's HTTP side may restart.
+SILENCE_SECONDS = 1.0
+CONNECT_TRIES = 50
+CONNECT_TRY_SECONDS = 0.01
+MIN_POLL_PAUSE = 0.05
+
+_ROLES = ("prefill", "decode", "unified")
+
+
+class WorkerPool:
+    """Polls ``/server_info``, exchanges heartbeats and holds leases.
+
+    Callbacks: ``on_message(worker, message)`` for everything but heartbeats; ``on_lost(worker,
+    reason)`` when the instance that requests were sent to is gone; ``on_change()`` when a worker
+    became ready or not.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        *,
+        on_message: Callable[[Worker, AnyMessage], None],
+        on_lost: Callable[[Worker, str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.workers: list[Worker] = []
+        self._sockets = sockets
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_change = on_change
+        self._http = httpx.AsyncClient(timeout=POLL_TIMEOUT, trust_env=False)
+        self._watchers: dict[Worker, asyncio.Task[None]] = {}
+        self._wake: dict[Worker, asyncio.Event] = {}
+        self._pulse: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._pulse = asyncio.create_task(self._beat())
+
+    async def close(self) -> None:
+        tasks = [*self._watchers.values(), *([self._pulse] if self._pulse else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self.workers:
+            if worker.channel is not None:
+                worker.channel.close()
+        await self._http.aclose()
+
+    def add(self, role: Role, url: str) -> Worker:
+        """Begin to use a node; adding one that is there or drains takes it (back) into use.
+
+        Raises InvalidRequestError for a role or URL that makes no sense.
+        """
+        if role not in _ROLES:
+            raise InvalidRequestError(
+                f"role must be one of {', '.join(_ROLES)}, not {role!r}", param="role"
+            )
+        url = url.rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InvalidRequestError(
+                f"url must be like http://host:port, not {url!r}", param="url"
+            )
+        for worker in self.workers:
+            if worker.url == url:
+                if worker.role != role:
+                    raise InvalidRequestError(
+                        f"{url} is in use as {worker.role} already; remove it first", param="role"
+                    )
+                worker.draining = False
+                return worker
+        worker = Worker(role, url)
+        self.workers.append(worker)
+        self._wake[worker] = asyncio.Event()
+        self._watchers[worker] = asyncio.create_task(self._watch(worker))
+        return worker
+
+    def find(self, name: str) -> Worker:
+        """By instance id, or ``host:port`` for one that was never reached."""
+        for worker in self.workers:
+            if name in (worker.instance_id, urlsplit(worker.url).netloc, worker.url):
+                return worker
+        raise NotFoundError(f"there is no worker {name!r}; see GET /workers", param="instance_id")
+
+    def drain(self, worker: Worker) -> None:
+        """Send it nothing new and forget it when it has finished what it has."""
+        worker.draining = True
+        self.release(worker)
+
+    def release(self, worker: Worker) -> None:
+        """Forget a draining worker once it is idle."""
+        if worker.draining and not worker.active and worker in self._watchers:
+            self.workers.remove(worker)
+            self._watchers.pop(worker).cancel()
+            self._wake.pop(worker)
+            if worker.channel is not None:
+                worker.channel.close()
+            self._on_change()
+
+    async def post(self, worker: Worker, path: str, headers: dict[str, str]) -> str | None:
+        """POST to a node's administration; what went wrong, or None."""
+        try:
+            response = await self._http.post(worker.url + path, headers=headers)
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}"
+        return None if response.is_success else f"status {response.status_code}"
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            try:
+                await self._poll(worker)
+            except Exception:  # whatever a node answers, the others need watching on
+                log.exception("polling %s failed", worker.url)
+            wake = self._wake[worker]
+            wake.clear()
+            await asyncio.sleep(MIN_POLL_PAUSE)
+            try:
+                await asyncio.wait_for(wake.wait(), POLL_INTERVAL)
+            except TimeoutError:
+                continue
+
+    async def _poll(self, worker: Worker) -> None:
+        try:
+            response = await self._http.get(worker.url + "/server_info")
+            info = msgspec.json.decode(response.content, type=ServerInfo)
+        except httpx.ConnectError as error:
+            if worker.alive and time.monotonic() - worker.last_heard > SILENCE_SECONDS:
+                self._lose(worker, "its port refuses connections and its heartbeats stopped")
+            elif not worker.alive:
+                worker.problem = f"cannot connect: {error}"
+            return
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            if not worker.alive:
+                worker.problem = f"/server_info: {error or type(error).__name__}"
+            return
+        if info.role != worker.role:
+            worker.problem = f"was added as {worker.role} but is a {info.role} node"
+            return
+        if worker.info is None or info.instance_id != worker.info.instance_id:
+            await self._meet(worker, info)
+        else:
+            worker.info = info
+
+    async def _meet(self, worker: Worker, info: ServerInfo) -> None:
+        """A new instance answers at the URL: what went to the old one is lost."""
+        if worker.info is not None:
+            self._lose(worker, f"it was restarted (now instance {info.instance_id})")
+        if worker.channel is not None:
+            worker.channel.close()
+            worker.channel = None
+        worker.info = info
+        worker.tree = None
+        try:
+            worker.channel = self._sockets.open(
+                info.endpoints.zmq, lambda message: self._receive(worker, message)
+            )
+        except zmq.ZMQError as error:
+            worker.problem = f"cannot connect to {info.endpoints.zmq}: {error}"
+            return
+        worker.last_heard = time.monotonic()
+        worker.problem = "no heartbeat yet"
+        log.info("%s node %s at %s", info.role, info.instance_id, worker.url)
+        # Nothing can be sent before the connection stands, and nothing else says when it does.
+        for _ in range(CONNECT_TRIES):
+            if self._heartbeat(worker):
+                return
+            await asyncio.sleep(CONNECT_TRY_SECONDS)
+
+    def _receive(self, worker: Worker, message: AnyMessage) -> None:
+        if message.sender != worker.instance_id:
+            # Somebody else answers at this endpoint; /server_info will say who.
+            self._wake[worker].set()
+            return
+        if not isinstance(message, NodeHeartbeat):
+            worker.last_heard = time.monotonic()
+            self._on_message(worker, message)
+            return
+        before = worker.ready
+        worker.heard(message)
+        if worker.ready != before:
+            self._on_change()
+
+    async def _beat(self) -> None:
+        due = time.monotonic()
+        while True:
+            late = time.monotonic() - due
+            for worker in list(self.workers):
+                # While this process stood still nobody was heard, which says nothing about them.
+                if late > HEARTBEAT_INTERVAL:
+                    worker.last_heard += late
+                self._heartbeat(worker)
+                silence = time.monotonic() - worker.last_heard
+                if worker.alive and silence > LEASE_SECONDS:
+                    self._lose(worker, f"no heartbeat for {silence:.1f} s")
+                elif worker.alive and silence > SILENCE_SECONDS:
+                    self._wake[worker].set()
+            due = time.monotonic() + HEARTBEAT_INTERVAL
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+    def _heartbeat(self, worker: Worker) -> bool:
+        return worker.send(ProxyHeartbeat(to=worker.instance_id, sender=self._sockets.instance_id))
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        if not worker.alive and not worker.active:
+            return
+        log.warning(
+            "lost %s node %s at %s: %s", worker.role, worker.instance_id, worker.url, reason
+        )
+        worker.lost(reason)
+        self._on_lost(worker, reason)
+        self._on_change()

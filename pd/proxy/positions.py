@@ -1,0 +1,95 @@
+"""One stream of tokens out of what two nodes say about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.core.errors import NodeFailedError
+
+if TYPE_CHECKING:
+    from pd.core.messages import Finish, Output, TokenLogprobs
+
+
+class NewTokens(NamedTuple):
+    """Tokens that continue a choice, each position once and in order."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish: Finish | None
+
+
+class TokenMerger:
+    """Puts a choice's tokens in order, whoever sent them.
+
+    The prefill node sends position 0; the decode node repeats it and sends all others. Usually the
+    prefill node is first, but nothing orders two connections. A node's own messages are ordered,
+    so the only gap that may still close is position 0.
+    """
+
+    def __init__(self, max_tokens: int, vocab_size: int | None, with_logprobs: bool) -> None:
+        self.token_ids: list[int] = []
+        self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
+        self._with_logprobs = with_logprobs
+        self._early: list[Output] = []  # from the decode node, while position 0 is missing
+        self._early_end = 1
+
+    def accept(self, output: Output, *, first_may_come: bool) -> list[NewTokens]:
+        """Take one message and return what became certain through it.
+
+        Args:
+            first_may_come: position 0 may still arrive from another node.
+
+        Raises:
+            NodeFailedError: a gap that nothing can fill, a contradiction, or nonsense.
+        """
+        self._check(output)
+        if not self.token_ids and output.position > 0:
+            if not first_may_come or output.position != self._early_end:
+                raise self._gap(output)
+            self._early.append(output)
+            self._early_end += len(output.token_ids)
+            return []
+        new = [self._append(output)]
+        if self.token_ids:
+            early, self._early = self._early, []
+            new += [self._append(held) for held in early]
+        return [tokens for tokens in new if tokens.token_ids or tokens.finish]
+
+    def _append(self, output: Output) -> NewTokens:
+        known = len(self.token_ids) - output.position
+        if known < 0:
+            raise self._gap(output)
+        repeated = output.token_ids[:known]
+        if repeated != self.token_ids[output.position : output.position + len(repeated)]:
+            raise NodeFailedError(
+                f"the nodes disagree about the tokens from position {output.position} on: "
+                f"{self.token_ids[output.position :][: len(repeated)]} and {repeated}"
+            )
+        fresh = output.token_ids[known:]
+        self.token_ids += fresh
+        # A finish that comes with nothing but tokens from further back is out of date.
+        at_end = output.position + len(output.token_ids) == len(self.token_ids)
+        logprobs = (output.logprobs or [])[known:]
+        return NewTokens(fresh, logprobs, output.finish if at_end else None)
+
+    def _check(self, output: Output) -> None:
+        count = len(output.token_ids)
+        if output.position < 0 or output.position + count > self._max_tokens:
+            raise NodeFailedError(
+                f"a node sent {count} tokens at position {output.position} of at most "
+                f"{self._max_tokens}"
+            )
+        limit = self._vocab_size or 1 << 31
+        if any(not 0 <= token < limit for token in output.token_ids):
+            raise NodeFailedError(f"a node sent a token id outside the vocabulary of {limit}")
+        if self._with_logprobs and len(output.logprobs or []) != count:
+            raise NodeFailedError(
+                f"a node sent {len(output.logprobs or [])} log probabilities for {count} tokens"
+            )
+
+    def _gap(self, output: Output) -> NodeFailedError:
+        return NodeFailedError(
+            f"tokens are missing: {len(self.token_ids)} arrived, the next begin at position "
+            f"{output.position}"
+        )

@@ -1,0 +1,41 @@
+"""Which prefixes a node presumably holds: its radix cache, guessed from what was sent there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd.radix import RadixCache
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.int32]
+
+MAX_TREE_TOKENS = 4 << 20
+
+
+class PrefixTree:
+    """A radix tree of tokens as large as the node's pool, evicted least recently used first.
+
+    The proxy sees neither what other proxies send nor what the node evicts, so this is a guess;
+    a wrong one costs time, never correctness.
+    """
+
+    def __init__(self, page_size: int, pool_tokens: int) -> None:
+        self._cache = RadixCache(page_size)
+        self._page_size = page_size
+        self._max_pages = max(1, min(pool_tokens, MAX_TREE_TOKENS) // page_size)
+
+    def match(self, tokens: IntArray, namespace: str) -> int:
+        """Leading tokens that the node presumably holds, in whole pages."""
+        return self._cache.peek(tokens, namespace)
+
+    def insert(self, tokens: IntArray, namespace: str) -> None:
+        num_pages = min(len(tokens) // self._page_size, self._max_pages)
+        pages = np.zeros(num_pages, dtype=np.int32)  # page ids mean nothing here
+        self._cache.insert(tokens[: num_pages * self._page_size], pages, namespace)
+        excess = self._cache.evictable_pages - self._max_pages
+        if excess > 0:
+            self._cache.evict(excess)

@@ -1,0 +1,286 @@
+"""Which nodes work on a request."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
+from pd.proxy.prefix_tree import PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.proxy.worker import Worker
+
+    IntArray = npt.NDArray[np.int32]
+
+# How much longer a prefill node's queue may be, beyond what its cached prefix saves, before the
+# prefix is given up for a shorter queue.
+IMBALANCE_TOKENS = 4096
+# The same for decode nodes, in requests: a prefix there saves only transfer.
+IMBALANCE_REQUESTS = 4
+IMBALANCE_SHARE = 1.25
+
+
+class Prompt(NamedTuple):
+    """What routing looks at."""
+
+    token_ids: IntArray
+    namespace: str
+
+
+class Choice(NamedTuple):
+    """A worker and why it was chosen (a label of the metrics)."""
+
+    worker: Worker
+    reason: str
+
+
+class Policy(Protocol):
+    """Picks among workers that can all serve the request (never an empty list)."""
+
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice: ...
+
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice: ...
+
+    def computed(self, worker: Worker, prompt: Prompt) -> None:
+        """The worker holds (or is about to hold) the KV of these tokens."""
+
+
+class _LoadOnly:
+    """Base of the policies that do not look at the prompt."""
+
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+        return Choice(self._pick(workers, _prefill_load), type(self).__name__)
+
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+        return Choice(self._pick(workers, _decode_load), type(self).__name__)
+
+    def computed(self, worker: Worker, prompt: Prompt) -> None:
+        pass
+
+    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
+        raise NotImplementedError
+
+
+def _prefill_load(worker: Worker) -> int:
+    return worker.prefill_load
+
+
+def _decode_load(worker: Worker) -> int:
+    return worker.decode_load
+
+
+class RoundRobin(_LoadOnly):
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, count[int]] = {}
+
+    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
+        # A turn per role, or two prefill and two decode nodes would always pair up the same way.
+        turns = self._turns.setdefault(workers[0].role, count())
+        return workers[next(turns) % len(workers)]
+
+
+class Random(_LoadOnly):
+    """Any."""
+
+    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
+        return random.choice(workers)
+
+
+class PowerOfTwo(_LoadOnly):
+    """The less loaded of two drawn at random (Mitzenmacher, 2001)."""
+
+    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
+        return min(random.sample(workers, min(2, len(workers))), key=load)
+
+
+class CacheAware:
+    """The node with the longest cached prefix, or the least loaded one when loads differ much."""
+
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+        matched = [_match(worker, prompt) for worker in workers]
+        loads = [worker.prefill_load for worker in workers]
+        least = min(range(len(workers)), key=lambda i: (loads[i], -matched[i]))
+        longest = max(range(len(workers)), key=lambda i: (matched[i], -loads[i]))
+        saved = matched[longest] - matched[least]
+        if saved > 0 and loads[longest] - loads[least] <= saved + IMBALANCE_TOKENS:
+            return Choice(workers[longest], "prefix")
+        return Choice(workers[least], "load")
+
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+        matched = [_match(worker, prompt) for worker in workers]
+        loads = [worker.decode_load for worker in workers]
+        least = min(range(len(workers)), key=lambda i: (loads[i], -matched[i]))
+        longest = max(range(len(workers)), key=lambda i: (matched[i], -loads[i]))
+        limit = loads[least] * IMBALANCE_SHARE + IMBALANCE_REQUESTS
+        if matched[longest] > matched[least] and loads[longest] <= limit:
+            return Choice(workers[longest], "prefix")
+        return Choice(workers[least], "load")
+
+    def computed(self, worker: Worker, prompt: Prompt) -> None:
+        if worker.tree is None and worker.info is not None:
+            worker.tree = PrefixTree(worker.info.page_size, worker.info.pool_tokens)
+        if worker.tree is not None:
+            worker.tree.insert(prompt.token_ids, prompt.namespace)
+
+
+def _match(worker: Worker, prompt: Prompt) -> int:
+    return worker.tree.match(prompt.token_ids, prompt.namespace) if worker.tree else 0
+
+
+_POLICIES: dict[str, type[Policy]] = {
+    "cache_aware": CacheAware,
+    "round_robin": RoundRobin,
+    "random": Random,
+    "power_of_two": PowerOfTwo,
+}
+
+
+def make_policy(name: str) -> Policy:
+    """Raises UsageError for an unknown name."""
+    if name not in _POLICIES:
+        raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(_POLICIES)}")
+    return _POLICIES[name]()
+
+
+class Limits(NamedTuple):
+    """What some pair of nodes can do for a model.
+
+    ``context_length`` and ``pool_tokens`` are those of the pair that can do most.
+    """
+
+    model: str
+    context_length: int
+    pool_tokens: int
+    vocab_size: int | None
+    model_path: str | None
+
+    def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
+        """Refuse what no node could ever do. ``explicit``: the client chose ``max_tokens``."""
+        if num_tokens >= self.context_length:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens; the model's context of "
+                f"{self.context_length} leaves no room for an answer",
+                param="prompt",
+            )
+        if num_tokens > self.pool_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens; the nodes' KV pools hold {self.pool_tokens}",
+                param="prompt",
+            )
+        if explicit and num_tokens + max_tokens > self.context_length:
+            raise InvalidRequestError(
+                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) exceed the model's "
+                f"context of {self.context_length}",
+                param="max_tokens",
+            )
+
+    def default_max_tokens(self, num_tokens: int, wanted: int | None) -> int:
+        """``max_tokens`` for a client that named none: ``wanted``, as far as there is room."""
+        room = max(1, min(self.context_length, self.pool_tokens) - num_tokens)
+        return room if wanted is None else min(wanted, room)
+
+
+class Route(NamedTuple):
+    """The nodes of one attempt; ``decode`` None where the first does everything."""
+
+    first: Worker
+    decode: Worker | None
+    reasons: list[tuple[Worker, str]]
+
+
+class Router:
+    """Finds pairs that fit together and lets a policy choose."""
+
+    def __init__(self, policy: Policy, workers: Sequence[Worker]) -> None:
+        self.policy = policy
+        self._workers = workers
+
+    def ready(self) -> bool:
+        """Whether at least one pair (or unified node) can serve."""
+        return any(self._can_start(worker, 0, with_decode=True) for worker in self._workers)
+
+    def models(self) -> list[str]:
+        """Served models, in the order in which nodes were named."""
+        return list(dict.fromkeys(w.info.model for w in self._workers if w.info))
+
+    def limits(self, model: str | None) -> Limits:
+        """What can be served of a model (None: of the first), by nodes that are there or were.
+
+        Raises NotFoundError for an unknown model, UnavailableError if nothing is known yet.
+        """
+        models = self.models()
+        if not models:
+            raise UnavailableError("no node was reached yet")
+        if model is not None and model not in models:
+            raise NotFoundError(
+                f"there is no model {model!r}; served: {', '.join(models)}", param="model"
+            )
+        name = model or models[0]
+        found = [limits for w in self._workers for limits in self._limits_of(w, name)]
+        if not found:
+            raise UnavailableError(f"no pair of nodes for model {name!r} is there")
+        return max(found, key=lambda limits: (limits.context_length, limits.pool_tokens))
+
+    def route(self, model: str, prompt: Prompt, *, needs_decode: bool) -> Route:
+        """Choose nodes. Raises UnavailableError if none can serve this now."""
+        size = len(prompt.token_ids)
+        firsts = [
+            worker
+            for worker in self._workers
+            if worker.info
+            and worker.info.model == model
+            and self._can_start(worker, size, with_decode=needs_decode)
+        ]
+        if not firsts:
+            raise UnavailableError("no node can serve the request at present")
+        first, reason = self.policy.prefill(firsts, prompt)
+        reasons = [(first, reason)]
+        if first.role == "unified" or not needs_decode:
+            return Route(first, None, reasons)
+        decode, reason = self.policy.decode(self._partners(first, size), prompt)
+        return Route(first, decode, [*reasons, (decode, reason)])
+
+    def _can_start(self, worker: Worker, size: int, *, with_decode: bool) -> bool:
+        if worker.role == "decode" or not worker.can_take(size):
+            return False
+        return worker.role == "unified" or not with_decode or bool(self._partners(worker, size))
+
+    def _partners(self, first: Worker, size: int) -> list[Worker]:
+        return [d for d in self._matching(first) if d.can_take(size)]
+
+    def _matching(self, first: Worker) -> list[Worker]:
+        """Decode nodes that can work with this prefill node."""
+        return [
+            d
+            for d in self._workers
+            if d.role == "decode" and d.info and first.info and d.info.matches(first.info)
+        ]
+
+    def _limits_of(self, first: Worker, model: str) -> list[Limits]:
+        info = first.info
+        if info is None or info.model != model or first.role == "decode":
+            return []
+        partners = [] if first.role == "unified" else self._matching(first)
+        groups = [[first, decode] for decode in partners] or [[first]]
+        found = []
+        for group in groups:
+            infos = [worker.info for worker in group if worker.info]
+            found.append(
+                Limits(
+                    model,
+                    min(i.context_length for i in infos),
+                    min(i.pool_tokens for i in infos),
+                    info.vocab_size,
+                    info.model_path,
+                )
+            )
+        return found

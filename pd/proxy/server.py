@@ -1,0 +1,325 @@
+"""The proxy as a process: configuration, start, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from pd.core.errors import PDError, SetupError, UsageError
+from pd.proxy.admin_api import AdminAPI
+from pd.proxy.app import make_app
+from pd.proxy.channel import Sockets
+from pd.proxy.dispatcher import Dispatcher
+from pd.proxy.metrics import Metrics
+from pd.proxy.pool import WorkerPool
+from pd.proxy.routing import Router, make_policy
+from pd.proxy.service import Service
+from pd.proxy.tokenizer import TextModels
+from pd.proxy.web import Protocol11
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    from pd.core.messages import AnyMessage
+    from pd.proxy.worker import Worker
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_QUEUE = 4096
+# So long the ready line waits for nodes that are already up; without them it comes then.
+READY_GRACE_SECONDS = 3.0
+BACKLOG = 2048
+# Kernel memory per client, so that one that does not read is noticed instead of buffered for.
+SEND_BUFFER_BYTES = 256 << 10
+# A client that acknowledges nothing for so long is gone.
+UNREAD_TIMEOUT_MS = 60_000
+
+
+@dataclass(kw_only=True)
+class ProxyConfig:
+    """``prefill``, ``decode``, ``unified``: the nodes' HTTP URLs; ``port`` 0 picks a free one."""
+
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    unified: list[str] = field(default_factory=list)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tokenizer: str | None = None
+    policy: str = "cache_aware"
+    api_key: str | None = field(default=None, repr=False)
+    max_queue: int = DEFAULT_MAX_QUEUE
+    request_timeout: float | None = None
+    served_model_name: str | None = None
+    cluster_key: bytes | None = field(default=None, repr=False)
+    drain_timeout: float = 30.0
+
+    def validate(self) -> None:
+        """Raises UsageError naming the value that cannot work."""
+        make_policy(self.policy)
+        if self.max_queue < 1:
+            raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise UsageError(f"--request-timeout must be above 0, not {self.request_timeout}")
+        if self.api_key is not None and not (self.api_key and self.api_key.isprintable()):
+            raise UsageError("--api-key must be a printable, non-empty string")
+        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
+            raise UsageError(f"--tokenizer: there is no directory {self.tokenizer}")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: who runs the proxy decides about signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Proxy:
+    """One proxy. ``start``, then ``drain`` and ``stop``, all on one event loop.
+
+    Attributes:
+        instance_id: its name towards the nodes, new with every start.
+        url: where it listens, once started.
+    """
+
+    def __init__(self, config: ProxyConfig) -> None:
+        """Raises UsageError for a configuration that cannot work."""
+        config.validate()
+        self.config = config
+        self.instance_id = uuid.uuid4().hex
+        self.url = ""
+        self._stopping = asyncio.Event()
+        self._became_ready = asyncio.Event()
+
+    async def start(self) -> None:
+        """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use."""
+        config = self.config
+        listener = _bind(config.host, config.port)
+        try:
+            text_models = TextModels(config.tokenizer)
+            await text_models.get(None)
+            self._build(text_models)
+        except PDError:
+            listener.close()
+            raise
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._pool.start()
+        for role, urls in (
+            ("prefill", config.prefill),
+            ("decode", config.decode),
+            ("unified", config.unified),
+        ):
+            for url in urls:
+                self._pool.add(role, url)  # type: ignore[arg-type]  # literal roles
+        self._server = _Server(
+            uvicorn.Config(
+                self._app,
+                http=Protocol11,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+
+    def _build(self, text_models: TextModels) -> None:
+        config = self.config
+        metrics = Metrics()
+        self._sockets = Sockets(self.instance_id, config.cluster_key)
+        self._pool = WorkerPool(
+            self._sockets,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            on_change=self._on_change,
+        )
+        self._router = Router(make_policy(config.policy), self._pool.workers)
+        self._dispatcher = Dispatcher(
+            self.instance_id,
+            self._router,
+            metrics,
+            max_queue=config.max_queue,
+            request_timeout=config.request_timeout,
+            on_released=self._pool.release,
+        )
+        service = Service(self._router, self._dispatcher, text_models, config.served_model_name)
+        token = None
+        if config.cluster_key is not None:
+            from pd.core.cluster_key import admin_token
+
+            token = admin_token(config.cluster_key)
+        admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics, token)
+        self._app = make_app(service, admin, metrics, config.api_key)
+
+    async def wait_ready(self, timeout: float) -> bool:
+        """Whether the nodes can serve, waiting at most ``timeout`` seconds for them."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._became_ready.wait(), timeout)
+        return self._router.ready()
+
+    def request_stop(self) -> None:
+        """Ask :func:`serve` to drain and end (from the event loop's thread)."""
+        self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    async def stop_requested(self) -> None:
+        await self._stopping.wait()
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new requests and wait for those under way; False if they took too long."""
+        self._dispatcher.draining = True
+        limit = self.config.drain_timeout if timeout is None else timeout
+        try:
+            await asyncio.wait_for(self._dispatcher.idle(), limit)
+        except TimeoutError:
+            log.warning("%d requests did not finish in time", len(self._dispatcher.jobs))
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End what is left (clients get an error), tell the nodes, close everything."""
+        self._dispatcher.draining = True
+        self._dispatcher.shut_down()
+        self._server.should_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+        await self._pool.close()
+        self._sockets.close()
+
+    def _on_message(self, worker: Worker, message: AnyMessage) -> None:
+        self._dispatcher.receive(worker, message)
+
+    def _on_lost(self, worker: Worker, reason: str) -> None:
+        self._dispatcher.worker_lost(worker, reason)
+
+    def _on_change(self) -> None:
+        if self._router.ready():
+            self._became_ready.set()
+
+
+async def serve(config: ProxyConfig, on_ready: Callable[[str, str], None]) -> None:
+    """Run a proxy until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+
+    Args:
+        on_ready: called with URL and instance id once it listens; the nodes get a few seconds to
+            be there too.
+
+    Raises:
+        UsageError, SetupError: it cannot start; the message says what to do.
+    """
+    proxy = Proxy(config)
+    await proxy.start()
+    hurry = asyncio.Event()
+
+    def on_signal() -> None:
+        if proxy.stopping:
+            hurry.set()
+        proxy.request_stop()
+
+    if threading.current_thread() is threading.main_thread():
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+    try:
+        await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
+        on_ready(proxy.url, proxy.instance_id)
+        await proxy.stop_requested()
+        await _first(proxy.drain(), hurry.wait())
+    finally:
+        await proxy.stop()
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait for one of several and give the others up."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises SetupError in one line."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SetupError(f"cannot use the address {host}:{port}: {error}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit both.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_MS)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise SetupError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from None
+    return listener
+
+
+class ProxyThread:
+    """A proxy on a thread with an event loop of its own, for tests and the demo."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self.proxy: Proxy | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.proxy is not None
+        return self.proxy.url
+
+    def start(self, wait_ready: float = 10.0) -> ProxyThread:
+        """Start and wait for the nodes (0: do not wait). Raises what :meth:`Proxy.start` raises."""
+        self._thread.start()
+        self._run(self._start(wait_ready))
+        return self
+
+    def stop(self, drain: float = 0.0) -> None:
+        if self.proxy is not None:
+            if drain:
+                self._run(self.proxy.drain(drain))
+            self._run(self.proxy.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> ProxyThread:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def _start(self, wait_ready: float) -> None:
+        proxy = Proxy(self._config)
+        await proxy.start()
+        self.proxy = proxy
+        if wait_ready:
+            await proxy.wait_ready(wait_ready)
+
+    def _run(self, work: Coroutine[Any, Any, object]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,0 +1,162 @@
+"""What all APIs share: models, prompts, limits."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pd.core.errors import InvalidRequestError
+from pd.proxy.fields import Fields, show
+from pd.proxy.web import JobResponse
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from starlette.requests import Request
+
+    from pd.proxy.dispatcher import Dispatcher
+    from pd.proxy.generation import Spec
+    from pd.proxy.job import Job
+    from pd.proxy.routing import Limits, Router
+    from pd.proxy.tokenizer import TextModel, TextModels
+    from pd.proxy.web import Renderer
+
+    IntArray = npt.NDArray[np.int32]
+
+MAX_RID_CHARACTERS = 256
+
+NO_TOKENIZER = (
+    "this proxy has no tokenizer, so it takes and returns token ids only; start it with "
+    "--tokenizer DIR for text"
+)
+
+
+class ModelView(NamedTuple):
+    """A model as one request sees it."""
+
+    limits: Limits
+    text: TextModel | None
+
+    @property
+    def name(self) -> str:
+        return self.limits.model
+
+    def need_text(self, param: str) -> TextModel:
+        """The tokenizer. Raises InvalidRequestError without one."""
+        if self.text is None:
+            raise InvalidRequestError(NO_TOKENIZER, param=param)
+        return self.text
+
+
+class Service:
+    """The way from a parsed request to its response."""
+
+    def __init__(
+        self,
+        router: Router,
+        dispatcher: Dispatcher,
+        text_models: TextModels,
+        served_model_name: str | None,
+    ) -> None:
+        self._router = router
+        self._dispatcher = dispatcher
+        self._text_models = text_models
+        self._alias = served_model_name
+
+    def models(self) -> list[str]:
+        names = self._router.models()
+        return [self._alias, *names] if self._alias and names else names
+
+    async def model(self, name: str | None) -> ModelView:
+        """Raises NotFoundError for an unknown model, UnavailableError before any node is known."""
+        limits = self._router.limits(None if name == self._alias else name)
+        return ModelView(limits, await self._text_models.get(limits.model_path))
+
+    def admit(self, num_prompts: int) -> None:
+        """Refuse early what would be refused later anyway."""
+        self._dispatcher.check_admission(num_prompts)
+
+    def respond(
+        self, job: Job, specs: list[Spec], renderer: Renderer, timeout: float | None
+    ) -> JobResponse:
+        return JobResponse(self._dispatcher, job, specs, renderer, timeout)
+
+    async def encode(
+        self,
+        model: ModelView,
+        prompt: str | list[int],
+        param: str,
+        *,
+        add_special_tokens: bool = True,
+    ) -> IntArray:
+        """Token ids of a prompt. Raises InvalidRequestError for an empty or foreign one."""
+        if isinstance(prompt, str):
+            text = model.need_text(param)
+            ids = await text.encode(prompt, add_special_tokens=add_special_tokens)
+            if not prompt or not len(ids):
+                raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
+            return ids
+        return check_ids(prompt, model.limits.vocab_size, param)
+
+
+def check_ids(ids: list[int], vocab_size: int | None, param: str) -> IntArray:
+    """A client's token ids as an array. Raises InvalidRequestError."""
+    if not ids:
+        raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
+    limit = vocab_size or 1 << 31
+    if min(ids) < 0 or max(ids) >= limit:
+        wrong = next(i for i in ids if not 0 <= i < limit)
+        raise InvalidRequestError(
+            f"{param} has the token id {wrong}, outside the vocabulary of {limit}", param=param
+        )
+    return np.array(ids, dtype=np.int32)
+
+
+def read_prompts(fields: Fields, field: str) -> tuple[list[str | list[int]], bool]:
+    """A string, token ids, or a list of either; and whether it was a list of several.
+
+    Raises InvalidRequestError.
+    """
+    value: Any = fields.raw(field)
+    kinds = "a string, a list of token ids, or a list of either"
+    if type(value) is str:
+        return [value], False
+    if type(value) is not list:
+        raise fields.wrong(field, kinds)
+    if not value:
+        raise InvalidRequestError(f"{field} is empty; send at least one token", param=field)
+    if _are_ids(value):
+        return [value], False
+    if all(type(item) is str for item in value):
+        return value, True
+    for item in value:
+        if type(item) is not list or not _are_ids(item):
+            raise InvalidRequestError(
+                f"{field} must be {kinds}, but it contains {show(item)}", param=field
+            )
+    return value, True
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def read_rid(fields: Fields, request: Request, prefix: str) -> str:
+    """The client's name for the request (body or ``X-Request-Id``), or a new one."""
+    for field in ("rid", "request_id"):
+        rid = fields.string(field)
+        if rid is not None:
+            if not 0 < len(rid) <= MAX_RID_CHARACTERS:
+                raise fields.wrong(field, f"1 to {MAX_RID_CHARACTERS} characters")
+            return rid
+    header = request.headers.get("x-request-id", "")
+    return header[:MAX_RID_CHARACTERS] or prefix + uuid.uuid4().hex
+
+
+def read_namespace(fields: Fields) -> str:
+    """``cache_salt``: requests share cached prefixes only with those of the same salt."""
+    salt = fields.string("cache_salt") or ""
+    if len(salt) > MAX_RID_CHARACTERS:
+        raise fields.wrong("cache_salt", f"at most {MAX_RID_CHARACTERS} characters")
+    return salt

@@ -1,0 +1,60 @@
+"""Finds stop strings in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Passes text on, except what a stop string ends, or may still turn out to be one.
+
+    The stop string that is complete first wins; of several complete at the same character, the
+    longest. So the result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """Add text and return what may be shown. Once ``matched`` is set nothing more is.
+
+        Args:
+            may_match: False passes complete stop strings on (before ``min_tokens``).
+        """
+        if not self._stops:
+            return text
+        text = self._held + text
+        if may_match and (found := self._first(text)):
+            start, self.matched = found
+            self._held = ""
+            return text[:start]
+        keep = self._open_suffix(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, when the text ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Start and stop string of the match that ends first, the longest of several."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _open_suffix(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        for length in range(min(len(text), max(map(len, self._stops)) - 1), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) and len(stop) > length for stop in self._stops):
+                return length
+        return 0

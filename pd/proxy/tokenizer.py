@@ -1,0 +1,138 @@
+"""The model's tokenizer, loaded from a Hugging Face directory without transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pd.core.errors import InvalidRequestError, UsageError
+from pd.proxy.chat_template import ChatTemplate, load_templates
+from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.int32]
+
+log = logging.getLogger(__name__)
+
+# Longer texts are tokenized on a thread: a character takes up to a microsecond.
+_THREAD_CHARACTERS = 8192
+_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+
+class TextModel:
+    """Text to token ids and back for one model."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises UsageError if the directory holds no tokenizer that can be read."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise UsageError(f"{directory} has no tokenizer.json; name a model directory that has")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise UsageError(f"cannot read {path}: {error}") from error
+        # Such settings belong to training; applied here they would cut prompts silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        decoder: dict[str, Any] | None = json.loads(self._tokenizer.to_str()).get("decoder")
+        self.table = TokenTable(self._tokenizer, decoder)
+        self.templates: dict[str, ChatTemplate] = load_templates(directory)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> IntArray:
+        """Token ids, int32; long texts do not hold up other requests."""
+        if len(text) < _THREAD_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_pool, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> IntArray:
+        # The batch call is the one that lets go of Python's global lock.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text."""
+        return self.table.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; one that holds part of a character as ``bytes:\\xf0\\x9f``, so that
+        different tokens stay different."""
+        data = self.table.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        return self.table.detokenizer(skip_special_tokens)
+
+    def template(self, name: str | None = None) -> ChatTemplate:
+        """The chat template. Raises InvalidRequestError if the model has none (of this name)."""
+        template = self.templates.get(name or "default")
+        if template is None:
+            known = ", ".join(self.templates) or "none"
+            raise InvalidRequestError(
+                f"the model has no chat template{f' {name!r}' if name else ''} (it has: {known}); "
+                "use /v1/completions with a prompt instead",
+                param="messages",
+            )
+        return template
+
+
+class TextModels:
+    """Loads each model directory once, off the event loop."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._configured = directory
+        self._models: dict[str, asyncio.Future[TextModel | None]] = {}
+
+    async def get(self, model_path: str | None) -> TextModel | None:
+        """The configured tokenizer, or that of a node's model directory if it is on this host.
+
+        Raises UsageError if the configured one cannot be read; one of a node that cannot be read
+        leaves the proxy without text.
+        """
+        directory = self._configured or model_path
+        if directory is None:
+            return None
+        if directory not in self._models:
+            loop = asyncio.get_running_loop()
+            self._models[directory] = loop.run_in_executor(_pool, self._load, directory)
+        return await asyncio.shield(self._models[directory])
+
+    def _load(self, directory: str) -> TextModel | None:
+        if self._configured is not None:
+            return TextModel(Path(directory))
+        if not (Path(directory) / "tokenizer.json").is_file():
+            return None
+        try:
+            return TextModel(Path(directory))
+        except UsageError as error:
+            log.error("serving token ids only: %s", error)
+            return None
+
+
+def token_text(model: TextModel | None, token_id: int) -> str:
+    """One token as text; empty without a tokenizer."""
+    return "" if model is None else model.token_text(token_id)
+
+
+def new_detokenizer(model: TextModel | None, skip_special_tokens: bool) -> Detokenizer:
+    if model is None:
+        return NoDetokenizer()
+    return model.detokenizer(skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,144 @@
+"""What the proxy knows about one node."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pd.core.node_info import Role
+
+if TYPE_CHECKING:
+    from pd.core.messages import Message, NodeHeartbeat
+    from pd.proxy.channel import Channel
+    from pd.proxy.generation import Generation
+    from pd.proxy.prefix_tree import PrefixTree
+
+
+class Endpoints(msgspec.Struct):
+    zmq: str
+    bootstrap: str | None = None
+
+
+class Pages(msgspec.Struct):
+    total: int
+
+
+class ServerInfo(msgspec.Struct):
+    """The part of ``/server_info`` that matters here; everything else is ignored."""
+
+    role: Role
+    instance_id: str
+    model: str
+    page_size: int
+    context_length: int
+    endpoints: Endpoints
+    pages: Pages
+    vocab_size: int | None = None
+    model_path: str | None = None
+    dtype: str = ""
+    transfer_backend: str = ""
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens whose KV the node can hold."""
+        return self.pages.total * self.page_size
+
+    def matches(self, other: ServerInfo) -> bool:
+        """Whether a handshake between the two can succeed, as far as can be seen from here."""
+        return (
+            self.model == other.model
+            and self.dtype == other.dtype
+            and self.transfer_backend == other.transfer_backend
+        )
+
+
+class Worker:
+    """One node at one URL, through restarts.
+
+    Attributes:
+        info: what the present (or last) instance says about itself; None before the first contact.
+        channel: message socket to that instance.
+        alive: its heartbeats come.
+        accepting: it takes new requests, by its own word.
+        draining: removed by the operator; it only finishes what it has.
+        active: generations that need this node.
+        pending_tokens: prompt tokens sent here whose first output token has not come back.
+        tree: prefixes it presumably holds, kept by the cache-aware policy.
+        problem: why it cannot be used, for people.
+    """
+
+    def __init__(self, role: Role, url: str) -> None:
+        self.role = role
+        self.url = url
+        self.info: ServerInfo | None = None
+        self.channel: Channel | None = None
+        self.alive = False
+        self.accepting = False
+        self.draining = False
+        self.last_heard = time.monotonic()
+        self.queued_tokens = 0
+        self.running = 0
+        self.active: dict[Generation, None] = {}
+        self.pending_tokens = 0
+        self.tree: PrefixTree | None = None
+        self.problem = "not reached yet"
+
+    @property
+    def instance_id(self) -> str:
+        return self.info.instance_id if self.info else ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests may go there."""
+        return self.alive and self.accepting and not self.draining
+
+    def can_take(self, prompt_tokens: int) -> bool:
+        """Whether a new request with a prompt of this size may go there."""
+        return (
+            self.ready
+            and self.info is not None
+            and prompt_tokens < self.info.context_length
+            and prompt_tokens <= self.info.pool_tokens
+        )
+
+    @property
+    def prefill_load(self) -> int:
+        """Prompt tokens waiting there. The node counts those of other proxies too, but late."""
+        return max(self.queued_tokens, self.pending_tokens)
+
+    @property
+    def decode_load(self) -> int:
+        """Requests there."""
+        return max(self.running, len(self.active))
+
+    def heard(self, heartbeat: NodeHeartbeat) -> None:
+        self.last_heard = time.monotonic()
+        self.alive = True
+        self.accepting = heartbeat.ready
+        self.queued_tokens = heartbeat.queued_tokens
+        self.running = heartbeat.running
+        self.problem = "" if heartbeat.ready else "the node is not ready or drains"
+
+    def lost(self, problem: str) -> None:
+        self.alive = self.accepting = False
+        self.queued_tokens = self.running = self.pending_tokens = 0
+        self.problem = problem
+
+    def send(self, message: Message) -> bool:
+        return self.channel is not None and self.channel.send(message)
+
+    def describe(self) -> dict[str, Any]:
+        """One entry of ``GET /workers``."""
+        return {
+            "role": self.role,
+            "url": self.url,
+            "instance_id": self.instance_id or None,
+            "model": self.info.model if self.info else None,
+            "ready": self.ready,
+            "draining": self.draining,
+            "running": self.decode_load,
+            "queued_tokens": self.prefill_load,
+            "problem": self.problem or None,
+        }

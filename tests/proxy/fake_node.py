@@ -1,0 +1,293 @@
+"""A scripted node: real sockets and the real message protocol, but its tokens come from the test."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import zmq
+
+from pd.core.messages import (
+    Abort,
+    AnyMessage,
+    ErrorInfo,
+    Failed,
+    Finish,
+    Generate,
+    Message,
+    NodeHeartbeat,
+    Output,
+    ProxyHeartbeat,
+    Stages,
+    StepOutputs,
+    TokenLogprobs,
+    decode,
+    encode,
+)
+
+EOS = 1
+Answer = Callable[[list[int], int], list[int]]
+
+
+def counting(prompt: list[int], index: int) -> list[int]:
+    """A default answer: 10, 11, 12, … (choice 1: 20, 21, …), without an end."""
+    return [10 * (index + 1) + i % 10 for i in range(1000)]
+
+
+class FakeNode:
+    """One prefill, decode or unified node.
+
+    By default it answers each request at once with ``answer(prompt, index)``, cut at ``EOS`` or
+    ``max_tokens``. With ``auto=False`` the test sends outputs itself (``say``, ``fail``).
+    """
+
+    def __init__(self, role: str, answer: Answer = counting, *, auto: bool = True, **info: Any):
+        self.role = role
+        self.answer = answer
+        self.auto = auto
+        self.ready = True
+        self.cached_tokens = 0
+        self.overrides = info
+        self.queued_tokens = 0
+        self.running = 0
+        self.http_port = 0
+        self.http_requests: list[tuple[str, str | None]] = []
+        self.silent = False
+        self.start()
+
+    # ---- life
+
+    def start(self) -> None:
+        self.instance_id = uuid.uuid4().hex
+        self.generates: list[Generate] = []
+        self.aborts: list[Abort] = []
+        self._changed = threading.Condition()
+        self._outbox: queue.Queue[tuple[str, Message]] = queue.Queue()
+        self._stop = threading.Event()
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.setsockopt(zmq.LINGER, 0)
+        zmq_port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{zmq_port}"
+        node = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._reply(node.server_info())
+
+            def do_POST(self) -> None:
+                node.http_requests.append((self.path, self.headers.get("Authorization")))
+                self._reply({})
+
+            def _reply(self, value: Any) -> None:
+                body = json.dumps(value).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            allow_reuse_address = True
+
+        self._http = Server(("127.0.0.1", self.http_port), Handler)
+        self.http_port = self._http.server_address[1]
+        self._threads = [
+            threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True),
+            threading.Thread(target=self._loop, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def kill(self) -> None:
+        """Vanish without a word, as after SIGKILL."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._http.shutdown()
+        self._http.server_close()
+        for thread in self._threads:
+            thread.join()
+        self._context.destroy(linger=0)
+
+    def restart(self) -> None:
+        """Come back on the same port as a new instance."""
+        self.kill()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def server_info(self) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "instance_id": self.instance_id,
+            "version": "0",
+            "model": "fake",
+            "dtype": "float32",
+            "page_size": 4,
+            "transfer_backend": "tcp",
+            "context_length": 200,
+            "vocab_size": 1000,
+            "endpoints": {"zmq": self.endpoint, "bootstrap": f"http://boot.{self.instance_id}"},
+            "pages": {"total": 100, "free": 100},
+        } | self.overrides
+
+    # ---- what the proxy said
+
+    def wait_generate(self, count: int = 1) -> Generate:
+        """The ``count``-th request."""
+        self._wait(lambda: len(self.generates) >= count, "request")
+        return self.generates[count - 1]
+
+    def wait_abort(self, room: bytes, index: int | None = None) -> Abort:
+        def found() -> list[Abort]:
+            return [a for a in self.aborts if a.room == room and a.index == index]
+
+        self._wait(lambda: bool(found()), "abort")
+        return found()[0]
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=10), f"no {what} came"
+
+    # ---- what the node says
+
+    def say(
+        self,
+        request: Generate,
+        token_ids: list[int],
+        *,
+        position: int = 0,
+        index: int = 0,
+        finish: Finish | None = None,
+        **extra: Any,
+    ) -> None:
+        """Send one output."""
+        output = Output(
+            room=request.room,
+            index=index,
+            position=position,
+            token_ids=token_ids,
+            finish=finish,
+            **extra,
+        )
+        self.send(request.sender, StepOutputs(to="", sender="", outputs=[output]))
+
+    def fail(self, request: Generate, kind: str, message: str = "as scripted") -> None:
+        error = ErrorInfo(kind=kind, message=message)
+        self.send(request.sender, Failed(to="", sender="", room=request.room, error=error))
+
+    def send(self, proxy: str, message: Message) -> None:
+        self._outbox.put((proxy, message))
+
+    def reply(self, request: Generate) -> None:
+        """The whole default answer: token 1 from a prefill node, everything from the others."""
+        prompt = np.frombuffer(request.token_ids, "<i4").tolist()
+        for index in range(request.params.n):
+            tokens = self.answer(prompt, index)[: request.params.max_tokens]
+            if EOS in tokens:
+                tokens = tokens[: tokens.index(EOS) + 1]
+            self._reply_choice(request, index, tokens, prompt)
+
+    def _reply_choice(
+        self, request: Generate, index: int, tokens: list[int], prompt: list[int]
+    ) -> None:
+        params = request.params
+        ended = tokens[-1] == EOS and not params.ignore_eos
+        finish = Finish("stop", EOS) if ended else Finish("length")
+        if self.role == "decode":
+            if len(tokens) == 1:
+                return  # token 1 was the end, so the prefill node told us to drop the room
+            stages = Stages(transfer=0.25, decode=0.5)
+            for position in range(0, len(tokens), 3):
+                part = tokens[position : position + 3]
+                last = position + 3 >= len(tokens)
+                extra = {"logprobs": self.logprobs(part, params.top_logprobs)}
+                self.say(
+                    request,
+                    part,
+                    position=position,
+                    index=index,
+                    finish=finish if last else None,
+                    stages=stages,
+                    **(extra if params.logprobs else {}),
+                )
+            return
+        shown = tokens[:1] if request.peer else tokens
+        start = params.prompt_logprobs_start
+        entries = self.logprobs(prompt, params.top_logprobs)
+        entries[0] = TokenLogprobs(prompt[0], None)
+        self.say(
+            request,
+            shown,
+            index=index,
+            finish=finish if len(shown) == len(tokens) else None,
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=None if start is None else entries[start:],
+            logprobs=self.logprobs(shown, params.top_logprobs) if params.logprobs else None,
+            stages=Stages(queue=0.125, bootstrap=0.0625, prefill=1.5),
+        )
+
+    @staticmethod
+    def logprobs(tokens: list[int], top: int) -> list[TokenLogprobs]:
+        """Made up: token t has -t/100, the likeliest are t, t+1, …"""
+        return [
+            TokenLogprobs(
+                t, -t / 100, [t + i for i in range(top)], [-(t + i) / 100 for i in range(top)]
+            )
+            for t in tokens
+        ]
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            if self._router.poll(3):
+                identity, frame = self._router.recv_multipart()
+                self._receive(identity.decode(), decode(frame))
+            while not self._outbox.empty():
+                proxy, message = self._outbox.get()
+                message.to, message.sender = proxy, self.instance_id
+                self._router.send_multipart([proxy.encode(), encode(message)])
+
+    def _receive(self, proxy: str, message: AnyMessage) -> None:
+        if message.to not in ("", self.instance_id):
+            return
+        if isinstance(message, ProxyHeartbeat):
+            if not self.silent:
+                beat = NodeHeartbeat(
+                    to=proxy,
+                    sender=self.instance_id,
+                    ready=self.ready,
+                    queued_tokens=self.queued_tokens,
+                    running=self.running,
+                )
+                self.send(proxy, beat)
+            return
+        with self._changed:
+            if isinstance(message, Generate):
+                self.generates.append(message)
+            elif isinstance(message, Abort):
+                self.aborts.append(message)
+            self._changed.notify_all()
+        if isinstance(message, Generate) and self.auto:
+            self.reply(message)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    """Wait for something that nothing announces."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
