@@ -1,0 +1,85 @@
+"""Configuration of a node, as the command line and YAML files give it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """Settings of one prefill, decode or unified node; names are those of the flags.
+
+    ``kv_cache_tokens`` wins over ``mem_fraction``. ``drain_timeout`` is how long SIGTERM waits for
+    running requests, in seconds. ``retraction_host_memory`` is in bytes.
+    """
+
+    role: str
+    model: Path
+    served_model_name: str = ""
+    host: str = "127.0.0.1"
+    advertise_host: str = ""
+    port: int = 0
+    bootstrap_port: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    tp_size: int = 1
+    page_size: int = 16
+    kv_cache_tokens: int | None = None
+    mem_fraction: float = 0.85
+    context_length: int | None = None
+    max_running_requests: int = 256
+    chunked_prefill_size: int = 8192
+    schedule_policy: str = "lpm"
+    max_overtakes: int = 64
+    eviction_policy: str = "lru"
+    attention_backend: str = "auto"
+    transfer_backend: str = "auto"
+    fake_script: Path | None = None
+    kv_digest: bool = False
+    cluster_key: bytes | None = field(default=None, repr=False)
+    reserved_decode_tokens: int = 512
+    retraction_host_memory: int = 4 << 30
+    drain_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.page_size not in PAGE_SIZES:
+            raise UsageError(f"--page-size must be one of {PAGE_SIZES}, not {self.page_size}")
+        for name, low in (
+            ("kv_cache_tokens", self.page_size),
+            ("max_running_requests", 1),
+            ("chunked_prefill_size", 1),
+            ("max_overtakes", 0),
+            ("reserved_decode_tokens", 0),
+            ("retraction_host_memory", 0),
+            ("context_length", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} must be at least {low}, not {value}")
+        if not 0.0 < self.mem_fraction <= 1.0:
+            raise UsageError(f"--mem-fraction must be in (0, 1], not {self.mem_fraction}")
+        if self.tp_size != 1:
+            raise UsageError(f"--tp-size {self.tp_size} is not supported yet; use 1")
+        if self.kv_digest:
+            raise UsageError("--kv-digest is not supported yet; leave it out")
+
+    @property
+    def public_host(self) -> str:
+        """The host that peers and proxies are told."""
+        return self.advertise_host or self.host
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return self.served_model_name or self.model.resolve().name

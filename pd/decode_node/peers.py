@@ -1,0 +1,96 @@
+"""The prefill nodes that a decode node works with: handshakes, heartbeats, leases."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from pd.bootstrap.peers import PeerDirectory
+from pd.core.errors import NodeFailedError, PDError
+from pd.core.messages import LEASE_SECONDS, PeerHeartbeat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.node_info import NodeInfo
+    from pd.decode_node.node import DecodeNode
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillPeers:
+    """Shakes hands on demand and notices who is gone. Under the node's lock; sockets are touched on
+    the control thread only."""
+
+    def __init__(self, node: DecodeNode, own: NodeInfo) -> None:
+        self._node = node
+        self._seen: dict[str, float] = {}
+        self._urls: dict[str, str] = {}
+        self._directory = PeerDirectory(
+            own, cluster_key=node.config.cluster_key, connect=node.transfer.connect
+        )
+
+    def want(self, url: str, instance: str, then: Callable[[PDError | None], None]) -> None:
+        """Call ``then`` on the control thread, under the lock, once the peer is connected."""
+
+        def answered(result: NodeInfo | PDError) -> None:
+            self._node.control.call(lambda: self._answered(url, instance, result, then))
+
+        self._directory.request(url, instance, answered)
+
+    def _answered(
+        self,
+        url: str,
+        instance: str,
+        result: NodeInfo | PDError,
+        then: Callable[[PDError | None], None],
+    ) -> None:
+        with self._node.lock:
+            if isinstance(result, PDError):
+                then(result)
+                return
+            if instance not in self._seen:
+                for old in [i for i, known in self._urls.items() if known == url]:
+                    self.lose(old, f"restarted as {instance}")
+                own = self._node.instance_id.encode()
+                self._node.control.connect(instance.encode(), own, result.endpoint)
+                self._seen[instance] = time.monotonic()
+                self._urls[instance] = url
+            then(None)
+
+    def heard_from(self, instance: str) -> None:
+        """Note a sign of life."""
+        if instance in self._seen:
+            self._seen[instance] = time.monotonic()
+
+    def connected(self, instance: str) -> bool:
+        """Whether messages can be sent to it."""
+        return instance in self._seen
+
+    def heartbeat(self) -> None:
+        """Tell every prefill node that D lives."""
+        own = self._node.instance_id
+        for instance in self._seen:
+            self._node.control.post(instance.encode(), PeerHeartbeat(to=instance, sender=own))
+
+    def sweep(self, now: float) -> None:
+        """Lose peers that were silent for a lease (control thread)."""
+        for instance, seen in list(self._seen.items()):
+            if now > seen + LEASE_SECONDS:
+                self.lose(instance, f"no heartbeat for {LEASE_SECONDS} s")
+
+    def lose(self, instance: str, why: str) -> None:
+        """Give a peer up: what it had not committed fails, everything else goes on."""
+        if self._seen.pop(instance, None) is None:
+            return
+        logger.warning("prefill node %s lost: %s", instance, why)
+        del self._urls[instance]
+        self._directory.forget(instance)
+        self._node.control.disconnect(instance.encode())
+        self._node.transfer.disconnect(instance)
+        self._node.peer_lost(instance, NodeFailedError(f"prefill node {instance} failed: {why}"))
+
+    def close(self) -> None:
+        """Start no more handshakes."""
+        self._directory.close()

@@ -1,0 +1,151 @@
+"""A model on a device with its pool: what every node computes with."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd.core.errors import SetupError, UsageError
+from pd.core.node_info import KVLayout
+from pd.engine.kv_pool import DTYPES, KVPool
+from pd.engine.model_runner import ModelRunner
+from pd.engine.sampler import Sampler
+from pd.kernels.attention import make_attention_backend
+from pd.models.config import ModelConfig
+from pd.models.loader import load_model
+
+if TYPE_CHECKING:
+    from pd.core.config import NodeConfig
+
+logger = logging.getLogger(__name__)
+
+# On a CPU the pool shares memory with everything else on the host.
+_CPU_POOL_LIMIT = 4 << 30
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Everything that computes, built from a configuration."""
+
+    model_config: ModelConfig
+    model_id: str
+    context_length: int
+    attention_backend: str
+    pool: KVPool
+    runner: ModelRunner
+    sampler: Sampler
+
+    @property
+    def layout(self) -> KVLayout:
+        """Shape of the pool."""
+        return self.pool.layout
+
+    @classmethod
+    def build(cls, config: NodeConfig) -> Engine:
+        """Load the model and allocate the pool.
+
+        Raises:
+            UsageError: a setting that cannot work, or an unsupported model.
+            SetupError: no such device, or not enough memory.
+        """
+        model_config = ModelConfig.from_pretrained(config.model)
+        device = _device(config.device)
+        dtype = _dtype(config.dtype, model_config.dtype, device)
+        context_length = config.context_length or model_config.context_length
+        if context_length > model_config.context_length:
+            raise UsageError(
+                f"--context-length {context_length} exceeds the model's "
+                f"{model_config.context_length}"
+            )
+        model = load_model(
+            config.model,
+            model_config,
+            dtype=DTYPES[dtype],
+            device=device,
+            load_format=config.load_format,
+            seed=config.seed,
+        )
+        layout = KVLayout(
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            dtype=dtype,
+            page_size=config.page_size,
+        )
+        num_pages = _num_pages(config, layout, device)
+        pool = KVPool(layout, num_pages, device)
+        attention = make_attention_backend(config.attention_backend, pool)
+        logger.info(
+            "%s: %s on %s, KV cache of %d tokens (%d pages of %d, %.2f GiB)",
+            config.model_name,
+            dtype,
+            device,
+            num_pages * config.page_size,
+            num_pages,
+            config.page_size,
+            num_pages * KVPool.page_bytes(layout) / 2**30,
+        )
+        return cls(
+            model_config=model_config,
+            model_id=model_config.fingerprint(config.model, config.load_format, config.seed),
+            context_length=context_length,
+            attention_backend="torch",
+            pool=pool,
+            runner=ModelRunner(model, pool, attention),
+            sampler=Sampler(model_config.vocab_size, device),
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and not name.startswith("cuda"):
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not {name}")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not {name}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SetupError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} usable GPUs; "
+            "use --device cpu"
+        )
+    return device
+
+
+def _dtype(name: str, checkpoint: str | None, device: torch.device) -> str:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint or "bfloat16"
+    if name not in DTYPES:
+        raise UsageError(f"--dtype must be auto or one of {', '.join(DTYPES)}, not {name}")
+    return name
+
+
+def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device) -> int:
+    page_bytes = KVPool.page_bytes(layout)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        usable = free - int(total * (1 - config.mem_fraction))
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        usable = int(free * config.mem_fraction)
+    if config.kv_cache_tokens is not None:
+        wanted = config.kv_cache_tokens // config.page_size
+        if wanted * page_bytes > free:
+            raise SetupError(
+                f"--kv-cache-tokens {config.kv_cache_tokens} needs "
+                f"{wanted * page_bytes / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free"
+            )
+        return wanted
+    if device.type == "cpu":
+        usable = min(usable, _CPU_POOL_LIMIT)
+    if usable < page_bytes:
+        raise SetupError(
+            f"no memory is left for the KV cache ({free / 2**30:.2f} GiB free, "
+            f"--mem-fraction {config.mem_fraction}); free some or raise --mem-fraction"
+        )
+    return usable // page_bytes

@@ -1,0 +1,80 @@
+"""Who owns each page of a KV pool."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class PageState(IntEnum):
+    """The one owner of a page at every moment."""
+
+    FREE = 0
+    CACHED = 1  # in the radix tree, locked there or not
+    LOCKED = 2  # held by a sequence alone
+    RESERVED = 3  # promised to a transfer that has not committed
+    QUARANTINED = 4  # given up, but a transfer may still write to it
+
+
+class PageAllocator:
+    """Hands out pages ``0 .. num_pages - 1`` and proves every change of owner.
+
+    Every method that moves pages asserts that they were where the caller believed: a page that
+    would have two owners stops the process instead of corrupting a request.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._states = np.zeros(num_pages, dtype=np.uint8)
+        self._counts = [num_pages, 0, 0, 0, 0]
+        # A stack; low page numbers on top, so that fresh allocations are adjacent.
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+
+    def count(self, state: PageState) -> int:
+        """Pages in ``state``."""
+        return self._counts[state]
+
+    def allocate(self, num_pages: int, state: PageState) -> IntArray:
+        """Take ``num_pages`` free pages (the caller checked that there are enough)."""
+        free = self._counts[PageState.FREE]
+        assert 0 <= num_pages <= free, f"{num_pages} pages asked for, {free} free"
+        pages = self._free[free - num_pages : free][::-1].copy()
+        self._states[pages] = state
+        self._counts[PageState.FREE] -= num_pages
+        self._counts[state] += num_pages
+        return pages
+
+    def free(self, pages: IntArray, state: PageState) -> None:
+        """Give back pages that are in ``state``."""
+        self.move(pages, state, PageState.FREE)
+        free = self._counts[PageState.FREE]
+        # Descending, so that the lowest is handed out first again.
+        self._free[free - len(pages) : free] = np.sort(pages)[::-1]
+
+    def move(self, pages: IntArray, old: PageState, new: PageState) -> None:
+        """Change the owner of pages; each must be in ``old`` and none named twice."""
+        if len(pages) == 0:
+            return
+        found = self._states[pages]
+        assert (found == old).all(), f"pages {pages[found != old]} are not {old.name}"
+        self._states[pages] = new
+        self._counts[old] -= len(pages)
+        self._counts[new] += len(pages)
+
+    def pages_in(self, state: PageState) -> IntArray:
+        """All pages in ``state``, ascending."""
+        return np.flatnonzero(self._states == state).astype(np.int32)
+
+    def check(self) -> None:
+        """Raise AssertionError unless counts, states and the free stack agree."""
+        counts = np.bincount(self._states, minlength=len(PageState)).tolist()
+        assert counts == self._counts, f"counted {counts}, kept {self._counts}"
+        free = np.sort(self._free[: self._counts[PageState.FREE]])
+        assert np.array_equal(free, self.pages_in(PageState.FREE)), "free stack differs from states"

@@ -1,0 +1,1 @@
+"""What every node process has: sockets, leases, page accounting, steps, administration."""

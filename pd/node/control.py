@@ -1,0 +1,216 @@
+"""The control thread: every message socket of a node, and its clock."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from pd.core.cluster_key import curve_keypair
+from pd.core.errors import SetupError
+from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_TICK = 0.1
+# While a transfer is about to complete its state is polled this often.
+_FAST_POLL_MS = 1
+_MESSAGES_PER_TURN = 256
+
+
+class ControlHandler(Protocol):
+    """What the control thread calls; all calls come from that one thread."""
+
+    def on_message(self, identity: bytes, message: AnyMessage) -> None:
+        """A message from the process with this identity."""
+
+    def on_tick(self) -> None:
+        """About ten times a second."""
+
+    def on_poll(self) -> bool:
+        """After every turn; True asks to be called again soon (a transfer is completing)."""
+
+
+class ControlThread(threading.Thread):
+    """Owns the ROUTER that proxies and decode nodes connect to and the DEALERs to prefill nodes.
+
+    Identities are instance ids. Other threads talk to it with :meth:`post` and :meth:`call`.
+    Sockets are CURVE-encrypted and open only to holders of the cluster key when there is one.
+    """
+
+    def __init__(self, handler: ControlHandler, host: str, cluster_key: bytes | None) -> None:
+        super().__init__(name="control", daemon=True)
+        self._handler = handler
+        self._keys = None if cluster_key is None else curve_keypair(cluster_key)
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._router = self._open(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._keys is not None:
+            self._require_key()
+        try:
+            self.port: int = self._router.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            raise SetupError(f"cannot listen on {host}: {error}") from error
+        self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
+        self._outbox: deque[tuple[bytes, bytes]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._running = True
+
+    def _open(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, 100_000)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        return socket
+
+    def _require_key(self) -> None:
+        assert self._keys is not None
+        public, secret = self._keys
+
+        class OnlyOurKey:
+            def callback(self, domain: str, key: bytes) -> bool:
+                return bool(key == public)
+
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", OnlyOurKey())
+        self._router.curve_server = True
+        self._router.curve_secretkey = secret
+        self._router.curve_publickey = public
+
+    def post(self, identity: bytes, message: Message) -> None:
+        """Send to a connected process. Lost when it is gone: leases find that out."""
+        self._outbox.append((identity, encode(message)))
+        self._wake()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the control thread."""
+        self._calls.append(function)
+        self._wake()
+
+    def connect(self, identity: bytes, own: bytes, endpoint: str) -> None:
+        """Open a DEALER to a prefill node (control thread only)."""
+        self.disconnect(identity)
+        dealer = self._open(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, own)
+        if self._keys is not None:
+            public, secret = self._keys
+            dealer.curve_serverkey = public
+            dealer.curve_publickey = public
+            dealer.curve_secretkey = secret
+        dealer.connect(endpoint)
+        self._dealers[identity] = dealer
+        self._poller.register(dealer, zmq.POLLIN)
+
+    def disconnect(self, identity: bytes) -> None:
+        """Close the DEALER to a prefill node, if there is one (control thread only)."""
+        dealer = self._dealers.pop(identity, None)
+        if dealer is not None:
+            self._poller.unregister(dealer)
+            dealer.close()
+
+    def stop(self) -> None:
+        """End the thread and close its sockets; what was posted before is still sent."""
+        self.call(self._end)
+        if self.is_alive():
+            self.join(timeout=5)
+
+    def _end(self) -> None:
+        self._running = False
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"x")
+        except (BlockingIOError, OSError):
+            # NOTE: a full pipe means that the thread will wake anyway.
+            return
+
+    def run(self) -> None:
+        next_tick = time.monotonic()
+        soon = False
+        while self._running:
+            timeout = _FAST_POLL_MS if soon else max(0, int((next_tick - time.monotonic()) * 1000))
+            for socket, _ in self._poller.poll(timeout):
+                if socket == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                else:
+                    self._receive(socket)
+            while self._calls:
+                self._guarded(self._calls.popleft())
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + _TICK
+                self._guarded(self._handler.on_tick)
+            soon = bool(self._guarded(self._handler.on_poll))
+            self._flush()
+        self._close()
+
+    def _guarded(self, function: Callable[[], object]) -> object:
+        try:
+            return function()
+        except Exception:  # a fault in one event must not end the node's clock
+            logger.exception("control thread: %s failed", getattr(function, "__qualname__", ""))
+            return None
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._parse(frames)
+            if message is None:
+                continue
+            identity = frames[0] if socket is self._router else message.sender.encode()
+            if message.sender.encode() != identity:
+                logger.warning("dropped a message of %.64r that claims another sender", identity)
+                continue
+            self._guarded(lambda i=identity, m=message: self._handler.on_message(i, m))
+
+    def _parse(self, frames: list[bytes]) -> AnyMessage | None:
+        try:
+            return decode(frames[-1])
+        except msgspec.MsgspecError as error:
+            logger.warning("dropped a malformed message of %d bytes: %s", len(frames[-1]), error)
+        except (UnicodeError, RecursionError) as error:
+            logger.warning("dropped a malformed message: %s", error)
+        return None
+
+    def _flush(self) -> None:
+        while self._outbox:
+            identity, frame = self._outbox.popleft()
+            dealer = self._dealers.get(identity)
+            try:
+                if dealer is not None:
+                    dealer.send(frame, zmq.NOBLOCK)
+                else:
+                    self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # NOTE: the receiver left or does not read; its lease ends what concerns it, and
+                # positions in outputs show a proxy that something is missing.
+                logger.debug("message to %.64r not sent: %s", identity, error)
+
+    def _close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=200)
+        os.close(self._wake_read)
+        os.close(self._wake_write)

@@ -1,0 +1,73 @@
+"""ASGI applications on sockets that were bound before anything else was set up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.responses import Response
+
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises SetupError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise SetupError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
+    return sock
+
+
+class Deferred:
+    """An application that answers 503 until there is one."""
+
+    def __init__(self) -> None:
+        self.app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        starting = Response(status_code=503, headers={"Retry-After": "1"})
+        await (self.app or starting)(scope, receive, send)
+
+
+class HttpServers(threading.Thread):
+    """Serves several applications from one thread."""
+
+    def __init__(self, apps: Sequence[tuple[Any, socket.socket]]) -> None:
+        super().__init__(name="http", daemon=True)
+        self._servers = []
+        self._sockets = [sock for _, sock in apps]
+        for app, _ in apps:
+            settings = uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=30
+            )
+            self._servers.append(uvicorn.Server(settings))
+
+    def run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        pairs = zip(self._servers, self._sockets, strict=True)
+        await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in pairs))
+
+    def stop(self) -> None:
+        """Stop serving."""
+        for server in self._servers:
+            server.should_exit = True
+        if self.is_alive():
+            self.join(timeout=5)
+        for sock in self._sockets:
+            sock.close()

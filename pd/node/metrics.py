@@ -1,0 +1,71 @@
+"""Prometheus metrics of a node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.node.node import Node
+
+_BUCKETS = tuple(0.001 * 2**power for power in range(18))
+
+
+class NodeMetrics:
+    """Counters and histograms of one node, and gauges read from it when scraped."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.registry = CollectorRegistry()
+        self.requests = Counter("pd_requests", "Requests accepted", registry=self.registry)
+        self.failed = Counter(
+            "pd_requests_failed", "Requests ended by an error", ["kind"], registry=self.registry
+        )
+        self.tokens = Counter("pd_output_tokens", "Tokens delivered", registry=self.registry)
+        self.retractions = Counter(
+            "pd_retractions", "Sequences taken out of the pool", registry=self.registry
+        )
+        self.transferred_bytes = Counter(
+            "pd_transferred_bytes", "KV bytes of committed transfers", registry=self.registry
+        )
+        self._stages = Histogram(
+            "pd_stage_seconds",
+            "Time of requests in each stage",
+            ["stage"],
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+        self.registry.register(self)
+
+    def observe(self, stage: str, seconds: float) -> None:
+        """A request spent so long in a stage."""
+        self._stages.labels(stage).observe(seconds)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Gauges, for the registry."""
+        with self._node.lock:
+            pages, queues = self._node.memory.counts(), self._node.queues()
+            radix = self._node.memory.radix
+            lookups = {"looked_up": radix.lookup_tokens, "hit": radix.hit_tokens}
+        yield _gauge("pd_pages", "Pages by owner", "state", pages)
+        yield _gauge("pd_queue_length", "Requests by queue", "queue", queues)
+        yield _gauge("pd_radix_tokens", "Tokens looked up and found cached", "kind", lookups)
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Nothing: the gauges exist only once the node does."""
+        return []
+
+    def expose(self) -> bytes:
+        """The text format."""
+        return generate_latest(self.registry)
+
+
+def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

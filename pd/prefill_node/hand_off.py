@@ -1,0 +1,357 @@
+"""P's half of a hand-off: from the reservation to the acknowledged commit (queue "in flight")."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd.core.errors import NodeFailedError, PDError, TransferError
+from pd.core.messages import (
+    HEARTBEAT_INTERVAL,
+    LEASE_SECONDS,
+    AbortRoom,
+    Commit,
+    Drained,
+    ErrorInfo,
+    FirstToken,
+    PeerHeartbeat,
+    Reservation,
+)
+from pd.core.request import RequestState
+from pd.transfer.base import TransferState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.node_info import NodeInfo
+    from pd.core.request import Request
+    from pd.node.step import Work
+    from pd.prefill_node.node import PrefillNode
+    from pd.transfer.base import Sender, TransferManager
+
+logger = logging.getLogger(__name__)
+
+# ``AbortRoom`` with this kind is no failure: token 1 ended the request.
+FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Outgoing:
+    """What P knows of one room's hand-off.
+
+    Attributes:
+        pushed: leading tokens whose KV of all layers was given to the sender (or is D's already).
+        first_tokens: token 1 of each choice once sampled.
+        parked: computed, then evicted for others before D reserved; computed again when it does.
+    """
+
+    reservation: Reservation | None = None
+    sender: Sender | None = None
+    pushed: int = 0
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    parked: bool = False
+    finished: bool = False
+    commit_sent: float | None = None
+    acknowledged: bool = False
+
+
+class HandOff:
+    """All rooms that P hands to decode nodes. The caller holds the node's lock."""
+
+    def __init__(
+        self, node: PrefillNode, transfer: TransferManager, resume: Callable[[Request], None]
+    ) -> None:
+        self._node = node
+        self._transfer = transfer
+        self._resume = resume
+        self._peers: dict[str, float] = {}
+        self._early: dict[bytes, tuple[float, Reservation]] = {}
+        self.in_flight: list[Request] = []
+
+    # ---- peers
+
+    def add_peer(self, peer: NodeInfo) -> None:
+        """A decode node shook hands."""
+        self._transfer.connect(peer)
+        self._peers[peer.instance_id] = time.monotonic()
+
+    def lose_peer(self, instance: str, why: str) -> None:
+        """A decode node is gone: what it had is lost, nothing else."""
+        if self._peers.pop(instance, None) is None:
+            return
+        logger.warning("decode node %s lost: %s", instance, why)
+        if self._node.registry is not None:
+            self._node.registry.forget(instance)
+        self._transfer.disconnect(instance)
+        error = NodeFailedError(f"decode node {instance} failed: {why}")
+        for request in [r for r in self._node.requests.values() if r.peer == instance]:
+            self._node.fail(request, error)
+
+    def heard_from(self, instance: str) -> bool:
+        """Note a sign of life; False if this instance never shook hands."""
+        if instance not in self._peers:
+            return False
+        self._peers[instance] = time.monotonic()
+        return True
+
+    def heartbeat(self) -> None:
+        """Tell every peer that P lives."""
+        for instance in self._peers:
+            self._post(instance, PeerHeartbeat(to=instance, sender=self._node.instance_id))
+
+    # ---- the way of a room
+
+    def accept(self, request: Request) -> None:
+        """A new request; its reservation may have come first."""
+        request.hand_off = Outgoing()
+        if not request.peer:
+            return
+        early = self._early.pop(request.room, None)
+        if early is not None:
+            self.reserve(request, early[1])
+
+    def on_reservation(self, message: Reservation) -> None:
+        """D reserved slots, for a room that may be known, unknown yet, or gone."""
+        if not self.heard_from(message.sender):
+            logger.warning("dropped a reservation of stranger %s", message.sender)
+            return
+        request = self._node.requests.get(message.room)
+        if request is None:
+            if self._node.is_buried(message.room):
+                self._refuse(message, ErrorInfo(FINISHED, "the room has ended"))
+            else:
+                self._early[message.room] = (time.monotonic() + LEASE_SECONDS, message)
+            return
+        outgoing: Outgoing = request.hand_off
+        if request.state.terminal or message.sender != request.peer:
+            self._refuse(message, ErrorInfo("node_failed", "the room has ended"))
+        elif outgoing.reservation is not None:
+            logger.warning("dropped a second reservation of room %s", message.room.hex())
+        else:
+            self.reserve(request, message)
+
+    def reserve(self, request: Request, reservation: Reservation) -> None:
+        """Open the sender and push what is computed already."""
+        outgoing: Outgoing = request.hand_off
+        if not 0 <= reservation.cached_prefix_len <= len(request.prompt):
+            error = TransferError(
+                f"decode node {request.peer} claims {reservation.cached_prefix_len} cached tokens "
+                f"of a prompt of {len(request.prompt)}"
+            )
+            self._node.fail(request, error)
+            return
+        outgoing.reservation = reservation
+        outgoing.pushed = reservation.cached_prefix_len
+        if request.state is RequestState.BOOTSTRAPPING:
+            request.state = RequestState.WAITING
+        if outgoing.parked:
+            outgoing.parked = False
+            self.in_flight.remove(request)
+            request.state = RequestState.WAITING
+            self._resume(request)
+        elif request.state in (RequestState.RUNNING, RequestState.SENDING):
+            self.open(request)
+
+    def open(self, request: Request) -> None:
+        """Begin to send, if D has reserved; pushes what is in the pool."""
+        outgoing: Outgoing = request.hand_off
+        if outgoing.reservation is None or outgoing.sender is not None:
+            return
+        sequence = request.sequence
+        try:
+            outgoing.sender = self._transfer.sender(
+                request.peer, outgoing.reservation, sequence.pages, len(request.prompt)
+            )
+        except PDError as error:
+            self._node.fail(request, error)
+            return
+        self._push(request)
+
+    def _push(self, request: Request) -> None:
+        outgoing, computed = request.hand_off, request.sequence.num_computed
+        if outgoing.sender is None:
+            return
+        if computed > outgoing.pushed:
+            layers = self._node.engine.layout.num_layers
+            outgoing.sender.send(outgoing.pushed, computed, 0, layers)
+            outgoing.pushed = computed
+        if request.state is RequestState.SENDING:
+            outgoing.sender.finish()
+
+    def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
+        """For one step: pushes the chunks of open senders as groups of layers are computed."""
+        streams: list[tuple[Sender, int, int]] = []
+        for work in works:
+            outgoing: Outgoing = work.sequence.request.hand_off
+            start = max(work.start, outgoing.pushed)
+            if outgoing.sender is not None and start < work.stop:
+                streams.append((outgoing.sender, start, work.stop))
+                outgoing.pushed = work.stop
+        if not streams:
+            return None
+
+        def layers_done(first: int, stop: int) -> None:
+            for sender, start, end in streams:
+                sender.send(start, end, first, stop)
+
+        return layers_done
+
+    def computed(self, work: Work) -> None:
+        """A chunk is in the pool; push it unless the forward pass did."""
+        self._push(work.sequence.request)
+
+    def completed(self, request: Request) -> None:
+        """The whole prompt is computed and token 1 is known."""
+        request.state = RequestState.SENDING
+        self.in_flight.append(request)
+        self._push(request)
+
+    def poll(self) -> bool:
+        """Commit what is complete; True while a transfer is about to be."""
+        busy = False
+        now = time.monotonic()
+        for request in list(self.in_flight):
+            outgoing: Outgoing = request.hand_off
+            if outgoing.sender is None:
+                continue
+            state = outgoing.sender.poll()
+            if state is TransferState.FAILED:
+                error = outgoing.sender.error or TransferError("the transfer failed")
+                self._node.fail(request, error)
+            elif state is TransferState.DONE:
+                if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
+                    outgoing.commit_sent = now
+                    self._post(request.peer, self._commit(request))
+            else:
+                busy = True
+        return busy
+
+    def _commit(self, request: Request) -> Commit:
+        outgoing: Outgoing = request.hand_off
+        assert outgoing.reservation is not None and outgoing.sender is not None
+        return Commit(
+            to=request.peer,
+            sender=self._node.instance_id,
+            room=request.room,
+            epoch=outgoing.reservation.epoch,
+            num_bytes=outgoing.sender.bytes_sent,
+            first_tokens=outgoing.first_tokens,
+        )
+
+    def on_commit_ack(self, peer: str, room: bytes, epoch: int) -> None:
+        """D has it all."""
+        request = self._node.requests.get(room)
+        if request is None or request.state is not RequestState.SENDING or request.peer != peer:
+            return
+        outgoing: Outgoing = request.hand_off
+        if outgoing.commit_sent is None or outgoing.reservation is None:
+            return
+        if outgoing.reservation.epoch == epoch:
+            outgoing.acknowledged = True
+            metrics = self._node.metrics
+            metrics.transferred_bytes.inc(outgoing.sender.bytes_sent if outgoing.sender else 0)
+            metrics.observe("transfer", time.monotonic() - (request.times.first_token or 0.0))
+            self._node.finish(request)
+
+    def on_abort(self, message: AbortRoom) -> None:
+        """D gave the room up, or repeats that it waits for our drain."""
+        self.heard_from(message.sender)
+        self._early.pop(message.room, None)
+        request = self._node.requests.get(message.room)
+        if request is None or request.peer != message.sender:
+            if request is None:
+                self._node.bury(message.room)
+            self._post_drained(message.sender, message.room, message.epoch)
+            return
+        if request.state.terminal:
+            return  # its release answers
+        if request.hand_off.reservation is None:
+            # The abort overtook nothing: messages of one peer keep their order, so none comes.
+            self._post_drained(message.sender, message.room, message.epoch)
+        error = NodeFailedError(message.error.message)
+        self._node.fail(request, error, tell_proxy=message.error.kind != "aborted")
+
+    # ---- the end
+
+    def ended(self, request: Request) -> None:
+        """Stop the transfer of a terminal request and tell D."""
+        outgoing: Outgoing = request.hand_off
+        if request in self.in_flight:
+            self.in_flight.remove(request)
+        if outgoing.acknowledged or not request.peer:
+            return
+        if outgoing.sender is not None:
+            outgoing.sender.abort()
+        self._node.bury(request.room)
+        if request.peer in self._peers:
+            error = request.error
+            info = ErrorInfo(FINISHED, "token 1 ended the request")
+            if error is not None:
+                info = ErrorInfo(error.kind, error.message)
+            epoch = outgoing.reservation.epoch if outgoing.reservation else 0
+            self._post(
+                request.peer,
+                AbortRoom(
+                    to=request.peer,
+                    sender=self._node.instance_id,
+                    room=request.room,
+                    epoch=epoch,
+                    error=info,
+                ),
+            )
+
+    def may_release(self, request: Request) -> bool:
+        """Whether the sender has let go of the source pages."""
+        sender = request.hand_off.sender
+        return sender is None or bool(sender.drained())
+
+    def released(self, request: Request) -> None:
+        """Tell D that nothing of the epoch can land any more."""
+        outgoing: Outgoing = request.hand_off
+        if outgoing.reservation is not None and not outgoing.acknowledged:
+            self._post_drained(request.peer, request.room, outgoing.reservation.epoch)
+
+    def park(self, pages: int) -> None:
+        """Free pages of computed requests that D has not reserved for, youngest first.
+
+        They would otherwise wait for D's memory while D's memory waits for prefills that wait for
+        theirs. Their KV stays cached as long as nobody needs the room.
+        """
+        memory = self._node.memory
+        for request in reversed(self.in_flight):
+            if memory.available >= pages:
+                return
+            outgoing: Outgoing = request.hand_off
+            if outgoing.reservation is None and not outgoing.parked:
+                outgoing.parked = True
+                memory.release(request.sequence)
+
+    def sweep(self, now: float) -> None:
+        """End what waited longer than a lease for a peer."""
+        for instance, seen in list(self._peers.items()):
+            if now > seen + LEASE_SECONDS:
+                self.lose_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
+        for room, (expires, reservation) in list(self._early.items()):
+            if now > expires:
+                del self._early[room]
+                self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
+        for request in list(self._node.requests.values()):
+            waited = now - request.times.arrived
+            if request.peer and request.peer not in self._peers and waited > LEASE_SECONDS:
+                error = NodeFailedError(f"decode node {request.peer} did not shake hands")
+                self._node.fail(request, error)
+
+    def _refuse(self, reservation: Reservation, error: ErrorInfo) -> None:
+        own, to = self._node.instance_id, reservation.sender
+        room, epoch = reservation.room, reservation.epoch
+        self._post(to, AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error))
+        self._post_drained(to, room, epoch)
+
+    def _post_drained(self, to: str, room: bytes, epoch: int) -> None:
+        own = self._node.instance_id
+        self._post(to, Drained(to=to, sender=own, room=room, epoch=epoch))
+
+    def _post(self, instance: str, message: Commit | AbortRoom | Drained | PeerHeartbeat) -> None:
+        self._node.control.post(instance.encode(), message)

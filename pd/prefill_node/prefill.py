@@ -1,0 +1,152 @@
+"""The prefill side of a scheduler: waiting requests become chunks, chunks become first tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pd.core.request import Request, RequestState
+from pd.engine.sampler import SamplingState
+from pd.node.step import Work
+from pd.prefill_node.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.config import NodeConfig
+    from pd.models.config import ModelConfig
+    from pd.node.memory import Memory
+
+# Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
+MAX_LOGPROB_CHUNK = 512
+
+
+class PrefillManager:
+    """Queues "waiting" and "running" of prefill. The caller holds the node's lock.
+
+    Args:
+        reclaim: called when a request that must not wait lacks this many pages; frees what it can.
+        may_run: whether a request may be admitted while memory is short (its decode node holds
+            memory for it already, so everyone gains when it finishes).
+        headroom: pages that must stay available after an admission.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        model: ModelConfig,
+        memory: Memory,
+        *,
+        reclaim: Callable[[int], None] = lambda pages: None,
+        may_run: Callable[[Request], bool] = lambda request: True,
+        headroom: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._memory = memory
+        self._reclaim = reclaim
+        self._may_run = may_run
+        self._headroom = headroom
+        self.waiting = WaitingQueue(config.schedule_policy, memory.radix, config.max_overtakes)
+        self.running: list[Request] = []
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that ended or moved on."""
+        self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        partial = sum(len(r.prompt) - r.sequence.num_computed for r in self.running)
+        return partial + sum(len(request.prompt) for request in self.waiting)
+
+    def plan(self, budget: int, max_running: int) -> list[Work]:
+        """Chunks of at most ``budget`` tokens in all: who started goes on, then new ones."""
+        works: list[Work] = []
+        for request in self.running:
+            budget -= self._chunk(request, budget, works)
+        short = False
+        # NOTE: admission changes whom others should follow, so leaders are asked for again.
+        for request in self.waiting.candidates(self.running):
+            if budget <= 0 or len(self.running) >= max_running:
+                break
+            if short and not self._may_run(request):
+                continue
+            if self.waiting.should_follow(request, self.running):
+                continue
+            if not self._admit(request):
+                short = True
+                continue
+            budget -= self._chunk(request, budget, works)
+        return works
+
+    def _admit(self, request: Request) -> bool:
+        """Lock the cached prefix and secure pages for the whole prompt, or change nothing."""
+        memory, sequence = self._memory, request.sequence
+        memory.match(sequence, self._reusable_tokens(request))
+        length = len(request.prompt)
+        missing = memory.pages_for(length) - len(sequence.pages)
+        if missing > memory.available and self._may_run(request):
+            self._reclaim(missing)
+        if missing + self._headroom() > memory.available or not memory.grow(sequence, length):
+            memory.release(sequence)
+            return False
+        self.waiting.admit(request)
+        self.running.append(request)
+        request.state = RequestState.RUNNING
+        if request.times.admitted is None:
+            request.times.admitted = time.monotonic()
+            request.cached_tokens = sequence.num_computed
+        if not request.choices:
+            self._make_choices(request)
+        return True
+
+    def _make_choices(self, request: Request) -> None:
+        first = SamplingState(
+            request.params, request.prompt, self._model.eos_token_ids, self._model.vocab_size
+        )
+        request.choices = [first, *(first.fork(index) for index in range(1, request.params.n))]
+
+    def _reusable_tokens(self, request: Request) -> int:
+        """The last token is always computed (its logits give token 1), and so is every token whose
+        logits give a wanted prompt log probability."""
+        limit = len(request.prompt) - 1
+        start = request.params.prompt_logprobs_start
+        return limit if start is None else min(limit, max(start - 1, 0))
+
+    def _chunk(self, request: Request, budget: int, works: list[Work]) -> int:
+        sequence = request.sequence
+        length = len(request.prompt)
+        start = sequence.num_computed
+        logprobs_from = request.params.prompt_logprobs_start
+        if request.times.first_token is not None:
+            logprobs_from = None
+        if logprobs_from is not None:
+            budget = min(budget, MAX_LOGPROB_CHUNK)
+            logprobs_from = min(logprobs_from, length)
+        stop = min(length, start + budget)
+        if stop <= start:
+            return 0
+        # A parked request computes its prompt again but has its token 1.
+        samples = request.choices if stop == length and not request.times.first_token else []
+        works.append(Work(sequence, start, stop, list(samples), logprobs_from))
+        sequence.in_step = True
+        return stop - start
+
+    def process(self, works: list[Work]) -> list[Work]:
+        """Account for a completed step; returns the works that completed a prompt."""
+        completed = []
+        for work in works:
+            sequence, request = work.sequence, work.sequence.request
+            sequence.in_step = False
+            if request.state.terminal:
+                continue
+            sequence.num_computed = work.stop
+            self._memory.cache(sequence)
+            request.prompt_logprobs += work.prompt_logprobs
+            if work.stop == len(request.prompt):
+                self.running.remove(request)
+                completed.append(work)
+        return completed

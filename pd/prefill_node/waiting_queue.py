@@ -1,0 +1,102 @@
+"""Requests that wait for prefill: in which order, and who had better wait for whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.errors import UsageError
+from pd.prefill_node.policy import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.core.request import Request
+    from pd.radix import RadixCache
+
+    IntArray = npt.NDArray[np.int32]
+
+# A policy orders this many of the oldest requests, so that a step's cost stays bounded.
+WINDOW = 128
+
+
+class WaitingQueue:
+    """Waiting requests, oldest first.
+
+    Greedy orders starve: a request that shares nothing may be overtaken for ever. So each request
+    counts who was admitted before it although younger; at ``max_overtakes`` it goes first.
+    """
+
+    def __init__(self, policy: str, radix: RadixCache, max_overtakes: int) -> None:
+        if policy not in POLICIES:
+            raise UsageError(
+                f"--schedule-policy must be one of {', '.join(POLICIES)}, not {policy}"
+            )
+        self._order = POLICIES[policy]
+        self._radix = radix
+        self._max_overtakes = max_overtakes
+        # A dict for its order and its removal in constant time.
+        self._requests: dict[bytes, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Append a request."""
+        self._requests[request.room] = request
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, if it is in."""
+        self._requests.pop(request.room, None)
+
+    def admit(self, request: Request) -> None:
+        """Take out a request that runs now; older ones that could have run were overtaken."""
+        for other in self:
+            if other is request:
+                break
+            other.overtaken += 1
+        del self._requests[request.room]
+
+    def candidates(self, running: Iterable[Request]) -> list[Request]:
+        """In order of admission; followers of a running leader are left out."""
+        window = [request for request, _ in zip(self, range(WINDOW), strict=False)]
+        overdue = [r for r in window if r.overtaken >= self._max_overtakes]
+        rest = [r for r in window if r.overtaken < self._max_overtakes]
+        ordered = overdue + self._order(rest, self._radix)
+        leaders = list(running)
+        return [request for request in ordered if not self.should_follow(request, leaders)]
+
+    def should_follow(self, request: Request, leaders: Iterable[Request]) -> bool:
+        """Whether a running request is computing a prefix of this one that is not cached yet.
+
+        Waiting for it computes the shared part once. No follower is bound to its leader: when the
+        leader ends, however it ends, the next look finds it gone.
+        """
+        page_size = self._radix.page_size
+        cached = -1
+        for leader in leaders:
+            if leader.namespace != request.namespace:
+                continue
+            shared = common_prefix(request.prompt[:-1], leader.prompt) // page_size * page_size
+            if shared == 0:
+                continue
+            if cached < 0:
+                cached = self._radix.peek(request.prompt, request.namespace)
+            if shared > cached:
+                return True
+        return False
+
+
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """Length of the longest common prefix of two int32 arrays."""
+    length = min(len(a), len(b))
+    if length == 0 or a[0] != b[0]:
+        return 0
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length

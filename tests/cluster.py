@@ -1,0 +1,302 @@
+"""Nodes in this process, over real sockets, and a client that speaks tokens to them."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import zmq
+
+from pd.core.config import NodeConfig
+from pd.core.errors import PDError, error_from_kind
+from pd.core.messages import (
+    HEARTBEAT_INTERVAL,
+    Abort,
+    Failed,
+    Finish,
+    Generate,
+    Output,
+    ProxyHeartbeat,
+    StepOutputs,
+    TokenLogprobs,
+    decode,
+    encode,
+)
+from pd.core.sampling_params import SamplingParams
+from pd.launch import NodeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+torch.set_num_threads(1)
+
+
+def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
+    """A node on free ports of loopback."""
+    settings.setdefault("kv_cache_tokens", 8192)
+    server = NodeServer(NodeConfig(role=role, model=model, **settings))
+    server.start()
+    return server
+
+
+@dataclass
+class Stream:
+    """What one choice of a request has received, each position once and in order."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    finish: Finish | None = None
+    first_at: float | None = None
+
+
+@dataclass
+class Pending:
+    """A request that was sent."""
+
+    rid: str
+    room: bytes
+    nodes: list[NodeServer]
+    choices: list[Stream]
+    sent_at: float
+    done: threading.Event = field(default_factory=threading.Event)
+    error: PDError | None = None
+    outputs: list[Output] = field(default_factory=list)
+    cached_tokens: int | None = None
+    transferred_bytes: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    ended_at: float | None = None
+
+    def result(self, timeout: float = 120.0) -> list[list[int]]:
+        """Token ids of every choice; raises what the nodes said."""
+        assert self.done.wait(timeout), f"{self.rid} did not end within {timeout} s"
+        if self.error is not None:
+            raise self.error
+        return [[s.tokens[i] for i in range(len(s.tokens))] for s in self.choices]
+
+    def tokens(self, timeout: float = 120.0) -> list[int]:
+        """Token ids of the only choice."""
+        (only,) = self.result(timeout)
+        return only
+
+
+class TokenClient:
+    """A proxy reduced to its messages: sends both parts, orders positions, keeps nodes' leases."""
+
+    def __init__(self, nodes: Sequence[NodeServer]) -> None:
+        self.instance = secrets.token_hex(8)
+        self._context = zmq.Context()
+        self._outbox: list[tuple[NodeServer, Any]] = []
+        self._lock = threading.Lock()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._rooms: dict[bytes, Pending] = {}
+        self._nodes = list(nodes)
+        self._running = True
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        nodes: Sequence[NodeServer],
+        *,
+        rid: str = "",
+        namespace: str = "",
+        priority: int = 0,
+        timeout: float | None = None,
+        room: bytes | None = None,
+        **params: Any,
+    ) -> Pending:
+        """Send one request to a pair (prefill, decode) or to one node."""
+        params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | params
+        sampling = SamplingParams(**params)
+        room = room or secrets.token_bytes(16)
+        pending = Pending(
+            rid or room.hex(),
+            room,
+            list(nodes),
+            [Stream() for _ in range(sampling.n)],
+            time.monotonic(),
+        )
+        with self._lock:
+            self._rooms[room] = pending
+        for node in nodes:
+            others = [other for other in nodes if other is not node]
+            message = Generate(
+                to=node.instance_id,
+                sender=self.instance,
+                rid=pending.rid,
+                room=room,
+                token_ids=np.asarray(prompt, dtype="<i4").tobytes(),
+                params=sampling,
+                namespace=namespace,
+                priority=priority,
+                timeout=timeout,
+                peer=others[0].instance_id if others else "",
+                peer_bootstrap=others[0].bootstrap_url if others else "",
+            )
+            self._post(node, message)
+        return pending
+
+    def abort(self, pending: Pending, index: int | None = None) -> None:
+        """Give a request up, as after a client left."""
+        for node in pending.nodes:
+            message = Abort(
+                to=node.instance_id, sender=self.instance, room=pending.room, index=index
+            )
+            self._post(node, message)
+
+    def close(self) -> None:
+        """Vanish without a word, as a killed proxy does."""
+        self._running = False
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _post(self, node: NodeServer, message: Any) -> None:
+        with self._lock:
+            self._outbox.append((node, message))
+
+    def _socket(self, node: NodeServer) -> zmq.Socket[bytes]:
+        socket = self._sockets.get(node.node.endpoint)
+        if socket is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, self.instance.encode())
+            socket.connect(node.node.endpoint)
+            self._sockets[node.node.endpoint] = socket
+        return socket
+
+    def _run(self) -> None:
+        next_heartbeat = 0.0
+        while self._running:
+            with self._lock:
+                outbox, self._outbox = self._outbox, []
+            for node, message in outbox:
+                self._socket(node).send(encode(message))
+            if time.monotonic() > next_heartbeat:
+                next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
+                for node in self._nodes:
+                    beat = ProxyHeartbeat(to="", sender=self.instance)
+                    self._socket(node).send(encode(beat))
+            received = False
+            for socket in list(self._sockets.values()):
+                while socket.poll(0):
+                    received = True
+                    self._receive(decode(socket.recv()))
+            if not received:
+                time.sleep(0.001)
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, Failed):
+            pending = self._rooms.get(message.room)
+            if pending is not None and not pending.done.is_set():
+                error = message.error
+                pending.error = error_from_kind(error.kind, error.message, error.param)
+                self._end(pending)
+        elif isinstance(message, StepOutputs):
+            for output in message.outputs:
+                pending = self._rooms.get(output.room)
+                if pending is not None and not pending.done.is_set():
+                    self._take(pending, output)
+
+    def _take(self, pending: Pending, output: Output) -> None:
+        pending.outputs.append(output)
+        stream = pending.choices[output.index]
+        stream.first_at = stream.first_at or time.monotonic()
+        for offset, token in enumerate(output.token_ids):
+            position = output.position + offset
+            known = stream.tokens.setdefault(position, token)
+            assert known == token, f"position {position} is {known} and {token}"
+            if output.logprobs is not None:
+                stream.logprobs.setdefault(position, output.logprobs[offset])
+        for name in ("cached_tokens", "transferred_bytes", "prompt_logprobs"):
+            value = getattr(output, name)
+            if value is not None:
+                setattr(pending, name, value)
+        if output.finish is not None:
+            stream.finish = output.finish
+        if all(choice.finish is not None for choice in pending.choices):
+            self._end(pending)
+
+    def _end(self, pending: Pending) -> None:
+        pending.ended_at = time.monotonic()
+        pending.done.set()
+
+
+class Cluster:
+    """Prefill, decode and unified nodes of one model, and a client.
+
+    ``settings`` go to every node; ``prefill_settings`` and ``decode_settings`` to one role.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        prefill: int = 1,
+        decode: int = 1,
+        unified: int = 0,
+        *,
+        prefill_settings: dict[str, Any] | None = None,
+        decode_settings: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        ps, ds = settings | (prefill_settings or {}), settings | (decode_settings or {})
+        self.prefill = [start_node("prefill", model, **ps) for _ in range(prefill)]
+        self.decode = [start_node("decode", model, **ds) for _ in range(decode)]
+        self.unified = [start_node("unified", model, **settings) for _ in range(unified)]
+        self.client = TokenClient(self.nodes)
+
+    @property
+    def nodes(self) -> list[NodeServer]:
+        return [*self.prefill, *self.decode, *self.unified]
+
+    @property
+    def pair(self) -> tuple[NodeServer, NodeServer]:
+        return self.prefill[0], self.decode[0]
+
+    def wait_idle(self, timeout: float = 10.0) -> None:
+        """Wait until nothing is anywhere, then prove that no page was lost."""
+        for server in self.nodes:
+            wait_idle(server, timeout)
+
+    def close(self) -> None:
+        self.client.close()
+        for server in self.nodes:
+            server.stop()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def wait_idle(server: NodeServer, timeout: float = 10.0) -> None:
+    """All queues empty, ``free + cached = total``, every invariant true."""
+    wait_until(lambda: is_idle(server), timeout, lambda: server.node.server_info())
+    server.node.check()
+
+
+def is_idle(server: NodeServer) -> bool:
+    info: Any = server.node.server_info()
+    pages = info["pages"]
+    quiet = server.node.idle and not any(info["queues"].values())
+    return quiet and pages["free"] + pages["cached"] == pages["total"]
+
+
+def wait_until(condition: Any, timeout: float, describe: Any = lambda: "") -> None:
+    """Poll until ``condition()`` is true; fails with ``describe()`` after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {describe()}"
+        time.sleep(0.01)
+
+
+def random_prompts(seed: int, lengths: Sequence[int], vocab: int = 256) -> Iterator[list[int]]:
+    rng = np.random.default_rng(seed)
+    for length in lengths:
+        yield rng.integers(0, vocab, length).tolist()
