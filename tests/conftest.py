@@ -1,0 +1,37 @@
+"""Fixtures shared by all rooms."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Of everything random in a test run: PD_TEST_SEED, or a new one that is printed."""
+    chosen = int(os.environ.get("PD_TEST_SEED") or random.SystemRandom().randrange(1 << 31))
+    print(f"\nPD_TEST_SEED={chosen}")
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of the tiny random checkpoint of an architecture, made once."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        from checkpoints import make_checkpoint
+
+        if architecture not in made:
+            directory = tmp_path_factory.mktemp("checkpoints") / architecture
+            made[architecture] = make_checkpoint(architecture, directory)
+        return made[architecture]
+
+    return make
