@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Nothing here may look for models on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Test processes share few cores; threads that wait for each other spin.
+torch.set_num_threads(1)
 
 VOCAB_SIZE = 320
 BOS, EOS, END_OF_TURN = "<|bos|>", "<|eos|>", "<|im_end|>"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from pd.kernels.activation import silu_and_mul
+from pd.kernels.linear import linear
 from pd.kernels.norm import rms_norm
 from pd.kernels.rope import apply_rope, inverse_frequencies, rotations
 
@@ -47,7 +48,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, input_size]`` to ``[tokens, sum of outputs]``."""
-        return functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self) -> NamedTensors:
         for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
@@ -164,8 +165,8 @@ class SparseMoE(nn.Module):
                 continue
             start, stop = stop, stop + count
             mine = tokens[start:stop]
-            gate_up = functional.linear(x[mine], self.gate_up[expert])
-            result = functional.linear(silu_and_mul(gate_up), self.down[expert])
+            gate_up = linear(x[mine], self.gate_up[expert])
+            result = linear(silu_and_mul(gate_up), self.down[expert])
             out.index_add_(0, mine, result.mul_(weights[order[start:stop], None]))
         return out
 
@@ -261,7 +262,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[rows, vocab_size]`` from rows of :meth:`forward`'s result."""
-        return functional.linear(self.norm(hidden), self.head).float()
+        return linear(self.norm(hidden), self.head).float()
 
     def checkpoint_tensors(self) -> NamedTensors:
         """Every tensor a checkpoint must hold, and the memory to read it into."""
