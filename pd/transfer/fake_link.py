@@ -313,6 +313,7 @@ class FakeLink:
             logger.warning("cannot open a link to %s: %s", self.peer, error)
             return None
         sock.settimeout(LEASE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self.changed:
             if self._closed:
                 sock.close()

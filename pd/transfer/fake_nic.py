@@ -123,6 +123,7 @@ class FakeNic:
                 sock.settimeout(_GREETING_SECONDS)
                 peer = self._greet(sock)
                 sock.settimeout(None)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     if self._closed:
                         return

@@ -226,6 +226,12 @@ class Link:
             for sender in list(self._senders):
                 sender.fail(error)
 
+    def nobody_listens(self) -> None:
+        """An instance listens as long as it lives: rooms with data for it need not wait longer."""
+        with self.changed:
+            for sender in list(self._queue):
+                sender.fail(TransferError(f"{self.peer} is gone: nobody listens at its address"))
+
     def check_progress(self, sender: TcpSender) -> None:
         with self.changed:
             if sender not in self._queue:
@@ -325,6 +331,8 @@ class Lane:
             sock = socket.create_connection(link.address, timeout=_GREETING_SECONDS)
         except OSError as error:
             logger.info("cannot reach %s at %s:%d: %s", link.peer, *link.address, error)
+            if isinstance(error, ConnectionRefusedError):
+                link.nobody_listens()
             return False
         try:
             greet(sock, SERVICE, link.own, link.peer, link.key)

@@ -1,0 +1,186 @@
+"""Pools, managers and small rooms for the tests of the transfer backends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd.core.messages import Reservation
+from pd.core.node_info import KVLayout, NodeInfo
+from pd.transfer.base import TransferState
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from pd.transfer.base import IntArray, Receiver, Sender, TransferManager
+
+SEED = int(os.environ.get("PD_TEST_SEED", "0"))
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Pool:
+    """What a node's KV pool offers to transfers."""
+
+    buffer: torch.Tensor
+    layout: KVLayout
+
+    def tokens(self, pages: IntArray, start: int, stop: int) -> torch.Tensor:
+        """``[layers, 2, tokens, heads, dim]`` of a sequence's tokens, by the definition."""
+        size = self.layout.page_size
+        slots = [int(pages[t // size]) * size + t % size for t in range(start, stop)]
+        return self.buffer[:, :, slots]
+
+
+def make_pool(
+    slots: int,
+    page_size: int,
+    *,
+    layers: int = 3,
+    heads: int = 2,
+    dim: int = 4,
+    dtype: str = "float32",
+    fill: float | None = None,
+    seed: int = 0,
+) -> Pool:
+    shape = (layers, 2, slots, heads, dim)
+    if fill is None:
+        generator = torch.Generator().manual_seed(seed)
+        buffer = torch.rand(shape, generator=generator).to(_DTYPES[dtype])
+    else:
+        buffer = torch.full(shape, fill, dtype=_DTYPES[dtype])
+    return Pool(buffer, KVLayout(layers, heads, dim, dtype, page_size))
+
+
+def node_info(instance: str, role: str, manager: TransferManager, pool: Pool) -> NodeInfo:
+    return NodeInfo(
+        instance_id=instance,
+        role=role,  # type: ignore[arg-type]
+        model_id="m",
+        kv=pool.layout,
+        endpoint=f"tcp://{instance}",
+        bootstrap="",
+        transfer_backend=manager.name,
+        transfer_address=manager.address(),
+    )
+
+
+def introduce(
+    prefill: TransferManager, p: str, decode: TransferManager, d: str, pool: Pool
+) -> None:
+    """What the handshake does on both sides."""
+    prefill.connect(node_info(d, "decode", decode, pool))
+    decode.connect(node_info(p, "prefill", prefill, pool))
+
+
+def reservation(receiver: Receiver, room: bytes, epoch: int, start: int) -> Reservation:
+    return Reservation(
+        to="P",
+        sender="D",
+        room=room,
+        epoch=epoch,
+        cached_prefix_len=start,
+        destination=receiver.destination,
+    )
+
+
+def random_pages(rng: random.Random, pool: Pool, tokens: int) -> IntArray:
+    size = pool.layout.page_size
+    total = pool.buffer.shape[2] // size
+    return np.array(rng.sample(range(total), -(-tokens // size)), dtype=np.int32)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+    """Poll; the time-out only ends a test that hangs."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out waiting for: {what}"
+        time.sleep(0.001)
+
+
+def settled(end: Sender | Receiver) -> TransferState:
+    """Wait until it is DONE or FAILED."""
+    wait_until(lambda: end.poll() is not TransferState.ACTIVE, "the transfer to end")
+    return end.poll()
+
+
+def hand_off(sender: Sender, receiver: Receiver) -> None:
+    """The end of a good transfer."""
+    sender.finish()
+    assert settled(sender) is TransferState.DONE, sender.error
+    receiver.commit(sender.bytes_sent)
+    assert settled(receiver) is TransferState.DONE, receiver.error
+
+
+class Relay:
+    """A wire between two nodes that a test can stop or cut."""
+
+    def __init__(self, port: int, *, pause: float = 0.0) -> None:
+        """``pause``: seconds to wait after each 64 KiB."""
+        self._target = ("127.0.0.1", port)
+        self._pause = pause
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._flows = threading.Event()
+        self._flows.set()
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def address(self) -> dict[str, str]:
+        host, port = self._listener.getsockname()
+        return {"host": host, "port": str(port)}
+
+    def stall(self) -> None:
+        """Nothing passes, nobody is told."""
+        self._flows.clear()
+
+    def resume(self) -> None:
+        self._flows.set()
+
+    def cut(self) -> None:
+        """Reset all connections; new ones are accepted."""
+        pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for sock in pair:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._flows.set()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:
+                    near.close()
+                    continue
+                self.connections += 1
+                self._pairs.append((near, far))
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._flows.wait()
+                sink.sendall(data)
+                time.sleep(self._pause)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)

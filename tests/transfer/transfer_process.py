@@ -1,0 +1,114 @@
+"""A node's transfer side in a process of its own, which a test can kill."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transfer_helpers import make_pool, node_info, reservation
+
+from pd.core.errors import PDError
+from pd.transfer import make_transfer_manager
+
+if TYPE_CHECKING:
+    import signal
+    from multiprocessing.connection import Connection
+
+# Children fork from a server that imported torch once and has no threads.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "pd.transfer.tcp", "pd.transfer.fake"])
+
+SLOTS, PAGE, LAYERS = 4096, 4, 4
+
+
+class NodeProcess:
+    """Calls the methods of :class:`_Node` in another process, one at a time."""
+
+    def __init__(self, backend: str, instance: str, role: str) -> None:
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(
+            target=_serve, args=(theirs, backend, instance, role), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.info = self.call("info")
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        assert self._pipe.poll(30.0), f"no answer to {method}"
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+class _Node:
+    """Rooms are numbered; room n uses all pages in order, and P's pool is random by seed 0."""
+
+    def __init__(self, backend: str, instance: str, role: str) -> None:
+        torch.set_num_threads(1)
+        self.pool = make_pool(SLOTS, PAGE, layers=LAYERS, fill=None if role == "prefill" else -1.0)
+        self.manager = make_transfer_manager(backend, self.pool, instance)
+        self.instance, self.role = instance, role
+        self.ends: dict[int, Any] = {}
+
+    def info(self) -> Any:
+        return node_info(self.instance, self.role, self.manager, self.pool)
+
+    def connect(self, peer: Any) -> None:
+        self.manager.connect(peer)
+
+    def disconnect(self, instance: str) -> None:
+        self.manager.disconnect(instance)
+
+    def receive(self, peer: str, room: int) -> Any:
+        end = self.manager.receiver(peer, room.to_bytes(16), room, _pages(), 0, SLOTS)
+        self.ends[room] = end
+        return reservation(end, room.to_bytes(16), room, 0)
+
+    def send(self, peer: str, asked: Any, layer_start: int, layer_stop: int) -> None:
+        if asked.epoch not in self.ends:
+            self.ends[asked.epoch] = self.manager.sender(peer, asked, _pages(), SLOTS)
+        self.ends[asked.epoch].send(0, SLOTS, layer_start, layer_stop)
+
+    def finish(self, room: int) -> int:
+        self.ends[room].finish()
+        return self.ends[room].bytes_sent
+
+    def commit(self, room: int, num_bytes: int) -> None:
+        self.ends[room].commit(num_bytes)
+
+    def state(self, room: int) -> Any:
+        end = self.ends[room]
+        return end.poll(), str(end.error), end.drained()
+
+    def received(self, room: int) -> int:
+        return self.ends[room].bytes_received
+
+    def checksum(self) -> float:
+        return float(self.pool.buffer.double().sum())
+
+
+def _pages() -> Any:
+    return np.arange(SLOTS // PAGE, dtype=np.int32)
+
+
+def _serve(pipe: Connection, backend: str, instance: str, role: str) -> None:
+    node = _Node(backend, instance, role)
+    while True:
+        method, args = pipe.recv()
+        try:
+            pipe.send(getattr(node, method)(*args))
+        except (PDError, ValueError) as error:
+            pipe.send(error)
