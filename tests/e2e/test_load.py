@@ -1,0 +1,90 @@
+"""Many streams on pools so small that eviction and retraction happen."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoints import reference_generate
+from cluster import Cluster
+
+from pd.core.errors import PDError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+STREAMS = 200
+OUTPUT_TOKENS = 48
+
+
+def mixed_prompts(rng: random.Random, documents: int = 12) -> list[list[int]]:
+    """Questions about shared documents, and some about nothing shared."""
+    shared = [
+        [rng.randrange(256) for _ in range(rng.choice((20, 60, 150, 300)))]
+        for _ in range(documents)
+    ]
+    prompts = []
+    for _ in range(STREAMS):
+        question = [rng.randrange(256) for _ in range(rng.randrange(1, 40))]
+        prompts.append(question if rng.random() < 0.2 else rng.choice(shared) + question)
+    return prompts
+
+
+@pytest.mark.parametrize("deployment", ["split", "unified"])
+@pytest.mark.timeout(400)
+def test_two_hundred_streams_on_small_pools(
+    checkpoint: Callable[[str], Path], seed: int, deployment: str
+) -> None:
+    rng = random.Random(seed)
+    model = checkpoint("qwen3")
+    prompts = mixed_prompts(rng)
+    lengths = [rng.randrange(1, OUTPUT_TOKENS) for _ in prompts]
+    expected = reference_generate(model, prompts, OUTPUT_TOKENS)
+    settings = {"kv_cache_tokens": 1200, "page_size": 8, "chunked_prefill_size": 128}
+    unified = int(deployment == "unified")
+    with Cluster(
+        model,
+        prefill=1 - unified,
+        decode=1 - unified,
+        unified=unified,
+        **settings,
+        decode_settings={"reserved_decode_tokens": 4, "retraction_host_memory": 1 << 20},
+    ) as cluster:
+        nodes = cluster.unified or list(cluster.pair)
+        pending = [
+            cluster.client.generate(prompt, nodes, max_tokens=length)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        cancelled = range(0, STREAMS, 10)
+
+        def cancel() -> None:
+            for index in cancelled:
+                time.sleep(rng.random() / 5)
+                cluster.client.abort(pending[index])
+
+        canceller = threading.Thread(target=cancel)
+        canceller.start()
+        wrong = []
+        for index, request in enumerate(pending):
+            if index in cancelled:
+                continue
+            try:
+                tokens = request.tokens(300)
+            except PDError as error:
+                wrong.append((index, error))
+                continue
+            if tokens != expected[index][: lengths[index]]:
+                wrong.append((index, tokens))
+        canceller.join()
+        cluster.wait_idle(30)
+        metrics = nodes[-1].node.metrics
+        evicted = nodes[0].node.memory.radix.evicted_pages
+        retracted = metrics.retractions._value.get()
+    assert not wrong
+    assert evicted > 0, "the pool was large enough for everything"
+    if deployment == "split":
+        assert retracted > 0, "the decode pool was never short"
