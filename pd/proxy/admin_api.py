@@ -133,7 +133,10 @@ class AdminAPI:
         everything, rid = fields.boolean("abort_all"), fields.string("rid")
         if everything == bool(rid):
             raise InvalidRequestError('either {"rid": "…"} or {"abort_all": true} is needed')
-        return json_response({"aborted": self._dispatcher.abort(rid or None)})
+        count = self._dispatcher.abort(rid or None)
+        if rid and not count:
+            raise NotFoundError(f"no request under way has the rid {rid!r}", param="rid")
+        return json_response({"aborted": count})
 
     async def flush_cache(self, request: Request) -> Response:
         headers = {"Authorization": f"Bearer {self._admin_token}"} if self._admin_token else {}

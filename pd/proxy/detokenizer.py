@@ -72,13 +72,13 @@ class TokenTable:
             known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
 
-    def is_byte(self, token_id: int) -> bool:
-        """Whether this is one of the byte fallback's tokens, ``<0x00>`` to ``<0xFF>``."""
-        token = self.tokenizer.id_to_token(token_id)
-        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+    def piece(self, token_id: int) -> str | None:
+        """The vocabulary's entry; None for an id without one, as padded vocabularies have."""
+        piece: str | None = self.tokenizer.id_to_token(token_id)
+        return piece
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        token = self.tokenizer.id_to_token(token_id)
+        token = self.piece(token_id)
         if token is None:
             return b""
         if self.byte_level:
@@ -132,11 +132,12 @@ class _WindowDetokenizer:
         self._known = 0  # tokens of the window whose text was returned already
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skipped:
+        piece = self._table.piece(token_id)
+        if token_id in self._skipped or piece is None:
             return ""
         self._window.append(token_id)
         if self._table.byte_fallback:
-            return "" if self._table.is_byte(token_id) else self._advance()
+            return "" if _BYTE_TOKEN.fullmatch(piece) else self._advance()
         return self._advance(hold_incomplete=True)
 
     def flush(self) -> str:

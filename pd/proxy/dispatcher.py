@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# How long a finished answer waits for what the prefill node said about the prompt.
+LINGER_SECONDS = 1.0
+
 
 class Dispatcher:
     """Admits, routes, follows and ends generations. Everything runs on the event loop."""
@@ -146,6 +149,8 @@ class Dispatcher:
         for generation in list(worker.active):
             if worker is generation.first and not generation.needs_first:
                 worker.active.pop(generation, None)
+            elif generation.finished:
+                self._settle(generation)
             else:
                 self._fail(generation, NodeFailedError(message))
 
@@ -210,38 +215,62 @@ class Dispatcher:
                 "%s sent choice %d of %d", worker.url, output.index, len(generation.choices)
             )
             return
-        previous = generation.choices[output.index].last_token_at
+        choice = generation.choices[output.index]
+        previous, ended = choice.last_token_at, choice.finish is not None
         try:
-            choice, added = generation.accept(worker, output)
+            added = generation.accept(worker, output)
         except NodeFailedError as error:
             self._fail(generation, error)
             return
         if added:
             self._metrics.tokens_arrived(generation, added, previous)
+        if choice.finish is not None and not ended:
+            self._choice_finished(generation, choice)
+        elif added:
+            generation.job.notify(choice, added)
         if generation.prompt_computed:
             self._prompt_done(generation)
-        if added or choice.finish is not None:
-            generation.job.notify(choice, added)
-        if choice.finish is not None:
-            self._choice_finished(generation, choice)
+
+    def _choice_finished(self, generation: Generation, choice: Choice) -> None:
+        assert choice.finish is not None
+        if isinstance(choice.finish.matched, str):
+            # Only the proxy sees stop strings; for the nodes the choice would go on.
+            self._abort_nodes(generation, choice.index, "a stop string was found")
+            self._metrics.aborts.labels("stop_string").inc()
+        generation.unannounced.append(choice)
+        if generation.finished and not generation.prompt_computed:
+            # The decode node was faster than what the first node said long before (two connections
+            # have no common order), and that is still needed for usage and log probabilities.
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, self._settle, generation)
 
     def _prompt_done(self, generation: Generation) -> None:
-        """The first node has done its part; its queue is shorter and its death no matter."""
+        """The first node has done its part: its queue is shorter, its death no matter any more."""
         first = generation.first
         assert first is not None
         first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)
         generation.uncached_tokens = 0
         if not generation.needs_first:
             first.active.pop(generation, None)
+        if generation.finished:
+            self._settle(generation)
+        else:
+            self._announce(generation)
 
-    def _choice_finished(self, generation: Generation, choice: Choice) -> None:
-        if choice.finish is not None and isinstance(choice.finish.matched, str):
-            # Only the proxy sees stop strings; for the nodes the choice would go on.
-            self._abort_nodes(generation, choice.index, "a stop string was found")
-            self._metrics.aborts.labels("stop_string").inc()
-        if all(c.finish is not None for c in generation.choices):
-            self._remember(generation)
-            self._close(generation)
+    def _announce(self, generation: Generation) -> None:
+        for choice in generation.unannounced:
+            generation.job.notify(choice, 0)
+        generation.unannounced.clear()
+
+    def _settle(self, generation: Generation) -> None:
+        """All choices have ended and the first node has said what it knows, or never will."""
+        if generation.done:
+            return
+        if (missing := generation.missing_prompt_logprobs) is not None:
+            self._fail(generation, NodeFailedError(missing))
+            return
+        self._remember(generation)
+        self._close(generation)
+        self._announce(generation)
 
     def _remember(self, generation: Generation) -> None:
         """Tell the policy where the conversation's KV is now."""
@@ -262,6 +291,7 @@ class Dispatcher:
             return
         self._abort_nodes(generation, None, error.message)
         self._close(generation)
+        self._announce(generation)
         generation.job.fail(generation, error)
 
     def _close(self, generation: Generation) -> None:

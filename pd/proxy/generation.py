@@ -69,6 +69,7 @@ class Choice:
     """One of the ``n`` answers to a prompt.
 
     Attributes:
+        end_taken: its end was taken, so nothing new will come.
         text_ends: length of the text after each token (for ``text_offset``).
     """
 
@@ -77,6 +78,7 @@ class Choice:
         self.generation = generation
         self.index = index
         self.finish: FinishReason | None = None
+        self.end_taken = False
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text_ends: list[int] = []
@@ -123,6 +125,7 @@ class Choice:
         )
         self._taken_pieces = len(self._pieces)
         self._taken_tokens = len(self.output_ids)
+        self.end_taken = self.finish is not None
         return delta
 
     def end(self, reason: FinishReason) -> None:
@@ -173,6 +176,7 @@ class Generation:
         first: the node that computes the prompt (prefill or unified).
         decode: the node that generates the rest, if another one.
         first_token_at: when the first token of any choice came, on the monotonic clock.
+        unannounced: choices whose end the job does not know yet.
         uncached_tokens: prompt tokens counted in ``first.pending_tokens``; 0 once computed.
     """
 
@@ -193,6 +197,7 @@ class Generation:
         self.transferred_bytes = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.uncached_tokens = 0
+        self.unannounced: list[Choice] = []
         self._first_spoke: set[int] = set()
         self._decode_spoke = False
         self._stages: dict[str, Stages] = {}
@@ -212,11 +217,27 @@ class Generation:
         return self.decode is None or not (self.prompt_computed and self._decode_spoke)
 
     @property
+    def finished(self) -> bool:
+        """Whether all choices have ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    @property
+    def missing_prompt_logprobs(self) -> str | None:
+        """What is wrong with the prompt's log probabilities, if they were asked for."""
+        start = self.spec.params.prompt_logprobs_start
+        if start is None:
+            return None
+        wanted, have = len(self.spec.token_ids) - start, len(self.prompt_logprobs)
+        if have == wanted:
+            return None
+        return f"the prefill node sent log probabilities of {have} prompt tokens, not {wanted}"
+
+    @property
     def completion_tokens(self) -> int:
         return 0 if self.spec.discard_output else sum(len(c.output_ids) for c in self.choices)
 
-    def accept(self, worker: Worker, output: Output) -> tuple[Choice, int]:
-        """Take one output of one of its nodes; returns the choice and its new tokens.
+    def accept(self, worker: Worker, output: Output) -> int:
+        """Take one output of one of its nodes; returns the number of new tokens.
 
         Raises NodeFailedError if the output makes no sense here.
         """
@@ -234,14 +255,14 @@ class Generation:
         if output.stages is not None:
             self._stages["first" if from_first else "decode"] = output.stages
         if choice.finish is not None:
-            return choice, 0
+            return 0
         first_may_come = not from_first and output.index not in self._first_spoke
         added = choice.accept(output, first_may_come=first_may_come)
         if added:
             choice.last_token_at = time.monotonic()
             if self.first_token_at is None:
                 self.first_token_at = choice.last_token_at
-        return choice, added
+        return added
 
     def stages(self) -> dict[str, float]:
         """Seconds per stage, as the nodes report them; each is the word of whom it happened on."""

@@ -62,7 +62,8 @@ class Job:
 
     def notify(self, choice: Choice, new_tokens: int) -> None:
         """A choice gained tokens or ended."""
-        self._news[choice] = None
+        if not choice.end_taken:
+            self._news[choice] = None
         top = choice.generation.spec.params.top_logprobs
         self._unread_tokens += new_tokens
         self._unread_bytes += new_tokens * _TOKEN_BYTES * (1 + top)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pd.proxy.channel import Sockets
 
 log = logging.getLogger(__name__)
+# It reports every request, and each node is polled every second.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 POLL_INTERVAL = 1.0
 POLL_TIMEOUT = 2.0

@@ -210,7 +210,8 @@ class Router:
 
     def models(self) -> list[str]:
         """Served models, in the order in which nodes were named."""
-        return list(dict.fromkeys(w.info.model for w in self._workers if w.info))
+        firsts = [w.info for w in self._workers if w.info and w.role != "decode"]
+        return list(dict.fromkeys(info.model for info in firsts))
 
     def limits(self, model: str | None) -> Limits:
         """What can be served of a model (None: of the first), by nodes that are there or were.
@@ -226,8 +227,6 @@ class Router:
             )
         name = model or models[0]
         found = [limits for w in self._workers for limits in self._limits_of(w, name)]
-        if not found:
-            raise UnavailableError(f"no pair of nodes for model {name!r} is there")
         return max(found, key=lambda limits: (limits.context_length, limits.pool_tokens))
 
     def route(self, model: str, prompt: Prompt, *, needs_decode: bool) -> Route:

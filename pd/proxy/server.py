@@ -39,6 +39,8 @@ DEFAULT_MAX_QUEUE = 4096
 # So long the ready line waits for nodes that are already up; without them it comes then.
 READY_GRACE_SECONDS = 3.0
 BACKLOG = 2048
+# Longer than common clients and balancers keep theirs, so that it is not us who cut a reused one.
+KEEP_ALIVE_SECONDS = 75
 # Kernel memory per client, so that one that does not read is noticed instead of buffered for.
 SEND_BUFFER_BYTES = 256 << 10
 # A client that acknowledges nothing for so long is gone.
@@ -131,6 +133,7 @@ class Proxy:
                 log_config=None,
                 access_log=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
             )
         )

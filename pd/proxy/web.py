@@ -162,16 +162,17 @@ class JobResponse(Response):
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while job.error is None:
-            done = job.done
+        while True:
             parts = [_event(e) for choice in news for e in renderer.events(choice, choice.take())]
-            if done:
+            done = job.done
+            if job.error is not None:
+                parts.append(_event(error_body(job.error)))
+            elif done:
                 parts += [_event(event) for event in renderer.last_events()] + [DONE]
-                await self._write(send, b"".join(parts), more=False)
+            await self._write(send, b"".join(parts), more=not done)
+            if done:
                 return
-            await self._write(send, b"".join(parts), more=True)
             news = await job.news()
-        await self._write(send, _event(error_body(job.error)), more=False)
 
     async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
         # `send` waits only if the client has not read what it was sent before.

@@ -1,4 +1,4 @@
-"""A scripted node: real sockets and the real message protocol, but its tokens come from the test."""
+"""A scripted node: real sockets, the real message protocol, tokens that come from the test."""
 
 from __future__ import annotations
 
