@@ -128,6 +128,7 @@ class RadixCache:
         """Cache ``pages`` (int32 ``[n]``) as holding ``tokens`` (int32 ``[n * page_size]``).
 
         Counts as use of the whole key. See `InsertResult` for who owns which page afterwards.
+        The cache keeps the array ``pages`` itself: do not write to it afterwards.
         Raises ValueError unless the tokens fill the pages exactly, TypeError unless both are
         int32 arrays.
         """
@@ -149,8 +150,7 @@ class RadixCache:
         existing = matched // self._page_bytes
         if existing < len(pages):
             parent = path[-1] if path else self._root
-            # A copy: the cache must not keep alive, or see changes of, a caller's larger array.
-            path.append(self._add_leaf(parent, namespace, data[matched:], pages[existing:].copy()))
+            path.append(self._add_leaf(parent, namespace, data[matched:], _kept(pages[existing:])))
             path[-1].priority = priority
         if not path:
             return InsertResult(0, self._root, _NO_PAGES)
@@ -341,6 +341,14 @@ def _require_int32(name: str, array: IntArray) -> None:
         raise TypeError(f"{name} must be a 1-D int32 array, not {type(array).__name__}")
     if array.dtype != _INT32 or array.ndim != 1:
         raise TypeError(f"{name} must be a 1-D int32 array, not {array.ndim}-D {array.dtype}")
+
+
+def _kept(pages: IntArray) -> IntArray:
+    """The array, or a copy where it would keep alive more than twice its own memory."""
+    base = pages.base
+    if isinstance(base, np.ndarray) and base.size > 2 * pages.size:
+        return pages.copy()
+    return pages
 
 
 def _pages_of(path: Sequence[Node]) -> IntArray:

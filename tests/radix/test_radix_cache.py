@@ -129,12 +129,18 @@ class TestInsert:
         result = cache_with("a").insert(key(""), as_array([]))
         assert (result.existing_pages, len(result.pages)) == (0, 0)
 
-    def test_copies_what_it_keeps(self) -> None:
+    def test_copies_the_tokens(self) -> None:
         cache = RadixCache(PAGE)
-        tokens, pages = key("ab"), as_array([3, 4])
-        cache.insert(tokens, pages)
-        tokens[:], pages[:] = 0, 0
+        tokens = key("ab")
+        cache.insert(tokens, as_array([3, 4]))
+        tokens[:] = 0
         assert cache.match(key("ab")).pages.tolist() == [3, 4]
+
+    def test_keeps_no_large_array_of_pages_alive_for_a_small_part_of_it(self) -> None:
+        cache = RadixCache(PAGE)
+        table = as_array(list(range(100)))
+        cache.insert(key("ab"), table[3:5])
+        assert cache.match(key("ab")).pages.base is not table
 
     @pytest.mark.parametrize("num_tokens", [2 * PAGE - 1, 2 * PAGE + 1, 0])
     def test_refuses_tokens_that_do_not_fill_the_pages(self, num_tokens: int) -> None:
