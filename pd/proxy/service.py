@@ -126,20 +126,20 @@ def read_prompts(fields: Fields, field: str) -> tuple[list[str | list[int]], boo
         raise fields.wrong(field, kinds)
     if not value:
         raise InvalidRequestError(f"{field} is empty; send at least one token", param=field)
-    if _are_ids(value):
+    if _is_ids(value):
         return [value], False
-    if all(type(item) is str for item in value):
+    if all(type(item) is str for item in value) or all(_is_ids(item) for item in value):
         return value, True
-    for item in value:
-        if type(item) is not list or not _are_ids(item):
-            raise InvalidRequestError(
-                f"{field} must be {kinds}, but it contains {show(item)}", param=field
-            )
-    return value, True
+    # The first item says what the list was meant to be, so name what does not go with it.
+    if type(value[0]) is list:
+        odd = next(item for item in value if not _is_ids(item))
+    else:
+        odd = next((item for item in value if type(item) is not type(value[0])), value[0])
+    raise InvalidRequestError(f"{field} must be {kinds}, but it contains {show(odd)}", param=field)
 
 
-def _are_ids(value: list[Any]) -> bool:
-    return all(type(item) is int for item in value)
+def _is_ids(value: Any) -> bool:
+    return type(value) is list and all(type(item) is int for item in value)
 
 
 def read_rid(fields: Fields, request: Request, prefix: str) -> str:

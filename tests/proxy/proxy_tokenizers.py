@@ -28,7 +28,7 @@ def byte_level(*, with_bos: bool = False) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken("<tool call>", special=False), "｜漢｜"])
+    tokenizer.add_tokens([AddedToken("<tool call>", special=False), "\uff5c漢\uff5c"])
     if with_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 0)]

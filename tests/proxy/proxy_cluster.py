@@ -1,0 +1,58 @@
+"""Fake nodes, proxies on them and clients of these; all end with the test."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from fake_node import FakeNode
+
+from pd.proxy.server import ProxyConfig, ProxyThread
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+
+class Cluster:
+    """Makes nodes, proxies and clients, and ends them."""
+
+    def __init__(self, stack: ExitStack, model_dir: str) -> None:
+        self._stack = stack
+        self.model_dir = model_dir
+        self.prefill: list[FakeNode] = []
+        self.decode: list[FakeNode] = []
+        self.unified: list[FakeNode] = []
+
+    def node(self, role: str, *args: Any, **options: Any) -> FakeNode:
+        node = FakeNode(role, *args, **options)
+        getattr(self, role).append(node)
+        self._stack.callback(node.kill)
+        return node
+
+    def pair(self, *args: Any, **options: Any) -> tuple[FakeNode, FakeNode]:
+        return self.node("prefill", *args, **options), self.node("decode", *args, **options)
+
+    def proxy(self, *, wait_ready: float = 10.0, text: bool = True, **options: Any) -> ProxyThread:
+        """A proxy on all nodes made so far."""
+        options.setdefault("tokenizer", self.model_dir if text else None)
+        for role in ("prefill", "decode", "unified"):
+            options.setdefault(role, [node.url for node in getattr(self, role)])
+        thread = ProxyThread(ProxyConfig(port=0, **options))
+        self._stack.callback(thread.stop)
+        return thread.start(wait_ready)
+
+    def client(self, proxy: ProxyThread | None = None, **options: Any) -> httpx.Client:
+        """An HTTP client of a proxy (of a new one)."""
+        proxy = proxy or self.proxy(**options)
+        return self._stack.enter_context(httpx.Client(base_url=proxy.url, timeout=20))
+
+
+def read_events(response: httpx.Response) -> list[Any]:
+    """The events of a stream; its end (``[DONE]``) is the string ``DONE``."""
+    events: list[Any] = []
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            events.append("DONE" if data == "[DONE]" else json.loads(data))
+    return events

@@ -1,0 +1,356 @@
+"""Every refusal of the contract: status, shape, and a message that names what was wrong."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from proxy_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(model_dir: str) -> Iterator[httpx.Client]:
+    with ExitStack() as stack:
+        cluster = Cluster(stack, model_dir)
+        for node in cluster.pair():
+            node.overrides["pages"] = {"total": 40}  # a pool of 160 tokens, a context of 200
+        client = cluster.client()
+        yield client
+        seen = [node.generates for node in cluster.prefill + cluster.decode]
+        assert seen == [[], []], "a node saw a request that should have been refused"
+
+
+@pytest.fixture(scope="module")
+def token_client(model_dir: str) -> Iterator[httpx.Client]:
+    """A proxy without a tokenizer."""
+    with ExitStack() as stack:
+        cluster = Cluster(stack, model_dir)
+        cluster.pair()
+        yield cluster.client(text=False)
+
+
+def check(response: httpx.Response, status: int, says: str, param: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"], error
+    assert isinstance(error["type"], str)
+    assert isinstance(error["code"], str)
+    if param is not None:
+        assert error["param"] == param
+
+
+def completion(**fields: Any) -> tuple[str, Any]:
+    return COMPLETIONS, {"prompt": [5, 6]} | fields
+
+
+def chat(**fields: Any) -> tuple[str, Any]:
+    return CHAT, {"messages": HELLO} | fields
+
+
+def generate(sampling: Any = None, **fields: Any) -> tuple[str, Any]:
+    body: dict[str, Any] = {} if {"text", "input_ids"} & fields.keys() else {"input_ids": [5, 6]}
+    if sampling is not None:
+        body["sampling_params"] = sampling
+    return GENERATE, body | fields
+
+
+BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
+    # types are never converted
+    (completion(max_tokens="5"), "max_tokens must be an integer, not '5' (a string)", "max_tokens"),
+    (completion(max_tokens=True), "not True (a boolean)", "max_tokens"),
+    (completion(max_tokens=5.0), "not 5.0 (a number)", "max_tokens"),
+    (completion(temperature="hot"), "'hot'", "temperature"),
+    (completion(temperature=False), "False", "temperature"),
+    (completion(stream=1), "stream must be a boolean", "stream"),
+    (completion(stream="true"), "stream must be a boolean", "stream"),
+    (completion(model=5), "model must be a string", "model"),
+    (completion(seed=1.5), "seed must be an integer", "seed"),
+    (completion(logit_bias=[1]), "logit_bias must be an object", "logit_bias"),
+    (completion(logit_bias={"x": 1}), "'x'", "logit_bias"),
+    (completion(logit_bias={"5": "1"}), "'1'", None),
+    (completion(stop=5), "stop must be a string or a list of strings", "stop"),
+    (completion(stop=["a", 5]), "stop must be", "stop"),
+    (completion(stop_token_ids="5"), "a list of integers", "stop_token_ids"),
+    (completion(ignore_eos=0), "a boolean", "ignore_eos"),
+    (completion(user=5, cache_salt=5), "cache_salt must be a string", "cache_salt"),
+    (completion(priority="high"), "'high'", "priority"),
+    (completion(timeout="1"), "timeout must be a finite number", "timeout"),
+    (completion(stream=True, stream_options=True), "an object", "stream_options"),
+    (chat(logprobs=1), "logprobs must be a boolean", "logprobs"),
+    (chat(top_logprobs="2", logprobs=True), "top_logprobs must be an integer", "top_logprobs"),
+    (generate({"temperature": "1"}), "sampling_params.temperature", "sampling_params.temperature"),
+    (generate([1]), "sampling_params must be an object", "sampling_params"),
+    # ranges
+    (completion(max_tokens=0), "at least 1", "max_tokens"),
+    (completion(max_tokens=-1), "-1", "max_tokens"),
+    (completion(min_tokens=17), "min_tokens must be between 0 and 16, not 17", "min_tokens"),
+    (completion(temperature=-0.1), "-0.1", "temperature"),
+    (completion(temperature=1e9), "1000000000.0", "temperature"),
+    (completion(top_p=0), "top_p must be above 0", "top_p"),
+    (completion(top_p=1.1), "1.1", "top_p"),
+    (completion(top_k=-2), "-2", "top_k"),
+    (completion(min_p=2), "min_p", "min_p"),
+    (completion(presence_penalty=3), "presence_penalty", "presence_penalty"),
+    (completion(frequency_penalty=-3), "frequency_penalty", "frequency_penalty"),
+    (completion(repetition_penalty=0), "repetition_penalty", "repetition_penalty"),
+    (completion(seed=-1), "seed", "seed"),
+    (completion(seed=1 << 70), "64 bits", "seed"),
+    (completion(n=0), "n must be between 1 and 64", "n"),
+    (completion(n=65), "n must be between 1 and 64", "n"),
+    (completion(logprobs=21), "logprobs must be between 0 and 20, not 21", "logprobs"),
+    (completion(logprobs=-1), "-1", "logprobs"),
+    (completion(logit_bias={"5": 101}), "logit_bias", "logit_bias"),
+    (completion(logit_bias={"1000": 1}), "outside the vocabulary of 1000", "logit_bias"),
+    (completion(stop_token_ids=[1000]), "outside the vocabulary of 1000", "stop_token_ids"),
+    (completion(stop=[""]), "1 to", "stop"),
+    (completion(stop=["x"] * 65), "at most 64", "stop"),
+    (completion(timeout=0), "timeout", "timeout"),
+    (completion(priority=1 << 40), "priority", "priority"),
+    (completion(rid=""), "rid", "rid"),
+    (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs"),
+    (chat(top_logprobs=1), "needs logprobs", "top_logprobs"),
+    (generate(return_logprob=True, logprob_start_len=3), "only 2", "logprob_start_len"),
+    (generate(logprob_start_len=-2), "-2", "logprob_start_len"),
+    (generate(top_logprobs_num=21), "top_logprobs_num", "top_logprobs_num"),
+    (generate({"max_new_tokens": -1}), "max_new_tokens", "max_new_tokens"),
+    (generate({"min_new_tokens": 200}), "min_new_tokens", "min_new_tokens"),
+    (generate({"sampling_seed": -5}), "sampling_seed", "sampling_params.sampling_seed"),
+    # prompts
+    ((COMPLETIONS, {}), "prompt must be", "prompt"),
+    (completion(prompt=""), "prompt is empty", "prompt"),
+    (completion(prompt=[]), "prompt is empty", "prompt"),
+    (completion(prompt=[[]]), "prompt is empty", "prompt"),
+    (completion(prompt=[5, -1]), "-1", "prompt"),
+    (completion(prompt=[5, 1000]), "token id 1000, outside the vocabulary of 1000", "prompt"),
+    (completion(prompt=[5, "a"]), "'a'", "prompt"),
+    (completion(prompt=[5, True]), "prompt", "prompt"),
+    (completion(prompt=[5, 1.0]), "1.0", "prompt"),
+    (completion(prompt={"a": 1}), "prompt must be", "prompt"),
+    (completion(prompt=5), "prompt must be", "prompt"),
+    (completion(prompt=[7] * 200), "200 tokens; the model's context of 200", "prompt"),
+    (completion(prompt=[7] * 161), "161 tokens; the nodes' KV pools hold 160", "prompt"),
+    (completion(prompt=[7] * 100, max_tokens=101), "exceed the model's context of 200", None),
+    (completion(prompt="hello " * 300), "context of 200", "prompt"),
+    (generate(text="a", input_ids=[5]), "exactly one of text and input_ids", None),
+    ((GENERATE, {}), "exactly one of text and input_ids", None),
+    (generate(text=[5]), "a string or a list of strings", "text"),
+    (generate(input_ids="a"), "a list of token ids", "input_ids"),
+    (generate(input_ids=[[5], []]), "input_ids is empty", "input_ids"),
+    (generate(input_ids=[[5], [6]], rid=["a"]), "a list of 2 strings", "rid"),
+    (generate([{}], input_ids=[[5], [6]]), "a list of 2 objects", "sampling_params"),
+    # messages
+    ((CHAT, {}), "messages must be a list", "messages"),
+    (chat(messages=[]), "at least one message", "messages"),
+    (chat(messages="hello"), "messages must be a list", "messages"),
+    (chat(messages=["hello"]), "messages[0] must be an object", "messages[0]"),
+    (chat(messages=[{"role": "robot", "content": "x"}]), "'robot'", "messages[0].role"),
+    (chat(messages=[{"content": "x"}]), "messages[0].role", "messages[0].role"),
+    (chat(messages=[{"role": "user"}]), "messages[0].content", "messages[0].content"),
+    (chat(messages=[{"role": "user", "content": 5}]), "not 5", "messages[0].content"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        "image_url",
+        "messages[0].content",
+    ),
+    (
+        chat(continue_final_message=True, add_generation_prompt=True),
+        "cannot both be true",
+        "continue_final_message",
+    ),
+    # what would change the result and is not supported is never ignored
+    (completion(best_of=2), "best_of is not supported yet, but is 2", "best_of"),
+    (completion(suffix="x"), "suffix is not supported", "suffix"),
+    (completion(use_beam_search=True), "use_beam_search", "use_beam_search"),
+    (completion(response_format={"type": "json_object"}), "'json_object'", "response_format"),
+    (completion(regex="a+"), "regex is not supported", "regex"),
+    (completion(guided_json={}), "guided_json", "guided_json"),
+    (chat(response_format={"type": "json_schema"}), "json_schema", "response_format"),
+    (chat(tools=[{"type": "function"}]), "tools is not supported", "tools"),
+    (chat(tool_choice="required"), "tool_choice", "tool_choice"),
+    (chat(echo=True), "echo", "echo"),
+    (generate({"regex": "a"}), "regex", "sampling_params.regex"),
+    (generate({"json_schema": "{}"}), "json_schema", "sampling_params.json_schema"),
+    (generate({"ebnf": "root ::= x"}), "ebnf", "sampling_params.ebnf"),
+    (generate(image_data="x"), "image_data", "image_data"),
+]
+
+
+@pytest.mark.parametrize(("request_", "says", "param"), BAD_REQUESTS, ids=str)
+def test_bad_requests_are_refused_by_name(
+    client: httpx.Client, request_: tuple[str, Any], says: str, param: str | None
+) -> None:
+    path, body = request_
+    check(client.post(path, json=body), 400, says, param)
+    streamed = client.post(path, json={"stream": True} | body)
+    assert streamed.status_code == 400
+
+
+def test_stream_options_are_for_streams(client: httpx.Client) -> None:
+    path, body = completion(stream_options={"include_usage": True})
+    check(client.post(path, json=body), 400, "only for streams", "stream_options")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/tokenize", "/abort_request"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nonsense", b"\xff\xfe", b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}',
+     b'{"a": "\\ud800"}', b"[" * 100_000],
+)  # fmt: skip
+def test_what_is_no_json_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
+    check(client.post(path, content=body), 400, "not valid JSON")
+
+
+@pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"x"'])
+def test_a_body_is_an_object(client: httpx.Client, body: bytes) -> None:
+    check(client.post(GENERATE, content=body), 400, "must be a JSON object")
+
+
+def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd.proxy.web.MAX_BODY_BYTES", 1000)
+    check(client.post(GENERATE, content=b" " * 5000), 400, "5000 bytes; at most 1000")
+
+
+def test_broken_http_is_answered_in_the_same_shape(client: httpx.Client) -> None:
+    import json
+    import socket
+
+    url = client.base_url
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(b"\x00nonsense\r\n\r\n")
+        answer = connection.makefile("rb").read()
+    head, body = answer.split(b"\r\n\r\n")
+    assert b"400" in head.splitlines()[0]
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("POST", "/v1/nothing", 404),
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", "/health", 405),
+        ("DELETE", "/workers/nobody", 404),
+        ("GET", "/v1/models/nothing", 404),
+    ],
+)
+def test_unknown_paths_and_methods(
+    client: httpx.Client, method: str, path: str, status: int
+) -> None:
+    check(client.request(method, path), status, "")
+
+
+@pytest.mark.parametrize("request_", [completion(model="gpt"), chat(model="gpt")])
+def test_an_unknown_model_is_404(client: httpx.Client, request_: tuple[str, Any]) -> None:
+    check(client.post(request_[0], json=request_[1]), 404, "'gpt'; served: fake", "model")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/workers", {}, "role"),
+        ("/workers", {"role": "queen", "url": "http://x"}, "'queen'"),
+        ("/workers", {"role": "prefill", "url": "x:1"}, "http://host:port"),
+        ("/abort_request", {}, "abort_all"),
+        ("/abort_request", {"rid": "a", "abort_all": True}, "either"),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "a list of integers"),
+        ("/detokenize", {"tokens": [-1]}, "-1"),
+    ],
+)
+def test_administration_refuses_nonsense(
+    client: httpx.Client, path: str, body: Any, says: str
+) -> None:
+    check(client.post(path, json=body), 400, says)
+
+
+def test_aborting_an_unknown_request_is_404(client: httpx.Client) -> None:
+    check(client.post("/abort_request", json={"rid": "nobody"}), 404, "'nobody'", "rid")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "hello"}),
+        (COMPLETIONS, {"prompt": [5], "stop": "x"}),
+        (CHAT, {"messages": HELLO}),
+        (GENERATE, {"text": "hello"}),
+        (GENERATE, {"input_ids": [5], "sampling_params": {"stop": ["x"]}}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_text_without_a_tokenizer_says_what_to_do(
+    token_client: httpx.Client, path: str, body: Any
+) -> None:
+    check(token_client.post(path, json=body), 400, "--tokenizer")
+
+
+def test_token_ids_need_no_tokenizer(token_client: httpx.Client) -> None:
+    body = token_client.post(GENERATE, json={"input_ids": [5]}).json()
+    assert len(body["output_ids"]) == 128
+    assert body["text"] == ""
+    asked = {"prompt": [5], "return_token_ids": True}
+    (choice,) = token_client.post(COMPLETIONS, json=asked).json()["choices"]
+    assert (choice["text"], len(choice["token_ids"])) == ("", 16)
+
+
+def test_without_nodes_it_is_503_and_says_when_to_retry(cluster: Cluster) -> None:
+    client = cluster.client(wait_ready=0, prefill=["http://127.0.0.1:9"])
+    for path, body in (completion(), chat(), generate()):
+        response = client.post(path, json=body)
+        check(response, 503, "node")
+        assert int(response.headers["Retry-After"]) >= 1
+    response = client.get("/readiness")
+    check(response, 503, "http://127.0.0.1:9")
+    assert "Retry-After" in response.headers
+    assert client.get("/health").status_code == 200
+    assert client.get("/v1/models").json()["data"] == []
+
+
+def test_a_prefill_node_alone_serves_single_tokens_only(cluster: Cluster) -> None:
+    cluster.node("prefill")
+    proxy = cluster.proxy(wait_ready=0)
+    client = cluster.client(proxy)
+    from fake_node import wait_until
+
+    wait_until(lambda: client.get("/workers").json()["workers"][0]["ready"])
+    assert client.get("/readiness").status_code == 503
+    check(client.post(GENERATE, json={"input_ids": [5]}), 503, "no node")
+    one = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    assert client.post(GENERATE, json=one).json()["output_ids"] == [10]
+
+
+def test_the_api_key_guards_everything_but_health(cluster: Cluster) -> None:
+    cluster.pair()
+    client = cluster.client(api_key="s3cret")
+    for path in ("/health", "/readiness", "/metrics"):
+        assert client.get(path).status_code == 200
+    wrong: list[dict[str, str]] = [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "s3cret"},
+        {"Authorization": "Basic s3cret"},
+    ]
+    for headers in wrong:
+        for method, path in (("GET", "/workers"), ("POST", GENERATE), ("GET", "/nothing")):
+            response = client.request(method, path, headers=headers)
+            check(response, 401, "API key")
+            assert "s3cret" not in response.text
+    right = {"Authorization": "Bearer s3cret"}
+    assert client.get("/workers", headers=right).status_code == 200
+    assert client.post(GENERATE, json={"input_ids": [5]}, headers=right).status_code == 200
