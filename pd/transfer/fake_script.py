@@ -53,16 +53,18 @@ from pd.core.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-_Time = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
-_Seconds: TypeAlias = _Time | tuple[_Time, _Time]
-_Ordinal = Annotated[int, msgspec.Meta(ge=1)]
+MAX_SECONDS = 3600.0
+_Time = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
+# Checked by hand: msgspec 0.22 reads beyond its type table when a union holds both a constrained
+# number and an array.
+_Seconds: TypeAlias = float | list[float]
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", kw_only=True):
     """What every rule may select by."""
 
-    rooms: _Ordinal | list[_Ordinal] | None = None
+    rooms: int | list[int] | None = None
     probability: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     peer: str = "*"
 
@@ -199,7 +201,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _pick(seconds: _Seconds, draw: random.Random) -> float:
-    return draw.uniform(*seconds) if isinstance(seconds, tuple) else seconds
+    return draw.uniform(*seconds) if isinstance(seconds, list) else seconds
 
 
 def load_script(path: Path) -> Script:
@@ -216,21 +218,29 @@ def load_script(path: Path) -> Script:
     except msgspec.ValidationError as error:
         raise UsageError(f"the fake script {path} is wrong: {error}") from error
     for place, rule in enumerate(script.rules):
-        _check_order(path, place, rule)
+        wrong = _complaint(rule)
+        if wrong:
+            raise UsageError(f"the fake script {path} is wrong: {wrong} - at `$.rules[{place}]`")
     return script
 
 
-def _check_order(path: Path, place: int, rule: AnyRule) -> None:
-    wrong = ""
+def _complaint(rule: AnyRule) -> str:
+    """What types alone do not say about a rule."""
     seconds = getattr(rule, "seconds", 0.0)
-    if isinstance(seconds, tuple) and seconds[0] > seconds[1]:
-        wrong = f"`seconds` must be [least, most], not {list(seconds)}"
+    bounds = seconds if isinstance(seconds, list) else [seconds, seconds]
+    if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] <= MAX_SECONDS:
+        return (
+            f"`seconds` must be a number or [least, most] between 0 and {MAX_SECONDS:g}, "
+            f"not {seconds}"
+        )
+    rooms = rule.rooms if isinstance(rule.rooms, list) else [rule.rooms]
+    if any(room is not None and room < 1 for room in rooms):
+        return f"`rooms` are numbered from 1, not {rule.rooms}"
     if isinstance(rule, LinkDown) and rule.start >= rule.stop:
-        wrong = f"`from` ({rule.start:g}) must be before `to` ({rule.stop:g})"
+        return f"`from` ({rule.start:g}) must be before `to` ({rule.stop:g})"
     if isinstance(rule, DelayReservation) and rule.peer != "*":
-        wrong = "`delay_reservation` cannot select by `peer`"
-    if wrong:
-        raise UsageError(f"the fake script {path} is wrong: {wrong} - at `$.rules[{place}]`")
+        return "`delay_reservation` cannot select by `peer`"
+    return ""
 
 
 class RoomCounter:
