@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
-from typing import TYPE_CHECKING, Any
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
 
 # Nothing here may look for models on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,9 +19,8 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 # Test processes share few cores; threads that wait for each other spin.
 torch.set_num_threads(1)
 
@@ -96,6 +99,14 @@ def make_checkpoint(architecture: str, directory: Path, *, seed: int = 0, **over
     model.save_pretrained(directory, max_shard_size=shard_size)
     write_tokenizer(directory)
     return directory
+
+
+@functools.cache
+def shared_checkpoint(architecture: str) -> Path:
+    """The checkpoint of :func:`make_checkpoint` without overrides, made once per process."""
+    directory = Path(tempfile.mkdtemp(prefix=f"pd-{architecture}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return make_checkpoint(architecture, directory)
 
 
 @torch.no_grad()

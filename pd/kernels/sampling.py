@@ -6,12 +6,13 @@ Everything acts on each row by itself, so that a row's token does not depend on 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 _MASK = (1 << 32) - 1
 # The multipliers of the 32-bit mixer "lowbias32" (C. Wellons, hash-prospector, 2018), of which two
 # rounds are applied, and the golden ratio, which spreads consecutive token ids.
 _MIX_A, _MIX_B, _SPREAD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
-# Likeliest tokens tried first for top-p before a full sort.
+# Likeliest tokens that top-p tries first; where they are not enough, 16 times as many, and so on.
 _CANDIDATES = 256
 
 
@@ -23,7 +24,7 @@ def _signed(value: int) -> int:
 def noise_keys(seed: int, position: int) -> tuple[int, int]:
     """Two int32 keys of one position of one seed, mixed by splitmix64 (Steele et al., 2014)."""
     mask = (1 << 64) - 1
-    z = (seed ^ (position * 0xD1342543DE82EF95)) + 0x9E3779B97F4A7C15 & mask
+    z = ((seed ^ (position * 0xD1342543DE82EF95)) + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     z ^= z >> 31
@@ -57,17 +58,18 @@ def random_bits(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise; ``argmax(logits + noise)`` samples softmax(logits).
 
-    The hash's 32 bits make a uniform u in (0, 1), rounded to float32, and ``-log(-log1p(-u))`` is
+    31 bits of the hash make a uniform u in (0, 1), rounded to float32, and ``-log(-log1p(-u))`` is
     Gumbel. Small u, whose rounding is finest, give the large values, so that even a token of
-    probability 1e-9 is drawn as often as it should be. Values lie in [-2.9, 22.9]: never infinite.
+    probability 1e-8 is drawn as often as it should be. Values lie in [-2.9, 22.2]: never infinite.
+
+    Args:
+        keys: int32 ``[rows, 2]`` from :func:`noise_keys`.
 
     Returns:
         float32 ``[rows, vocab_size]``.
     """
-    bits = random_bits(keys, vocab_size)
-    # int32 r + 2^31 + 1/2 is the unsigned value plus 1/2; adding in float64 keeps it exact.
-    u = (bits.to(torch.float64) + (2**31 + 0.5)).mul_(2.0**-32).to(torch.float32)
-    u.clamp_(max=1.0 - 2.0**-24)
+    bits = random_bits(keys, vocab_size) & 0x7FFFFFFF
+    u = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -81,36 +83,45 @@ def filter_threshold(
 
     Args:
         logits: float32 ``[rows, vocab_size]``, already divided by the temperature.
-        top_k: int64 ``[rows]``; ``vocab_size`` keeps all.
+        top_k: int64 ``[rows]``, at least 1; ``vocab_size`` keeps all.
         top_p: float32 ``[rows]``; 1 or more keeps all.
 
     Returns:
         float32 ``[rows, 1]``.
     """
     vocab_size = logits.shape[1]
-    partial = torch.where(top_k < vocab_size, top_k, _CANDIDATES)
-    width = min(vocab_size, max(_CANDIDATES, int(partial.max())))
-    threshold, complete = _threshold(logits, top_k, top_p, width)
-    if width < vocab_size and not bool(complete.all()):
-        rows = torch.nonzero(~complete).flatten()
-        full, _ = _threshold(logits[rows], top_k[rows], top_p[rows], vocab_size)
-        threshold[rows] = full
+    limits = torch.where(top_k < vocab_size, top_k, 0)
+    width = min(vocab_size, max(_CANDIDATES, int(limits.max())))
+    threshold, is_final = _threshold(logits, top_k, top_p, width)
+    while not bool(is_final.all()):
+        width = min(vocab_size, 16 * width)
+        rows = torch.nonzero(~is_final).flatten()
+        threshold[rows], is_final[rows] = _threshold(logits[rows], top_k[rows], top_p[rows], width)
     return threshold
 
 
 def _threshold(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds from each row's ``width`` likeliest tokens, and whether these were enough."""
+    """Thresholds from each row's ``width`` likeliest tokens, and whether these were enough.
+
+    Masses are running sums from the likeliest down, so that they do not depend on ``width``.
+    """
+    vocab_size = logits.shape[1]
     values = logits.topk(width, dim=-1).values
-    rank = torch.arange(width, device=logits.device)
-    in_top_k = rank < top_k[:, None]
-    limited = (top_k < logits.shape[1])[:, None]
-    kept = values.masked_fill(~in_top_k, float("-inf"))
-    total = torch.where(limited, kept.logsumexp(-1, True), logits.logsumexp(-1, True))
-    before = torch.softmax(kept, -1).mul_((kept.logsumexp(-1, True) - total).exp_())
-    mass = before.cumsum(-1)
-    keep = in_top_k & ((mass - before < top_p[:, None]) | (top_p >= 1)[:, None])
-    count = keep.sum(-1, keepdim=True).clamp_(min=1)
-    complete = (count[:, 0] < width) | (top_k <= width) | (width == logits.shape[1])
-    return values.gather(1, count - 1), complete
+    best = values[:, :1]
+    mass = (values - best).exp_().cumsum(-1)
+    total = torch.where(
+        top_k < vocab_size,
+        mass.gather(1, (top_k.clamp(max=width) - 1)[:, None])[:, 0],
+        (logits - best).exp_().sum(-1),
+    )
+    before = functional.pad(mass[:, :-1], (1, 0))
+    limit = torch.where(top_p < 1, top_p * total, float("inf"))
+    in_top_k = torch.arange(width, device=logits.device) < top_k[:, None]
+    count = (in_top_k & (before < limit[:, None])).sum(-1).clamp_(min=1)
+    is_final = (count < width) | (top_k <= width) | (width == vocab_size)
+    # A row that only keeps everything needs no sorting to find its smallest logit.
+    keeps_all = (top_k >= vocab_size) & (top_p >= 1)
+    threshold = values.gather(1, count[:, None] - 1)
+    return threshold.masked_fill_(keeps_all[:, None], float("-inf")), is_final | keeps_all

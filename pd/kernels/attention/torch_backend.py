@@ -193,6 +193,7 @@ class TorchAttention(AttentionBackend):
         width = max(c.start + QUERY_BLOCK * n for c, n in zip(chunks, blocks, strict=True))
         if self._causal is not None and self._causal.shape[1] >= width:
             return self._causal
+        width = -(-width // 4096) * 4096
         mask = torch.full(
             (QUERY_BLOCK, width), float("-inf"), dtype=self._dtype, device=self._device
         )

@@ -1,0 +1,302 @@
+"""What is read from ``config.json``, in both spellings, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd.core.errors import UnsupportedModelError, UsageError
+from pd.models.config import ModelConfig, RopeConfig, find_checkpoint
+from tests.checkpoints import ARCHITECTURES, shared_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Llama-3.1-8B's and Qwen3-30B-A3B's config.json as transformers 4 wrote them, abridged.
+LLAMA_V4: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3_MOE_V4: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+
+
+def small(model_type: str, **settings: Any) -> dict[str, Any]:
+    if model_type == "qwen3_moe":
+        settings = {"moe_intermediate_size": 48, **settings}
+    if model_type == "mistral":
+        settings = {"sliding_window": None, **settings}
+    return {"model_type": model_type, **SMALL, **settings}
+
+
+class TestSpellings:
+    def test_version_4_of_llama(self) -> None:
+        config = ModelConfig.from_dict(LLAMA_V4)
+        assert config.rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+        assert config.dtype == "bfloat16"
+        assert (config.head_dim, config.num_kv_heads) == (128, 8)
+        assert config.eos_token_ids == (128001, 128008, 128009)
+
+    def test_version_5_says_the_same(self) -> None:
+        version_5 = dict(LLAMA_V4)
+        theta, scaling = version_5.pop("rope_theta"), version_5.pop("rope_scaling")
+        version_5["rope_parameters"] = {"rope_theta": theta, **scaling}
+        version_5["dtype"] = version_5.pop("torch_dtype")
+        assert ModelConfig.from_dict(version_5) == ModelConfig.from_dict(LLAMA_V4)
+
+    def test_version_4_of_qwen3_moe(self) -> None:
+        config = ModelConfig.from_dict(QWEN3_MOE_V4)
+        assert (config.num_experts, config.num_experts_per_tok) == (128, 8)
+        assert config.intermediate_size == 768
+        assert config.qk_norm and config.norm_topk_prob
+
+    def test_version_5_renames_the_number_of_experts(self) -> None:
+        version_5 = {**QWEN3_MOE_V4, "num_local_experts": 128}
+        del version_5["num_experts"]
+        assert ModelConfig.from_dict(version_5) == ModelConfig.from_dict(QWEN3_MOE_V4)
+
+    def test_old_name_of_the_rope_type(self) -> None:
+        raw = small("llama", rope_scaling={"type": "linear", "factor": 2.0})
+        assert ModelConfig.from_dict(raw).rope == RopeConfig(10000.0, "linear", 2.0)
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_what_transformers_writes_is_read(self, architecture: str) -> None:
+        config = ModelConfig.from_pretrained(shared_checkpoint(architecture))
+        assert (config.num_layers, config.vocab_size) == (3, 320)
+        assert config.dtype == "float32"
+
+    @pytest.mark.parametrize(
+        ("model_type", "theta", "eps"), [("llama", 1e4, 1e-6), ("mixtral", 1e6, 1e-5)]
+    )
+    def test_absent_keys_take_transformers_defaults(
+        self, model_type: str, theta: float, eps: float
+    ) -> None:
+        config = ModelConfig.from_dict(small(model_type))
+        assert (config.rope.theta, config.rms_norm_eps) == (theta, eps)
+        assert config.head_dim == 16
+        assert not config.tie_word_embeddings
+
+    def test_null_kv_heads_means_as_many_as_heads(self) -> None:
+        assert ModelConfig.from_dict(small("llama", num_key_value_heads=None)).num_kv_heads == 4
+
+    def test_biases_follow_the_architecture(self) -> None:
+        qwen2 = ModelConfig.from_dict(small("qwen2"))
+        assert qwen2.attention_bias and not qwen2.output_bias
+        llama = ModelConfig.from_dict(small("llama", attention_bias=True, mlp_bias=True))
+        assert llama.attention_bias and llama.output_bias and llama.mlp_bias
+        mistral = ModelConfig.from_dict(small("mistral", attention_bias=True))
+        assert not mistral.attention_bias
+
+    def test_end_of_sequence_ids_of_both_files_are_united(self) -> None:
+        config = ModelConfig.from_dict(small("llama", eos_token_id=2), {"eos_token_id": [7, 2, 5]})
+        assert config.eos_token_ids == (2, 5, 7)
+        config = ModelConfig.from_dict(small("llama", eos_token_id=None))
+        assert config.eos_token_ids == ()
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+    ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, "'mrope'"),
+    ("qwen3", {"rope_scaling": {"rope_type": "made-up"}}, "'made-up'"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "0.5"),
+    ("llama", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("mistral", {"sliding_window": 1024}, "sliding_window = 1024"),
+    ("mixtral", {"sliding_window": 4095}, "sliding_window = 4095"),
+    ("llama", {"sliding_window": 512}, "sliding_window = 512"),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, "64"),
+    ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, "64"),
+    ("qwen3_moe", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window = 64"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+    ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    ("llama", {"attention_sinks": True}, "attention_sinks"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
+    ("gpt2", {}, "'gpt2'"),
+]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("model_type", "settings", "named"), REFUSED)
+    def test_one_line_names_setting_and_value(
+        self, model_type: str, settings: dict[str, Any], named: str
+    ) -> None:
+        with pytest.raises(UnsupportedModelError) as error:
+            ModelConfig.from_dict(small(model_type, **settings))
+        assert named in error.value.message
+        assert "\n" not in error.value.message
+        assert error.value.exit_status == 2
+
+    def test_mistral_without_a_window_key_has_one(self) -> None:
+        raw = small("mistral", max_position_embeddings=32768)
+        del raw["sliding_window"]
+        with pytest.raises(UnsupportedModelError, match="sliding_window = 4096"):
+            ModelConfig.from_dict(raw)
+
+    @pytest.mark.parametrize(
+        ("model_type", "settings"),
+        [
+            ("mistral", {"sliding_window": 4096}),
+            ("qwen2", {"sliding_window": 64, "use_sliding_window": False}),
+            (
+                "qwen2",
+                {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3},
+            ),
+            (
+                "qwen3",
+                {
+                    "sliding_window": 64,
+                    "use_sliding_window": True,
+                    "max_window_layers": 0,
+                    "layer_types": ["full_attention"] * 3,
+                },
+            ),
+            ("llama", {"pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}),
+            ("llama", {"rope_scaling": {"rope_type": "default"}, "hidden_act": "swish"}),
+        ],
+    )
+    def test_settings_that_change_nothing_are_accepted(
+        self, model_type: str, settings: dict[str, Any]
+    ) -> None:
+        ModelConfig.from_dict(small(model_type, **settings))
+
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"hidden_size": None}, "hidden_size"),
+            ({"vocab_size": "many"}, "'many'"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ],
+    )
+    def test_broken_values_are_usage_errors(self, settings: dict[str, Any], named: str) -> None:
+        with pytest.raises(UsageError, match=named):
+            ModelConfig.from_dict(small("llama", **settings))
+
+
+class TestDirectory:
+    def test_that_does_not_exist(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="download it first"):
+            ModelConfig.from_pretrained(tmp_path / "nowhere")
+
+    def test_without_a_configuration(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"has no config\.json"):
+            ModelConfig.from_pretrained(tmp_path)
+
+    @pytest.mark.parametrize("text", ["{", "[]"])
+    def test_with_a_broken_configuration(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UsageError, match=r"config\.json"):
+            ModelConfig.from_pretrained(tmp_path)
+
+    def test_id_of_a_model_in_the_local_cache(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps(small("llama")))
+        refs = tmp_path / "models--owner--name" / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("abc")
+        assert find_checkpoint("owner/name") == snapshot
+
+
+class TestFingerprint:
+    def test_is_short_and_repeatable(self) -> None:
+        path = shared_checkpoint("llama3")
+        config = ModelConfig.from_pretrained(path)
+        assert config.fingerprint(path) == config.fingerprint(str(path))
+        assert len(config.fingerprint(path)) == 16
+
+    def test_differs_for_other_weights_of_the_same_shape(self, tmp_path: Path) -> None:
+        path = shared_checkpoint("llama2")
+        config = ModelConfig.from_pretrained(path)
+        for file in path.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        assert config.fingerprint(tmp_path) == config.fingerprint(path)
+        weights = tmp_path / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-1000:] = bytes(1000)
+        data[len(data) // 2 : len(data) // 2 + 8000] = bytes(8000)
+        weights.write_bytes(data)
+        assert config.fingerprint(tmp_path) != config.fingerprint(path)
+
+    def test_of_dummy_weights_is_their_seed(self, tmp_path: Path) -> None:
+        config = ModelConfig.from_dict(LLAMA_V4)
+        prints = {config.fingerprint(tmp_path, "dummy", seed) for seed in (0, 0, 1)}
+        assert len(prints) == 2
+
+    def test_depends_on_what_changes_kv_values_only(self, tmp_path: Path) -> None:
+        config = ModelConfig.from_dict(LLAMA_V4)
+        same = dataclasses.replace(config, eos_token_ids=(1,), dtype="float16")
+        other = dataclasses.replace(config, rms_norm_eps=1e-6)
+        assert same.fingerprint(tmp_path, "dummy") == config.fingerprint(tmp_path, "dummy")
+        assert other.fingerprint(tmp_path, "dummy") != config.fingerprint(tmp_path, "dummy")

@@ -1,0 +1,185 @@
+"""Weights end up where they belong, without a second copy, or loading says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pd.core.errors import UsageError
+from pd.models import loader
+from pd.models.config import ModelConfig
+from pd.models.loader import load_model
+from tests.checkpoints import ARCHITECTURES, SHARDED, make_checkpoint, shared_checkpoint
+
+if TYPE_CHECKING:
+    from pd.models.layers import CausalLM
+
+SHARD = "model.safetensors"
+
+
+def load(path: Path, **settings: Any) -> CausalLM:
+    settings = {"dtype": torch.float32, "device": "cpu", **settings}
+    return load_model(path, ModelConfig.from_pretrained(path), **settings)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint in one file that a test may spoil."""
+    for file in shared_checkpoint("llama2").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit(checkpoint: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors, or remove those given as None; ``__`` stands for a dot."""
+    tensors = load_file(checkpoint / SHARD)
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, checkpoint / SHARD, {"format": "pt"})
+
+
+class TestCheckpoint:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_every_tensor_is_read_into_its_place(self, architecture: str) -> None:
+        path = shared_checkpoint(architecture)
+        shards = sorted(path.glob("*.safetensors"))
+        assert (len(shards) > 1) == (architecture in SHARDED)
+        stored = {name: t for shard in shards for name, t in load_file(shard).items()}
+        model = load(path)
+        places = dict(model.checkpoint_tensors())
+        assert set(places) <= set(stored)
+        for name, place in places.items():
+            assert torch.equal(place, stored[name]), name
+
+    def test_places_cover_every_parameter_once(self) -> None:
+        model = load(shared_checkpoint("qwen3_moe"))
+        places = [tensor for _, tensor in model.checkpoint_tensors()]
+        assert sum(t.numel() for t in places) == sum(p.numel() for p in model.parameters())
+
+    def test_weights_are_converted_to_the_dtype(self, checkpoint: Path) -> None:
+        model = load(checkpoint, dtype=torch.bfloat16)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert torch.get_default_dtype() == torch.float32
+
+    def test_no_second_copy_in_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At no copy does memory exceed the parameters by more than the largest tensor."""
+        path = make_checkpoint("llama2", tmp_path, hidden_size=512, intermediate_size=2048)
+        peaks = []
+        copy = loader._copy
+
+        def copy_and_measure(source: torch.Tensor, *others: Any) -> None:
+            copy(source, *others)
+            peaks.append(anonymous_memory())
+
+        monkeypatch.setattr(loader, "_copy", copy_and_measure)
+        before = anonymous_memory()
+        model = load(path)
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        largest = max(t.numel() * t.element_size() for _, t in model.checkpoint_tensors())
+        assert size > 40e6
+        assert max(peaks) - before < size + largest + 4e6
+
+    def test_tied_head_is_the_embedding(self) -> None:
+        model = load(shared_checkpoint("qwen2"))
+        assert model.head is model.embedding
+
+    def test_a_repeated_tied_head_is_accepted_and_another_refused(self, tmp_path: Path) -> None:
+        path = make_checkpoint("qwen2", tmp_path)
+        embedding = load_file(path / SHARD)["model.embed_tokens.weight"]
+        edit(path, lm_head__weight=embedding.clone())
+        load(path)
+        edit(path, lm_head__weight=embedding + 1)
+        with pytest.raises(UsageError, match=r"lm_head\.weight differs"):
+            load(path)
+
+
+class TestErrors:
+    def test_missing_tensor(self, checkpoint: Path) -> None:
+        edit(checkpoint, model__layers__1__self_attn__k_proj__bias=None)
+        with pytest.raises(
+            UsageError, match=r"lacks tensor model\.layers\.1\.self_attn\.k_proj"
+        ):
+            load(checkpoint)
+
+    def test_unexpected_tensor(self, checkpoint: Path) -> None:
+        edit(checkpoint, model__layers__0__self_attn__q_norm__weight=torch.ones(16))
+        with pytest.raises(UsageError, match=r"self_attn\.q_norm\.weight, which the model lacks"):
+            load(checkpoint)
+
+    def test_rotary_frequencies_of_old_checkpoints_are_no_weights(self, checkpoint: Path) -> None:
+        edit(checkpoint, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+        load(checkpoint)
+
+    def test_misshaped_tensor(self, checkpoint: Path) -> None:
+        edit(checkpoint, model__layers__2__mlp__down_proj__weight=torch.zeros(64, 95))
+        with pytest.raises(UsageError, match=r"mlp\.down_proj\.weight is \[64, 95\].*\[64, 96\]"):
+            load(checkpoint)
+
+    def test_quantized_tensor(self, checkpoint: Path) -> None:
+        edit(checkpoint, lm_head__weight=torch.zeros((320, 64), dtype=torch.int8))
+        with pytest.raises(UsageError, match=r"lm_head\.weight is torch\.int8"):
+            load(checkpoint)
+
+    def test_no_weights(self, checkpoint: Path) -> None:
+        (checkpoint / SHARD).unlink()
+        with pytest.raises(UsageError, match="--load-format dummy"):
+            load(checkpoint)
+
+    def test_damaged_file(self, checkpoint: Path) -> None:
+        (checkpoint / SHARD).write_bytes(b"\x10\0\0\0\0\0\0\0not json at all!")
+        with pytest.raises(UsageError, match=r"cannot read .*model\.safetensors"):
+            load(checkpoint)
+
+    def test_missing_shard(self, checkpoint: Path) -> None:
+        index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+        (checkpoint / loader.INDEX).write_text(json.dumps(index))
+        with pytest.raises(UsageError, match="lacks model-00001-of-00002"):
+            load(checkpoint)
+
+    def test_index_that_is_none(self, checkpoint: Path) -> None:
+        (checkpoint / loader.INDEX).write_text("[]")
+        with pytest.raises(UsageError, match="is not a safetensors index"):
+            load(checkpoint)
+
+
+class TestDummy:
+    def test_needs_nothing_but_the_configuration(self, tmp_path: Path) -> None:
+        config = ModelConfig.from_pretrained(shared_checkpoint("qwen3_moe"))
+        model = load_model(tmp_path, config, dtype=torch.float32, device="cpu", load_format="dummy")
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+    def test_depends_on_the_seed_alone(self) -> None:
+        path = shared_checkpoint("llama3")
+        first, again = load(path, load_format="dummy"), load(path, load_format="dummy")
+        half = load(path, load_format="dummy", dtype=torch.bfloat16)
+        other = load(path, load_format="dummy", seed=1)
+        pairs = zip(first.parameters(), again.parameters(), half.parameters(), strict=True)
+        for a, b, c in pairs:
+            assert torch.equal(a, b)
+            assert torch.equal(a.bfloat16(), c)
+        assert not torch.equal(first.embedding, other.embedding)
+
+    def test_a_large_tensor_repeats_no_row(self) -> None:
+        tensor = torch.empty(3, loader._DUMMY_BLOCK // 2)
+        loader._fill_normal(tensor, 1.0, "key")
+        assert abs(float(tensor.std()) - 1) < 0.01
+        assert abs(float((tensor[0] * tensor[2]).mean())) < 0.01
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process's memory that back no file (those of a mapped shard do)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("Linux reports RssAnon")
