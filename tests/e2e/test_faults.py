@@ -1,0 +1,218 @@
+"""Whoever dies: requests concerned end with an error within 5 s, others go on, survivors stay
+healthy, the restarted process is used again, and no page is lost. Real processes throughout."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LONG = 1200
+
+SLOW_RESERVATIONS = "rules: [{do: delay_reservation, seconds: 4}]"
+SLOW_WRITES = "rules: [{do: delay_write, seconds: 4}]"
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def pair_of_decoders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One prefill node and two decode nodes over tcp; every test leaves it as it found it."""
+    logs = tmp_path_factory.mktemp("faults")
+    with deployment(model, logs, decode=2, proxy_flags=["--policy", "round_robin"]) as running:
+        yield running
+
+
+@pytest.fixture
+def scripted(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Deployment]:
+    """One prefill and one decode node over ``fake`` with the script that the test asks for."""
+    script = tmp_path / "script.yaml"
+    script.write_text(request.param)
+    flags = ["--transfer-backend", "fake", "--fake-script", str(script)]
+    with deployment(model, tmp_path / "logs", node_flags=flags) as running:
+        yield running
+
+
+def prompt(number: int, length: int = 40) -> list[int]:
+    return [(number * 31 + i * 7) % 256 for i in range(length)]
+
+
+def assert_failed_in_time(stream: Stream, killed_at: float) -> None:
+    stream.join(30)
+    assert stream.error is not None and not stream.done, stream
+    assert stream.error["type"] == "node_failed_error", stream.error
+    assert stream.ended_at is not None
+    assert stream.ended_at - killed_at < ERROR_WITHIN
+
+
+def assert_works(running: Deployment) -> None:
+    """A new request succeeds and nothing is left behind."""
+    running.wait_ready()
+    for number in range(2 * len(running.decode)):
+        stream = running.stream(prompt(100 + number), 5).join(60)
+        assert stream.succeeded(), (stream.status, stream.error, stream.output)
+    running.wait_idle()
+
+
+@pytest.mark.parametrize("scripted", [SLOW_RESERVATIONS], indirect=True)
+def test_prefill_killed_before_the_transfer(scripted: Deployment) -> None:
+    stream = scripted.stream(prompt(1), LONG)
+    stream.wait_first()
+    killed_at = time.monotonic()
+    scripted.prefill[0].kill()
+    assert_failed_in_time(stream, killed_at)
+    assert scripted.decode[0].healthy() and scripted.proxy.healthy()
+    scripted.prefill[0].restart()
+    assert_works(scripted)
+
+
+@pytest.mark.parametrize("scripted", [SLOW_WRITES], indirect=True)
+def test_prefill_killed_during_the_transfer(scripted: Deployment) -> None:
+    stream = scripted.stream(prompt(2), LONG)
+    stream.wait_first()
+    wait_until(lambda: scripted.decode[0].server_info()["queues"]["transfer"] == 1, 5)
+    killed_at = time.monotonic()
+    scripted.prefill[0].kill()
+    assert_failed_in_time(stream, killed_at)
+    assert scripted.decode[0].healthy()
+    scripted.prefill[0].restart()
+    assert_works(scripted)
+
+
+@pytest.mark.parametrize("scripted", [SLOW_WRITES], indirect=True)
+def test_decode_killed_while_receiving(scripted: Deployment) -> None:
+    stream = scripted.stream(prompt(3), LONG)
+    stream.wait_first()
+    wait_until(lambda: scripted.decode[0].server_info()["queues"]["transfer"] == 1, 5)
+    killed_at = time.monotonic()
+    scripted.decode[0].kill()
+    assert_failed_in_time(stream, killed_at)
+    assert scripted.prefill[0].healthy()
+    scripted.decode[0].restart()
+    assert_works(scripted)
+
+
+def test_prefill_killed_after_the_transfer(pair_of_decoders: Deployment) -> None:
+    streams = [pair_of_decoders.stream(prompt(10 + i), LONG) for i in range(4)]
+    for stream in streams:
+        wait_until(lambda s=stream: len(s.output) > 3, 30)
+    pair_of_decoders.prefill[0].kill()
+    for stream in streams:
+        assert stream.join().succeeded(), (stream.error, len(stream.output))
+    assert all(node.healthy() for node in pair_of_decoders.decode)
+    pair_of_decoders.prefill[0].restart()
+    assert_works(pair_of_decoders)
+
+
+def test_decode_killed_while_streaming(pair_of_decoders: Deployment) -> None:
+    streams = [pair_of_decoders.stream(prompt(20 + i), LONG) for i in range(4)]
+    for stream in streams:
+        wait_until(lambda s=stream: len(s.output) > 3, 30)
+    victim = pair_of_decoders.decode[0]
+    concerned = victim.server_info()["queues"]["running"]
+    killed_at = time.monotonic()
+    victim.kill()
+    for stream in streams:
+        stream.join()
+    failed = [stream for stream in streams if not stream.succeeded()]
+    assert 0 < len(failed) == concerned < len(streams)
+    for stream in failed:
+        assert_failed_in_time(stream, killed_at)
+    assert pair_of_decoders.prefill[0].healthy() and pair_of_decoders.decode[1].healthy()
+    victim.restart()
+    assert_works(pair_of_decoders)
+
+
+def test_proxy_killed_and_restarted(pair_of_decoders: Deployment) -> None:
+    other = pair_of_decoders.another_proxy()
+    try:
+        wait_until(lambda: httpx.get(f"{other.url}/readiness").status_code == 200, 20)
+        streams = [pair_of_decoders.stream(prompt(30 + i), LONG) for i in range(3)]
+        untouched = Stream(other.url, prompt(35), LONG)
+        for stream in [*streams, untouched]:
+            stream.wait_first()
+        pair_of_decoders.proxy.kill()
+        for stream in streams:
+            stream.join(10)
+            assert stream.error is not None and not stream.done
+        assert untouched.join().succeeded(), untouched.error
+        assert all(node.healthy() for node in pair_of_decoders.nodes)
+        pair_of_decoders.wait_idle()
+        pair_of_decoders.proxy.restart()
+        assert_works(pair_of_decoders)
+    finally:
+        other.stop()
+
+
+@pytest.mark.parametrize("tokens_before", [0, 1, 30])
+def test_client_gone(pair_of_decoders: Deployment, tokens_before: int) -> None:
+    streams = [pair_of_decoders.stream(prompt(40 + i, 600), LONG) for i in range(3)]
+    survivor = pair_of_decoders.stream(prompt(50), 100)
+    for stream in streams:
+        wait_until(lambda s=stream: len(s.output) >= tokens_before, 30)
+        stream.hang_up()
+    assert survivor.join().succeeded()
+    pair_of_decoders.wait_idle(ERROR_WITHIN)
+
+
+@pytest.mark.parametrize(
+    "scripted", [SLOW_RESERVATIONS, SLOW_WRITES], indirect=True, ids=["reservation", "transfer"]
+)
+def test_client_gone_while_the_hand_off_is_under_way(scripted: Deployment) -> None:
+    sock = raw_request(scripted, prompt(60))
+    wait_until(lambda: scripted.prefill[0].server_info()["queues"]["in_flight"] == 1, 10)
+    sock.close()
+    scripted.wait_idle(ERROR_WITHIN)
+    assert_works(scripted)
+
+
+def raw_request(running: Deployment, tokens: list[int]) -> socket.socket:
+    """A streamed request on a bare socket, whose answer nobody reads."""
+    address = urlsplit(running.proxy.url)
+    params = {"max_new_tokens": LONG, "ignore_eos": True}
+    wordy = {"return_logprob": True, "top_logprobs_num": 20}
+    request = {"stream": True, "input_ids": tokens, "sampling_params": params} | wordy
+    body = json.dumps(request).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect((address.hostname, address.port))
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    sock.sendall(head.encode() + body)
+    return sock
+
+
+def test_client_that_stops_reading_is_aborted(pair_of_decoders: Deployment) -> None:
+    sock = raw_request(pair_of_decoders, prompt(70))
+    try:
+        survivor = pair_of_decoders.stream(prompt(71), 100)
+        assert survivor.join().succeeded()
+        pair_of_decoders.wait_idle(60)
+        assert pair_of_decoders.proxy.healthy()
+    finally:
+        sock.close()
+
+
+def test_deadline_passed(pair_of_decoders: Deployment) -> None:
+    begin = time.monotonic()
+    stream = pair_of_decoders.stream(prompt(80), LONG, timeout=0.7).join()
+    assert stream.error is not None and stream.error["type"] == "timeout_error", stream.error
+    assert stream.ended_at is not None and stream.ended_at - begin < ERROR_WITHIN
+    pair_of_decoders.wait_idle(ERROR_WITHIN)
+    unread = {"input_ids": prompt(81), "timeout": 0.3, "sampling_params": {"max_new_tokens": LONG}}
+    unread["sampling_params"]["ignore_eos"] = True  # type: ignore[index]
+    response = httpx.post(f"{pair_of_decoders.proxy.url}/generate", json=unread, timeout=30)
+    assert response.status_code == 408, response.text
+    pair_of_decoders.wait_idle(ERROR_WITHIN)

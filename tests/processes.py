@@ -1,0 +1,281 @@
+"""Deployments of real processes, and a client that reads their streams."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+START_TIMEOUT = 60.0
+# What a client may have to wait for an error after a process died (issue: 5 s), and some noise.
+ERROR_WITHIN = 5.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Process:
+    """One ``pd-launch`` process on fixed ports, so that it can be started again in its place."""
+
+    def __init__(self, *command: str, log: Path) -> None:
+        self.command = command
+        self.log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start without waiting; see :meth:`ready`."""
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self._log = self.log.open("a")
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "pd.cli", *self.command],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=env,
+        )
+        self._ready: dict[str, Any] | None = None
+
+    def ready(self) -> dict[str, Any]:
+        """Wait for the ready line."""
+        if self._ready is None:
+            assert self.child.stdout is not None
+            line = self.child.stdout.readline()
+            assert line, f"{self.command} ended; see {self.log}:\n{self.log.read_text()[-2000:]}"
+            self._ready = json.loads(line)
+        return self._ready
+
+    @property
+    def url(self) -> str:
+        return str(self.ready()["url"])
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.child.send_signal(signal.SIGKILL)
+        self.child.wait(10)
+
+    def restart(self) -> None:
+        """Start again on the same ports."""
+        self.start()
+        self.ready()
+
+    def stop(self) -> None:
+        if self.child.poll() is None:
+            self.child.terminate()
+            try:
+                self.child.wait(10)
+            except subprocess.TimeoutExpired:
+                self.child.kill()
+                self.child.wait()
+        self._log.close()
+
+    def server_info(self) -> Any:
+        return httpx.get(f"{self.url}/server_info", timeout=10).json()
+
+    def healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+class Deployment:
+    """Processes of one model behind one proxy, all on loopback."""
+
+    def __init__(
+        self,
+        model: Path,
+        logs: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        node_flags: Sequence[str] = (),
+        prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
+        proxy_flags: Sequence[str] = (),
+    ) -> None:
+        common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
+        common += node_flags
+        self._logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        self.prefill, self.decode = [], []
+        for index in range(prefill):
+            ports = ["--port", str(free_port()), "--bootstrap-port", str(free_port())]
+            command = ["prefill", *ports, *common, *prefill_flags]
+            self.prefill.append(self._process(f"prefill{index}", *command))
+        for index in range(decode):
+            command = ["decode", "--port", str(free_port()), *common, *decode_flags]
+            self.decode.append(self._process(f"decode{index}", *command))
+        self._workers = [f for p in self.prefill for f in ("--prefill", p.url)]
+        self._workers += [f for d in self.decode for f in ("--decode", d.url)]
+        port = ["--port", str(free_port())]
+        self.proxy = self._process("proxy", "proxy", *port, *self._workers, *proxy_flags)
+        self.wait_ready()
+
+    def _process(self, name: str, *command: str) -> Process:
+        return Process(*command, log=self._logs / f"{name}.log")
+
+    def another_proxy(self) -> Process:
+        """A second proxy on the same nodes."""
+        return self._process("proxy2", "proxy", "--port", "0", *self._workers)
+
+    @property
+    def nodes(self) -> list[Process]:
+        return [*self.prefill, *self.decode]
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Until the proxy can serve with every node."""
+
+        def all_up() -> bool:
+            workers = httpx.get(f"{self.proxy.url}/workers", timeout=5).json()
+            return len(ready_workers(workers)) == len(self.nodes)
+
+        wait_until(all_up, timeout, lambda: httpx.get(f"{self.proxy.url}/workers").text)
+
+    def wait_idle(self, timeout: float = 15.0) -> None:
+        """Queues empty and ``free + cached = total`` on every node."""
+        for node in self.nodes:
+            wait_until(lambda n=node: is_idle(n.server_info()), timeout, node.server_info)
+
+    def stop(self) -> None:
+        for process in [self.proxy, *self.nodes]:
+            process.stop()
+
+    def stream(self, prompt: list[int], tokens: int, **extra: Any) -> Stream:
+        """Start a streamed /generate."""
+        return Stream(self.proxy.url, prompt, tokens, **extra)
+
+
+def ready_workers(listing: Any) -> list[Any]:
+    workers = listing["workers"] if isinstance(listing, dict) else listing
+    return [w for w in workers if w.get("ready") or w.get("state") == "ready"]
+
+
+def is_idle(info: Any) -> bool:
+    pages = info["pages"]
+    quiet = not any(info["queues"].values())
+    return quiet and pages["free"] + pages["cached"] == pages["total"]
+
+
+def wait_until(condition: Any, timeout: float, describe: Any = lambda: "") -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {describe()}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Stream:
+    """A streamed request, read by a thread of its own."""
+
+    url: str
+    prompt: list[int]
+    tokens: int
+    params: dict[str, Any] = field(default_factory=dict)
+    output: list[int] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+    status: int | None = None
+    done: bool = False
+    ended_at: float | None = None
+
+    def __init__(self, url: str, prompt: list[int], tokens: int, **extra: Any) -> None:
+        self.url, self.prompt, self.tokens = url, prompt, tokens
+        self.output, self.error, self.status, self.done = [], None, None, False
+        self.ended_at: float | None = None
+        self._extra = extra
+        self._hang_up = threading.Event()
+        self._first = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        params = {"max_new_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
+        return {
+            "input_ids": self.prompt,
+            "sampling_params": params,
+            "stream": True,
+            "incremental": True,
+            **self._extra,
+        }
+
+    def _read(self) -> None:
+        try:
+            with (
+                httpx.Client(timeout=120) as client,
+                client.stream("POST", f"{self.url}/generate", json=self.body) as response,
+            ):
+                self.status = response.status_code
+                if self.status != 200:
+                    self.error = json.loads(response.read())["error"]
+                    return
+                self._events(response.iter_lines())
+        except httpx.HTTPError as error:
+            if not self._hang_up.is_set():
+                self.error = {"message": f"connection: {error!r}", "code": "connection"}
+        finally:
+            self.ended_at = time.monotonic()
+            self._first.set()
+
+    def _events(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            if self._hang_up.is_set():
+                return
+            if not line.startswith("data: "):
+                continue
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                self.done = True
+                return
+            event = json.loads(data)
+            if "error" in event:
+                self.error = event["error"]
+                return
+            self.output += event["output_ids"]
+            if self.output:
+                self._first.set()
+
+    def hang_up(self) -> None:
+        """Close the connection at the next event."""
+        self._hang_up.set()
+
+    def wait_first(self, timeout: float = 30.0) -> None:
+        assert self._first.wait(timeout), "no token"
+
+    def join(self, timeout: float = 120.0) -> Stream:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the stream did not end"
+        return self
+
+    def succeeded(self) -> bool:
+        return self.done and self.error is None and len(self.output) == self.tokens
+
+
+@contextlib.contextmanager
+def deployment(model: Path, logs: Path, **settings: Any) -> Iterator[Deployment]:
+    """A deployment that is stopped whatever happens; logs are shown when it fails."""
+    running = Deployment(model, logs, **settings)
+    try:
+        yield running
+    except BaseException:
+        for log in sorted(logs.glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
+        raise
+    finally:
+        running.stop()
