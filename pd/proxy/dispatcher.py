@@ -160,10 +160,19 @@ class Dispatcher:
             for output in message.outputs:
                 self._output(worker, output)
         elif isinstance(message, Failed):
-            generation = self._rooms.get(message.room)
-            if generation is not None and worker in generation.nodes:
-                info = message.error
-                self._fail(generation, error_from_kind(info.kind, info.message, info.param))
+            self._failed(worker, message)
+
+    def _failed(self, worker: Worker, message: Failed) -> None:
+        generation = self._rooms.get(message.room)
+        if generation is None or worker not in generation.nodes:
+            return
+        if generation.finished:
+            # The answer is complete; all that can be lost is what the first node still had to say.
+            if worker is generation.first:
+                self._settle(generation)
+            return
+        info = message.error
+        self._fail(generation, error_from_kind(info.kind, info.message, info.param))
 
     def _start(self, spec: Spec, job: Job, timeout: float | None) -> None:
         prompt = Prompt(spec.token_ids, spec.namespace)

@@ -11,7 +11,7 @@ import threading
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DEFAULT_MAX_QUEUE = 4096
 # So long the ready line waits for nodes that are already up; without them it comes then.
@@ -299,14 +300,14 @@ class ProxyThread:
     def start(self, wait_ready: float = 10.0) -> ProxyThread:
         """Start and wait for the nodes (0: do not wait). Raises what :meth:`Proxy.start` raises."""
         self._thread.start()
-        self._run(self._start(wait_ready))
+        self.run(self._start(wait_ready))
         return self
 
     def stop(self, drain: float = 0.0) -> None:
         if self.proxy is not None:
             if drain:
-                self._run(self.proxy.drain(drain))
-            self._run(self.proxy.stop())
+                self.run(self.proxy.drain(drain))
+            self.run(self.proxy.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -324,5 +325,6 @@ class ProxyThread:
         if wait_ready:
             await proxy.wait_ready(wait_ready)
 
-    def _run(self, work: Coroutine[Any, Any, object]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something of :attr:`proxy` on its loop and wait for the result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
