@@ -68,6 +68,9 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Write the new keys and values into the pool and attend to everything up to each token.
 
+        The page of a sequence's last new token must be that sequence's alone: slots behind the
+        token may be cleared.
+
         Args:
             q: ``[tokens, heads, head_dim]``, rotated, in the pool's dtype and on its device.
             k, v: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.

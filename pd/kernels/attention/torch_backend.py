@@ -28,6 +28,35 @@ BUCKET_FACTOR = 1.5
 BUCKET_SLACK = 128
 
 
+class _PageTables:
+    """The page tables of a step, looked up without a loop over sequences."""
+
+    def __init__(self, pages: Sequence[IntArray], page_size: int) -> None:
+        sizes = np.fromiter((len(table) for table in pages), np.int64, len(pages))
+        self.page_size = page_size
+        self._tables = np.concatenate(pages).astype(np.int64)
+        self._offsets = np.cumsum(sizes) - sizes
+
+    def slots(self, sequences: Int64Array, starts: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Slots of positions ``[starts[i], starts[i] + lengths[i])`` of each sequence."""
+        skipped = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) + np.repeat(starts - skipped, lengths)
+        at = np.repeat(self._offsets[sequences], lengths) + positions // self.page_size
+        return self._tables[at] * self.page_size + positions % self.page_size
+
+    def padded(self, sequences: Int64Array, num_pages: Int64Array) -> Int64Array:
+        """The first pages of each sequence as rows of one matrix, filled up with its first page:
+        what is read there is hidden by a mask, but must be the sequence's own."""
+        columns = np.arange(num_pages.max())
+        columns = np.where(columns < num_pages[:, None], columns, 0)
+        return self._tables[self._offsets[sequences][:, None] + columns]
+
+    def first(self, sequence: int, num_pages: int) -> Int64Array:
+        """The first pages of one sequence."""
+        offset = self._offsets[sequence]
+        return self._tables[offset : offset + num_pages]
+
+
 @dataclass
 class _DecodeBucket:
     """Sequences with one new token each, attended as one padded batch.
@@ -67,31 +96,32 @@ class TorchAttention(AttentionBackend):
         sample = pool.key(0)
         self._device, self._dtype = sample.device, sample.dtype
         self._slots = torch.empty(0, dtype=torch.int64)
+        self._stale: torch.Tensor | None = None
         self._buckets: list[_DecodeBucket] = []
         self._chunks: list[_Chunk] = []
         self._causal: torch.Tensor | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        page_size = self._pool.page_size
+        tables = _PageTables(batch.pages, self._pool.page_size)
         totals = batch.starts + batch.lengths
-        tables, offsets = _concatenate(batch.pages)
         firsts = np.cumsum(batch.lengths) - batch.lengths
-        owner = np.repeat(np.arange(len(totals)), batch.lengths)
-        positions = np.arange(len(owner)) - firsts[owner] + batch.starts[owner]
-        pages = tables[offsets[owner] + positions // page_size]
-        self._slots = self._tensor(pages * page_size + positions % page_size)
+        everyone = np.arange(len(totals))
+        self._slots = self._tensor(tables.slots(everyone, batch.starts, batch.lengths))
         single = batch.lengths == 1
         decode = np.flatnonzero(single)
+        # The rest of a last page is hidden by the mask, but what an earlier owner left there may
+        # be infinite or NaN, which a weight of zero does not hide.
+        stale = tables.slots(decode, totals[decode], -totals[decode] % tables.page_size)
+        self._stale = self._tensor(stale) if len(stale) else None
         self._buckets = [
-            self._bucket(members, totals, firsts, tables, offsets, len(owner))
+            self._bucket(members, totals, firsts, tables, int(batch.lengths.sum()))
             for members in _bucketed(decode[np.argsort(totals[decode], kind="stable")], totals)
         ]
         self._chunks = []
         for i in np.flatnonzero(~single):
-            first, num_pages = int(firsts[i]), -(-int(totals[i]) // page_size)
-            table = self._tensor(tables[offsets[i] : offsets[i] + num_pages])
-            stop = first + int(batch.lengths[i])
-            self._chunks.append(_Chunk(first, stop, int(batch.starts[i]), table))
+            first, start, length = int(firsts[i]), int(batch.starts[i]), int(batch.lengths[i])
+            pages = self._tensor(tables.first(i, -(-int(totals[i]) // tables.page_size)))
+            self._chunks.append(_Chunk(first, first + length, start, pages))
         self._causal = self._causal_mask([chunk for chunk in self._chunks if chunk.start])
 
     def forward(
@@ -100,6 +130,9 @@ class TorchAttention(AttentionBackend):
         keys, values = self._pool.key(layer), self._pool.value(layer)
         keys.index_copy_(0, self._slots, k)
         values.index_copy_(0, self._slots, v)
+        if self._stale is not None:
+            keys.index_fill_(0, self._stale, 0)
+            values.index_fill_(0, self._stale, 0)
         if len(self._buckets) == 1 and self._buckets[0].rows is None:
             return self._decode(self._buckets[0], q, keys, values)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -115,23 +148,17 @@ class TorchAttention(AttentionBackend):
         members: Int64Array,
         totals: Int64Array,
         firsts: Int64Array,
-        tables: Int64Array,
-        offsets: Int64Array,
+        tables: _PageTables,
         num_tokens: int,
     ) -> _DecodeBucket:
-        page_size = self._pool.page_size
-        lengths = totals[members]
-        num_pages = -(-int(lengths.max()) // page_size)
-        columns = np.arange(num_pages)
-        used = columns < -(-lengths[:, None] // page_size)
-        # Padding repeats the first page: any page that is surely readable will do under the mask.
-        pages = tables[offsets[members][:, None] + np.where(used, columns, 0)]
+        lengths, rows = totals[members], firsts[members]
+        pages = tables.padded(members, -(-lengths // tables.page_size))
         mask = None
-        if int(lengths.min()) < num_pages * page_size:
-            hidden = np.arange(num_pages * page_size) >= lengths[:, None]
+        width = pages.shape[1] * tables.page_size
+        if int(lengths.min()) < width:
+            hidden = self._tensor(np.arange(width) >= lengths[:, None])
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-            mask = mask.masked_fill_(self._tensor(hidden), float("-inf"))[:, None, None, :]
-        rows = firsts[members]
+            mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
         in_order = len(rows) == num_tokens and bool((rows[1:] > rows[:-1]).all())
         return _DecodeBucket(
             None if in_order else self._tensor(rows), self._tensor(pages.ravel()), mask, len(rows)
@@ -211,12 +238,6 @@ class TorchAttention(AttentionBackend):
 def _per_group(x: torch.Tensor, group: int) -> torch.Tensor:
     """``[tokens, kv_heads, head_dim]`` as ``[kv_heads, group, tokens, head_dim]``, not copied."""
     return x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-
-
-def _concatenate(pages: Sequence[IntArray]) -> tuple[Int64Array, Int64Array]:
-    """All page tables in one array, and where each begins."""
-    sizes = np.fromiter((len(table) for table in pages), np.int64, len(pages))
-    return np.concatenate(pages).astype(np.int64), np.cumsum(sizes) - sizes
 
 
 def _bucketed(ordered: Int64Array, totals: Int64Array) -> list[Int64Array]:

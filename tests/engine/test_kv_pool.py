@@ -1,0 +1,68 @@
+"""The pool's layout, which transfers and attention rely on, and its page copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pd.core.node_info import KVLayout
+from pd.engine.kv_pool import KVPool
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", page_size=8)
+
+
+@pytest.fixture
+def pool() -> KVPool:
+    pool = KVPool(LAYOUT, 6, "cpu")
+    pool.buffer.copy_(torch.arange(pool.buffer.numel()).view(pool.buffer.shape))
+    return pool
+
+
+def test_layout_has_one_page_more_for_padding(pool: KVPool) -> None:
+    assert pool.buffer.shape == (3, 2, 7 * 8, 2, 4)
+    assert pool.buffer.is_contiguous()
+    assert (pool.num_pages, pool.page_size) == (6, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_begins_as_zeros_of_its_dtype(dtype: str) -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype=dtype, page_size=2)
+    pool = KVPool(layout, 3, "cpu")
+    assert pool.buffer.dtype == getattr(torch, dtype)
+    assert not pool.buffer.any()
+    total = pool.buffer.numel() * pool.buffer.element_size()
+    assert KVPool.page_bytes(layout) * 4 == total
+
+
+def test_keys_and_values_are_views(pool: KVPool) -> None:
+    assert torch.equal(pool.key(1), pool.buffer[1, 0])
+    pool.value(2)[5] = -1
+    assert (pool.buffer[2, 1, 5] == -1).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 8])
+def test_copying_a_page_copies_so_many_tokens_of_all_layers(pool: KVPool, num_tokens: int) -> None:
+    before = pool.buffer.clone()
+    pool.copy_page(1, 4, num_tokens)
+    expected = before.clone()
+    expected[:, :, 32 : 32 + num_tokens] = before[:, :, 8 : 8 + num_tokens]
+    assert torch.equal(pool.buffer, expected)
+
+
+def test_pages_come_back_from_host_memory_into_other_pages(pool: KVPool) -> None:
+    before = pool.buffer.clone()
+    host = pool.gather_pages(np.array([5, 0, 2], np.int32))
+    assert host.shape == (3, 2, 3, 8, 2, 4)
+    pool.buffer.zero_()
+    pool.scatter_pages(np.array([1, 5, 3], np.int32), host)
+    for source, target in ((5, 1), (0, 5), (2, 3)):
+        found = pool.buffer[:, :, target * 8 : target * 8 + 8]
+        assert torch.equal(found, before[:, :, source * 8 : source * 8 + 8])
+    assert not pool.buffer[:, :, :8].any()
+
+
+def test_pages_in_host_memory_are_a_copy(pool: KVPool) -> None:
+    host = pool.gather_pages(np.array([0], np.int32))
+    pool.buffer.zero_()
+    assert host.any()

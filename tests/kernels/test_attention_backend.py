@@ -1,0 +1,193 @@
+"""Paged attention against a plain computation of its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd.core.errors import UsageError
+from pd.kernels.attention import AttentionBatch, make_attention_backend
+from pd.kernels.attention import torch_backend as implementation
+
+torch.set_num_threads(1)
+LAYERS, HEAD_DIM = 2, 16
+
+
+@dataclass
+class Pool:
+    """The least that attention needs of a pool."""
+
+    page_size: int
+    num_pages: int
+    buffer: torch.Tensor
+
+    def key(self, layer: int) -> torch.Tensor:
+        return self.buffer[layer, 0]
+
+    def value(self, layer: int) -> torch.Tensor:
+        return self.buffer[layer, 1]
+
+
+class Case:
+    """Sequences with random history in randomly placed pages, and one step's new tokens."""
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, int]],
+        page_size: int,
+        kv_heads: int = 2,
+        group: int = 2,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        """``shapes``: (tokens in the pool, new tokens) of each sequence."""
+        random = np.random.default_rng(seed)
+        generator = torch.Generator().manual_seed(seed)
+        self.shapes, self.group, self.page_size = shapes, group, page_size
+        sizes = [-(-(start + length) // page_size) for start, length in shapes]
+        num_pages = sum(sizes) + 3
+        order = random.permutation(num_pages).astype(np.int32)
+        self.pages = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
+        slots = (num_pages + 1) * page_size
+        buffer = torch.randn(
+            (LAYERS, 2, slots, kv_heads, HEAD_DIM), generator=generator, dtype=torch.float32
+        )
+        self.pool = Pool(page_size, num_pages, buffer.to(dtype))
+        tokens = sum(length for _, length in shapes)
+        widths = (kv_heads * group, kv_heads, kv_heads)
+        self.q, self.k, self.v = (
+            torch.randn(tokens, width, HEAD_DIM, generator=generator).to(dtype) for width in widths
+        )
+
+    @property
+    def batch(self) -> AttentionBatch:
+        starts, lengths = np.array(self.shapes, dtype=np.int64).T
+        return AttentionBatch(starts, lengths, self.pages)
+
+    def slots(self, sequence: int, stop: int) -> torch.Tensor:
+        positions = np.arange(stop)
+        pages = self.pages[sequence][positions // self.page_size].astype(np.int64)
+        return torch.from_numpy(pages * self.page_size + positions % self.page_size)
+
+    def expected(self, layer: int) -> torch.Tensor:
+        """By definition, one token and head at a time, in float64; the pool must be written."""
+        out = torch.empty(self.q.shape, dtype=torch.float64)
+        row = 0
+        for sequence, (start, length) in enumerate(self.shapes):
+            for position in range(start, start + length):
+                slots = self.slots(sequence, position + 1)
+                keys = self.pool.key(layer)[slots].double()
+                values = self.pool.value(layer)[slots].double()
+                for head in range(self.q.shape[1]):
+                    shared = head // self.group
+                    scores = keys[:, shared] @ self.q[row, head].double() / HEAD_DIM**0.5
+                    out[row, head] = scores.softmax(0) @ values[:, shared]
+                row += 1
+        return out
+
+
+def attend(case: Case, layer: int = 1) -> torch.Tensor:
+    backend = make_attention_backend("torch", case.pool)
+    backend.plan(case.batch)
+    return backend.forward(layer, case.q, case.k, case.v)
+
+
+sequence_shapes = st.one_of(
+    st.tuples(st.integers(0, 40), st.just(1)), st.tuples(st.integers(0, 40), st.integers(2, 30))
+)
+
+
+class TestAgainstItsDefinition:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        shapes=st.lists(sequence_shapes, min_size=1, max_size=6),
+        page_size=st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
+        heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (1, 4), (3, 2)]),
+        seed=st.integers(0, 2**16),
+    )
+    def test_any_mixture_of_chunks_and_decode_steps(
+        self, shapes: list[tuple[int, int]], page_size: int, heads: tuple[int, int], seed: int
+    ) -> None:
+        case = Case(shapes, page_size, *heads, seed=seed)
+        out = attend(case)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out.double(), case.expected(1), atol=2e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+    def test_half_precision(self, dtype: torch.dtype, error: float) -> None:
+        case = Case([(30, 1), (0, 20), (7, 1), (12, 9)], 4, dtype=dtype)
+        out = attend(case)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), case.expected(1), atol=error, rtol=error)
+
+    def test_chunk_of_several_query_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(implementation, "QUERY_BLOCK", 8)
+        case = Case([(5, 27), (16, 8), (0, 9), (3, 1)], 4)
+        torch.testing.assert_close(attend(case).double(), case.expected(1), atol=2e-5, rtol=1e-4)
+
+    def test_one_backend_serves_steps_of_growing_and_shrinking_context(self) -> None:
+        """The causal mask is kept between steps."""
+        for shapes in ([(9, 3)], [(90, 5)], [(2, 2)]):
+            case = Case(shapes, 8)
+            torch.testing.assert_close(
+                attend(case).double(), case.expected(1), atol=2e-5, rtol=1e-4
+            )
+
+
+class TestPool:
+    def test_only_slots_of_new_tokens_are_written(self) -> None:
+        """Beside them only the rest of a page that a decode step writes, which is cleared."""
+        case = Case([(7, 1), (0, 5), (3, 4)], 4)
+        before = case.pool.buffer.clone()
+        attend(case, layer=0)
+        new = torch.cat([case.slots(i, s + n)[s:] for i, (s, n) in enumerate(case.shapes)])
+        assert torch.equal(case.pool.key(0)[new], case.k)
+        assert torch.equal(case.pool.value(0)[new], case.v)
+        untouched = torch.ones(before.shape[2], dtype=torch.bool)
+        untouched[new] = False
+        assert torch.equal(case.pool.buffer[0][:, untouched], before[0][:, untouched])
+        assert torch.equal(case.pool.buffer[1], before[1])
+
+    def test_what_other_pages_hold_does_not_matter(self) -> None:
+        """Not even NaN, as a page freed by a failed request may hold."""
+        case = Case([(6, 1), (29, 1), (3, 4), (30, 1)], 4)
+        used = torch.cat([case.slots(i, s + n) for i, (s, n) in enumerate(case.shapes)])
+        spoiled = torch.ones(case.pool.buffer.shape[2], dtype=torch.bool)
+        spoiled[used] = False
+        expected = attend(case).clone()
+        for value in (float("nan"), float("inf"), 1e30):
+            case.pool.buffer[:, :, spoiled] = value
+            assert torch.equal(attend(case), expected)
+
+
+class TestIndependence:
+    def test_rows_hardly_depend_on_their_batch(self) -> None:
+        shapes = [(int(n), 1) for n in np.random.default_rng(0).integers(0, 300, 32)]
+        case = Case(shapes, 16)
+        together = attend(case)
+        for i, shape in enumerate(shapes):
+            alone = Case([shape], 16)
+            alone.pool, alone.pages = case.pool, [case.pages[i]]
+            alone.q, alone.k, alone.v = case.q[i : i + 1], case.k[i : i + 1], case.v[i : i + 1]
+            torch.testing.assert_close(attend(alone)[0], together[i], atol=1e-6, rtol=1e-5)
+
+    def test_long_sequences_do_not_pad_short_ones(self) -> None:
+        totals = np.array([10, 9000, 12, 300, 8000, 150], dtype=np.int64)
+        ordered = np.argsort(totals, kind="stable")
+        buckets = implementation._bucketed(ordered, totals)
+        assert [list(bucket) for bucket in buckets] == [[0, 2], [3, 5], [1, 4]]
+
+
+class TestChoice:
+    def test_auto_finds_one(self) -> None:
+        assert make_attention_backend("auto", Case([(0, 1)], 1).pool).name == "torch"
+
+    @pytest.mark.parametrize("name", ["flashinfer", "made-up"])
+    def test_others_are_refused_saying_what_there_is(self, name: str) -> None:
+        with pytest.raises(UsageError, match=f"'{name}' is not available here; use one of: auto"):
+            make_attention_backend(name, Case([(0, 1)], 1).pool)
