@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from msgspec.structs import astuple
+
 from pd.core.messages import ROOM_BYTES, Stages
 from pd.proxy.positions import TokenMerger
 from pd.proxy.stop_strings import StopMatcher
@@ -253,7 +255,8 @@ class Generation:
             self._decode_spoke = True
             self.transferred_bytes += output.transferred_bytes or 0
         if output.stages is not None:
-            self._stages["first" if from_first else "decode"] = output.stages
+            node = "first" if from_first else "decode"
+            self._stages[node] = _merged(self._stages.get(node, Stages()), output.stages)
         if choice.finish is not None:
             return 0
         first_may_come = not from_first and output.index not in self._first_spoke
@@ -282,3 +285,12 @@ class Generation:
             name: next((value for value in values if value is not None), 0.0)
             for name, values in sources.items()
         }
+
+
+def _merged(known: Stages, news: Stages) -> Stages:
+    """A node reports a stage when it is over, so in several messages."""
+    fields = (
+        news_value if news_value is not None else known_value
+        for known_value, news_value in zip(astuple(known), astuple(news), strict=True)
+    )
+    return Stages(*fields)
