@@ -1,0 +1,63 @@
+"""No room ever sees a foreign byte, whatever is aborted, restarted, duplicated or late.
+
+``PD_TEST_SEED=n`` picks other schedules; a failure names the seed of its schedule.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from late_writes import ForeignBytes, Schedule
+from transfer_helpers import SEED
+
+_WIDTH = 8
+
+
+def run_all(backend: str, count: int, *, careless: str = "", series: str = "") -> list[Schedule]:
+    """Run schedules, a few at a time since they mostly wait."""
+    print(f"PD_TEST_SEED={SEED}: {count} schedules of {backend}")
+    waiting = [
+        (seed, Schedule(backend, seed, careless=careless))
+        for seed in (f"{SEED}/{series}{backend}/{number}" for number in range(count))
+    ]
+    done = [schedule for _, schedule in waiting]
+    running = []
+    while waiting or running:
+        while waiting and len(running) < _WIDTH:
+            seed, schedule = waiting.pop(0)
+            running.append((seed, schedule.steps()))
+        for entry in list(running):
+            seed, steps = entry
+            try:
+                next(steps)
+            except StopIteration:
+                running.remove(entry)
+            except AssertionError as error:
+                for _, others in running:
+                    others.close()
+                error.add_note(f"in schedule {seed}")
+                raise
+        time.sleep(0.0002)
+    return done
+
+
+@pytest.mark.parametrize(("backend", "count"), [("fake", 1000), ("tcp", 100)])
+def test_no_room_sees_a_foreign_byte(backend, count) -> None:
+    done = run_all(backend, count)
+    # The schedules are worth something: all that they are about happened.
+    assert sum(s.committed for s in done) > count
+    assert sum(s.aborted for s in done) > count
+    assert sum(s.restarts for s in done) > count // 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "count"), [("fake", 5000), ("tcp", 1000)])
+def test_no_room_sees_a_foreign_byte_in_many_schedules(backend, count) -> None:
+    run_all(backend, count, series="many")
+
+
+def test_the_same_schedules_notice_a_decode_node_without_quarantine() -> None:
+    """That is, the tests above can fail."""
+    with pytest.raises(ForeignBytes):
+        run_all("fake", 1000, careless="decode")
