@@ -1,0 +1,341 @@
+"""Handshakes between a registry and its client, over real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import msgspec
+import pytest
+from bootstrap_helpers import KV, PrefillNode, changed, info
+
+from pd.bootstrap import auth, handshake
+from pd.bootstrap.server import EXPECTED_HEADER, HANDSHAKE_PATH, MAX_BODY_BYTES
+from pd.core.errors import HandshakeError, TransferError, UnavailableError
+
+KEY = b"0123456789abcdef"
+
+
+@pytest.fixture
+def start():
+    nodes = []
+
+    def make(*args, **kwargs) -> PrefillNode:
+        nodes.append(PrefillNode(*args, **kwargs))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+def shake(node: PrefillNode, own, expected: str = "P", **kwargs):
+    return handshake(node.url, own, expected_instance=expected, **kwargs)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("role", ["decode", "unified"])
+def test_a_handshake_tells_both_sides_about_each_other(start, key, role) -> None:
+    p = start(key=key)
+    own = info("D", role)
+    assert shake(p, own, cluster_key=key) == p.registry.own
+    assert p.registry.peers() == [own]
+    assert p.registry.get("D") == own
+    assert p.connected == ["D"]
+
+
+def test_page_sizes_may_differ(start) -> None:
+    p = start()
+    assert shake(p, info("D", "decode", page_size=64)).kv == KV
+
+
+OTHER = {
+    "model_id": ("model", "other"),
+    "transfer_backend": ("transfer backend", "nixl"),
+    "num_layers": ("num_layers", 3),
+    "num_kv_heads": ("num_kv_heads", 2),
+    "head_dim": ("head_dim", 16),
+    "dtype": ("dtype", "bfloat16"),
+    "layout": ("layout", "page_major"),
+    "tp_size": ("tp_size", 2),
+}
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_what_cannot_be_converted_is_refused_naming_both_values(start, field) -> None:
+    p = start()
+    name, theirs = OTHER[field]
+    own = info("D", "decode", **{field: theirs})
+    ours = getattr(p.registry.own, field, None) or getattr(KV, field)
+    with pytest.raises(HandshakeError) as raised:
+        shake(p, own)
+    assert f"{name} differs" in str(raised.value)
+    assert repr(ours) in str(raised.value)
+    assert repr(theirs) in str(raised.value)
+    assert p.registry.peers() == []
+    assert p.connected == []
+    # The node is as well as before.
+    assert shake(p, changed(own, **{field: ours})).instance_id == "P"
+
+
+def test_two_prefill_nodes_do_not_shake_hands(start) -> None:
+    with pytest.raises(HandshakeError, match="Q is a prefill node"):
+        shake(start(), info("Q", "prefill"))
+
+
+def test_another_instance_than_expected_is_refused_on_both_sides(start) -> None:
+    p = start()
+    with pytest.raises(HandshakeError, match=r"P-before was expected, but P answers.*restarted"):
+        shake(p, info("D", "decode"), expected="P-before")
+    assert p.connected == []
+
+
+def test_a_new_instance_at_the_same_endpoint_replaces_the_old_one(start) -> None:
+    order = []
+    p = start(connect=lambda peer: order.append(("connect", peer.instance_id)))
+    p.registry._on_replaced = lambda old: order.append(("replaced", old))
+    shake(p, info("D-1", "decode", endpoint="tcp://a"))
+    shake(p, info("E", "decode", endpoint="tcp://b"))
+    shake(p, info("D-2", "decode", endpoint="tcp://a"))
+    assert order == [("connect", "D-1"), ("connect", "E"), ("replaced", "D-1"), ("connect", "D-2")]
+    assert sorted(peer.instance_id for peer in p.registry.peers()) == ["D-2", "E"]
+
+
+def test_the_same_instance_may_shake_hands_again(start) -> None:
+    p = start()
+    for _ in range(2):
+        shake(p, info("D", "decode"))
+    assert p.connected == ["D", "D"]
+    assert p.replaced == []
+    p.registry.forget("D")
+    assert p.registry.peers() == []
+    shake(p, info("D", "decode"))
+    assert len(p.registry.peers()) == 1
+
+
+def test_a_peer_that_cannot_be_connected_is_not_recorded(start) -> None:
+    def fail(peer) -> None:
+        raise TransferError(f"{peer.instance_id} published a bad data address")
+
+    p = start(connect=fail)
+    with pytest.raises(UnavailableError, match="D published a bad data address"):
+        shake(p, info("D", "decode"))
+    assert p.registry.peers() == []
+
+
+@pytest.mark.parametrize("state", ["starting", "draining"])
+def test_503_with_retry_after_until_ready_and_while_draining(start, state) -> None:
+    p = start(ready=False)
+    if state == "draining":
+        p.registry.set_ready()
+        p.registry.set_draining()
+    response = httpx.get(f"{p.url}/bootstrap")
+    assert response.status_code == 503
+    assert int(response.headers["Retry-After"]) >= 1
+    with pytest.raises(UnavailableError, match=f"P is {state}"):
+        shake(p, info("D", "decode"))
+    p.registry.set_ready()
+    assert shake(p, info("D", "decode")).instance_id == "P"
+
+
+def test_get_bootstrap_and_peers(start) -> None:
+    p = start()
+    own = info("D", "decode")
+    shake(p, own)
+    content = httpx.get(f"{p.url}/bootstrap").content
+    assert msgspec.json.decode(content, type=type(own)) == p.registry.own
+    content = httpx.get(f"{p.url}/bootstrap/peers").content
+    assert msgspec.json.decode(content, type=list[type(own)]) == [own]
+
+
+def test_the_restarted_prefill_node_is_met_again_on_the_same_port(start) -> None:
+    p = start()
+    own = info("D", "decode")
+    shake(p, own)
+    port = p.port
+    p.close()
+    with pytest.raises(UnavailableError):
+        shake(p, own, timeout=1.0)
+    again = start("P-2", port=port)
+    assert shake(again, own, expected="P-2").instance_id == "P-2"
+
+
+# ---- bad requests
+
+
+GOOD = msgspec.to_builtins(info("D", "decode"))
+BAD_BODIES = {
+    "empty": b"",
+    "not JSON": b"{",
+    "not UTF-8": b"\xff\xfe",
+    "a list": b"[]",
+    "a field too few": json.dumps({k: v for k, v in GOOD.items() if k != "endpoint"}).encode(),
+    "a field too many": json.dumps(GOOD | {"more": 1}).encode(),
+    "a wrong type": json.dumps(GOOD | {"instance_id": 7}).encode(),
+    "an unknown role": json.dumps(GOOD | {"role": "proxy"}).encode(),
+    "a nested wrong type": json.dumps(GOOD | {"transfer_address": {"port": 1}}).encode(),
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES)
+def test_a_bad_body_is_answered_400_and_hurts_nobody(start, body) -> None:
+    p = start()
+    response = httpx.post(p.url + HANDSHAKE_PATH, content=BAD_BODIES[body])
+    assert response.status_code == 400
+    assert "not a NodeInfo" in response.json()["message"]
+    assert shake(p, info("D", "decode")).instance_id == "P"
+
+
+def test_a_body_over_64_kib_is_answered_413(start) -> None:
+    p = start()
+    response = httpx.post(p.url + HANDSHAKE_PATH, content=b" " * (MAX_BODY_BYTES + 1))
+    assert response.status_code == 413
+    assert shake(p, info("D", "decode")).instance_id == "P"
+
+
+# ---- cluster key
+
+
+@pytest.mark.parametrize("theirs", [None, b"another key 1234"])
+def test_without_the_cluster_key_nothing_is_answered(start, theirs) -> None:
+    p = start(key=KEY)
+    with pytest.raises(HandshakeError, match="cluster key"):
+        shake(p, info("D", "decode"), cluster_key=theirs)
+    for path in ("/bootstrap", "/bootstrap/peers"):
+        assert httpx.get(p.url + path).status_code == 401
+    assert p.registry.peers() == []
+
+
+def test_a_prefill_node_without_the_key_is_not_believed(start) -> None:
+    with pytest.raises(HandshakeError, match="did not prove that it has the cluster key"):
+        shake(start(), info("D", "decode"), cluster_key=KEY)
+
+
+def signed(body: bytes, *, path: str = HANDSHAKE_PATH, expected: str = "P") -> dict[str, str]:
+    key = auth.bootstrap_key(KEY)
+    assert key is not None
+    authorization, _ = auth.sign_request(key, "POST", path, expected, body)
+    return {"Authorization": authorization, EXPECTED_HEADER: "P"}
+
+
+def test_a_recorded_request_cannot_be_replayed(start) -> None:
+    p = start(key=KEY)
+    body = msgspec.json.encode(info("D", "decode"))
+    headers = signed(body)
+    assert httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=headers).status_code == 200
+    answer = httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["message"]) == (401, "the request was seen before")
+
+
+def test_an_old_request_is_refused(start, monkeypatch) -> None:
+    p = start(key=KEY)
+    body = msgspec.json.encode(info("D", "decode"))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 2 * auth.WINDOW_SECONDS)
+    headers = signed(body)
+    monkeypatch.undo()
+    answer = httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=headers)
+    assert answer.status_code == 401
+    assert "120 s ago" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("part", ["body", "path", "expected", "garbage", "not finite"])
+def test_a_request_changed_on_the_way_is_refused(start, part) -> None:
+    p = start(key=KEY)
+    body = msgspec.json.encode(info("D", "decode"))
+    headers = {
+        "body": lambda: signed(body + b" "),
+        "path": lambda: signed(body, path="/bootstrap"),
+        "expected": lambda: signed(body, expected=""),
+        "garbage": lambda: {"Authorization": "PD-HMAC a b c"},
+        "not finite": lambda: {"Authorization": "PD-HMAC nan b c"},
+    }[part]()
+    answer = httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=headers)
+    assert answer.status_code == 401
+    assert p.registry.peers() == []
+
+
+def test_old_nonces_are_forgotten(monkeypatch) -> None:
+    key = auth.bootstrap_key(KEY)
+    assert key is not None
+    verifier = auth.RequestVerifier(key)
+    real = time.time
+    for age in (500.0, 0.0):
+        monkeypatch.setattr(time, "time", lambda age=age: real() - age)
+        authorization, _ = auth.sign_request(key, "GET", "/", "", b"")
+        assert verifier.verify(authorization, "GET", "/", "", b"")[1] == ""
+    assert len(verifier._seen) == 1
+
+
+# ---- prefill nodes that do not answer properly
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", UnavailableError),
+        (b"\x00\x01garbage\r\n\r\n", UnavailableError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", HandshakeError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", UnavailableError),
+        (b"HTTP/1.1 500 Oops\r\nContent-Length: 2\r\n\r\nno", UnavailableError),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", HandshakeError),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (2 * MAX_BODY_BYTES), UnavailableError),
+    ],
+)
+def test_nonsense_for_an_answer_is_an_error_of_the_handshake(answer, error) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread = threading.Thread(target=answer_once, args=(server, answer))
+        thread.start()
+        with pytest.raises(error):
+            handshake(url, info("D", "decode"), expected_instance="P", timeout=2.0)
+        thread.join()
+
+
+def answer_once(server: socket.socket, answer: bytes) -> None:
+    sock, _ = server.accept()
+    with sock:
+        sock.recv(65536)
+        with contextlib.suppress(OSError):
+            sock.sendall(answer)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(65536):
+                pass
+
+
+def test_a_silent_or_trickling_node_does_not_outlast_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UnavailableError):
+            handshake(url, info("D", "decode"), expected_instance="P", timeout=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        url = f"http://127.0.0.1:{slow.getsockname()[1]}"
+        done = threading.Event()
+        thread = threading.Thread(target=trickle, args=(slow, done))
+        thread.start()
+        with pytest.raises(UnavailableError, match=r"not complete after 0\.3 s"):
+            handshake(url, info("D", "decode"), expected_instance="P", timeout=0.3)
+        done.set()
+        thread.join()
+
+
+def trickle(server: socket.socket, done: threading.Event) -> None:
+    sock, _ = server.accept()
+    with sock:
+        sock.recv(65536)
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n")
+        while not done.wait(0.05):
+            try:
+                sock.sendall(b" ")
+            except OSError:
+                return
+
+
+@pytest.mark.parametrize("url", ["http://", "nonsense", "ftp://x", "http://127.0.0.1:1"])
+def test_a_url_that_cannot_be_is_unavailable(url) -> None:
+    with pytest.raises(UnavailableError):
+        handshake(url, info("D", "decode"), expected_instance="P", timeout=0.5)

@@ -1,0 +1,197 @@
+"""The decode node's directory of prefill nodes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from bootstrap_helpers import PrefillNode, info
+
+from pd.bootstrap import PeerDirectory, peers
+from pd.core.errors import HandshakeError, PDError, TransferError, UnavailableError
+
+if TYPE_CHECKING:
+    from pd.core.node_info import NodeInfo
+
+
+class Answers:
+    """A callback that collects results."""
+
+    def __init__(self) -> None:
+        self.results: list[NodeInfo | PDError] = []
+        self._came = threading.Condition()
+
+    def __call__(self, result: NodeInfo | PDError) -> None:
+        with self._came:
+            self.results.append(result)
+            self._came.notify_all()
+
+    def wait(self, count: int = 1) -> list[NodeInfo | PDError]:
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.results) >= count, timeout=20.0)
+            return self.results
+
+
+@pytest.fixture
+def p():
+    node = PrefillNode()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def directory():
+    made = PeerDirectory(info("D", "decode"), timeout=5.0)
+    yield made
+    made.close()
+
+
+def test_a_peer_is_met_once_and_then_known(p, directory) -> None:
+    answers = Answers()
+    assert directory.get(p.url, "P") is None
+    directory.request(p.url, "P", answers)
+    assert answers.wait() == [p.registry.own]
+    assert directory.get(p.url, "P") == p.registry.own
+    directory.request(p.url, "P", answers)
+    assert answers.results == [p.registry.own] * 2
+    assert p.connected == ["D"]
+    assert directory.peers() == [p.registry.own]
+
+
+def test_requests_at_the_same_time_share_one_handshake(directory) -> None:
+    go = threading.Event()
+    seen = []
+
+    def connect(peer: NodeInfo) -> None:
+        seen.append(peer.instance_id)
+        go.wait(10.0)
+
+    node = PrefillNode(connect=connect)
+    try:
+        answers = Answers()
+        for _ in range(20):
+            directory.request(node.url, "P", answers)
+        go.set()
+        assert answers.wait(20) == [node.registry.own] * 20
+        assert seen == ["D"]
+    finally:
+        node.close()
+
+
+def test_a_failure_is_remembered_for_a_moment_and_then_tried_again(
+    p, directory, monkeypatch
+) -> None:
+    p.registry.set_draining()
+    answers = Answers()
+    directory.request(p.url, "P", answers)
+    assert isinstance(answers.wait()[0], UnavailableError)
+    p.registry.set_ready()
+    monkeypatch.setattr(peers, "FAILURE_SECONDS", 0.0)
+    directory.request(p.url, "P", answers)
+    assert answers.results[1] is answers.results[0]
+    directory._failed.clear()
+    directory.request(p.url, "P", answers)
+    assert answers.wait(3)[2] == p.registry.own
+
+
+def test_a_failure_expires_by_itself(p, directory, monkeypatch) -> None:
+    monkeypatch.setattr(peers, "FAILURE_SECONDS", 0.0)
+    p.registry.set_draining()
+    answers = Answers()
+    directory.request(p.url, "P", answers)
+    answers.wait()
+    p.registry.set_ready()
+    directory.request(p.url, "P", answers)
+    assert answers.wait(2)[1] == p.registry.own
+
+
+def test_one_dead_node_does_not_keep_others_waiting(p, directory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        lost, answers = Answers(), Answers()
+        directory.request(url, "X", lost)
+        directory.request(p.url, "P", answers)
+        assert answers.wait() == [p.registry.own]
+        assert lost.results == []
+    assert isinstance(lost.wait()[0], UnavailableError)
+
+
+def test_forget_makes_the_next_demand_shake_hands_again(p, directory) -> None:
+    answers = Answers()
+    directory.request(p.url, "P", answers)
+    answers.wait()
+    directory.forget("P")
+    assert directory.get(p.url, "P") is None
+    directory.request(p.url, "P", answers)
+    answers.wait(2)
+    assert p.connected == ["D", "D"]
+
+
+def test_forget_during_a_handshake_keeps_its_result_out(directory) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def connect(peer: NodeInfo) -> None:
+        entered.set()
+        go.wait(10.0)
+
+    node = PrefillNode(connect=connect)
+    try:
+        answers = Answers()
+        directory.request(node.url, "P", answers)
+        assert entered.wait(10.0)
+        directory.forget("P")
+        go.set()
+        assert answers.wait() == [node.registry.own]
+        assert directory.get(node.url, "P") is None
+    finally:
+        node.close()
+
+
+def test_a_restarted_node_is_another_peer(p, directory) -> None:
+    answers = Answers()
+    directory.request(p.url, "P-before", answers)
+    error = answers.wait()[0]
+    assert isinstance(error, HandshakeError)
+    assert "P-before was expected, but P answers" in str(error)
+    directory.request(p.url, "P", answers)
+    assert answers.wait(2)[1] == p.registry.own
+
+
+@pytest.mark.parametrize("error", [TransferError("bad address"), RuntimeError("a bug")])
+def test_an_error_while_connecting_is_the_result(p, error) -> None:
+    def connect(peer: NodeInfo) -> None:
+        raise error
+
+    directory = PeerDirectory(info("D", "decode"), connect=connect, timeout=5.0)
+    answers = Answers()
+    directory.request(p.url, "P", answers)
+    result = answers.wait()[0]
+    assert isinstance(result, PDError)
+    assert str(error) in str(result)
+    assert directory.get(p.url, "P") is None
+    directory.close()
+
+
+def test_connect_comes_before_the_answer(p) -> None:
+    order: list[str] = []
+    directory = PeerDirectory(
+        info("D", "decode"), connect=lambda peer: order.append("connect"), timeout=5.0
+    )
+    answers = Answers()
+    directory.request(p.url, "P", lambda result: (order.append("answer"), answers(result)))
+    answers.wait()
+    assert order == ["connect", "answer"]
+    directory.close()
+
+
+def test_close_answers_whoever_waits(directory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        answers = Answers()
+        directory.request(url, "X", answers)
+        directory.close()
+        assert isinstance(answers.wait()[0], UnavailableError)
+        directory.request(url, "X", answers)
+        assert isinstance(answers.wait(2)[1], UnavailableError)
