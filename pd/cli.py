@@ -2,88 +2,114 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pd import __version__
-from pd.core.errors import PDError, UsageError
+from pd.commands.parser import Parser
+from pd.core.errors import PDError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# They report every request or step of theirs at "info".
+NOISY = ("httpx", "httpcore", "asyncio", "uvicorn")
 
+_EXAMPLES = """\
+to see it work:
+  pd-launch demo
 
-class Parser(argparse.ArgumentParser):
-    """Ends with one line that says what to do."""
+to serve a model, each in its own terminal:
+  pd-launch prefill --model DIR
+  pd-launch decode  --model DIR
+  pd-launch proxy   --prefill http://127.0.0.1:30000 --decode http://127.0.0.1:30100
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+Every command has its own --help. configs/ has more deployments, docs/ says how it works.
+"""
 
 
 def launch(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-launch``."""
-    from pd.commands import node, proxy
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = launch_parser()
+    name = arguments[0] if arguments and arguments[0] in commands else ""
+    return _guarded(f"pd-launch {name}".strip(), lambda: _launch(parser, commands, arguments))
+
+
+def launch_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of its commands by name."""
+    from pd.commands import demo, node, proxy
 
     parser = Parser(
         prog="pd-launch",
         description="Serve a language model with prefill and decode on separate nodes.",
-        epilog="Start with `pd-launch demo`; then see configs/ for deployments.",
+        epilog=_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for role, text in node.ROLES.items():
-        node.add_arguments(_command(commands, role, text), role)
-    proxy.add_arguments(_command(commands, "proxy", "route requests to nodes; the HTTP endpoint"))
-    demo_parser = _command(
-        commands, "demo", "one prefill node, one decode node and a proxy on this machine"
-    )
-    demo_parser.add_argument("--serve", action="store_true", help="keep serving after the answer")
-    demo_parser.add_argument("--prompt", default="What does the prefill node do?", help="question")
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return _guarded("pd-launch", lambda: _launch(parser, arguments))
+        node.add_arguments(_command(added, role, text), role)
+    proxy.add_arguments(_command(added, "proxy", proxy.TEXT))
+    demo.add_arguments(_command(added, "demo", demo.TEXT, config=False))
+    return parser, dict(added.choices)
 
 
-def _launch(parser: Parser, arguments: list[str]) -> int:
-    from pd.commands import node, proxy
-    from pd.commands.yaml_config import with_config_file
+def _command(
+    added: argparse._SubParsersAction[Parser], name: str, text: str, *, config: bool = True
+) -> Parser:
+    parser = added.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    if config:
+        parser.add_argument(
+            "--config",
+            type=Path,
+            metavar="FILE",
+            help="YAML file with the flags as keys; flags on the command line win",
+        )
+        parser.add_argument(
+            "--log-level",
+            choices=LOG_LEVELS,
+            default="info",
+            help="how much to log (default: info)",
+        )
+    return parser
 
-    args = parser.parse_args(with_config_file(parser, arguments))
+
+def _launch(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> int:
+    args = parse(parser, commands, arguments)
     level = getattr(args, "log_level", "info")
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    for noisy in ("httpx", "httpcore", "asyncio"):
+    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT)
+    for noisy in NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if args.command == "demo":
         from pd.commands import demo
 
         return demo.run(args)
-    if args.command == "proxy":
-        return proxy.run(args)
-    return node.run(args)
+    from pd.commands import node, proxy
+
+    return proxy.run(args) if args.command == "proxy" else node.run(args)
 
 
-def _command(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
-    parser = commands.add_parser(
-        name,
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def parse(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> argparse.Namespace:
+    """Flags and the file they name. Ends the process for what cannot be understood.
+
+    Raises UsageError for a file that cannot be used.
+    """
+    if not arguments or arguments[0] not in commands:
+        return parser.parse_args(arguments)
+    from pd.commands.yaml_config import with_config_file
+
+    command = commands[arguments[0]]
+    args, unknown = parser.parse_known_args(
+        [arguments[0], *with_config_file(command, arguments[1:])]
     )
-    if name != "demo":
-        parser.add_argument(
-            "--config", type=Path, metavar="FILE", help="YAML file with the same keys; flags win"
-        )
-        parser.add_argument(
-            "--log-level", choices=LOG_LEVELS, default="info", help="how much to log"
-        )
-    return parser
+    if unknown:
+        command.unknown(unknown[0])
+    return args
 
 
 def bench(argv: Sequence[str] | None = None) -> int:
@@ -92,13 +118,10 @@ def bench(argv: Sequence[str] | None = None) -> int:
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
-    radix.add_arguments(_bench(commands, "radix", "speed of the radix cache"))
+    text = "speed of the radix cache"
+    radix.add_arguments(commands.add_parser("radix", help=text, description=text))
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _guarded("pd-bench", lambda: radix.run(parser.parse_args(arguments)))
-
-
-def _bench(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
-    return commands.add_parser(name, help=text, description=text)
 
 
 def _guarded(program: str, run: Callable[[], int]) -> int:
@@ -106,23 +129,10 @@ def _guarded(program: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except PDError as error:
-        print(f"{program}: {error.message}", file=sys.stderr)
+        print(f"{program}: {' '.join(error.message.split())}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return 130
-
-
-def existing_file(text: str) -> Path:
-    """An argument that names a file."""
-    path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"no such file: {text}")
-    return path
-
-
-def usage_error(message: str) -> NoReturn:
-    """End with exit status 2."""
-    raise UsageError(message)
 
 
 if __name__ == "__main__":

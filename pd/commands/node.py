@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
-import re
+import queue
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd.commands import parser as types
+from pd.commands.ready import Ready, announce
+from pd.core import config as choices
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
+    import argparse
     from types import FrameType
+
+    from pd.launch import NodeServer
 
 logger = logging.getLogger(__name__)
 
@@ -28,55 +31,192 @@ ROLES = {
 }
 _PORTS = {"prefill": 30000, "decode": 30100, "unified": 30200}
 
+_EXAMPLES = """\
+examples:
+  pd-launch {role} --model ~/models/Qwen3-0.6B
+  pd-launch {role} --model ~/models/Qwen3-0.6B --port 0 --kv-cache-tokens 65536
+  pd-launch {role} --config {config} --log-level debug
+
+For other hosts to reach it, every process needs the same key:
+  openssl rand -hex 32 > cluster.key
+  pd-launch {role} --model DIR --host 0.0.0.0 --advertise-host 10.0.0.5 \\
+      --cluster-key-file cluster.key
+
+When it serves it prints {{"event": "ready", "role": "{role}", "url": …}} on standard output.
+SIGTERM (or Ctrl-C) drains it: what runs is finished. A second one ends it at once.
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     """Flags of one role; names and defaults are the public contract's."""
-    add = parser.add_argument
-    add("--model", required=True, help="directory of a Hugging Face checkpoint")
-    add("--served-model-name", default="", help="name in the API (default: the directory's)")
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--advertise-host", default="", help="address that others are told (default: --host)")
-    add("--port", type=_port, default=_PORTS[role], help="administration port; 0 picks a free one")
-    if role == "prefill":
-        add("--bootstrap-port", type=_port, default=8998, help="port of the registry; 0: any")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    parser.usage = "%(prog)s --model DIR [flags]"
+    directory = "unified" if role == "unified" else "1p1d"
+    parser.epilog = _EXAMPLES.format(role=role, config=f"configs/{directory}/{role}.yaml")
+    _add_model(parser)
+    _add_network(parser, role)
+    _add_memory(parser, role)
+    _add_scheduling(parser)
+    _add_backends(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="directory of a Hugging Face checkpoint, or the id of one in the local cache",
+    )
+    add(
+        "--served-model-name",
+        default="",
+        metavar="NAME",
+        help="name in the API (default: the directory's)",
+    )
+    add(
+        "--device",
+        default="auto",
+        type=types.device,
+        help="auto, cpu, cuda or cuda:N (default: auto, a GPU if there is one)",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=choices.DTYPES,
+        help="default: auto, the checkpoint's on a GPU and float32 on a CPU",
+    )
+    add(
+        "--load-format",
+        default="auto",
+        choices=choices.LOAD_FORMATS,
+        help="dummy: random weights from config.json alone",
+    )
     add("--seed", type=int, default=0, help="of dummy weights")
-    add("--tp-size", type=int, default=1, help="GPUs to shard the model over")
-    add("--page-size", type=int, default=16, help="tokens per KV page: 1, 2, 4, … 64")
-    add("--kv-cache-tokens", type=int, help="size of the KV cache; wins over --mem-fraction")
-    add("--mem-fraction", type=float, default=0.85, help="share of the memory to use")
-    add("--context-length", type=int, help="limit of prompt and output (default: the model's)")
-    add("--max-running-requests", type=int, default=256, help="requests in one batch")
-    add("--chunked-prefill-size", type=int, default=8192, help="prompt tokens per step")
-    add("--schedule-policy", default="lpm", help="lpm, fcfs, lof, dfs-weight or priority")
-    add("--max-overtakes", type=int, default=64, help="how often a request may be overtaken")
-    add("--eviction-policy", default="lru", help="lru, lfu, fifo, slru or priority")
-    add("--attention-backend", default="auto", help="auto, torch, triton or flashinfer")
-    add("--transfer-backend", default="auto", help="auto, tcp, nixl, mooncake, nvlink or fake")
-    add("--fake-script", type=Path, help="what goes wrong with --transfer-backend fake")
-    add("--kv-digest", action="store_true", help="verify every transfer's content")
-    add("--cluster-key-file", type=Path, help="shared secret; needed beyond loopback")
-    add("--cpu-threads", type=int, help="threads of a CPU node (default: cores, split nodes half)")
-    add("--drain-timeout", type=float, default=30.0, help="seconds that SIGTERM waits for requests")
+    add(
+        "--context-length",
+        type=int,
+        metavar="N",
+        help="limit of prompt and output in tokens (default: the model's)",
+    )
+    add("--tp-size", type=int, default=1, metavar="N", help="GPUs to shard the model over")
+    add(
+        "--cpu-threads",
+        type=int,
+        metavar="N",
+        help="threads on a CPU (default: the cores, half of them for prefill and decode)",
+    )
+
+
+def _add_network(parser: argparse.ArgumentParser, role: str) -> None:
+    add = parser.add_argument_group("network").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--advertise-host", default="", metavar="HOST", help="address to tell (default: --host)")
+    add(
+        "--port",
+        type=types.port,
+        default=_PORTS[role],
+        help="port of the administration; 0 picks a free one",
+    )
+    if role == "prefill":
+        add(
+            "--bootstrap-port",
+            type=types.port,
+            default=8998,
+            metavar="PORT",
+            help="port where decode nodes introduce themselves; 0 picks a free one",
+        )
+    add(
+        "--cluster-key-file",
+        type=Path,
+        metavar="FILE",
+        help="secret that all processes share; needed beyond loopback",
+    )
+    add(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long SIGTERM waits for running requests",
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser, role: str) -> None:
+    add = parser.add_argument_group("KV cache").add_argument
+    add("--page-size", type=int, default=16, metavar="N", help="tokens per page: 1, 2, 4, … 64")
+    add("--kv-cache-tokens", type=int, metavar="N", help="size; wins over --mem-fraction")
+    add(
+        "--mem-fraction",
+        type=float,
+        default=0.85,
+        metavar="F",
+        help="share of the device's memory to use (on a CPU at most 4 GiB)",
+    )
+    add(
+        "--eviction-policy",
+        default="lru",
+        choices=choices.EVICTION_POLICIES,
+        help="what leaves the prefix cache first (default: lru)",
+    )
     if role != "prefill":
-        add("--reserved-decode-tokens", type=int, default=512, help="output to reserve for at most")
-        add("--retraction-host-memory", type=_bytes, default="4GiB", help="for retracted requests")
+        add(
+            "--reserved-decode-tokens",
+            type=int,
+            default=512,
+            metavar="N",
+            help="output to keep room for at most, per running request",
+        )
+        add(
+            "--retraction-host-memory",
+            type=types.size,
+            default="4GiB",
+            metavar="SIZE",
+            help="host memory for the KV of requests that the pool had no room for",
+        )
 
 
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"a port is 0 to 65535, not {text}")
-    return int(text)
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("scheduling").add_argument
+    add("--max-running-requests", type=int, default=256, metavar="N", help="requests in one batch")
+    add(
+        "--chunked-prefill-size", type=int, default=8192, metavar="N", help="prompt tokens per step"
+    )
+    add(
+        "--schedule-policy",
+        default="lpm",
+        choices=choices.SCHEDULE_POLICIES,
+        help="which prompt is next: longest cached prefix, first come, longest output, densest "
+        "branch of the cache, or highest priority (default: lpm)",
+    )
+    add(
+        "--max-overtakes",
+        type=int,
+        default=64,
+        metavar="N",
+        help="how often a waiting request may be overtaken before it goes first",
+    )
 
 
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|K|M|G|T)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"a size is a number of bytes or like 512MiB, not {text}")
-    power = ["", "K", "M", "G", "T"].index(found[2].upper())
-    return int(float(found[1]) * 1024**power)
+def _add_backends(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("backends").add_argument
+    add(
+        "--attention-backend",
+        default="auto",
+        choices=choices.ATTENTION_BACKENDS,
+        help="default: auto, the best there is here",
+    )
+    add(
+        "--transfer-backend",
+        default="auto",
+        choices=choices.TRANSFER_BACKENDS,
+        help="how KV travels; both nodes need the same (default: auto, which is tcp)",
+    )
+    add(
+        "--fake-script",
+        type=Path,
+        metavar="FILE",
+        help="what goes wrong with --transfer-backend fake",
+    )
+    add("--kv-digest", action="store_true", help="verify every transfer's content")
 
 
 def config_from(args: argparse.Namespace) -> NodeConfig:
@@ -86,7 +226,9 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
     settings["role"] = settings.pop("command")
     for name in ("config", "log_level", "cpu_threads"):
         settings.pop(name)
-    settings["model"] = find_model(args.model)
+    from pd.models.config import find_checkpoint
+
+    settings["model"] = find_checkpoint(args.model)
     if key_file is not None:
         from pd.core.cluster_key import load_cluster_key
 
@@ -94,23 +236,26 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
     return NodeConfig(**settings)
 
 
-def find_model(name: str) -> Path:
-    """The checkpoint's directory; an id is looked up in the local Hugging Face cache."""
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(f"--model {name} has no config.json; give a checkpoint's directory")
-        return path
-    from pd.models.config import find_checkpoint
+def check_early(config: NodeConfig) -> None:
+    """Refuse what can be known to fail without importing torch, which takes seconds."""
+    from pd.models.config import ModelConfig
+    from pd.transfer.factory import check_backend
 
-    return find_checkpoint(name)
+    model = ModelConfig.from_pretrained(config.model)
+    if config.context_length is not None and config.context_length > model.context_length:
+        raise UsageError(
+            f"--context-length {config.context_length} exceeds the model's {model.context_length}"
+        )
+    if config.role != "unified":
+        check_backend(config.transfer_backend, config.fake_script)
 
 
 def limit_threads(role: str, threads: int | None) -> None:
     """Processes on shared cores strangle each other when each uses all of them."""
     import torch
 
-    cores = len(os.sched_getaffinity(0))
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
     torch.set_num_threads(threads or (cores if role == "unified" else max(1, cores // 2)))
 
 
@@ -119,44 +264,40 @@ def run(args: argparse.Namespace) -> int:
     if args.cpu_threads is not None and args.cpu_threads < 1:
         raise UsageError(f"--cpu-threads must be at least 1, not {args.cpu_threads}")
     config = config_from(args)
+    check_early(config)
     from pd.launch import NodeServer
 
-    limit_threads(config.role, args.cpu_threads)
     server = NodeServer(config)
-    asked = threading.Semaphore(0)
+    # Unlike a semaphore, this queue may be filled by a handler that interrupts its reader.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        asked.release()
+        signals.put(number)
 
     try:
+        limit_threads(config.role, args.cpu_threads)
         server.start()
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         logger.info("%s node %s listens on %s", config.role, server.instance_id, server.url)
-        ready = {
-            "event": "ready",
-            "role": config.role,
-            "url": server.url,
-            "instance_id": server.instance_id,
-        }
-        print(json.dumps(ready), flush=True)
-        asked.acquire()
-        _drain(server, asked)
+        announce(Ready(config.role, server.url, server.instance_id))
+        signals.get()
+        _drain(server, signals)
     finally:
         server.stop()
     return 0
 
 
-def _drain(server: object, asked: threading.Semaphore) -> None:
-    from pd.launch import NodeServer
-
-    assert isinstance(server, NodeServer)
+def _drain(server: NodeServer, signals: queue.SimpleQueue[int]) -> None:
     logger.info("draining; a second signal ends at once")
     drained = threading.Event()
-    worker = threading.Thread(target=lambda: (server.drain(), drained.set()), daemon=True)
-    worker.start()
+
+    def drain() -> None:
+        server.drain()
+        drained.set()
+
+    threading.Thread(target=drain, name="drain", daemon=True).start()
     while not drained.wait(0.05):
-        if asked.acquire(blocking=False):
+        if not signals.empty():
             logger.warning("ended while requests were running")
-            break
-    sys.stdout.flush()
+            return

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from pd.commands.parser import did_you_mean
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
-    import argparse
+    from pd.commands.parser import Parser
 
 
-def with_config_file(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+def with_config_file(parser: Parser, arguments: list[str]) -> list[str]:
     """Put the file's settings before the flags of the command line, so that flags override them.
 
     A flag that may be repeated replaces the file's list as a whole.
 
+    Args:
+        parser: of the command.
+        arguments: those after the command's name.
+
     Raises:
-        UsageError: the file cannot be read or is not a mapping of flags to values.
+        UsageError: the file cannot be read, or has a key or value that the command cannot take.
     """
     path = _config_path(arguments)
-    if path is None or not arguments:
+    if path is None:
         return arguments
-    settings = _read(path)
-    given = {a.split("=")[0] for a in arguments if a.startswith("--")}
+    given = {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
     extra: list[str] = []
-    for key, value in settings.items():
-        flag = "--" + str(key).replace("_", "-")
+    for key, value in _read(path).items():
+        flag = _flag(parser, str(key), path)
         if flag not in given:
-            extra += _as_flags(flag, value, path)
-    return [arguments[0], *extra, *arguments[1:]]
+            extra += _as_arguments(parser.flags[flag], flag, value, path)
+    return [*extra, *arguments]
 
 
 def _config_path(arguments: list[str]) -> Path | None:
@@ -48,20 +53,35 @@ def _read(path: Path) -> dict[str, Any]:
         settings = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise UsageError(f"cannot read --config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is not YAML: {str(error).splitlines()[0]}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path} is not a text file: {error}") from error
     if not isinstance(settings, dict):
-        raise UsageError(f"--config {path} must map flags to values, not {settings!r}")
+        raise UsageError(f"--config {path} must map flags to values, not {settings!r:.80}")
     return settings
 
 
-def _as_flags(flag: str, value: Any, path: Path) -> list[str]:
-    if value is None or value is False:
+def _flag(parser: Parser, key: str, path: Path) -> str:
+    flag = "--" + key.replace("_", "-")
+    known = [name for name in parser.flags if name != "--config"]
+    if flag not in known:
+        hint = did_you_mean(flag, known).replace("--", "")
+        raise UsageError(f"--config {path}: unknown key {key!r}{hint}")
+    return flag
+
+
+def _as_arguments(action: argparse.Action, flag: str, value: Any, path: Path) -> list[str]:
+    if value is None:
         return []
-    if value is True:
-        return [flag]
-    if isinstance(value, list):
-        return [part for item in value for part in _as_flags(flag, item, path)]
-    if isinstance(value, dict):
-        raise UsageError(f"--config {path}: {flag} must be a value or a list, not {value!r}")
-    return [f"{flag}={value}"]
+    if isinstance(action, argparse._StoreTrueAction):
+        if not isinstance(value, bool):
+            raise UsageError(f"--config {path}: {flag[2:]} must be true or false, not {value!r}")
+        return [flag] if value else []
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+        raise UsageError(f"--config {path}: {flag[2:]} takes one value, not {value!r}")
+    for item in values:
+        if isinstance(item, dict | list | bool | None):
+            raise UsageError(f"--config {path}: {flag[2:]} cannot be {item!r}")
+    return [f"{flag}={item}" for item in values]

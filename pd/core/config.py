@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# Names that a user may choose from, here so that a wrong one is refused before anything is loaded.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
+TRANSFER_BACKENDS = ("auto", "tcp", "nixl", "mooncake", "nvlink", "fake")
+ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 
 
 @dataclass(frozen=True)

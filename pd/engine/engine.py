@@ -14,7 +14,7 @@ from pd.core.node_info import KVLayout
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
-from pd.kernels.attention import make_attention_backend
+from pd.kernels.attention import find_attention_backend
 from pd.models.config import ModelConfig
 from pd.models.loader import load_model
 
@@ -61,6 +61,8 @@ class Engine:
                 f"--context-length {context_length} exceeds the model's "
                 f"{model_config.context_length}"
             )
+        # Before the model, which may take minutes to load.
+        attention = find_attention_backend(config.attention_backend)
         model = load_model(
             config.model,
             model_config,
@@ -78,7 +80,6 @@ class Engine:
         )
         num_pages = _num_pages(config, layout, device)
         pool = KVPool(layout, num_pages, device)
-        attention = make_attention_backend(config.attention_backend, pool)
         logger.info(
             "%s: %s on %s, KV cache of %d tokens (%d pages of %d, %.2f GiB)",
             config.model_name,
@@ -95,7 +96,7 @@ class Engine:
             context_length=context_length,
             attention_backend="torch",
             pool=pool,
-            runner=ModelRunner(model, pool, attention),
+            runner=ModelRunner(model, pool, attention(pool)),
             sampler=Sampler(model_config.vocab_size, device),
         )
 

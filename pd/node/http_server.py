@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises SetupError when the address cannot be had."""
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A listening TCP socket. Raises SetupError, naming ``flag``, if the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -27,7 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise SetupError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag} or --host"
         ) from error
     return sock
 

@@ -1,6 +1,12 @@
 """Attention over the paged KV pool: one interface, several backends."""
 
 from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
-from pd.kernels.attention.registry import make_attention_backend
+from pd.kernels.attention.registry import find_attention_backend, make_attention_backend
 
-__all__ = ["AttentionBackend", "AttentionBatch", "PagedKV", "make_attention_backend"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "PagedKV",
+    "find_attention_backend",
+    "make_attention_backend",
+]

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention}
 
 
-def make_attention_backend(name: str, pool: PagedKV) -> AttentionBackend:
-    """The backend called ``name``, over ``pool``; ``auto`` picks the best that is available.
+def find_attention_backend(name: str) -> type[AttentionBackend]:
+    """The class called ``name``; ``auto`` picks the best that is available.
 
     Raises UsageError, naming what is available, for any other name.
     """
@@ -24,4 +24,9 @@ def make_attention_backend(name: str, pool: PagedKV) -> AttentionBackend:
         raise UsageError(
             f"attention backend {name!r} is not available here; use one of: {available}"
         )
-    return backend(pool)
+    return backend
+
+
+def make_attention_backend(name: str, pool: PagedKV) -> AttentionBackend:
+    """The backend called ``name``, over ``pool``; see :func:`find_attention_backend`."""
+    return find_attention_backend(name)(pool)

@@ -1,0 +1,259 @@
+"""``pd-launch demo``: the whole system on this machine, one question, and where its time went."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pd.commands import parser as types
+from pd.commands.proxy import API_KEY_VARIABLE
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    import argparse
+    from types import FrameType
+
+    from pd.commands.processes import Child, Children
+    from pd.demo_model import DemoModel
+
+TEXT = "one prefill node, one decode node and a proxy on this machine"
+QUESTION = "What does the prefill node do?"
+MAX_TOKENS = 64
+# More than a tiny model gains from only makes its threads wait for each other.
+_MAX_THREADS = 4
+_QUIET_SECONDS = 2.0
+
+_EXAMPLES = """\
+examples:
+  pd-launch demo
+  pd-launch demo --prompt "Why are there two nodes?"
+  pd-launch demo --serve --port 8000      # keeps serving until Ctrl-C
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EXAMPLES
+    parser.add_argument("--serve", action="store_true", help="keep serving after the answer")
+    parser.add_argument("--prompt", default=QUESTION, metavar="TEXT", help="what to ask")
+    parser.add_argument(
+        "--port", type=types.port, default=0, help="of the proxy (default: a free one)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start everything, ask, show, stop. Raises SetupError if anything failed."""
+    from pd.commands.processes import Children
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="pd-demo-") as directory:
+        children = Children(Path(directory))
+        try:
+            return _demo(args, Path(directory), children)
+        finally:
+            children.stop()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _demo(args: argparse.Namespace, directory: Path, children: Children) -> int:
+    from pd.demo_model import NAME, write_demo_model
+
+    model = write_demo_model(directory / NAME)
+    say(f"model         {model.description}")
+    proxy, decode = _start(args.port, model, children)
+    say(f"\n{args.prompt}\n")
+    answer = ask(proxy.url, args.prompt, model)
+    if not model.trained:
+        say("\n\n(The weights are random, so the answer is noise; the way it took is real.)")
+    _show_times(answer, proxy.url, decode.url)
+    if args.serve:
+        _serve(proxy.url, children)
+    return 0
+
+
+def _start(port: int, model: DemoModel, children: Children) -> tuple[Child, Child]:
+    """The proxy and the decode node, ready."""
+    flags = ["--model", model.directory, "--load-format", model.load_format, "--device", "cpu"]
+    flags += ["--port", 0, "--kv-cache-tokens", 16384, "--cpu-threads", _threads()]
+    prefill = children.start("prefill node", "prefill", *flags, "--bootstrap-port", 0)
+    decode = children.start("decode node", "decode", *flags)
+    _wait(children, prefill, decode)
+    proxy = children.start(
+        "proxy", "proxy", "--port", port, "--prefill", prefill.url, "--decode", decode.url
+    )
+    _wait(children, proxy)
+    return proxy, decode
+
+
+def _threads() -> int:
+    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+
+
+def _wait(children: Children, *started: Child) -> None:
+    names = " and ".join(child.name for child in started)
+    last = -1
+
+    def progress(seconds: float) -> None:
+        nonlocal last
+        if seconds < _QUIET_SECONDS or int(seconds) == last:
+            return
+        if sys.stdout.isatty():
+            say(f"\rstarting {names}: {int(seconds)} s", end="")
+        elif last < 0:
+            say(f"starting {names} ...")
+        last = int(seconds)
+
+    children.wait_ready(started, progress)
+    if last >= 0 and sys.stdout.isatty():
+        say("\r\x1b[K", end="")
+    for child in started:
+        say(f"{child.name:13} {child.url}  (ready after {child.seconds:.1f} s)")
+
+
+# ---- the question
+
+
+@dataclass
+class Answer:
+    """What the client saw; times in seconds since the request was sent."""
+
+    first_token: float = 0.0
+    total: float = 0.0
+    usage: dict[str, Any] = field(default_factory=dict)
+
+
+def ask(url: str, prompt: str, model: DemoModel) -> Answer:
+    """Stream a chat completion to standard output. Raises SetupError if it does not end well."""
+    import httpx
+
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0.7,
+        "seed": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        # A random model would stop anywhere.
+        "ignore_eos": not model.trained,
+    }
+    answer = Answer()
+    began = time.monotonic()
+    try:
+        # Without trust_env: an HTTP proxy from the environment has no business on loopback.
+        with (
+            httpx.Client(trust_env=False, timeout=60.0, headers=_headers()) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            if response.status_code != 200:
+                raise SetupError(f"the proxy answered {response.status_code}: {_read(response)}")
+            _print_stream(response.iter_lines(), answer, began)
+    except httpx.HTTPError as error:
+        raise SetupError(f"the answer broke off: {error or type(error).__name__}") from error
+    answer.total = time.monotonic() - began
+    return answer
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(API_KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _read(response: Any) -> str:
+    text: str = response.read().decode(errors="replace")
+    return text
+
+
+def _print_stream(lines: Any, answer: Answer, began: float) -> None:
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if not data:
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise SetupError(f"the answer ended with an error: {event['error']['message']}")
+        answer.usage = event.get("usage") or answer.usage
+        for choice in event["choices"]:
+            text = choice["delta"].get("content")
+            answer.first_token = answer.first_token or time.monotonic() - began
+            if text:
+                say(printable(text), end="")
+    raise SetupError("the answer ended without [DONE]")
+
+
+def printable(text: str) -> str:
+    """Without what would move the cursor or ring the bell."""
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+
+
+# ---- the table
+
+
+def _show_times(answer: Answer, proxy: str, decode: str) -> None:
+    """Stages of this one request, from the metrics of processes that served no other."""
+    stages = read_metric(proxy, "pd_proxy_stage_seconds_sum", "stage")
+    moved = sum(read_metric(decode, "pd_transferred_bytes_total", "").values())
+    prompt, output = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
+    later = max(output - 1, 1)
+    rows = [
+        ("queue", "prefill node: until it was its turn"),
+        ("prefill", f"prefill node: {prompt} prompt tokens and the first token"),
+        ("bootstrap", "decode node: handshake with the prefill node, memory"),
+        ("transfer", f"decode node: until {moved / 1024:.0f} KiB of KV cache had arrived"),
+        ("decode", f"decode node: {later} tokens, {stages['decode'] / later * 1e3:.1f} ms each"),
+    ]
+    say("\nwhere the time went (both nodes begin at once, so their rows overlap)\n")
+    for stage, text in rows:
+        say(f"  {stage:10} {stages[stage] * 1e3:9.1f} ms   {text}")
+    say(f"  {'':10} {'-' * 12}")
+    say(f"  {'TTFT':10} {answer.first_token * 1e3:9.1f} ms   until the client saw the first token")
+    say(f"  {'total':10} {answer.total * 1e3:9.1f} ms   until the client had the whole answer")
+
+
+def read_metric(url: str, name: str, label: str) -> dict[str, float]:
+    """Samples of a metric by the value of one label. Raises SetupError if it is not there."""
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        text = httpx.get(f"{url}/metrics", trust_env=False, timeout=10.0).raise_for_status().text
+    except httpx.HTTPError as error:
+        raise SetupError(f"no metrics from {url}: {error or type(error).__name__}") from error
+    found = {
+        sample.labels.get(label, ""): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+    if not found:
+        raise SetupError(f"{url}/metrics has no {name}")
+    return found
+
+
+def _serve(url: str, children: Children) -> None:
+    """Until Ctrl-C. Raises SetupError if a process ends by itself."""
+    key = f" -H 'Authorization: Bearer {os.environ[API_KEY_VARIABLE]}'" if _headers() else ""
+    say(f"\nserving at {url} until Ctrl-C; try\n")
+    say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
+    say("""    -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'\n""")
+    try:
+        while True:
+            children.check()
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        say("\nstopping")
+
+
+def say(text: str, end: str = "\n") -> None:
+    print(text, end=end, flush=True)

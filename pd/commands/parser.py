@@ -1,0 +1,76 @@
+"""Command lines that teach: grouped flags with examples, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import NoReturn
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|K|M|G|T)(?:i?B)?", re.IGNORECASE)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of examples, and shows a default where there is one worth knowing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        uninteresting = action.default in (None, "", False, [], argparse.SUPPRESS)
+        if uninteresting or "default" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with one line that says what to do; knows no abbreviated flags."""
+
+    def __init__(self, **settings: object) -> None:
+        settings.setdefault("allow_abbrev", False)
+        settings.setdefault("formatter_class", HelpFormatter)
+        super().__init__(**settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    @property
+    def flags(self) -> dict[str, argparse.Action]:
+        """The long flags that a user may give, with what they do."""
+        actions = self._option_string_actions
+        return {f: a for f, a in actions.items() if f.startswith("--") and f != "--help"}
+
+    def unknown(self, argument: str) -> NoReturn:
+        """End because of an argument that means nothing."""
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {argument!r}: everything is a flag")
+        flag = argument.split("=")[0]
+        self.error(f"unknown flag {flag}{did_you_mean(flag, self.flags)}")
+
+
+def did_you_mean(name: str, known: object) -> str:
+    """A hint at the likeliest of the known names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def port(text: str) -> int:
+    """0 to 65535."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port is 0 to 65535, not {text}")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Bytes, from a number with an optional unit (powers of 1024)."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a size is a number of bytes or like 512MiB, not {text}")
+    power = ["", "K", "M", "G", "T"].index(found[2].upper())
+    return int(float(found[1]) * 1024**power)
+
+
+def device(text: str) -> str:
+    """A device's name; whether it is there turns out later."""
+    if not DEVICE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"a device is auto, cpu, cuda or cuda:N, not {text}")
+    return text

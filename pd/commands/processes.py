@@ -1,0 +1,138 @@
+"""Our own processes, started and stopped by another command."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from pd.commands.ready import Ready, parse
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+START_SECONDS = 300.0
+STOP_SECONDS = 15.0
+_POLL = 0.05
+_LOG_LINES = 15
+
+
+class Child:
+    """One ``pd-launch`` process that prints a ready line; its log goes to a file.
+
+    It has a session of its own, so that Ctrl-C reaches only who started it, who stops it in order.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], directory: Path) -> None:
+        self.name = name
+        self.ready: Ready | None = None
+        self._log = directory / f"{name.replace(' ', '-')}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pd.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                text=True,
+                encoding="utf-8",
+            )
+        self._started = time.monotonic()
+        self.seconds = 0.0
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            ready = parse(line)
+            if ready is not None:
+                self.seconds = time.monotonic() - self._started
+                self.ready = ready
+
+    @property
+    def url(self) -> str:
+        assert self.ready is not None
+        return self.ready.url
+
+    def check(self) -> None:
+        """Raises SetupError with the end of its log if it has ended."""
+        status = self.process.poll()
+        if status is not None:
+            lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+            raise SetupError(
+                f"the {self.name} ended with status {status}; its last lines are above"
+            )
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM, if it runs."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def wait_stopped(self, seconds: float) -> None:
+        """SIGKILL when it has not ended within ``seconds``."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Children:
+    """Processes that end together: the last one started (it uses the others) before them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._children: list[Child] = []
+
+    def start(self, name: str, *arguments: object) -> Child:
+        child = Child(name, [str(argument) for argument in arguments], self._directory)
+        self._children.append(child)
+        return child
+
+    def check(self) -> None:
+        """Raises SetupError if one has ended."""
+        for child in self._children:
+            child.check()
+
+    def wait_ready(self, children: Sequence[Child], progress: Callable[[float], None]) -> None:
+        """Wait until all serve; ``progress`` is told the seconds.
+
+        Raises SetupError if one ends or takes too long.
+        """
+        began = time.monotonic()
+        while not all(child.ready for child in children):
+            self.check()
+            waited = time.monotonic() - began
+            if waited > START_SECONDS:
+                late = ", ".join(child.name for child in children if not child.ready)
+                raise SetupError(f"not ready after {START_SECONDS:g} s: {late}")
+            progress(waited)
+            time.sleep(_POLL)
+
+    def stop(self) -> None:
+        """Ask each to stop and wait for it; whoever does not end is killed."""
+        # NOTE: an impatient second Ctrl-C must not leave processes behind.
+        with _ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for group in (self._children[-1:], self._children[:-1]):
+                for child in group:
+                    child.ask_to_stop()
+                for child in group:
+                    child.wait_stopped(STOP_SECONDS)
+            self._children.clear()
+
+
+@contextlib.contextmanager
+def _ignored(*numbers: signal.Signals):  # type: ignore[no-untyped-def]
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
