@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
-import shutil
-import tempfile
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Nothing here may look for models on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -99,14 +98,6 @@ def make_checkpoint(architecture: str, directory: Path, *, seed: int = 0, **over
     model.save_pretrained(directory, max_shard_size=shard_size)
     write_tokenizer(directory)
     return directory
-
-
-@functools.cache
-def shared_checkpoint(architecture: str) -> Path:
-    """The checkpoint of :func:`make_checkpoint` without overrides, made once per process."""
-    directory = Path(tempfile.mkdtemp(prefix=f"pd-{architecture}-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return make_checkpoint(architecture, directory)
 
 
 @torch.no_grad()

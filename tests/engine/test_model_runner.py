@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from greedy_engine import generate, make_runner
-
-from pd.engine.model_runner import ForwardItem
-from tests.checkpoints import (
+from checkpoints import (
     ARCHITECTURES,
     VOCAB_SIZE,
     make_checkpoint,
     reference_generate,
     reference_logits,
-    shared_checkpoint,
 )
+from greedy_engine import generate, make_runner
+
+from pd.engine.model_runner import ForwardItem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pd.engine.model_runner import ModelRunner
+
+    Checkpoint = Callable[[str], Path]
 
 NEW_TOKENS = 24
 
@@ -38,8 +40,10 @@ def item(tokens: list[int], start: int, pages: range, num_logits: int = 1) -> Fo
 
 class TestParity:
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
-    def test_greedy_tokens_equal_transformers(self, architecture: str) -> None:
-        path = shared_checkpoint(architecture)
+    def test_greedy_tokens_equal_transformers(
+        self, checkpoint: Checkpoint, architecture: str
+    ) -> None:
+        path = checkpoint(architecture)
         prompts = random_prompts([1, 2, 17, 33, 64, 150, 420])
         expected = reference_generate(path, prompts, NEW_TOKENS)
         for page_size, max_chunk in ((1, 5), (16, 50), (64, 4096), (4, 1)):
@@ -84,8 +88,8 @@ class TestParity:
             torch.cat(logits), reference_logits(path, prompt), atol=2e-4, rtol=0
         )
 
-    def test_alone_and_in_a_batch_of_32(self) -> None:
-        path = shared_checkpoint("llama3")
+    def test_alone_and_in_a_batch_of_32(self, checkpoint: Checkpoint) -> None:
+        path = checkpoint("llama3")
         prompts = random_prompts([1 + 7 * i for i in range(32)])
         runner = make_runner(path)
         together = generate(runner, prompts, 8, max_chunk=4096, seed=0)
@@ -100,8 +104,8 @@ class TestParity:
             )
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_half_precision_comes_close(self, dtype: str) -> None:
-        path = shared_checkpoint("qwen3")
+    def test_half_precision_comes_close(self, checkpoint: Checkpoint, dtype: str) -> None:
+        path = checkpoint("qwen3")
         (prompt,) = random_prompts([60])
         logits = make_runner(path, dtype=dtype).forward([item(prompt, 0, range(4), 60)])
         assert logits.dtype == torch.float32
@@ -112,10 +116,12 @@ class TestParity:
 
 class TestLogits:
     @pytest.fixture
-    def runner(self) -> ModelRunner:
-        return make_runner(shared_checkpoint("llama3"))
+    def runner(self, checkpoint: Checkpoint) -> ModelRunner:
+        return make_runner(checkpoint("llama3"))
 
-    def test_rows_are_in_the_order_of_items(self, runner: ModelRunner) -> None:
+    def test_rows_are_in_the_order_of_items(
+        self, checkpoint: Checkpoint, runner: ModelRunner
+    ) -> None:
         prompts = random_prompts([5, 40, 1, 9])
         counts = [2, 0, 1, 9]
         logits = runner.forward(
@@ -124,7 +130,7 @@ class TestLogits:
                 for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
             ]
         )
-        path = shared_checkpoint("llama3")
+        path = checkpoint("llama3")
         expected = [
             reference_logits(path, prompt)[len(prompt) - count :]
             for prompt, count in zip(prompts, counts, strict=True)
@@ -146,8 +152,10 @@ class TestLogits:
 
 
 class TestProgress:
-    def test_layer_groups_are_reported_when_their_kv_is_in_the_pool(self) -> None:
-        runner = make_runner(shared_checkpoint("llama2"))
+    def test_layer_groups_are_reported_when_their_kv_is_in_the_pool(
+        self, checkpoint: Checkpoint
+    ) -> None:
+        runner = make_runner(checkpoint("llama2"))
         reported = []
 
         def on_layers_done(first: int, stop: int) -> None:
@@ -157,9 +165,9 @@ class TestProgress:
         runner.forward([item([1, 2, 3, 4, 5], 0, range(2, 3))], on_layers_done)
         assert reported == [(0, 2, [True, True, False]), (2, 3, [True, True, True])]
 
-    def test_kv_of_a_prefix_is_reused(self) -> None:
+    def test_kv_of_a_prefix_is_reused(self, checkpoint: Checkpoint) -> None:
         """Two sequences continue one cached prefix; its pages are read and not written."""
-        path = shared_checkpoint("qwen2")
+        path = checkpoint("qwen2")
         runner = make_runner(path)
         (prefix, *tails) = random_prompts([32, 7, 11])
         runner.forward([item(prefix, 0, range(2), 0)])

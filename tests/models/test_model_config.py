@@ -7,13 +7,16 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from checkpoints import ARCHITECTURES
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.models.config import ModelConfig, RopeConfig, find_checkpoint
-from tests.checkpoints import ARCHITECTURES, shared_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    Checkpoint = Callable[[str], Path]
 
 # Llama-3.1-8B's and Qwen3-30B-A3B's config.json as transformers 4 wrote them, abridged.
 LLAMA_V4: dict[str, Any] = {
@@ -119,8 +122,10 @@ class TestSpellings:
         assert ModelConfig.from_dict(raw).rope == RopeConfig(10000.0, "linear", 2.0)
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
-    def test_what_transformers_writes_is_read(self, architecture: str) -> None:
-        config = ModelConfig.from_pretrained(shared_checkpoint(architecture))
+    def test_what_transformers_writes_is_read(
+        self, checkpoint: Checkpoint, architecture: str
+    ) -> None:
+        config = ModelConfig.from_pretrained(checkpoint(architecture))
         assert (config.num_layers, config.vocab_size) == (3, 320)
         assert config.dtype == "float32"
 
@@ -270,14 +275,16 @@ class TestDirectory:
 
 
 class TestFingerprint:
-    def test_is_short_and_repeatable(self) -> None:
-        path = shared_checkpoint("llama3")
+    def test_is_short_and_repeatable(self, checkpoint: Checkpoint) -> None:
+        path = checkpoint("llama3")
         config = ModelConfig.from_pretrained(path)
         assert config.fingerprint(path) == config.fingerprint(str(path))
         assert len(config.fingerprint(path)) == 16
 
-    def test_differs_for_other_weights_of_the_same_shape(self, tmp_path: Path) -> None:
-        path = shared_checkpoint("llama2")
+    def test_differs_for_other_weights_of_the_same_shape(
+        self, checkpoint: Checkpoint, tmp_path: Path
+    ) -> None:
+        path = checkpoint("llama2")
         config = ModelConfig.from_pretrained(path)
         for file in path.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())

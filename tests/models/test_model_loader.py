@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from checkpoints import ARCHITECTURES, SHARDED, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from pd.core.errors import UsageError
 from pd.models import loader
 from pd.models.config import ModelConfig
 from pd.models.loader import load_model
-from tests.checkpoints import ARCHITECTURES, SHARDED, make_checkpoint, shared_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd.models.layers import CausalLM
+
+    Checkpoint = Callable[[str], Path]
 
 SHARD = "model.safetensors"
 
@@ -28,29 +32,31 @@ def load(path: Path, **settings: Any) -> CausalLM:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def copy(checkpoint: Checkpoint, tmp_path: Path) -> Path:
     """A checkpoint in one file that a test may spoil."""
-    for file in shared_checkpoint("llama2").iterdir():
+    for file in checkpoint("llama2").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
 
 
-def edit(checkpoint: Path, **changes: torch.Tensor | None) -> None:
+def edit(path: Path, **changes: torch.Tensor | None) -> None:
     """Replace tensors, or remove those given as None; ``__`` stands for a dot."""
-    tensors = load_file(checkpoint / SHARD)
+    tensors = load_file(path / SHARD)
     for key, value in changes.items():
         name = key.replace("__", ".")
         if value is None:
             del tensors[name]
         else:
             tensors[name] = value
-    save_file(tensors, checkpoint / SHARD, {"format": "pt"})
+    save_file(tensors, path / SHARD, {"format": "pt"})
 
 
-class TestCheckpoint:
+class TestReading:
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
-    def test_every_tensor_is_read_into_its_place(self, architecture: str) -> None:
-        path = shared_checkpoint(architecture)
+    def test_every_tensor_is_read_into_its_place(
+        self, checkpoint: Checkpoint, architecture: str
+    ) -> None:
+        path = checkpoint(architecture)
         shards = sorted(path.glob("*.safetensors"))
         assert (len(shards) > 1) == (architecture in SHARDED)
         stored = {name: t for shard in shards for name, t in load_file(shard).items()}
@@ -60,13 +66,13 @@ class TestCheckpoint:
         for name, place in places.items():
             assert torch.equal(place, stored[name]), name
 
-    def test_places_cover_every_parameter_once(self) -> None:
-        model = load(shared_checkpoint("qwen3_moe"))
+    def test_places_cover_every_parameter_once(self, checkpoint: Checkpoint) -> None:
+        model = load(checkpoint("qwen3_moe"))
         places = [tensor for _, tensor in model.checkpoint_tensors()]
         assert sum(t.numel() for t in places) == sum(p.numel() for p in model.parameters())
 
-    def test_weights_are_converted_to_the_dtype(self, checkpoint: Path) -> None:
-        model = load(checkpoint, dtype=torch.bfloat16)
+    def test_weights_are_converted_to_the_dtype(self, copy: Path) -> None:
+        model = load(copy, dtype=torch.bfloat16)
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         assert torch.get_default_dtype() == torch.float32
 
@@ -76,10 +82,10 @@ class TestCheckpoint:
         """At no copy does memory exceed the parameters by more than the largest tensor."""
         path = make_checkpoint("llama2", tmp_path, hidden_size=512, intermediate_size=2048)
         peaks = []
-        copy = loader._copy
+        original = loader._copy
 
         def copy_and_measure(source: torch.Tensor, *others: Any) -> None:
-            copy(source, *others)
+            original(source, *others)
             peaks.append(anonymous_memory())
 
         monkeypatch.setattr(loader, "_copy", copy_and_measure)
@@ -90,8 +96,8 @@ class TestCheckpoint:
         assert size > 40e6
         assert max(peaks) - before < size + largest + 4e6
 
-    def test_tied_head_is_the_embedding(self) -> None:
-        model = load(shared_checkpoint("qwen2"))
+    def test_tied_head_is_the_embedding(self, checkpoint: Checkpoint) -> None:
+        model = load(checkpoint("qwen2"))
         assert model.head is model.embedding
 
     def test_a_repeated_tied_head_is_accepted_and_another_refused(self, tmp_path: Path) -> None:
@@ -105,62 +111,62 @@ class TestCheckpoint:
 
 
 class TestErrors:
-    def test_missing_tensor(self, checkpoint: Path) -> None:
-        edit(checkpoint, model__layers__1__self_attn__k_proj__bias=None)
-        with pytest.raises(
-            UsageError, match=r"lacks tensor model\.layers\.1\.self_attn\.k_proj"
-        ):
-            load(checkpoint)
+    def test_missing_tensor(self, copy: Path) -> None:
+        edit(copy, model__layers__1__self_attn__k_proj__bias=None)
+        with pytest.raises(UsageError, match=r"lacks tensor model\.layers\.1\.self_attn\.k_proj"):
+            load(copy)
 
-    def test_unexpected_tensor(self, checkpoint: Path) -> None:
-        edit(checkpoint, model__layers__0__self_attn__q_norm__weight=torch.ones(16))
+    def test_unexpected_tensor(self, copy: Path) -> None:
+        edit(copy, model__layers__0__self_attn__q_norm__weight=torch.ones(16))
         with pytest.raises(UsageError, match=r"self_attn\.q_norm\.weight, which the model lacks"):
-            load(checkpoint)
+            load(copy)
 
-    def test_rotary_frequencies_of_old_checkpoints_are_no_weights(self, checkpoint: Path) -> None:
-        edit(checkpoint, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
-        load(checkpoint)
+    def test_rotary_frequencies_of_old_checkpoints_are_no_weights(self, copy: Path) -> None:
+        edit(copy, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+        load(copy)
 
-    def test_misshaped_tensor(self, checkpoint: Path) -> None:
-        edit(checkpoint, model__layers__2__mlp__down_proj__weight=torch.zeros(64, 95))
+    def test_misshaped_tensor(self, copy: Path) -> None:
+        edit(copy, model__layers__2__mlp__down_proj__weight=torch.zeros(64, 95))
         with pytest.raises(UsageError, match=r"mlp\.down_proj\.weight is \[64, 95\].*\[64, 96\]"):
-            load(checkpoint)
+            load(copy)
 
-    def test_quantized_tensor(self, checkpoint: Path) -> None:
-        edit(checkpoint, lm_head__weight=torch.zeros((320, 64), dtype=torch.int8))
+    def test_quantized_tensor(self, copy: Path) -> None:
+        edit(copy, lm_head__weight=torch.zeros((320, 64), dtype=torch.int8))
         with pytest.raises(UsageError, match=r"lm_head\.weight is torch\.int8"):
-            load(checkpoint)
+            load(copy)
 
-    def test_no_weights(self, checkpoint: Path) -> None:
-        (checkpoint / SHARD).unlink()
+    def test_no_weights(self, copy: Path) -> None:
+        (copy / SHARD).unlink()
         with pytest.raises(UsageError, match="--load-format dummy"):
-            load(checkpoint)
+            load(copy)
 
-    def test_damaged_file(self, checkpoint: Path) -> None:
-        (checkpoint / SHARD).write_bytes(b"\x10\0\0\0\0\0\0\0not json at all!")
+    def test_damaged_file(self, copy: Path) -> None:
+        (copy / SHARD).write_bytes(b"\x10\0\0\0\0\0\0\0not json at all!")
         with pytest.raises(UsageError, match=r"cannot read .*model\.safetensors"):
-            load(checkpoint)
+            load(copy)
 
-    def test_missing_shard(self, checkpoint: Path) -> None:
+    def test_missing_shard(self, copy: Path) -> None:
         index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-        (checkpoint / loader.INDEX).write_text(json.dumps(index))
+        (copy / loader.INDEX).write_text(json.dumps(index))
         with pytest.raises(UsageError, match="lacks model-00001-of-00002"):
-            load(checkpoint)
+            load(copy)
 
-    def test_index_that_is_none(self, checkpoint: Path) -> None:
-        (checkpoint / loader.INDEX).write_text("[]")
+    def test_index_that_is_none(self, copy: Path) -> None:
+        (copy / loader.INDEX).write_text("[]")
         with pytest.raises(UsageError, match="is not a safetensors index"):
-            load(checkpoint)
+            load(copy)
 
 
 class TestDummy:
-    def test_needs_nothing_but_the_configuration(self, tmp_path: Path) -> None:
-        config = ModelConfig.from_pretrained(shared_checkpoint("qwen3_moe"))
+    def test_needs_nothing_but_the_configuration(
+        self, checkpoint: Checkpoint, tmp_path: Path
+    ) -> None:
+        config = ModelConfig.from_pretrained(checkpoint("qwen3_moe"))
         model = load_model(tmp_path, config, dtype=torch.float32, device="cpu", load_format="dummy")
         assert all(torch.isfinite(p).all() for p in model.parameters())
 
-    def test_depends_on_the_seed_alone(self) -> None:
-        path = shared_checkpoint("llama3")
+    def test_depends_on_the_seed_alone(self, checkpoint: Checkpoint) -> None:
+        path = checkpoint("llama3")
         first, again = load(path, load_format="dummy"), load(path, load_format="dummy")
         half = load(path, load_format="dummy", dtype=torch.bfloat16)
         other = load(path, load_format="dummy", seed=1)
