@@ -88,7 +88,12 @@ class Channel:
 
     async def _read(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
+            try:
+                frames = await self._socket.recv_multipart()
+            except zmq.ZMQError:
+                if self._socket.closed:
+                    return
+                raise
             try:
                 message = decode(frames[-1])
             except (msgspec.DecodeError, msgspec.ValidationError) as error:

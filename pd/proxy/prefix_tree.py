@@ -28,6 +28,10 @@ class PrefixTree:
         self._page_size = page_size
         self._max_pages = max(1, min(pool_tokens, MAX_TREE_TOKENS) // page_size)
 
+    @property
+    def num_tokens(self) -> int:
+        return self._cache.evictable_pages * self._page_size
+
     def match(self, tokens: IntArray, namespace: str) -> int:
         """Leading tokens that the node presumably holds, in whole pages."""
         return self._cache.peek(tokens, namespace)

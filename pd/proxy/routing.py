@@ -106,24 +106,19 @@ class CacheAware:
     """The node with the longest cached prefix, or the least loaded one when loads differ much."""
 
     def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
-        matched = [_match(worker, prompt) for worker in workers]
-        loads = [worker.prefill_load for worker in workers]
-        least = min(range(len(workers)), key=lambda i: (loads[i], -matched[i]))
-        longest = max(range(len(workers)), key=lambda i: (matched[i], -loads[i]))
-        saved = matched[longest] - matched[least]
-        if saved > 0 and loads[longest] - loads[least] <= saved + IMBALANCE_TOKENS:
-            return Choice(workers[longest], "prefix")
-        return Choice(workers[least], "load")
+        longest, least = _extremes(workers, prompt, _prefill_load)
+        excess = longest.worker.prefill_load - least.worker.prefill_load
+        saved = longest.matched - least.matched
+        if longest.matched and excess <= saved + IMBALANCE_TOKENS:
+            return Choice(longest.worker, "prefix")
+        return Choice(least.worker, "load")
 
     def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
-        matched = [_match(worker, prompt) for worker in workers]
-        loads = [worker.decode_load for worker in workers]
-        least = min(range(len(workers)), key=lambda i: (loads[i], -matched[i]))
-        longest = max(range(len(workers)), key=lambda i: (matched[i], -loads[i]))
-        limit = loads[least] * IMBALANCE_SHARE + IMBALANCE_REQUESTS
-        if matched[longest] > matched[least] and loads[longest] <= limit:
-            return Choice(workers[longest], "prefix")
-        return Choice(workers[least], "load")
+        longest, least = _extremes(workers, prompt, _decode_load)
+        limit = least.worker.decode_load * IMBALANCE_SHARE + IMBALANCE_REQUESTS
+        if longest.matched and longest.worker.decode_load <= limit:
+            return Choice(longest.worker, "prefix")
+        return Choice(least.worker, "load")
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         if worker.tree is None and worker.info is not None:
@@ -132,8 +127,28 @@ class CacheAware:
             worker.tree.insert(prompt.token_ids, prompt.namespace)
 
 
-def _match(worker: Worker, prompt: Prompt) -> int:
-    return worker.tree.match(prompt.token_ids, prompt.namespace) if worker.tree else 0
+class _Matched(NamedTuple):
+    """A worker and how many leading tokens of the prompt it presumably holds."""
+
+    worker: Worker
+    matched: int
+
+
+def _extremes(
+    workers: Sequence[Worker], prompt: Prompt, load: Callable[[Worker], int]
+) -> tuple[_Matched, _Matched]:
+    """The worker with the longest match and the one with the least load.
+
+    Of equals, the one that holds least, so that different prompts use all caches.
+    """
+
+    def held(worker: Worker) -> int:
+        return worker.tree.num_tokens if worker.tree else 0
+
+    found = [_Matched(w, w.tree.match(*prompt) if w.tree else 0) for w in workers]
+    longest = max(found, key=lambda f: (f.matched, -load(f.worker)))
+    least = min(found, key=lambda f: (load(f.worker), -f.matched, held(f.worker)))
+    return longest, least
 
 
 _POLICIES: dict[str, type[Policy]] = {

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
+from pd.core.cluster_key import curve_keypair
 from pd.core.messages import (
     Abort,
     AnyMessage,
@@ -41,6 +44,16 @@ def counting(prompt: list[int], index: int) -> list[int]:
     return [10 * (index + 1) + i % 10 for i in range(1000)]
 
 
+class _Only:
+    """Lets one CURVE key in."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = z85.encode(public)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
 class FakeNode:
     """One prefill, decode or unified node.
 
@@ -48,8 +61,17 @@ class FakeNode:
     ``max_tokens``. With ``auto=False`` the test sends outputs itself (``say``, ``fail``).
     """
 
-    def __init__(self, role: str, answer: Answer = counting, *, auto: bool = True, **info: Any):
+    def __init__(
+        self,
+        role: str,
+        answer: Answer = counting,
+        *,
+        auto: bool = True,
+        cluster_key: bytes | None = None,
+        **info: Any,
+    ):
         self.role = role
+        self.cluster_key = cluster_key
         self.answer = answer
         self.auto = auto
         self.ready = True
@@ -69,12 +91,13 @@ class FakeNode:
         self.generates: list[Generate] = []
         self.aborts: list[Abort] = []
         self._changed = threading.Condition()
-        self._outbox: queue.Queue[tuple[str, Message]] = queue.Queue()
+        self._outbox: queue.Queue[tuple[str, Message | bytes]] = queue.Queue()
         self._stop = threading.Event()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.LINGER, 0)
+        self._secure()
         zmq_port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{zmq_port}"
         node = self
@@ -110,6 +133,18 @@ class FakeNode:
         for thread in self._threads:
             thread.start()
 
+    def _secure(self) -> None:
+        """CURVE as the real nodes have it: only who has the cluster's own key pair may talk."""
+        if self.cluster_key is None:
+            return
+        public, secret = curve_keypair(self.cluster_key)
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _Only(z85.decode(public)))
+        self._router.curve_server = True
+        self._router.curve_publickey = public
+        self._router.curve_secretkey = secret
+
     def kill(self) -> None:
         """Vanish without a word, as after SIGKILL."""
         if self._stop.is_set():
@@ -119,6 +154,8 @@ class FakeNode:
         self._http.server_close()
         for thread in self._threads:
             thread.join()
+        if self.cluster_key is not None:
+            self._authenticator.stop()
         self._context.destroy(linger=0)
 
     def restart(self) -> None:
@@ -191,7 +228,11 @@ class FakeNode:
         self.send(request.sender, Failed(to="", sender="", room=request.room, error=error))
 
     def send(self, proxy: str, message: Message) -> None:
+        message.to, message.sender = message.to or proxy, message.sender or self.instance_id
         self._outbox.put((proxy, message))
+
+    def send_raw(self, proxy: str, frame: bytes) -> None:
+        self._outbox.put((proxy, frame))
 
     def reply(self, request: Generate) -> None:
         """The whole default answer: token 1 from a prefill node, everything from the others."""
@@ -258,8 +299,8 @@ class FakeNode:
                 self._receive(identity.decode(), decode(frame))
             while not self._outbox.empty():
                 proxy, message = self._outbox.get()
-                message.to, message.sender = proxy, self.instance_id
-                self._router.send_multipart([proxy.encode(), encode(message)])
+                frame = message if isinstance(message, bytes) else encode(message)
+                self._router.send_multipart([proxy.encode(), frame])
 
     def _receive(self, proxy: str, message: AnyMessage) -> None:
         if message.to not in ("", self.instance_id):

@@ -1,0 +1,296 @@
+"""Nodes die, come back, join, leave, and are shared by several proxies."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fake_node import FakeNode, wait_until
+from proxy_cluster import read_events
+
+from pd.core.cluster_key import admin_token
+from pd.core.messages import ErrorInfo, Failed, Finish, NodeHeartbeat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+    from proxy_cluster import Cluster
+
+    from pd.proxy.server import ProxyThread
+
+BODY: dict[str, Any] = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 20}}
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rules on a shorter clock."""
+    monkeypatch.setattr("pd.proxy.pool.POLL_INTERVAL", 0.1)
+    monkeypatch.setattr("pd.proxy.pool.HEARTBEAT_INTERVAL", 0.1)
+    monkeypatch.setattr("pd.proxy.pool.SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr("pd.proxy.pool.LEASE_SECONDS", 1.2)
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def post(url: str, **body: Any) -> tuple[int, Any]:
+    """Status and body, or the list of events."""
+    with (
+        httpx.Client(timeout=20) as client,
+        client.stream("POST", url + "/generate", json=BODY | body) as response,
+    ):
+        if body.get("stream") and response.status_code == 200:
+            return 200, read_events(response)
+        response.read()
+        return response.status_code, response.json()
+
+
+def ready(proxy: ProxyThread) -> bool:
+    return httpx.get(proxy.url + "/readiness").status_code == 200
+
+
+def workers(proxy: ProxyThread) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = httpx.get(proxy.url + "/workers").json()["workers"]
+    return listed
+
+
+def failed(result: Future[tuple[int, Any]], message: str) -> None:
+    status, body = result.result(20)
+    error = body[-1]["error"] if isinstance(body, list) else body["error"]
+    assert (status, error["code"]) == (200 if isinstance(body, list) else 502, "node_failed")
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_killed_node_fails_its_requests_and_is_used_again_after_its_restart(
+    cluster: Cluster, background: ThreadPoolExecutor, victim: str, stream: bool
+) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    node, other = (prefill, decode) if victim == "prefill" else (decode, prefill)
+    result = background.submit(post, proxy.url, stream=stream)
+    request = other.wait_generate()
+    if stream and victim == "decode":
+        prefill.say(prefill.wait_generate(), [40])
+    node.wait_generate()
+    node.kill()
+    failed(result, f"{victim} node {node.instance_id}")
+    other.wait_abort(request.room)
+    wait_until(lambda: not ready(proxy))
+    assert post(proxy.url)[0] == 503
+    node.auto = other.auto = True
+    node.restart()
+    wait_until(lambda: ready(proxy))
+    assert post(proxy.url)[0] == 200
+    assert other.generates[-1].peer == node.instance_id
+
+
+def test_a_restart_that_nobody_noticed_fails_the_old_instances_requests(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    prefill, _ = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    result = background.submit(post, proxy.url)
+    prefill.wait_generate()
+    prefill.restart()
+    failed(result, "was lost")
+
+
+def test_a_node_that_falls_silent_is_lost_though_its_port_answers(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    _, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    result = background.submit(post, proxy.url)
+    decode.wait_generate()
+    decode.silent = True
+    failed(result, "no heartbeat")
+    assert not ready(proxy)
+    decode.silent = False
+    wait_until(lambda: ready(proxy))
+
+
+def test_the_prefill_nodes_death_does_not_matter_once_decoding_runs(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    result = background.submit(post, proxy.url)
+    prefill.say(prefill.wait_generate(), [40])
+    decode.say(decode.wait_generate(), [40, 41])
+    wait_until(lambda: workers(proxy)[0]["running"] == 0)
+    prefill.kill()
+    wait_until(lambda: not workers(proxy)[0]["ready"])
+    decode.say(decode.wait_generate(), [42], position=2, finish=Finish("length"))
+    status, body = result.result(20)
+    assert (status, body["output_ids"]) == (200, [40, 41, 42])
+
+
+def test_one_nodes_death_leaves_other_pairs_alone(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    cluster.pair(auto=False)
+    cluster.pair(auto=False)
+    proxy = cluster.proxy(policy="round_robin")
+    results = [background.submit(post, proxy.url) for _ in range(2)]
+    for node in cluster.prefill + cluster.decode:
+        node.wait_generate()
+    victim, survivor = cluster.prefill
+    room = survivor.generates[0].room
+    decode = next(d for d in cluster.decode if d.generates[0].room == room)
+    victim.kill()
+    survivor.say(survivor.generates[0], [40])
+    decode.say(decode.generates[0], [40, 41], finish=Finish("length"))
+    assert sorted(result.result(20)[0] for result in results) == [200, 502]
+    assert ready(proxy)
+
+
+def test_nodes_may_start_after_the_proxy(cluster: Cluster) -> None:
+    prefill, decode = FakeNode("prefill"), FakeNode("decode")
+    for node in (prefill, decode):
+        node.kill()
+    proxy = cluster.proxy(wait_ready=0, prefill=[prefill.url], decode=[decode.url])
+    assert not ready(proxy)
+    assert [w["instance_id"] for w in workers(proxy)] == [None, None]
+    for node in (prefill, decode):
+        node.start()
+    try:
+        wait_until(lambda: ready(proxy))
+        assert post(proxy.url)[0] == 200
+    finally:
+        for node in (prefill, decode):
+            node.kill()
+
+
+def test_a_node_that_drains_gets_nothing_new(cluster: Cluster) -> None:
+    cluster.pair()
+    spare = cluster.node("decode")
+    proxy = cluster.proxy()
+    spare.ready = False
+    wait_until(lambda: not workers(proxy)[2]["ready"])
+    for _ in range(5):
+        assert post(proxy.url)[0] == 200
+    assert spare.generates == []
+
+
+def test_a_worker_of_another_role_is_not_used(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair()
+    proxy = cluster.proxy(wait_ready=0, decode=[prefill.url], prefill=[])
+    wait_until(lambda: "is a prefill node" in (workers(proxy)[0]["problem"] or ""))
+    assert not ready(proxy)
+
+
+def test_workers_join_and_leave_at_run_time(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy(wait_ready=0, prefill=[], decode=[])
+    client = cluster.client(proxy)
+    for node in (prefill, decode):
+        added = client.post("/workers", json={"role": node.role, "url": node.url})
+        assert added.status_code == 200
+        assert added.json()["role"] == node.role
+    # Adding again changes nothing.
+    client.post("/workers", json={"role": "prefill", "url": prefill.url + "/"})
+    wait_until(lambda: ready(proxy))
+    assert [w["url"] for w in workers(proxy)] == [prefill.url, decode.url]
+
+    result = background.submit(post, proxy.url)
+    first, second = prefill.wait_generate(), decode.wait_generate()
+    assert client.delete(f"/workers/{decode.instance_id}").json()["draining"]
+    assert post(proxy.url)[0] == 503
+    prefill.say(first, [40])
+    decode.say(second, [40, 41], finish=Finish("length"))
+    assert result.result(20)[0] == 200
+    wait_until(lambda: [w["url"] for w in workers(proxy)] == [prefill.url])
+    assert client.delete(f"/workers/{decode.instance_id}").status_code == 404
+
+    client.post("/workers", json={"role": "decode", "url": decode.url})
+    wait_until(lambda: ready(proxy))
+    # A worker that was never reached goes by its address.
+    client.post("/workers", json={"role": "decode", "url": "http://127.0.0.1:9"})
+    assert client.delete("/workers/127.0.0.1:9").status_code == 200
+    assert len(workers(proxy)) == 2
+
+
+def test_several_proxies_share_the_nodes(cluster: Cluster) -> None:
+    prefill, decode = cluster.pair()
+    proxies = [cluster.proxy() for _ in range(3)]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda i: post(proxies[i % 3].url), range(30)))
+    assert all(status == 200 and len(body["output_ids"]) == 20 for status, body in results)
+    senders = {g.sender for g in prefill.generates}
+    assert len(senders) == 3
+    assert len({g.room for g in decode.generates}) == 30
+    proxies[0].run(proxies[0].proxy.stop())  # type: ignore[union-attr]
+    assert post(proxies[1].url)[0] == 200
+
+
+def test_a_restarted_proxy_is_a_new_instance(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair()
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(post, cluster.proxy().url).result(20)[0] == 200
+    assert len({g.sender for g in prefill.generates}) == 2
+
+
+def test_messages_of_another_instance_or_proxy_are_dropped(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    result = background.submit(post, proxy.url)
+    first, second = prefill.wait_generate(), decode.wait_generate()
+    error = ErrorInfo(kind="internal", message="forged")
+    for to, sender in (("", "another instance"), ("another proxy", decode.instance_id)):
+        decode.send(second.sender, Failed(to=to, sender=sender, room=second.room, error=error))
+    prefill.say(first, [40])
+    decode.say(second, [40, 41], finish=Finish("length"))
+    assert result.result(20)[0] == 200
+
+
+def test_garbage_on_the_message_socket_does_no_harm(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair()
+    proxy = cluster.proxy()
+    assert proxy.proxy is not None
+    name = proxy.proxy.instance_id
+    for frame in (b"", b"\xff" * 100, b"{}", b"\x81\xa4type\xa5Alien"):
+        prefill.send_raw(name, frame)
+    prefill.send("", NodeHeartbeat(to="", sender="", ready=True, queued_tokens=0, running=0))
+    assert post(proxy.url)[0] == 200
+
+
+def test_with_a_cluster_key_nodes_are_administered_by_token(cluster: Cluster) -> None:
+    key = b"0123456789abcdef0123456789abcdef"
+    nodes = cluster.pair(cluster_key=key)
+    client = cluster.client(cluster_key=key)
+    assert client.post("/generate", json=BODY).status_code == 200
+    flushed = client.post("/flush_cache").json()["flushed"]
+    assert flushed == [node.instance_id for node in nodes]
+    for node in nodes:
+        assert node.http_requests == [("/flush_cache", f"Bearer {admin_token(key)}")]
+
+
+def test_without_the_cluster_key_nodes_do_not_listen(cluster: Cluster) -> None:
+    cluster.pair(cluster_key=b"0123456789abcdef0123456789abcdef")
+    proxy = cluster.proxy(wait_ready=0.5, cluster_key=b"another key that is long enough")
+    assert not ready(proxy)
+
+
+def test_flushing_names_the_node_that_failed(cluster: Cluster) -> None:
+    prefill, decode = cluster.pair()
+    client = cluster.client()
+    assert client.post("/flush_cache").status_code == 200
+    decode.kill()
+    response = client.post("/flush_cache")
+    assert response.status_code == 502
+    message = response.json()["error"]["message"]
+    assert decode.url in message
+    assert prefill.url not in message
