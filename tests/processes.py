@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -154,7 +153,10 @@ class Deployment:
             wait_until(lambda n=node: is_idle(n.server_info()), timeout, node.server_info)
 
     def stop(self) -> None:
-        for process in [self.proxy, *self.nodes]:
+        everything = [self.proxy, *self.nodes]
+        for process in everything:
+            process.child.terminate()
+        for process in everything:
             process.stop()
 
     def stream(self, prompt: list[int], tokens: int, **extra: Any) -> Stream:
@@ -180,29 +182,24 @@ def wait_until(condition: Any, timeout: float, describe: Any = lambda: "") -> No
         time.sleep(0.02)
 
 
-@dataclass
 class Stream:
     """A streamed request, read by a thread of its own."""
 
-    url: str
-    prompt: list[int]
-    tokens: int
-    params: dict[str, Any] = field(default_factory=dict)
-    output: list[int] = field(default_factory=list)
-    error: dict[str, Any] | None = None
-    status: int | None = None
-    done: bool = False
-    ended_at: float | None = None
-
     def __init__(self, url: str, prompt: list[int], tokens: int, **extra: Any) -> None:
         self.url, self.prompt, self.tokens = url, prompt, tokens
-        self.output, self.error, self.status, self.done = [], None, None, False
+        self.output: list[int] = []
+        self.error: dict[str, Any] | None = None
+        self.status: int | None = None
+        self.done = False
         self.ended_at: float | None = None
         self._extra = extra
         self._hang_up = threading.Event()
         self._first = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Stream({self.status}, {len(self.output)} tokens, {self.error}, done={self.done})"
 
     @property
     def body(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Receiving:
             if request.state.terminal:
                 return
             if error is not None:
-                self._node.fail(request, error)
+                self._node.fail(request, NodeFailedError(error.message))
                 return
             request.hand_off.connected = True
             request.times.peer_ready = time.monotonic()

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 LONG = 1200
 
-SLOW_RESERVATIONS = "rules: [{do: delay_reservation, seconds: 4}]"
-SLOW_WRITES = "rules: [{do: delay_write, seconds: 4}]"
+# Only the first room is slow, so that the tests' later requests are not.
+SLOW_RESERVATIONS = "rules: [{do: delay_reservation, seconds: 3, rooms: 1}]"
+SLOW_WRITES = "rules: [{do: delay_write, seconds: 3, rooms: 1}]"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def assert_works(running: Deployment) -> None:
 def test_prefill_killed_before_the_transfer(scripted: Deployment) -> None:
     stream = scripted.stream(prompt(1), LONG)
     stream.wait_first()
+    wait_until(lambda: scripted.decode[0].server_info()["queues"]["transfer"] == 1, 5)
     killed_at = time.monotonic()
     scripted.prefill[0].kill()
     assert_failed_in_time(stream, killed_at)
