@@ -27,9 +27,11 @@ RECOMPUTE_CHUNK = 512
 
 
 class HostKV(NamedTuple):
-    """KV of a retracted sequence: its first ``num_tokens`` tokens, whole pages in host memory."""
+    """KV of a retracted sequence: its first ``num_tokens`` tokens, whole pages in host memory
+    (see :meth:`pd.engine.kv_pool.KVPool.gather_pages`)."""
 
     num_tokens: int
+    num_pages: int
     pages: torch.Tensor
 
 
@@ -120,10 +122,21 @@ class DecodeManager:
         for queue in (self.retracted, self.waiting):
             while queue and len(self.running) < self._max_running:
                 if not self._resume(queue[0]):
+                    self._unblock()
                     return
-                sequence = queue.popleft()
-                sequence.request.state = RequestState.RUNNING
-                self.running.append(sequence)
+                self._start(queue.popleft())
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.request.state = RequestState.RUNNING
+        self.running.append(sequence)
+
+    def _unblock(self) -> None:
+        """Whoever is first in line may lack just the pages that one behind it holds. When nothing
+        runs, only the holder can give them back, by running."""
+        holder = next((sequence for sequence in self.waiting if len(sequence.pages)), None)
+        if not self.running and holder is not None:
+            self.waiting.remove(holder)
+            self._start(holder)
 
     def _resume(self, sequence: Sequence) -> bool:
         """Give a sequence pages for all its tokens, with room for the others to grow; KV comes from
@@ -141,8 +154,8 @@ class DecodeManager:
             return False
         host = sequence.host_kv
         if host is not None and host.num_tokens > sequence.num_computed:
-            count = len(host.pages)
-            self._pool.scatter_pages(sequence.pages[matched:count], host.pages[matched:])
+            pages = sequence.pages[matched : host.num_pages]
+            self._pool.scatter_pages(pages, host.pages[:, :, matched:])
             sequence.num_computed = host.num_tokens
         self._drop_host_kv(sequence)
         return True
@@ -167,7 +180,7 @@ class DecodeManager:
         size = count * self._pool.page_bytes(self._pool.layout)
         if self._host_used + size <= self._host_limit:
             pages = self._pool.gather_pages(sequence.pages[:count])
-            sequence.host_kv = HostKV(sequence.num_computed, pages)
+            sequence.host_kv = HostKV(sequence.num_computed, count, pages)
             self._host_used += size
         self._memory.cache(sequence)
         self._memory.release(sequence)
@@ -175,7 +188,7 @@ class DecodeManager:
     def _drop_host_kv(self, sequence: Sequence) -> None:
         if sequence.host_kv is not None:
             page_bytes = self._pool.page_bytes(self._pool.layout)
-            self._host_used -= len(sequence.host_kv.pages) * page_bytes
+            self._host_used -= sequence.host_kv.num_pages * page_bytes
             sequence.host_kv = None
 
     def process(self, works: list[Work]) -> None:

@@ -1,0 +1,116 @@
+"""When the pool is full, sequences leave it and come back, and nobody can tell from the tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import random_prompts
+from tiny import TOKEN_BYTES, tiny_cluster
+
+if TYPE_CHECKING:
+    from cluster import Cluster
+
+POOL = {"kv_cache_tokens": 120, "reserved_decode_tokens": 1}
+
+
+def expected_tokens(prompts: list[list[int]], max_tokens: int, **settings: Any) -> list[list[int]]:
+    """What a node with plenty of memory answers, one prompt at a time."""
+    with tiny_cluster(0, 0, 1, **settings) as plenty:
+        nodes = plenty.unified
+        return [
+            plenty.client.generate(prompt, nodes, max_tokens=max_tokens).tokens()
+            for prompt in prompts
+        ]
+
+
+def scattered_pages(cluster: Cluster, node: int = -1) -> list[int]:
+    """Counts pages that come back from host memory from now on."""
+    pool = cluster.nodes[node].node.engine.pool
+    scatter, counts = pool.scatter_pages, []
+
+    def counting(pages: Any, host: Any) -> None:
+        counts.append(len(pages))
+        scatter(pages, host)
+
+    pool.scatter_pages = counting
+    return counts
+
+
+def retractions(cluster: Cluster) -> float:
+    return cluster.nodes[-1].node.metrics.retractions._value.get()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("roles", [(1, 1, 0), (0, 0, 1)], ids=["split", "unified"])
+def test_kv_of_retracted_sequences_comes_back_from_host_memory(
+    page_size: int, roles: tuple[int, int, int]
+) -> None:
+    prompts = list(random_prompts(1, [20, 21, 22, 23]))
+    expected = expected_tokens(prompts, 60)
+    with tiny_cluster(*roles, page_size=page_size, **POOL) as cluster:
+        returned = scattered_pages(cluster)
+        sent = [cluster.client.generate(p, cluster.nodes, max_tokens=60) for p in prompts]
+        assert [request.tokens(30) for request in sent] == expected
+        assert retractions(cluster) > 0
+        assert sum(returned) > 0
+        cluster.wait_idle()
+        assert cluster.nodes[-1].node.decode._host_used == 0
+
+
+@pytest.mark.parametrize("limit", [0, 30 * TOKEN_BYTES])
+def test_kv_beyond_the_host_memory_cap_is_computed_again(limit: int) -> None:
+    prompts = list(random_prompts(2, [20, 21, 22, 23]))
+    expected = expected_tokens(prompts, 60)
+    with tiny_cluster(**POOL, retraction_host_memory=limit) as cluster:
+        decode = cluster.decode[0].node.decode
+        used = []
+        retract = decode._retract
+
+        def watching(sequence: Any) -> None:
+            retract(sequence)
+            used.append(decode._host_used)
+
+        decode._retract = watching
+        sent = [cluster.client.generate(p, cluster.pair, max_tokens=60) for p in prompts]
+        assert [request.tokens(30) for request in sent] == expected
+        assert used and max(used) <= limit
+        cluster.wait_idle()
+
+
+def test_a_committed_sequence_runs_when_the_retracted_one_lacks_its_pages() -> None:
+    # The first grows until only the pages of the second, which waits for its place in the batch,
+    # could help it. If the second waited for the first to resume, both would wait for ever.
+    first, second = random_prompts(3, [40, 60])
+    expected = [expected_tokens([p], n)[0] for p, n in ((first, 60), (second, 20))]
+    with tiny_cluster(**POOL, decode_settings={"max_running_requests": 1}) as cluster:
+        sent = [
+            cluster.client.generate(first, cluster.pair, max_tokens=60),
+            cluster.client.generate(second, cluster.pair, max_tokens=20),
+        ]
+        assert [request.tokens(10) for request in sent] == expected
+        assert retractions(cluster) > 0
+        cluster.wait_idle()
+
+
+def test_retracted_sequences_resume_before_others_start() -> None:
+    long, *short = random_prompts(4, [30, 30, 8, 8, 8, 8])
+    with tiny_cluster(**POOL) as cluster:
+        decode = cluster.decode[0].node.decode
+        started: list[int] = []
+        start = decode._start
+
+        def watching(sequence: Any) -> None:
+            started.append(len(decode.retracted))
+            if not sequence.in_step and sequence.num_tokens > len(sequence.request.prompt) + 1:
+                started[-1] = 0  # it was the retracted one itself
+            start(sequence)
+
+        decode._start = watching
+        sent = [cluster.client.generate(long, cluster.pair, max_tokens=80)]
+        sent += [cluster.client.generate(p, cluster.pair, max_tokens=40) for p in short]
+        for request in sent:
+            request.tokens(30)
+        assert retractions(cluster) > 0
+        assert not any(started), "a new sequence started while a retracted one waited"
+        cluster.wait_idle()
