@@ -22,7 +22,7 @@ def inverse_frequencies(
     leaves short wavelengths, divides long ones and blends between ``original_context /
     high_freq_factor`` and ``original_context / low_freq_factor`` tokens.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (theta**exponents)
     if kind == "linear":
         return frequencies / factor

@@ -28,6 +28,9 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
+# Those with experts in every layer.
+_SPARSE = ("mixtral", "qwen3_moe")
+
 # What transformers assumes for a key that config.json leaves out, where it is not the same for all.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -114,8 +117,12 @@ class ModelConfig:
         """
         directory = find_checkpoint(path)
         raw = _read_json(directory / "config.json")
-        generation = directory / "generation_config.json"
-        return cls.from_dict(raw, _read_json(generation) if generation.exists() else {})
+        path = directory / "generation_config.json"
+        generation = _read_json(path) if path.exists() else {}
+        try:
+            return cls.from_dict(raw, generation)
+        except (TypeError, ValueError, KeyError) as error:
+            raise UsageError(f"{directory / 'config.json'} cannot be used: {error}") from None
 
     @classmethod
     def from_dict(
@@ -128,7 +135,7 @@ class ModelConfig:
         heads = _number(cfg, "num_attention_heads")
         hidden = _number(cfg, "hidden_size")
         experts = cfg.get("num_local_experts", cfg.get("num_experts"))
-        is_moe = architecture in ("mixtral", "qwen3_moe")
+        is_moe = architecture in _SPARSE
         width = "moe_intermediate_size" if architecture == "qwen3_moe" else "intermediate_size"
         bias = bool(cfg.get("attention_bias")) and architecture in ("llama", "qwen3", "qwen3_moe")
         dtype = cfg.get("dtype") or cfg.get("torch_dtype")
@@ -167,7 +174,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim {self.head_dim} is odd")
-        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+        is_moe = self.architecture in _SPARSE
+        if is_moe and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise UnsupportedModelError(
                 f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts"
             )
@@ -185,7 +193,7 @@ class ModelConfig:
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())
         else:
-            for file in sorted(find_checkpoint(path).glob("*.safetensors")):
+            for file in sorted(find_checkpoint(path).glob("model*.safetensors")):
                 _hash_sample(file, digest)
         return digest.hexdigest()[:16]
 

@@ -183,6 +183,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"attention_sinks": True}, "attention_sinks"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+    ("qwen3_moe", {"num_experts": 0}, "8 of 0 experts"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
     ("gpt2", {}, "'gpt2'"),
@@ -255,7 +256,17 @@ class TestDirectory:
         with pytest.raises(UsageError, match=r"has no config\.json"):
             ModelConfig.from_pretrained(tmp_path)
 
-    @pytest.mark.parametrize("text", ["{", "[]"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "{",
+            "[]",
+            json.dumps(small("llama", rms_norm_eps="tiny")),
+            json.dumps(small("llama", num_key_value_heads="two")),
+            json.dumps(small("llama", max_position_embeddings="long", sliding_window=5)),
+            json.dumps(small("llama", rope_scaling={"rope_type": ["llama3"]})),
+        ],
+    )
     def test_with_a_broken_configuration(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UsageError, match=r"config\.json"):
