@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.commands import parser as types
 from pd.commands.proxy import API_KEY_VARIABLE
@@ -18,6 +18,7 @@ from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable, Iterator
     from types import FrameType
 
     from pd.commands.processes import Child, Children
@@ -71,11 +72,14 @@ def _demo(args: argparse.Namespace, directory: Path, children: Children) -> int:
     model = write_demo_model(directory / NAME)
     say(f"model         {model.description}")
     proxy, decode = _start(args.port, model, children)
+    # Fresh processes shake hands, compile the chat template and so on; what is shown is the rest.
+    ask(proxy.url, "Hello", model, show=False)
     say(f"\n{args.prompt}\n")
+    before = Times.read(proxy.url, decode.url)
     answer = ask(proxy.url, args.prompt, model)
     if not model.trained:
         say("\n\n(The weights are random, so the answer is noise; the way it took is real.)")
-    _show_times(answer, proxy.url, decode.url)
+    _show_times(answer, before, Times.read(proxy.url, decode.url))
     if args.serve:
         _serve(proxy.url, children)
     return 0
@@ -132,7 +136,7 @@ class Answer:
     usage: dict[str, Any] = field(default_factory=dict)
 
 
-def ask(url: str, prompt: str, model: DemoModel) -> Answer:
+def ask(url: str, prompt: str, model: DemoModel, *, show: bool = True) -> Answer:
     """Stream a chat completion to standard output. Raises SetupError if it does not end well."""
     import httpx
 
@@ -147,18 +151,20 @@ def ask(url: str, prompt: str, model: DemoModel) -> Answer:
         "ignore_eos": not model.trained,
     }
     answer = Answer()
-    began = time.monotonic()
-    try:
-        # Without trust_env: an HTTP proxy from the environment has no business on loopback.
-        with (
-            httpx.Client(trust_env=False, timeout=60.0, headers=_headers()) as client,
-            client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
-        ):
-            if response.status_code != 200:
-                raise SetupError(f"the proxy answered {response.status_code}: {_read(response)}")
-            _print_stream(response.iter_lines(), answer, began)
-    except httpx.HTTPError as error:
-        raise SetupError(f"the answer broke off: {error or type(error).__name__}") from error
+    # Without trust_env: an HTTP proxy from the environment has no business on loopback.
+    with httpx.Client(trust_env=False, timeout=60.0, headers=_headers()) as client:
+        began = time.monotonic()
+        try:
+            with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise SetupError(
+                        f"the proxy answered {response.status_code}: {_read(response)}"
+                    )
+                for text in _read_stream(response.iter_lines(), answer, began):
+                    if show:
+                        say(printable(text), end="")
+        except httpx.HTTPError as error:
+            raise SetupError(f"the answer broke off: {error or type(error).__name__}") from error
     answer.total = time.monotonic() - began
     return answer
 
@@ -173,7 +179,8 @@ def _read(response: Any) -> str:
     return text
 
 
-def _print_stream(lines: Any, answer: Answer, began: float) -> None:
+def _read_stream(lines: Iterable[str], answer: Answer, began: float) -> Iterator[str]:
+    """The pieces of the answer as they arrive."""
     for line in lines:
         data = line.removeprefix("data: ")
         if data == "[DONE]":
@@ -185,10 +192,8 @@ def _print_stream(lines: Any, answer: Answer, began: float) -> None:
             raise SetupError(f"the answer ended with an error: {event['error']['message']}")
         answer.usage = event.get("usage") or answer.usage
         for choice in event["choices"]:
-            text = choice["delta"].get("content")
             answer.first_token = answer.first_token or time.monotonic() - began
-            if text:
-                say(printable(text), end="")
+            yield choice["delta"].get("content") or ""
     raise SetupError("the answer ended without [DONE]")
 
 
@@ -200,28 +205,41 @@ def printable(text: str) -> str:
 # ---- the table
 
 
-def _show_times(answer: Answer, proxy: str, decode: str) -> None:
-    """Stages of this one request, from the metrics of processes that served no other."""
-    stages = read_metric(proxy, "pd_proxy_stage_seconds_sum", "stage")
-    moved = sum(read_metric(decode, "pd_transferred_bytes_total", "").values())
+class Times(NamedTuple):
+    """Sums over all requests so far: seconds by stage, and bytes of KV moved."""
+
+    stages: dict[str, float]
+    moved: float
+
+    @classmethod
+    def read(cls, proxy: str, decode: str) -> Times:
+        """From the metrics of the proxy and the decode node."""
+        stages = read_metric(proxy, "pd_proxy_stage_seconds_sum", "stage")
+        return cls(stages, read_metric(decode, "pd_transferred_bytes_total")[""])
+
+
+def _show_times(answer: Answer, before: Times, after: Times) -> None:
+    """Nobody else asked anything, so the difference is this one request's."""
+    milliseconds = {s: (t - before.stages[s]) * 1e3 for s, t in after.stages.items()}
+    kib = (after.moved - before.moved) / 1024
     prompt, output = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
     later = max(output - 1, 1)
     rows = [
         ("queue", "prefill node: until it was its turn"),
         ("prefill", f"prefill node: {prompt} prompt tokens and the first token"),
-        ("bootstrap", "decode node: handshake with the prefill node, memory"),
-        ("transfer", f"decode node: until {moved / 1024:.0f} KiB of KV cache had arrived"),
-        ("decode", f"decode node: {later} tokens, {stages['decode'] / later * 1e3:.1f} ms each"),
+        ("bootstrap", "decode node: prefill node found, memory reserved"),
+        ("transfer", f"decode node: until {kib:.0f} KiB of KV cache had arrived"),
+        ("decode", f"decode node: {later} tokens, {milliseconds['decode'] / later:.1f} ms each"),
     ]
     say("\nwhere the time went (both nodes begin at once, so their rows overlap)\n")
     for stage, text in rows:
-        say(f"  {stage:10} {stages[stage] * 1e3:9.1f} ms   {text}")
+        say(f"  {stage:10} {milliseconds[stage]:9.1f} ms   {text}")
     say(f"  {'':10} {'-' * 12}")
     say(f"  {'TTFT':10} {answer.first_token * 1e3:9.1f} ms   until the client saw the first token")
     say(f"  {'total':10} {answer.total * 1e3:9.1f} ms   until the client had the whole answer")
 
 
-def read_metric(url: str, name: str, label: str) -> dict[str, float]:
+def read_metric(url: str, name: str, label: str = "") -> dict[str, float]:
     """Samples of a metric by the value of one label. Raises SetupError if it is not there."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families

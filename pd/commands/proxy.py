@@ -181,12 +181,12 @@ def advice(config: ProxyConfig) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the first drains, the second ends at once."""
     config = config_from(args)
-    for warning in advice(config):
-        logger.warning("%s", warning)
     from pd.proxy.server import serve
 
     def on_ready(url: str, instance_id: str) -> None:
         logger.info("proxy %s listens on %s", instance_id, url)
+        for warning in advice(config):
+            logger.warning("%s", warning)
         announce(Ready("proxy", url, instance_id))
 
     asyncio.run(serve(config, on_ready))
