@@ -80,7 +80,7 @@ class PrefillNode(Node):
         self.hand_off = HandOff(self, transfer, resume=lambda r: self.prefill.waiting.add(r))
         self.prefill = PrefillManager(
             config,
-            engine.model_config,
+            engine,
             self.memory,
             reclaim=self.hand_off.park,
             may_run=lambda r: not r.peer or r.hand_off.reservation is not None,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.config import NodeConfig
-    from pd.models.config import ModelConfig
+    from pd.engine.engine import Engine
     from pd.node.memory import Memory
 
 # Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
@@ -34,7 +34,7 @@ class PrefillManager:
     def __init__(
         self,
         config: NodeConfig,
-        model: ModelConfig,
+        engine: Engine,
         memory: Memory,
         *,
         reclaim: Callable[[int], None] = lambda pages: None,
@@ -42,7 +42,7 @@ class PrefillManager:
         headroom: Callable[[], int] = lambda: 0,
     ) -> None:
         self._config = config
-        self._model = model
+        self._model = engine.model_config
         self._memory = memory
         self._reclaim = reclaim
         self._may_run = may_run

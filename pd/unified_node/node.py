@@ -28,9 +28,7 @@ class UnifiedNode(Node):
     def __init__(self, config: NodeConfig, engine: Engine, instance_id: str) -> None:
         super().__init__(config, engine, instance_id)
         self.decode = DecodeManager(self)
-        self.prefill = PrefillManager(
-            config, engine.model_config, self.memory, headroom=self._headroom
-        )
+        self.prefill = PrefillManager(config, engine, self.memory, headroom=self._headroom)
 
     def _headroom(self) -> int:
         """Pages that prompts must leave to the decode batch."""
