@@ -46,12 +46,13 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            known = hmac.compare_digest(given.strip(), self._expected)
+            if scheme.lower() != b"bearer" or not known:
                 error = AuthenticationError(
                     "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
                 )

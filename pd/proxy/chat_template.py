@@ -127,7 +127,10 @@ def load_templates(directory: Path) -> dict[str, ChatTemplate]:
     if isinstance(inline, str):
         sources["default"] = inline
     elif isinstance(inline, list):
-        sources.update({entry["name"]: entry["template"] for entry in inline})
+        try:
+            sources.update({entry["name"]: entry["template"] for entry in inline})
+        except (KeyError, TypeError):
+            raise UsageError(f"{path}: chat_template must list names and templates") from None
     # A separate file is where transformers saves a template now, so it is the newer one.
     file = directory / "chat_template.jinja"
     if file.is_file():

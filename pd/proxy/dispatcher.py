@@ -97,6 +97,8 @@ class Dispatcher:
         try:
             for spec in specs:
                 self._start(spec, job, deadline)
+                if job.error is not None:
+                    break
             if deadline is not None:
                 timer = asyncio.get_running_loop().call_later(deadline, self._expire, job, deadline)
             yield job

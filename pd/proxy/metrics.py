@@ -77,8 +77,9 @@ class Metrics:
     def generation_ended(self, generation: Generation) -> None:
         self.prompt_tokens.inc(len(generation.spec.token_ids))
         self.cached_tokens.inc(generation.cached_tokens)
-        for stage, seconds in generation.stages().items():
-            self.stages.labels(stage).observe(seconds)
+        if generation.finished:
+            for stage, seconds in generation.stages().items():
+                self.stages.labels(stage).observe(seconds)
 
     def request_ended(self, job: Job, seconds: float) -> None:
         outcome = job.outcome or (job.error.kind if job.error else "ok")

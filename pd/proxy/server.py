@@ -229,7 +229,6 @@ async def serve(config: ProxyConfig, on_ready: Callable[[str, str], None]) -> No
         UsageError, SetupError: it cannot start; the message says what to do.
     """
     proxy = Proxy(config)
-    await proxy.start()
     hurry = asyncio.Event()
 
     def on_signal() -> None:
@@ -241,6 +240,7 @@ async def serve(config: ProxyConfig, on_ready: Callable[[str, str], None]) -> No
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
+    await proxy.start()
     try:
         await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
         on_ready(proxy.url, proxy.instance_id)

@@ -31,8 +31,12 @@ _pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 class TextModel:
     """Text to token ids and back for one model."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises UsageError if the directory holds no tokenizer that can be read."""
+    def __init__(self, directory: Path, *, need_templates: bool = True) -> None:
+        """Raises UsageError if the directory holds no tokenizer that can be read.
+
+        Args:
+            need_templates: chat templates that cannot be read are an error too, not just logged.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UsageError(f"{directory} has no tokenizer.json; name a model directory that has")
@@ -45,7 +49,13 @@ class TextModel:
         self._tokenizer.no_padding()
         decoder: dict[str, Any] | None = json.loads(self._tokenizer.to_str()).get("decoder")
         self.table = TokenTable(self._tokenizer, decoder)
-        self.templates: dict[str, ChatTemplate] = load_templates(directory)
+        self.templates: dict[str, ChatTemplate] = {}
+        try:
+            self.templates = load_templates(directory)
+        except UsageError as error:
+            if need_templates:
+                raise
+            log.error("serving no chat: %s", error)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> IntArray:
         """Token ids, int32; long texts do not hold up other requests."""
@@ -121,7 +131,7 @@ class TextModels:
         if not (Path(directory) / "tokenizer.json").is_file():
             return None
         try:
-            return TextModel(Path(directory))
+            return TextModel(Path(directory), need_templates=False)
         except UsageError as error:
             log.error("serving token ids only: %s", error)
             return None

@@ -67,6 +67,19 @@ def test_a_model_directory_on_another_host_leaves_token_ids(cluster: Cluster) ->
     assert client.post("/generate", json={"input_ids": [5]}).status_code == 200
 
 
+def test_a_broken_chat_template_of_a_node_costs_only_chat(cluster: Cluster, tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    cluster.pair(model_path=str(tmp_path))
+    client = cluster.client(text=False)
+    assert client.post("/generate", json={"text": "hello"}).json()["text"]
+    messages = [{"role": "user", "content": "hello"}]
+    response = client.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400
+    with pytest.raises(UsageError, match="does not compile"):
+        ProxyThread(ProxyConfig(port=0, tokenizer=str(tmp_path))).start()
+
+
 def test_metrics(cluster: Cluster) -> None:
     prefill, decode = cluster.pair()
     prefill.cached_tokens = 4

@@ -351,6 +351,7 @@ def test_the_api_key_guards_everything_but_health(cluster: Cluster) -> None:
             response = client.request(method, path, headers=headers)
             check(response, 401, "API key")
             assert "s3cret" not in response.text
+    assert client.get("/workers", headers={"Authorization": "bearer s3cret"}).status_code == 200
     right = {"Authorization": "Bearer s3cret"}
     assert client.get("/workers", headers=right).status_code == 200
     assert client.post(GENERATE, json={"input_ids": [5]}, headers=right).status_code == 200
