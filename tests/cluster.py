@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -40,6 +41,9 @@ torch.set_num_threads(1)
 def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
     """A node on free ports of loopback."""
     settings.setdefault("kv_cache_tokens", 8192)
+    # PD_TEST_DEVICE=cuda runs the same tests on a GPU, still in float32.
+    settings.setdefault("device", os.environ.get("PD_TEST_DEVICE", "cpu"))
+    settings.setdefault("dtype", "float32")
     server = NodeServer(NodeConfig(role=role, model=model, **settings))
     server.start()
     return server
