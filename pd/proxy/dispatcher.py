@@ -233,6 +233,10 @@ class Dispatcher:
         except NodeFailedError as error:
             self._fail(generation, error)
             return
+        except Exception:  # a fault of ours must not leave the client waiting
+            log.exception("cannot take the output of %s", worker.url)
+            self._fail(generation, PDError("internal error; the proxy's log has the details"))
+            return
         if added:
             self._metrics.tokens_arrived(generation, added, previous)
         if choice.finish is not None and not ended:

@@ -52,9 +52,15 @@ def chat(model: TextModel | None, entries: Sequence[TokenLogprobs]) -> dict[str,
 Triple = tuple[float | None, int, str]
 
 
+def _triple(model: TextModel | None, logprob: float | None, token: int) -> Triple:
+    # The id tells tokens apart, so half a character may stand as a replacement character here.
+    text = "" if model is None else model.token_bytes(token).decode(errors="replace")
+    return logprob, token, text
+
+
 def chosen(model: TextModel | None, entries: Sequence[TokenLogprobs]) -> list[Triple]:
     """``/generate``: ``[logprob, token_id, text]`` of each token."""
-    return [(e.logprob, e.token_id, token_text(model, e.token_id)) for e in entries]
+    return [_triple(model, entry.logprob, entry.token_id) for entry in entries]
 
 
 def likeliest(
@@ -65,7 +71,7 @@ def likeliest(
         None
         if entry.logprob is None
         else [
-            (logprob, token, token_text(model, token))
+            _triple(model, logprob, token)
             for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
         for entry in entries

@@ -172,6 +172,22 @@ def test_no_new_tokens_scores_the_prompt(cluster: Cluster) -> None:
     assert len(body["meta_info"]["input_token_logprobs"]) == 2
 
 
+def test_a_fault_of_the_proxy_is_an_error_and_no_hang(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def burst(self: object, token_id: int) -> bytes:
+        raise RuntimeError("a bug")
+
+    prefill, _ = cluster.pair()
+    client = cluster.client()
+    monkeypatch.setattr("pd.proxy.detokenizer.TokenTable.token_bytes", burst)
+    response = client.post("/generate", json={"text": "hello"})
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal"
+    assert "a bug" not in response.text
+    prefill.wait_abort(prefill.wait_generate().room)
+
+
 def test_what_the_prefill_node_knows_is_waited_for(cluster: Cluster) -> None:
     """Two connections have no common order: the decode node may end before token 1 arrives."""
     import threading
