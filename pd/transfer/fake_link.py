@@ -132,7 +132,7 @@ class FakeSender(Sender):
 
     def read(self, block: Block, corrupt: list[tuple[int, int]]) -> bytes:
         """The block's bytes as they are at this moment, as a card would read them."""
-        data = bytearray().join(self._memory.source(self._pages, block))
+        data = self._memory.read(self._pages, block)
         tokens = block.token_stop - block.token_start
         for token, layer in corrupt:
             here = (

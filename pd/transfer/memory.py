@@ -2,45 +2,80 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
+import ctypes
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pd.transfer.ranges import slot_runs
 
 if TYPE_CHECKING:
+    import socket
+
     from pd.transfer.base import IntArray, KVBuffer
     from pd.transfer.ranges import Block
 
-# Linux takes at most this many stretches in one sendmsg or recvmsg.
-IOV_MAX = 1024
+# Linux takes at most this many stretches in one system call.
+_IOV_MAX = 1024
+_IOVEC_BYTES = 16
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.readv, _libc.writev):
+    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    _call.restype = ctypes.c_ssize_t
 
 
 class Stretches:
-    """Stretches of memory that are read or written in order, with the position reached."""
+    """Stretches of memory that are sent or filled in order, with the position reached.
 
-    def __init__(self, views: list[memoryview]) -> None:
-        self._views = views
-        self._ends = list(accumulate(map(len, views)))
+    They go to the kernel as a table of addresses that numpy computed. The same with
+    ``socket.sendmsg`` and ``recvmsg_into`` costs a Python object for each stretch on each call,
+    which at page size 1 halves the rate.
+
+    Args:
+        addresses, lengths: int64, one for each stretch; no length is 0.
+        owner: kept alive as long as this is, since it owns the memory.
+    """
+
+    def __init__(
+        self, addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], owner: object
+    ) -> None:
+        self._table = np.stack((addresses, lengths), axis=1)
+        self._ends = np.cumsum(lengths)
+        self._owner = owner
         self._index = 0
         self.done = 0
-        self.total = self._ends[-1] if self._ends else 0
+        self.total = int(self._ends[-1])
 
-    def window(self, num_bytes: int) -> list[memoryview]:
-        """What comes next: stretches of about ``num_bytes``, as many as one system call takes."""
-        stop = bisect_right(self._ends, self.done + num_bytes, lo=self._index) + 1
-        return self._views[self._index : min(stop, self._index + IOV_MAX)]
+    def send(self, sock: socket.socket) -> int:
+        """Hand the kernel what it takes of the rest; returns how many bytes. Raises OSError."""
+        return self._move(_libc.writev, sock)
 
-    def advance(self, num_bytes: int) -> None:
-        """``num_bytes`` of the window were moved."""
+    def receive(self, sock: socket.socket) -> int:
+        """Fill what has arrived; returns how many bytes, 0 at the end of the stream. Raises
+        OSError."""
+        return self._move(_libc.readv, sock)
+
+    def _move(self, call: ctypes._NamedFuncPointer, sock: socket.socket) -> int:
+        count = min(len(self._table) - self._index, _IOV_MAX)
+        first = self._table.ctypes.data + self._index * _IOVEC_BYTES
+        moved: int = call(sock.fileno(), first, count)
+        if moved < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self._advance(moved)
+        return moved
+
+    def _advance(self, num_bytes: int) -> None:
         self.done += num_bytes
-        self._index = bisect_right(self._ends, self.done, lo=self._index)
-        if self._index < len(self._views):
-            view = self._views[self._index]
-            self._views[self._index] = view[len(view) - (self._ends[self._index] - self.done) :]
+        self._index = int(np.searchsorted(self._ends, self.done, side="right"))
+        if self._index < len(self._table):
+            left = self._ends[self._index] - self.done
+            self._table[self._index, 0] += self._table[self._index, 1] - left
+            self._table[self._index, 1] = left
 
 
 class PoolMemory:
@@ -64,63 +99,69 @@ class PoolMemory:
         self.staged = buffer.device.type != "cpu" if staged is None else staged
         flat = buffer.view(-1).view(torch.uint8)
         self._rows = flat.view(self.num_layers, 2, self.num_slots, self.width)
-        self._bytes = None if self.staged else flat.numpy().data
 
-    def source(self, pages: IntArray, block: Block) -> list[memoryview]:
-        """The block's bytes, to be read."""
-        if self._bytes is not None:
-            return self._views(pages, block)
-        rows = self._rows[block.layer_start : block.layer_stop].index_select(
-            2, self._slots(pages, block).to(self._rows.device)
+    def outgoing(self, header: bytes, pages: IntArray, block: Block) -> Stretches:
+        """A header and the block's bytes, to be sent."""
+        if self.staged:
+            host = self._host(block)
+            host.copy_(self._gather(pages, block).view(-1))
+            addresses, lengths, owner = *_whole(host), host
+        else:
+            addresses, lengths = self._in_place(pages, block)
+            owner = self._rows
+        head = np.frombuffer(header, dtype=np.uint8)
+        return Stretches(
+            np.concatenate(([head.ctypes.data], addresses)),
+            np.concatenate(([len(head)], lengths)),
+            (head, owner),
         )
-        host = self._host(block)
-        host.copy_(rows.view(-1))
-        return [host.numpy().data]
 
     def landing(self, pages: IntArray, block: Block) -> Landing:
         """Where the block's bytes go."""
-        if self._bytes is not None:
-            return Landing(self._views(pages, block))
-        return StagedLanding(self, pages, block, self._host(block))
+        if self.staged:
+            return StagedLanding(self, pages, block, self._host(block))
+        return Landing(*self._in_place(pages, block), self._rows)
 
-    def scatter(self, pages: IntArray, block: Block, host: torch.Tensor) -> None:
-        """Write a staged block into the pool; returns when it is there."""
-        shape = (block.layer_stop - block.layer_start, 2, -1, self.width)
-        slots = self._slots(pages, block)
-        self._write_rows(slots, block.layer_start, block.layer_stop, host.view(shape))
+    def read(self, pages: IntArray, block: Block) -> bytearray:
+        """A copy of the block's bytes."""
+        return bytearray(self._gather(pages, block).cpu().numpy().tobytes())
 
     def write(self, slots: IntArray, layer_start: int, layer_stop: int, data: bytes) -> None:
         """Write a block's bytes to slots given one by one; the caller checked that they exist."""
         rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = rows.view(layer_stop - layer_start, 2, -1, self.width)
-        index = torch.from_numpy(slots.astype(np.int64))
-        self._write_rows(index, layer_start, layer_stop, rows)
+        self._scatter(torch.from_numpy(slots.astype(np.int64)), layer_start, layer_stop, rows)
 
-    def _write_rows(
-        self, slots: torch.Tensor, layer_start: int, layer_stop: int, rows: torch.Tensor
+    def store(self, pages: IntArray, block: Block, host: torch.Tensor) -> None:
+        """Write a staged block into the pool; returns when it is there."""
+        self._scatter(self._slots(pages, block), block.layer_start, block.layer_stop, host)
+
+    def _in_place(
+        self, pages: IntArray, block: Block
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Addresses and lengths of the block's stretches."""
+        starts, stops = slot_runs(pages, self.page_size, block.token_start, block.token_stop)
+        planes = np.arange(2 * block.layer_start, 2 * block.layer_stop) * self.num_slots
+        slots = planes[:, None] + starts[None, :]
+        lengths = np.tile((stops - starts) * self.width, len(planes))
+        return self._rows.data_ptr() + slots.ravel() * self.width, lengths
+
+    def _slots(self, pages: IntArray, block: Block) -> torch.Tensor:
+        tokens = np.arange(block.token_start, block.token_stop)
+        slots = pages[tokens // self.page_size].astype(np.int64) * self.page_size
+        return torch.from_numpy(slots + tokens % self.page_size)
+
+    def _gather(self, pages: IntArray, block: Block) -> torch.Tensor:
+        layers = self._rows[block.layer_start : block.layer_stop]
+        return layers.index_select(2, self._slots(pages, block).to(self._rows.device))
+
+    def _scatter(
+        self, slots: torch.Tensor, layer_start: int, layer_stop: int, data: torch.Tensor
     ) -> None:
         device = self._rows.device
+        rows = data.view(layer_stop - layer_start, 2, -1, self.width)
         self._rows[layer_start:layer_stop].index_copy_(2, slots.to(device), rows.to(device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-
-    def _views(self, pages: IntArray, block: Block) -> list[memoryview]:
-        assert self._bytes is not None
-        pool, width = self._bytes, self.width
-        runs = [
-            (start * width, stop * width)
-            for start, stop in slot_runs(pages, self.page_size, block.token_start, block.token_stop)
-        ]
-        plane_bytes = self.num_slots * width
-        views: list[memoryview] = []
-        for plane in range(2 * block.layer_start, 2 * block.layer_stop):
-            base = plane * plane_bytes
-            views += [pool[base + start : base + stop] for start, stop in runs]
-        return views
-
-    def _slots(self, pages: IntArray, block: Block) -> torch.Tensor:
-        runs = slot_runs(pages, self.page_size, block.token_start, block.token_stop)
-        return torch.cat([torch.arange(start, stop) for start, stop in runs])
 
     def _host(self, block: Block) -> torch.Tensor:
         pinned = self._rows.device.type == "cuda"
@@ -135,11 +176,17 @@ class Landing(Stretches):
 
 
 class StagedLanding(Landing):
+    """A host buffer for one frame on its way to the pool."""
+
     def __init__(
         self, memory: PoolMemory, pages: IntArray, block: Block, host: torch.Tensor
     ) -> None:
-        super().__init__([host.numpy().data])
+        super().__init__(*_whole(host), host)
         self._memory, self._pages, self._block, self._host = memory, pages, block, host
 
     def complete(self) -> None:
-        self._memory.scatter(self._pages, self._block, self._host)
+        self._memory.store(self._pages, self._block, self._host)
+
+
+def _whole(host: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    return np.array([host.data_ptr()]), np.array([host.numel()])

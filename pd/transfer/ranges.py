@@ -10,6 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy.typing as npt
+
     from pd.transfer.base import IntArray
 
 
@@ -45,13 +47,10 @@ class Block:
 
 def slot_runs(
     pages: IntArray, page_size: int, token_start: int, token_stop: int
-) -> list[tuple[int, int]]:
-    """Half-open runs of slots, in token order, that hold tokens ``[token_start, token_stop)``.
-
-    Adjacent pages become one run.
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First and last-plus-one slots of the runs that hold tokens ``[token_start, token_stop)``, a
+    range that is not empty, in token order. Adjacent pages become one run.
     """
-    if token_start >= token_stop:
-        return []
     first, last = token_start // page_size, (token_stop - 1) // page_size
     used = pages[first : last + 1].astype(np.int64)
     breaks = np.flatnonzero(np.diff(used) != 1) + 1
@@ -59,7 +58,7 @@ def slot_runs(
     stops = (used[np.concatenate((breaks - 1, [len(used) - 1]))] + 1) * page_size
     starts[0] += token_start - first * page_size
     stops[-1] -= (last + 1) * page_size - token_stop
-    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+    return starts, stops
 
 
 def check_pages(

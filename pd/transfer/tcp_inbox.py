@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICE = "tcp"
-# Bytes offered to one recvmsg: enough to empty what a busy loopback has ready, few enough
-# stretches that offering them again after a short read costs little.
-_WINDOW = 1 << 20
 # One connection may keep the thread for this many reads before the others get their turn.
 _READS_PER_TURN = 16
 _GREETING_SECONDS = 5.0
@@ -267,8 +264,7 @@ class Inbox:
         else:
             whole = 0
             try:
-                arrived = connection.sock.recvmsg_into(landing.window(_WINDOW))[0]
-                landing.advance(arrived)
+                arrived = landing.receive(connection.sock)
                 if landing.done == landing.total:
                     landing.complete()
                     whole = landing.total

@@ -16,7 +16,6 @@ from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
 from pd.transfer.frames import encode_header
 from pd.transfer.greeting import RefusedError, greet
-from pd.transfer.memory import Stretches
 from pd.transfer.ranges import Block, check_pages
 from pd.transfer.tcp_inbox import SERVICE
 
@@ -24,13 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.transfer.base import IntArray
-    from pd.transfer.memory import PoolMemory
+    from pd.transfer.memory import PoolMemory, Stretches
 
 logger = logging.getLogger(__name__)
 
 # Large enough that headers and lookups vanish, small enough that rooms take turns on the link.
 FRAME_BYTES = 4 << 20
-_WINDOW = 2 << 20
 # A blocked send returns this often to see whether it should go on.
 _SLICE_SECONDS = 0.25
 _GREETING_SECONDS = 2.0
@@ -134,7 +132,7 @@ class TcpSender(Sender):
     def stretches(self, block: Block) -> Stretches:
         payload = block.cells * self._memory.cell_bytes
         header = encode_header(self.room, self.epoch, block, payload)
-        return Stretches([memoryview(header), *self._memory.source(self._pages, block)])
+        return self._memory.outgoing(header, self._pages, block)
 
 
 class Link:
@@ -298,7 +296,7 @@ class Lane:
         moved = time.monotonic()
         while stretches.done < stretches.total:
             try:
-                stretches.advance(self._sock.sendmsg(stretches.window(_WINDOW)))
+                stretches.send(self._sock)
                 moved = self._link.progress = time.monotonic()
             except BlockingIOError:
                 if self._link.closed or time.monotonic() - moved > LEASE_SECONDS:
