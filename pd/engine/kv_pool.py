@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +35,8 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = layout.page_size
         slots = (num_pages + 1) * layout.page_size
-        # On the CPU, zeroed memory is mapped by the kernel when first written: this is cheap.
-        self.buffer = torch.zeros(
-            (layout.num_layers, 2, slots, layout.num_kv_heads, layout.head_dim),
-            dtype=DTYPES[layout.dtype],
-            device=device,
-        )
+        shape = (layout.num_layers, 2, slots, layout.num_kv_heads, layout.head_dim)
+        self.buffer = _zeros(shape, DTYPES[layout.dtype], torch.device(device))
         self._keys = [layer[0] for layer in self.buffer]
         self._values = [layer[1] for layer in self.buffer]
 
@@ -83,3 +81,13 @@ class KVPool:
 
     def _index(self, pages: IntArray) -> torch.Tensor:
         return torch.from_numpy(pages.astype("int64")).to(self.buffer.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NOTE: torch.zeros writes every byte, seconds for gigabytes that may never be used; the kernel
+    # maps these pages, zeroed, when they are first touched.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
