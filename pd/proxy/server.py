@@ -171,7 +171,9 @@ class Proxy:
         self._app = make_app(service, admin, metrics, config.api_key)
 
     async def wait_ready(self, timeout: float) -> bool:
-        """Whether the nodes can serve, waiting at most ``timeout`` seconds for them."""
+        """Whether the nodes can serve, waiting at most ``timeout`` seconds for them (none: not)."""
+        if not self._pool.workers:
+            return False
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._became_ready.wait(), timeout)
         return self._router.ready()
