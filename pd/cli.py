@@ -101,12 +101,13 @@ def parse(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> 
     """
     if not arguments or arguments[0] not in commands:
         return parser.parse_args(arguments)
-    from pd.commands.yaml_config import with_config_file
+    name, flags = arguments[0], arguments[1:]
+    command = commands[name]
+    if any(flag.split("=")[0] == "--config" for flag in flags):
+        from pd.commands.yaml_config import with_config_file
 
-    command = commands[arguments[0]]
-    args, unknown = parser.parse_known_args(
-        [arguments[0], *with_config_file(command, arguments[1:])]
-    )
+        flags = with_config_file(command, flags)
+    args, unknown = parser.parse_known_args([name, *flags])
     if unknown:
         command.unknown(unknown[0])
     return args

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start everything, ask, show, stop. Raises SetupError if anything failed."""
+    import tempfile
+
     from pd.commands.processes import Children
 
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 from pathlib import Path
@@ -181,6 +180,8 @@ def advice(config: ProxyConfig) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the first drains, the second ends at once."""
     config = config_from(args)
+    import asyncio
+
     from pd.proxy.server import serve
 
     def on_ready(url: str, instance_id: str) -> None:

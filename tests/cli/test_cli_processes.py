@@ -1,0 +1,235 @@
+"""Life and end of the processes that ``pd-launch`` starts."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from processes import Process, Stream, wait_until
+
+from pd.demo_model import write_demo_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def process(tmp_path: Path, *command: object) -> Iterator[Process]:
+    running = Process(*map(str, command), log=tmp_path / f"{command[0]}.log")
+    try:
+        running.ready()
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo_model(tmp_path_factory.mktemp("models") / "demo").directory
+
+
+@contextmanager
+def unified_and_proxy(model: Path, tmp_path: Path) -> Iterator[tuple[Process, Process]]:
+    flags = ["--model", model, "--load-format", "dummy", "--device", "cpu", "--cpu-threads", 1]
+    with (
+        process(tmp_path, "unified", *flags, "--port", 0, "--kv-cache-tokens", 8192) as node,
+        process(tmp_path, "proxy", "--unified", node.url, "--port", 0) as proxy,
+    ):
+        yield node, proxy
+
+
+def stream(proxy: Process, tokens: int) -> Stream:
+    """A request that is being answered."""
+    started = Stream(proxy.url, [1, 2, 3], tokens)
+    started.wait_first()
+    assert started.error is None
+    return started
+
+
+def refuses_new_requests(process: Process) -> bool:
+    path = "/readiness" if process.command[0] == "proxy" else "/health"
+    return httpx.get(process.url + path).status_code == 503
+
+
+def ended(process: Process) -> int:
+    """The exit status; checks that the ready line was all it printed."""
+    output, _ = process.child.communicate(timeout=60)
+    assert output == ""
+    assert "Traceback" not in process.log.read_text()
+    return process.child.returncode
+
+
+def test_the_ready_line_says_who_serves_where(model: Path, tmp_path: Path) -> None:
+    with unified_and_proxy(model, tmp_path) as (node, proxy):
+        for running, role in ((node, "unified"), (proxy, "proxy")):
+            ready = running.ready()
+            assert set(ready) == {"event", "role", "url", "instance_id"}
+            assert (ready["event"], ready["role"]) == ("ready", role)
+            assert httpx.get(ready["url"] + "/health").status_code == 200
+        assert node.server_info()["instance_id"] == node.ready()["instance_id"]
+        assert httpx.get(proxy.url + "/readiness").status_code == 200
+
+
+@pytest.mark.parametrize("role", ["unified", "proxy"])
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(
+    role: str, model: Path, tmp_path: Path
+) -> None:
+    with unified_and_proxy(model, tmp_path) as (node, proxy):
+        target = node if role == "unified" else proxy
+        answer = stream(proxy, 400)
+        target.child.terminate()
+        wait_until(lambda: refuses_new_requests(target), 10.0)
+        refused = Stream(proxy.url, [1, 2, 3], 4).join()
+        assert refused.status == 503
+        assert answer.join().succeeded(), answer
+        assert ended(target) == 0
+
+
+@pytest.mark.parametrize("role", ["unified", "proxy"])
+def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(
+    role: str, model: Path, tmp_path: Path
+) -> None:
+    with unified_and_proxy(model, tmp_path) as (node, proxy):
+        target = node if role == "unified" else proxy
+        answer = stream(proxy, 4000)
+        target.child.terminate()
+        wait_until(lambda: refuses_new_requests(target), 10.0)
+        target.child.send_signal(signal.SIGINT)
+        assert ended(target) == 0
+        answer.join()
+        assert answer.error is not None and not answer.done
+        assert len(answer.output) < 4000
+
+
+def test_the_drain_ends_when_its_time_is_over(model: Path, tmp_path: Path) -> None:
+    flags = ["--load-format", "dummy", "--device", "cpu", "--drain-timeout", 0.2, "--port", 0]
+    with (
+        process(tmp_path, "unified", "--model", model, *flags) as node,
+        process(tmp_path, "proxy", "--unified", node.url, "--port", 0) as proxy,
+    ):
+        answer = stream(proxy, 4000)
+        node.child.terminate()
+        assert ended(node) == 0
+        assert "did not finish within --drain-timeout" in node.log.read_text()
+        assert answer.join().error is not None
+
+
+def test_the_api_key_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PD_API_KEY", "secret")
+    with process(tmp_path, "proxy", "--port", 0) as proxy:
+        models = proxy.url + "/v1/models"
+        assert httpx.get(models).status_code == 401
+        given = {"Authorization": "Bearer secret"}
+        assert httpx.get(models, headers=given).status_code == 200
+        assert httpx.get(proxy.url + "/health").status_code == 200
+        assert "secret" not in proxy.log.read_text()
+
+
+def test_an_open_proxy_is_warned_about(tmp_path: Path) -> None:
+    with process(tmp_path, "proxy", "--host", "0.0.0.0", "--port", 0) as proxy:
+        assert "without an API key" in proxy.log.read_text()
+
+
+def test_the_proxy_and_refused_commands_never_import_torch() -> None:
+    code = (
+        "import sys; from pd.cli import launch_parser; launch_parser();"
+        "import pd.proxy.server, pd.launch, pd.commands.yaml_config;"
+        "from pd.transfer.factory import check_backend; check_backend('fake');"
+        "import pd.models.config; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- the demo
+
+
+def demo(log: Path, *flags: str) -> subprocess.Popen[str]:
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pd.cli", "demo", *flags],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+        )
+
+
+def urls(text: str) -> list[str]:
+    return re.findall(r"http://127\.0\.0\.1:\d+(?=  )", text)
+
+
+def refuses(url: str) -> bool:
+    try:
+        httpx.get(url)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_the_demo_answers_shows_its_times_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    running = demo(tmp_path / "log", "--serve", "--prompt", "Who goes there?")
+    try:
+        assert running.stdout is not None
+        shown = ""
+        for line in running.stdout:
+            shown += line
+            if "until Ctrl-C" in line:
+                break
+        addresses = urls(shown)
+        assert len(addresses) == 3, shown
+        assert "Who goes there?" in shown and "noise" in shown
+        times = dict(re.findall(r"^  (\w+) +([\d.]+) ms", shown, re.MULTILINE))
+        assert set(times) == {*STAGES, "TTFT", "total"}
+        assert all(float(seconds) > 0 for seconds in times.values()), times
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        answer = httpx.post(f"{addresses[-1]}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+    finally:
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=60)
+    assert running.returncode == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text() == ""
+    assert all(refuses(url) for url in addresses)
+
+
+STAGES = ("queue", "prefill", "bootstrap", "transfer", "decode")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_demo_that_is_interrupted_leaves_nothing_behind(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    running = demo(tmp_path / "log")
+    assert running.stdout is not None
+    shown = ""
+    while len(urls(shown)) < 2:  # both nodes are there, the proxy starts
+        shown += running.stdout.readline()
+    running.send_signal(number)
+    rest, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert all(refuses(url) for url in urls(shown + rest))
+
+
+def test_a_demo_that_fails_says_why_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        running = demo(tmp_path / "log", "--port", str(port))
+        shown, _ = running.communicate(timeout=120)
+    assert running.returncode == 1
+    log = (tmp_path / "log").read_text()
+    assert f"cannot listen on 127.0.0.1:{port}" in log
+    assert "the proxy ended" in log.splitlines()[-1]
+    assert len(urls(shown)) == 2 and all(refuses(url) for url in urls(shown))
