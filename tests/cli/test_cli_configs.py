@@ -1,0 +1,162 @@
+"""Settings from files and command lines, and the examples of both that we publish."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pd.cli import launch_parser, parse
+from pd.commands import node, proxy
+from pd.core import config as choices
+from pd.core.errors import UsageError
+from pd.demo_model import write_demo_model
+from pd.engine.kv_pool import DTYPES
+from pd.prefill_node.policy import POLICIES
+from pd.proxy.routing import make_policy
+from pd.radix import EVICTION_POLICIES
+from pd.transfer.fake_script import load_script
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.name != "script.yaml")
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *CONFIGS]
+# In examples, for what the reader puts in.
+MODEL = "DIR"
+
+
+def parsed(*arguments: object) -> dict[str, object]:
+    parser, commands = launch_parser()
+    return vars(parse(parser, commands, [str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "settings.yaml"
+
+
+# ---- precedence
+
+
+def test_a_file_sets_what_the_command_line_leaves_open(file: Path) -> None:
+    file.write_text("model: m\nport: 1234\npage_size: 32\nkv-digest: true\nseed:\n")
+    settings = parsed("decode", "--config", file)
+    assert (settings["model"], settings["port"], settings["page_size"]) == ("m", 1234, 32)
+    assert settings["kv_digest"] is True
+    assert settings["seed"] == 0  # null asks for the default
+
+
+def test_flags_win(file: Path) -> None:
+    file.write_text("model: m\nport: 1234\n")
+    for flag in (["--port", "4321"], ["--port=4321"]):
+        settings = parsed("decode", f"--config={file}", *flag)
+        assert (settings["model"], settings["port"]) == ("m", 4321)
+    assert parsed("decode", "--port", 4321, "--config", file)["port"] == 4321
+
+
+def test_a_repeated_flag_replaces_the_list_of_the_file(file: Path) -> None:
+    file.write_text("prefill: [http://a:1, http://b:1]\ndecode: http://c:1\n")
+    assert parsed("proxy", "--config", file)["prefill"] == ["http://a:1", "http://b:1"]
+    settings = parsed("proxy", "--config", file, "--prefill", "http://d:1")
+    assert settings["prefill"] == ["http://d:1"]
+    assert settings["decode"] == ["http://c:1"]
+
+
+def test_an_empty_file_sets_nothing(file: Path) -> None:
+    file.write_text("# nothing\n")
+    assert parsed("proxy", "--config", file)["port"] == 8000
+
+
+def test_values_of_a_file_are_checked_like_flags(file: Path, capsys: pytest.CaptureFixture) -> None:
+    file.write_text("model: m\nport: 70000\n")
+    with pytest.raises(SystemExit) as ended:
+        parsed("decode", "--config", file)
+    assert ended.value.code == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def test_a_key_of_another_command_is_unknown(file: Path) -> None:
+    file.write_text("bootstrap-port: 1\n")
+    with pytest.raises(UsageError, match="unknown key 'bootstrap-port'"):
+        parsed("decode", "--config", file)
+
+
+# ---- flags
+
+
+def test_names_to_choose_from_are_those_that_exist() -> None:
+    assert tuple(EVICTION_POLICIES) == choices.EVICTION_POLICIES
+    assert tuple(POLICIES) == choices.SCHEDULE_POLICIES
+    assert ("auto", *DTYPES) == choices.DTYPES
+    for name in choices.ROUTING_POLICIES:
+        make_policy(name)
+
+
+@pytest.mark.parametrize("role", list(node.ROLES))
+def test_defaults_make_a_configuration(role: str, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model").directory
+    parser, commands = launch_parser()
+    args = parse(parser, commands, [role, "--model", str(model)])
+    config = node.config_from(args)
+    assert (config.role, config.model, config.model_name) == (role, model, "model")
+
+
+def test_the_proxy_takes_addresses_without_a_scheme() -> None:
+    parser, commands = launch_parser()
+    args = parse(parser, commands, ["proxy", "--prefill", "node:1", "--decode", "https://d:2"])
+    config = proxy.config_from(args)
+    assert (config.prefill, config.decode) == (["http://node:1"], ["https://d:2"])
+
+
+def test_advice_names_what_is_probably_not_meant() -> None:
+    parser, commands = launch_parser()
+    args = parse(parser, commands, ["proxy", "--prefill", "10.0.0.1:1", "--host", "0.0.0.0"])
+    open_port, no_key, no_decode = proxy.advice(proxy.config_from(args))
+    assert "without an API key" in open_port
+    assert "10.0.0.1:1" in no_key and "--cluster-key-file" in no_key
+    assert "POST /workers" in no_decode
+
+
+# ---- what we publish
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_published_files_are_understood(path: Path) -> None:
+    model = [] if path.stem == "proxy" else ["--model", MODEL]
+    parsed(path.stem, "--config", path, *model)
+
+
+def test_published_scripts_are_understood() -> None:
+    for path in ROOT.glob("configs/*/script.yaml"):
+        assert load_script(path).rules
+
+
+def commands_in(path: Path) -> list[list[str]]:
+    """Every ``pd-launch`` line of a document or of a file's header, without its prompt."""
+    text = path.read_text().replace("\\\n", " ")
+    found = re.findall(r"^[#$ ]*(?:\w+=\S+ )?pd-launch ((?:\w|--).*)$", text, re.MULTILINE)
+    return [shlex.split(command, comments=True) for command in found]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_published_commands_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in commands_in(path):
+        if command[0] != "--help" and command[1:] != ["--help"]:
+            parsed(*command)
+
+
+def test_every_configuration_tells_how_to_use_it() -> None:
+    for path in CONFIGS:
+        shown = str(path.relative_to(ROOT))
+        assert any(shown in " ".join(command) for command in commands_in(path)), shown
+
+
+def test_help_is_shown_for_every_command(capsys: pytest.CaptureFixture) -> None:
+    _, commands = launch_parser()
+    for name in commands:
+        with pytest.raises(SystemExit) as ended:
+            parsed(name, "--help")
+        assert ended.value.code == 0
+        assert "examples:" in capsys.readouterr().out
