@@ -274,6 +274,7 @@ def run(args: argparse.Namespace) -> int:
     def on_signal(number: int, frame: FrameType | None) -> None:
         signals.put(number)
 
+    logger.info("loading %s from %s", config.model_name, config.model)
     try:
         limit_threads(config.role, args.cpu_threads)
         server.start()

@@ -49,6 +49,7 @@ class NodeMetrics:
         """Gauges, for the registry."""
         with self._node.lock:
             pages, queues = self._node.memory.counts(), self._node.queues()
+            del pages["total"]  # their sum
             radix = self._node.memory.radix
             lookups = {"looked_up": radix.lookup_tokens, "hit": radix.hit_tokens}
         yield _gauge("pd_pages", "Pages by owner", "state", pages)

@@ -40,6 +40,12 @@ CONNECT_TRIES = 50
 CONNECT_TRY_SECONDS = 0.01
 MIN_POLL_PAUSE = 0.05
 
+NO_HEARTBEAT_YET = "no heartbeat yet"
+DEAF = (
+    "answers HTTP but not messages: give proxy and node the same --cluster-key-file, and let the "
+    "proxy reach the message port (endpoints.zmq of its /server_info)"
+)
+
 _ROLES = ("prefill", "decode", "unified")
 
 
@@ -194,7 +200,7 @@ class WorkerPool:
             worker.problem = f"cannot connect to {info.endpoints.zmq}: {error}"
             return
         worker.last_heard = time.monotonic()
-        worker.problem = "no heartbeat yet"
+        worker.problem = NO_HEARTBEAT_YET
         log.info("%s node %s at %s", info.role, info.instance_id, worker.url)
         # Nothing can be sent before the connection stands, and nothing else says when it does.
         for _ in range(CONNECT_TRIES):
@@ -230,6 +236,9 @@ class WorkerPool:
                     self._lose(worker, f"no heartbeat for {silence:.1f} s")
                 elif worker.alive and silence > SILENCE_SECONDS:
                     self._wake[worker].set()
+                elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
+                    worker.problem = DEAF
+                    log.warning("%s %s", worker.url, DEAF)
             due = time.monotonic() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 

@@ -278,10 +278,13 @@ def test_with_a_cluster_key_nodes_are_administered_by_token(cluster: Cluster) ->
         assert node.http_requests == [("/flush_cache", f"Bearer {admin_token(key)}")]
 
 
-def test_without_the_cluster_key_nodes_do_not_listen(cluster: Cluster) -> None:
+@pytest.mark.parametrize("key", [None, b"another key that is long enough"])
+def test_without_the_cluster_key_nodes_do_not_listen(cluster: Cluster, key: bytes | None) -> None:
     cluster.pair(cluster_key=b"0123456789abcdef0123456789abcdef")
-    proxy = cluster.proxy(wait_ready=0.5, cluster_key=b"another key that is long enough")
+    proxy = cluster.proxy(wait_ready=0.5, cluster_key=key)
     assert not ready(proxy)
+    wait_until(lambda: all("--cluster-key-file" in w["problem"] for w in workers(proxy)))
+    assert "--cluster-key-file" in httpx.get(proxy.url + "/readiness").text
 
 
 def test_flushing_names_the_node_that_failed(cluster: Cluster) -> None:
