@@ -208,6 +208,8 @@ class TorchAttention(AttentionBackend):
             # In the shared mask, the last column that row i may see is i + width - QUERY_BLOCK.
             left = self._causal.shape[1] - QUERY_BLOCK - chunk.start - first
             mask = self._causal[: stop - first, left : left + seen]
+            if mask.is_cuda:  # whose kernels need a mask that begins at a multiple of 16 bytes
+                mask = mask.clone(memory_format=torch.contiguous_format)
             result[:, :, first:stop] = scaled_dot_product_attention(
                 query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
             )
