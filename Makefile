@@ -1,4 +1,4 @@
-.PHONY: demo test test-all check fmt
+.PHONY: demo test test-all check fmt benchmarks
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +23,12 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_imports.py
+	$(BIN)/python scripts/render_benchmarks.py --check
 
 fmt: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The tables of docs/benchmarks.md, from the result files.
+benchmarks: $(VENV)/.installed
+	$(BIN)/python scripts/render_benchmarks.py

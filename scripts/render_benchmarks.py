@@ -1,0 +1,121 @@
+"""Write docs/benchmarks.md from benchmarks/results/*.json; with --check only compare.
+
+A result file names the ``command`` that made it, the ``commit``, ``date`` and ``machine`` (and
+``settings``, if any), and has ``results``: a list of rows. What the numbers mean is said by the
+docstring of the program that the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TARGET = ROOT / "docs" / "benchmarks.md"
+
+HEAD = """\
+# Benchmarks
+
+Every number here was written by a program to a file below `benchmarks/results/` and put on this
+page by `scripts/render_benchmarks.py`; `make check` fails when the two differ. To measure again,
+run the command of a section, then `make benchmarks`. Timings depend on the machine and on what else
+runs there, so compare within a section only.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    args = parser.parse_args()
+    page = render()
+    if not args.check:
+        TARGET.write_text(page)
+        return 0
+    if TARGET.is_file() and TARGET.read_text() == page:
+        print("benchmark tables are up to date")
+        return 0
+    print(f"{TARGET.relative_to(ROOT)} differs from the result files; run: make benchmarks")
+    return 1
+
+
+def render() -> str:
+    """The whole page."""
+    sections = [section(path) for path in sorted(RESULTS.glob("*.json"))]
+    return "\n".join([HEAD, *sections])
+
+
+def section(path: Path) -> str:
+    """One result file."""
+    report = json.loads(path.read_text())
+    facts = [f"- command: `{report['command']}`", f"- commit: `{report['commit'][:12]}`"]
+    facts.append(f"- date: {report['date'][:10]}")
+    given = [name for name in ("machine", "settings") if report.get(name)]
+    facts += [f"- {name}: {inline(report[name])}" for name in given]
+    parts = [
+        f"## {path.stem}",
+        purpose(report["command"]),
+        "\n".join(facts),
+        table(report["results"]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def purpose(command: str) -> str:
+    """The docstring of the program that a command runs, without its last indented example."""
+    words = [word for word in shlex.split(command) if not word.endswith(("python", "python3"))]
+    if not words:
+        return ""
+    module = words[1] if words[0] == "-m" else ""
+    path = ROOT / (module.replace(".", "/") + ".py" if module else words[0])
+    if not path.is_file():
+        return ""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    paragraphs = [p for p in text.split("\n\n") if not p.startswith("    ")]
+    return "\n\n".join(paragraphs)
+
+
+def inline(values: dict[str, Any]) -> str:
+    """Nested settings in one line."""
+    pairs = []
+    for name, value in values.items():
+        shown = f"({inline(value)})" if isinstance(value, dict) else str(value)
+        pairs.append(f"{name} {shown}")
+    return ", ".join(pairs)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; columns that are empty in every row are left out."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = [name for name in names if any(row.get(name) is not None for row in rows)]
+    numeric = {n for n in names if all(is_number(row.get(n)) for row in rows if row.get(n))}
+    lines = [
+        "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "|" + "|".join("---:" if name in numeric else "---" for name in names) + "|",
+    ]
+    lines += ["| " + " | ".join(cell(name, row.get(name)) for name in names) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def cell(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if not is_number(value):
+        return str(value).strip().replace("|", "\\|")
+    assert isinstance(value, int | float)
+    if name.endswith("_rate"):
+        return f"{value:.2%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
