@@ -3,6 +3,7 @@
 A module lists its weights with ``checkpoint_tensors``: the names they have in a checkpoint, and
 for each the memory it is read into, which may be a part of a fused weight. So loading needs no
 copy beside the parameters, and one place says how a name and a parameter belong together.
+Afterwards ``CausalLM.prepare`` lays weights out as the kernels like them best.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from pd.kernels.activation import silu_and_mul
-from pd.kernels.linear import linear
+from pd.kernels.linear import linear, pack_weight
 from pd.kernels.norm import rms_norm
 from pd.kernels.rope import apply_rope, inverse_frequencies, rotations
 
@@ -49,6 +50,9 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, input_size]`` to ``[tokens, sum of outputs]``."""
         return linear(x, self.weight, self.bias)
+
+    def prepare(self) -> None:
+        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
     def checkpoint_tensors(self) -> NamedTensors:
         for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
@@ -259,6 +263,17 @@ class CausalLM(nn.Module):
             if layer_done is not None:
                 layer_done(index)
         return hidden
+
+    def prepare(self) -> None:
+        """Called once, after loading: then no weight is to be read or written by name any more.
+
+        One weight at a time exists twice meanwhile.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare()
+        if not self.config.tie_word_embeddings:
+            self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[rows, vocab_size]`` from rows of :meth:`forward`'s result."""

@@ -72,6 +72,12 @@ def load_model(
             model = _MODELS[config.architecture](config)
         finally:
             torch.set_default_dtype(previous)
+    _fill(model, path, load_format, seed, progress)
+    model.prepare()
+    return model.eval()
+
+
+def _fill(model: CausalLM, path: str | Path, load_format: str, seed: int, progress: bool) -> None:
     tensors = dict(model.checkpoint_tensors())
     bar = tqdm(
         total=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
@@ -85,8 +91,8 @@ def load_model(
         if load_format == "dummy":
             _fill_dummy(tensors, seed, bar)
         else:
-            _read_checkpoint(find_checkpoint(path), tensors, config.tie_word_embeddings, bar)
-    return model.eval()
+            tied = model.config.tie_word_embeddings
+            _read_checkpoint(find_checkpoint(path), tensors, tied, bar)
 
 
 def _read_checkpoint(

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from pd.kernels.activation import silu_and_mul
-from pd.kernels.linear import linear
+from pd.kernels.linear import linear, pack_weight
 from pd.kernels.norm import rms_norm
 from pd.kernels.rope import apply_rope, inverse_frequencies, rotations
 
@@ -103,6 +103,13 @@ class TestLinear:
         with torch.inference_mode():
             assert_near(linear(x, weight), exact, error)
             assert_near(linear(x, weight, bias), exact + bias.double(), error)
+            assert_near(linear(x, pack_weight(weight), bias), exact + bias.double(), error)
+
+    @pytest.mark.parametrize("rows", [1, 16, 300])
+    def test_packed_weights_serve_any_number_of_rows(self, rows: int) -> None:
+        x, weight = normal(rows, 100), normal(70, 100, seed=1)
+        with torch.inference_mode():
+            assert_near(linear(x, pack_weight(weight)), x.double() @ weight.double().T, 1e-4)
 
     def test_takes_inputs_that_are_a_part_of_a_wider_tensor(self) -> None:
         wide, weight = normal(4, 12), normal(5, 6)
