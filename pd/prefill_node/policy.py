@@ -4,7 +4,7 @@ requests, oldest first, to the order of preference; none may starve anyone, see 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,19 +38,13 @@ def by_priority(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
 def depth_first_weight(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
     """dfs-weight: depth-first through the radix tree, the branch with most waiting requests first,
     so that requests of one branch run together (the order proven optimal for an offline batch in
-    Zheng et al., SGLang, 2024, section 3)."""
-    paths: list[list[Any]] = []
-    for request in waiting:
-        node: Any = radix.match(request.prompt, request.namespace).handle
-        path = []
-        while node is not None:
-            path.append(node)
-            node = node.parent
-        paths.append(path[::-1])
-    weights = Counter(id(node) for path in paths for node in path)
+    Zheng et al., SGLang, 2024, section 3). Who leaves the tree at a node comes after those that
+    go deeper: what they use is cached, and is used before it is evicted."""
+    paths = [radix.path(request.prompt, request.namespace) for request in waiting]
+    weights = Counter(node for path in paths for node in path)
 
     def depth_first(index: int) -> list[tuple[int, int]]:
-        return [(-weights[id(node)], node.created) for node in paths[index]]
+        return [*((-weights[node], node.created) for node in paths[index]), (1, 0)]
 
     return [waiting[index] for index in sorted(range(len(waiting)), key=depth_first)]
 

@@ -122,6 +122,11 @@ class RadixCache:
         _, matched, _ = self._walk(self._key(tokens, max_tokens), namespace)
         return matched // _INT32.itemsize
 
+    def path(self, tokens: IntArray, namespace: str = "") -> list[Node]:
+        """The nodes that a match would pass, root first and without any effect; the last one may
+        match only partly."""
+        return [self._root, *self._walk(self._key(tokens, None), namespace)[0]]
+
     def insert(
         self, tokens: IntArray, pages: IntArray, namespace: str = "", *, priority: int = 0
     ) -> InsertResult:
