@@ -34,6 +34,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self._states = np.zeros(num_pages, dtype=np.uint8)
         self._counts = [num_pages, 0, 0, 0, 0]
+        self._places = np.empty(num_pages, dtype=np.int64)  # scratch of :meth:`move`
         # A stack; low page numbers on top, so that fresh allocations are adjacent.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
@@ -64,6 +65,8 @@ class PageAllocator:
             return
         found = self._states[pages]
         assert (found == old).all(), f"pages {pages[found != old]} are not {old.name}"
+        self._places[pages] = places = np.arange(len(pages))
+        assert (self._places[pages] == places).all(), f"a page is named twice in {pages}"
         self._states[pages] = new
         self._counts[old] -= len(pages)
         self._counts[new] += len(pages)
