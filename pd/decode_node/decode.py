@@ -143,13 +143,13 @@ class DecodeManager:
         the tree, from host memory, or is computed again."""
         if len(sequence.pages):
             return True
-        memory = self._memory
-        matched = memory.match(sequence, sequence.num_tokens - 1) // memory.page_size
-        missing = memory.pages_for(sequence.num_tokens) - matched
-        if missing + len(self.running) > memory.available and self.running:
-            memory.release(sequence)
+        memory, length = self._memory, sequence.num_tokens
+        if memory.missing(sequence, length, length - 1) + len(self.running) > memory.available:
             return False
-        if not memory.grow(sequence, sequence.num_tokens):
+        matched = memory.match(sequence, length - 1) // memory.page_size
+        missing = memory.pages_for(length) - matched
+        short = missing + len(self.running) > memory.available
+        if short or not memory.grow(sequence, length):
             memory.release(sequence)
             return False
         host = sequence.host_kv
@@ -230,8 +230,8 @@ class DecodeManager:
         )
         times = request.times
         if times.reserved is not None and output.position == 0 and times.committed is not None:
-            incoming = request.hand_off
-            output.transferred_bytes = incoming.num_bytes
+            if sequence is request.sequences[0]:  # the choices share one transfer
+                output.transferred_bytes = request.hand_off.num_bytes
             output.stages = Stages(
                 bootstrap=times.reserved - times.arrived, transfer=times.committed - times.reserved
             )
@@ -258,13 +258,16 @@ class DecodeManager:
                 queue.remove(sequence)
         self._drop_host_kv(sequence)
 
-    def end_choice(self, request: Request, index: int) -> None:
-        """The proxy found a stop string in one choice of several."""
+    def end_choice(self, request: Request, index: int) -> bool:
+        """The proxy found a stop string in a choice; False if the choice has not begun here."""
         for sequence in request.sequences:
-            if sequence.index == index and sequence.sampling and not sequence.finished:
-                sequence.finished = True
-                if not sequence.in_step:
-                    self._leave(sequence)
+            if sequence.index == index and sequence.sampling is not None:
+                if not sequence.finished:
+                    sequence.finished = True
+                    if not sequence.in_step:
+                        self._leave(sequence)
+                return True
+        return False
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended; its pages are released by the node."""

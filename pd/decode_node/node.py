@@ -61,19 +61,20 @@ class DecodeNode(Node):
     def tokens_needed(self, request: Request) -> int:
         return len(request.prompt) + request.params.max_tokens - 1
 
+    def check_request(self, request: Request) -> None:
+        super().check_request(request)
+        if not request.peer or not request.peer_bootstrap:
+            raise InvalidRequestError("a decode node needs the prefill node's address")
+
     def accept(self, request: Request) -> None:
         self.receiving.accept(request)
-        if not request.peer or not request.peer_bootstrap:
-            self.fail(
-                request, InvalidRequestError("a decode node needs the prefill node's address")
-            )
 
     def ended(self, request: Request, before: RequestState) -> None:
         self.decode.remove(request)
         self.receiving.ended(request, before)
 
-    def end_choice(self, request: Request, index: int) -> None:
-        self.decode.end_choice(request, index)
+    def end_choice(self, request: Request, index: int) -> bool:
+        return self.decode.end_choice(request, index)
 
     def may_release(self, request: Request) -> bool:
         return self.receiving.may_release(request)
@@ -91,7 +92,7 @@ class DecodeNode(Node):
         for request in list(self.requests.values()):
             if request.peer == instance and request.state in waiting:
                 self.fail(request, error)
-        self._close()
+        self.close_ended()
 
     def _on_commit(self, identity: bytes, message: AnyMessage) -> None:
         assert isinstance(message, Commit)

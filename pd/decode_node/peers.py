@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from pd.bootstrap.peers import PeerDirectory
 from pd.core.errors import NodeFailedError, PDError
 from pd.core.messages import LEASE_SECONDS, PeerHeartbeat
+from pd.node.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ class PrefillPeers:
 
     def __init__(self, node: DecodeNode, own: NodeInfo) -> None:
         self._node = node
-        self._seen: dict[str, float] = {}
+        self._leases: Leases[str] = Leases()
         self._urls: dict[str, str] = {}
         self._directory = PeerDirectory(
             own, cluster_key=node.config.cluster_key, connect=node.transfer.connect
@@ -50,39 +50,38 @@ class PrefillPeers:
             if isinstance(result, PDError):
                 then(result)
                 return
-            if instance not in self._seen:
+            if instance not in self._leases:
                 for old in [i for i, known in self._urls.items() if known == url]:
                     self.lose(old, f"restarted as {instance}")
                 own = self._node.instance_id.encode()
                 self._node.control.connect(instance.encode(), own, result.endpoint)
-                self._seen[instance] = time.monotonic()
+                self._leases.renew(instance)
                 self._urls[instance] = url
             then(None)
 
     def heard_from(self, instance: str) -> None:
         """Note a sign of life."""
-        if instance in self._seen:
-            self._seen[instance] = time.monotonic()
+        if instance in self._leases:
+            self._leases.renew(instance)
 
     def connected(self, instance: str) -> bool:
         """Whether messages can be sent to it."""
-        return instance in self._seen
+        return instance in self._leases
 
     def heartbeat(self) -> None:
         """Tell every prefill node that D lives."""
         own = self._node.instance_id
-        for instance in self._seen:
+        for instance in self._leases:
             self._node.control.post(instance.encode(), PeerHeartbeat(to=instance, sender=own))
 
     def sweep(self, now: float) -> None:
         """Lose peers that were silent for a lease (control thread)."""
-        for instance, seen in list(self._seen.items()):
-            if now > seen + LEASE_SECONDS:
-                self.lose(instance, f"no heartbeat for {LEASE_SECONDS} s")
+        for instance in self._leases.expired(now):
+            self.lose(instance, f"no heartbeat for {LEASE_SECONDS} s")
 
     def lose(self, instance: str, why: str) -> None:
         """Give a peer up: what it had not committed fails, everything else goes on."""
-        if self._seen.pop(instance, None) is None:
+        if not self._leases.drop(instance):
             return
         logger.warning("prefill node %s lost: %s", instance, why)
         del self._urls[instance]

@@ -102,21 +102,28 @@ class Receiving:
         if self._node.decode.retracted:
             return
         for request in list(self.preallocation):
-            if request.hand_off.connected:
-                if not self._reserve(request):
-                    return
-                self.preallocation.remove(request)
+            # NOTE: reserving for one may fail it, which frees memory and so calls this again.
+            if self._may_reserve(request) and not self._reserve(request):
+                return
+
+    def _may_reserve(self, request: Request) -> bool:
+        # NOTE: nothing may be promised to a peer that was disconnected after the handshake.
+        waiting = request.state is RequestState.PREALLOCATING and request.hand_off.connected
+        return waiting and self._node.peers.connected(request.peer)
 
     def _reserve(self, request: Request) -> bool:
         memory, sequence = self._memory, request.sequence
-        length = len(request.prompt)
+        length, growth = len(request.prompt), self._growth(request)
+        if memory.available < memory.missing(sequence, length, length) + growth:
+            return False
         # NOTE: matching locks pages; whatever stops us after this must release them.
         cached = memory.match(sequence, length)
         missing = memory.pages_for(length) - len(sequence.pages)
-        room_left = memory.available - missing >= self._growth(request)
+        room_left = memory.available >= missing + growth
         if not room_left or not memory.grow(sequence, length, PageState.RESERVED):
             memory.release(sequence)
             return False
+        self.preallocation.remove(request)
         incoming: Incoming = request.hand_off
         incoming.epoch = next(self._epochs)
         try:
@@ -165,15 +172,12 @@ class Receiving:
         """P has sent everything; maybe not all of it is here yet."""
         request = self._node.requests.get(message.room)
         recent = self._recent.get(message.room)
-        if recent is not None and recent[1] == message.epoch:
+        mine = request is not None and self._is_from_peer(request, message.sender, message.epoch)
+        committed = request is not None and mine and request.hand_off.committed
+        if committed or (recent is not None and recent[1] == message.epoch):
             self._acknowledge(message.sender, message.room, message.epoch)
             return
-        if (
-            request is None
-            or request.state is not RequestState.RECEIVING
-            or request.peer != message.sender
-            or request.hand_off.epoch != message.epoch
-        ):
+        if request is None or not mine or request.state is not RequestState.RECEIVING:
             error = ErrorInfo("node_failed", "the decode node does not hold this reservation")
             self._post_abort(message.sender, message.room, message.epoch, error)
             return
@@ -182,6 +186,10 @@ class Receiving:
             incoming.commit = message
             assert incoming.receiver is not None
             incoming.receiver.commit(message.num_bytes)
+
+    @staticmethod
+    def _is_from_peer(request: Request, sender: str, epoch: int) -> bool:
+        return request.peer == sender and request.hand_off.epoch == epoch
 
     def _acceptable(self, request: Request, commit: Commit) -> bool:
         indices = [token.index for token in commit.first_tokens]
@@ -242,7 +250,9 @@ class Receiving:
         if request is None:
             self._node.bury(message.room)
             return
-        if request.peer != message.sender or request.state.terminal:
+        # NOTE: P knows no epoch until it has the reservation.
+        epoch = message.epoch or request.hand_off.epoch
+        if request.state.terminal or not self._is_from_peer(request, message.sender, epoch):
             return
         if message.error.kind == "finished":
             self._node.finish(request)
@@ -286,7 +296,7 @@ class Receiving:
     def drained(self, room: bytes, epoch: int, peer: str) -> None:
         """P says that nothing of this epoch can land any more."""
         request = self._node.requests.get(room)
-        if request is None or request.peer != peer or request.hand_off.epoch != epoch:
+        if request is None or not self._is_from_peer(request, peer, epoch):
             return
         incoming: Incoming = request.hand_off
         if incoming.quarantine is not None and incoming.receiver is not None:

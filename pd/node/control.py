@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import threading
 import time
 from collections import deque
+from socket import socketpair
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -54,7 +55,7 @@ class ControlThread(threading.Thread):
         self._keys = None if cluster_key is None else curve_keypair(cluster_key)
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
-        self._router = self._open(zmq.ROUTER)
+        self._router = self._open(zmq.ROUTER, ipv6=":" in host)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._keys is not None:
@@ -66,16 +67,19 @@ class ControlThread(threading.Thread):
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
         self._outbox: deque[tuple[bytes, bytes]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        # NOTE: sockets, not a pipe: they know that they are closed, while the number of a closed
+        # descriptor may belong to somebody else by the time a late caller writes to it.
+        self._wake_reader, self._waker = socketpair()
+        self._wake_reader.setblocking(False)
+        self._waker.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poller.register(self._wake_reader, zmq.POLLIN)
         self._running = True
 
-    def _open(self, kind: int) -> zmq.Socket[bytes]:
+    def _open(self, kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, ipv6)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, 100_000)
@@ -110,7 +114,7 @@ class ControlThread(threading.Thread):
     def connect(self, identity: bytes, own: bytes, endpoint: str) -> None:
         """Open a DEALER to a prefill node (control thread only)."""
         self.disconnect(identity)
-        dealer = self._open(zmq.DEALER)
+        dealer = self._open(zmq.DEALER, ipv6="[" in endpoint)
         dealer.setsockopt(zmq.IDENTITY, own)
         if self._keys is not None:
             public, secret = self._keys
@@ -138,22 +142,20 @@ class ControlThread(threading.Thread):
         self._running = False
 
     def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"x")
-        except (BlockingIOError, OSError):
-            # NOTE: a full pipe means that the thread will wake anyway.
-            return
+        # NOTE: a full buffer means that the thread will wake anyway, a closed socket that it ended.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
 
     def run(self) -> None:
         next_tick = time.monotonic()
         soon = False
         while self._running:
             timeout = _FAST_POLL_MS if soon else max(0, int((next_tick - time.monotonic()) * 1000))
-            for socket, _ in self._poller.poll(timeout):
-                if socket == self._wake_read:
-                    os.read(self._wake_read, 4096)
+            for ready, _ in self._poller.poll(timeout):
+                if ready == self._wake_reader.fileno():
+                    self._wake_reader.recv(4096)
                 else:
-                    self._receive(socket)
+                    self._receive(ready)
             while self._calls:
                 self._guarded(self._calls.popleft())
             if time.monotonic() >= next_tick:
@@ -163,27 +165,35 @@ class ControlThread(threading.Thread):
             self._flush()
         self._close()
 
-    def _guarded(self, function: Callable[[], object]) -> object:
+    def _guarded(self, function: Callable[..., object], *args: object) -> object:
         try:
-            return function()
+            return function(*args)
         except Exception:  # a fault in one event must not end the node's clock
-            logger.exception("control thread: %s failed", getattr(function, "__qualname__", ""))
+            logger.exception("%s%.200r failed", getattr(function, "__qualname__", ""), args)
             return None
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            except zmq.ZMQError:
+                # Nothing more, or the last message made us disconnect this peer.
                 return
             message = self._parse(frames)
             if message is None:
                 continue
-            identity = frames[0] if socket is self._router else message.sender.encode()
+            identity = self._identity(socket, frames)
             if message.sender.encode() != identity:
                 logger.warning("dropped a message of %.64r that claims another sender", identity)
                 continue
-            self._guarded(lambda i=identity, m=message: self._handler.on_message(i, m))
+            self._guarded(self._handler.on_message, identity, message)
+
+    def _identity(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bytes | None:
+        """Who sent a message; None if nobody may send it this way."""
+        if socket is not self._router:
+            return next((name for name, dealer in self._dealers.items() if dealer is socket), None)
+        # A prefill node speaks through the socket that was opened to it, so this is not the one.
+        return None if frames[0] in self._dealers else frames[0]
 
     def _parse(self, frames: list[bytes]) -> AnyMessage | None:
         try:
@@ -212,5 +222,5 @@ class ControlThread(threading.Thread):
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=200)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake_reader.close()
+        self._waker.close()

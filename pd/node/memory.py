@@ -46,6 +46,14 @@ class Memory:
         """Pages that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
 
+    def missing(self, sequence: Sequence, num_tokens: int, max_cached: int) -> int:
+        """Pages that a sequence without pages would lack for ``num_tokens`` after :meth:`match`.
+
+        Unlike a match it leaves no trace, so it may be asked again and again.
+        """
+        cached = self.radix.peek(sequence.ids, sequence.request.namespace, max_tokens=max_cached)
+        return self.pages_for(num_tokens) - cached // self.page_size
+
     def match(self, sequence: Sequence, max_tokens: int) -> int:
         """Give a sequence without pages its cached prefix, locked; returns its tokens."""
         assert sequence.handle is None and len(sequence.pages) == 0

@@ -1,8 +1,9 @@
 """What a prefill, a decode and a unified node have in common.
 
-Two threads share a node's state under one lock. The scheduler thread plans a step, runs it without
-the lock, and accounts for it. The control thread (see :mod:`pd.node.control`) handles messages and
-time in between, so that reservations and aborts never wait for a forward pass.
+Two threads share a node's state under one lock. The scheduler thread (:mod:`pd.node.scheduler`)
+plans a step, runs it without the lock, and accounts for it. The control thread
+(:mod:`pd.node.control`) handles messages and time in between, so that reservations and aborts never
+wait for a forward pass.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pd.core.errors import (
@@ -20,6 +21,7 @@ from pd.core.errors import (
     InvalidRequestError,
     NodeFailedError,
     PDError,
+    UnavailableError,
 )
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
@@ -27,25 +29,26 @@ from pd.core.messages import (
     ROOM_BYTES,
     Abort,
     AnyMessage,
-    ErrorInfo,
-    Failed,
     Generate,
     NodeHeartbeat,
-    Output,
     ProxyHeartbeat,
-    StepOutputs,
 )
 from pd.core.request import Request, RequestState
 from pd.node.control import ControlThread
+from pd.node.info import server_info
+from pd.node.leases import Leases
 from pd.node.memory import Memory
 from pd.node.metrics import NodeMetrics
-from pd.node.step import execute
+from pd.node.outbox import Outbox
+from pd.node.scheduler import Scheduler
+from pd.node.validation import check_length, request_from
 from pd.radix import RadixCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd.core.config import NodeConfig
+    from pd.core.messages import Output
     from pd.core.node_info import Role
     from pd.core.request import Sequence
     from pd.engine.engine import Engine
@@ -53,17 +56,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT = 0.05
-
 
 class Node(ABC):
-    """One node: requests come in by message, leave through :meth:`_close`.
+    """One node: requests come in by message, leave through :meth:`close_ended`.
 
     Subclasses say what a step is (:meth:`plan`, :meth:`process`) and what else ends with a request
     (:meth:`ended`, :meth:`may_release`).
     """
 
     role: Role
+    transfer_backend = "none"
+    bootstrap_url = ""
 
     def __init__(self, config: NodeConfig, engine: Engine, instance_id: str) -> None:
         self.config = config
@@ -76,14 +79,13 @@ class Node(ABC):
         self.work_available = threading.Condition(self.lock)
         self.requests: dict[bytes, Request] = {}
         self.draining = False
-        self._closing: list[Request] = []
+        self._closing: deque[Request] = deque()
         self._tombstones: dict[bytes, float] = {}
-        self._proxies: dict[bytes, float] = {}
-        self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
+        self._proxies: Leases[bytes] = Leases()
         self._next_heartbeat = 0.0
-        self._stopping = False
         self.control = ControlThread(self, config.host, config.cluster_key)
-        self._scheduler = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self.outbox = Outbox(instance_id, self.control.post)
+        self._scheduler = Scheduler(self)
         self._handlers: dict[type, Callable[[bytes, AnyMessage], None]] = {
             Generate: self._on_generate,
             Abort: self._on_abort,
@@ -95,27 +97,26 @@ class Node(ABC):
     @property
     def endpoint(self) -> str:
         """Where proxies and peers send messages."""
-        return f"tcp://{self.config.public_host}:{self.control.port}"
+        host = self.config.public_host
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{self.control.port}"
 
     @property
     def ready(self) -> bool:
         """Accepts requests."""
-        return self._scheduler.is_alive() and not self.draining and not self._stopping
+        return self._scheduler.running and not self.draining
 
     def start(self) -> None:
         """Begin to serve."""
-        self.control.start()
         self._scheduler.start()
+        self.control.start()
 
     def stop(self) -> None:
         """End at once; whoever still waits gets an error."""
         with self.lock:
             for request in list(self.requests.values()):
                 self.fail(request, NodeFailedError(f"{self.role} node {self.instance_id} stopped"))
-            self._stopping = True
-            self.work_available.notify_all()
-        if self._scheduler.is_alive():
-            self._scheduler.join(timeout=30)
+            self.draining = True
+        self._scheduler.stop()
         self.control.stop()
 
     def drain(self) -> None:
@@ -127,33 +128,7 @@ class Node(ABC):
         """Nothing is anywhere."""
         return not self.requests and not self._closing
 
-    # ---- the main loop
-
-    def _run(self) -> None:
-        while not self._stopping:
-            with self.lock:
-                works = self.plan()
-                if not works:
-                    self.work_available.wait(_IDLE_WAIT)
-                    continue
-            try:
-                execute(self.engine.runner, self.engine.sampler, works, self.on_layers_done(works))
-            except Exception as error:
-                logger.exception("a step failed")
-                self._step_failed(works, error)
-                continue
-            with self.lock:
-                self.process(works)
-                self._close()
-                self._flush_outputs()
-
-    def _step_failed(self, works: list[Work], error: Exception) -> None:
-        """Requests of a step that could not be computed fail; the node goes on."""
-        with self.lock:
-            for work in works:
-                work.sequence.in_step = False
-                self.fail(work.sequence.request, NodeFailedError(f"the step failed: {error}"))
-            self._close()
+    # ---- a step
 
     @abstractmethod
     def plan(self) -> list[Work]:
@@ -179,7 +154,7 @@ class Node(ABC):
     # ---- requests
 
     def _on_generate(self, identity: bytes, message: Generate) -> None:
-        self._proxies[identity] = time.monotonic()
+        self._proxies.renew(identity)
         if self.is_buried(message.room):
             return
         existing = self.requests.get(message.room)
@@ -188,54 +163,26 @@ class Node(ABC):
             if existing.proxy == identity:
                 return
             error: PDError = InvalidRequestError(f"room {message.room.hex()} is in use")
-            self._post_failed(identity, message.room, error)
+            self.outbox.failed(identity, message.room, error)
             return
         try:
-            request = self._validated(message, identity)
+            if not self.ready:
+                raise UnavailableError(f"{self.role} node {self.instance_id} takes no requests")
+            request = request_from(message, identity, self.engine.model_config.vocab_size)
+            self.check_request(request)
         except PDError as error:
-            self._post_failed(identity, message.room, error)
+            self.outbox.failed(identity, message.room, error)
             return
         self.requests[request.room] = request
         self.metrics.requests.inc()
         self.accept(request)
         self.work_available.notify_all()
 
-    def _validated(self, message: Generate, identity: bytes) -> Request:
-        """The proxy checks the same; a node trusts nobody."""
-        if len(message.room) != ROOM_BYTES:
-            raise InvalidRequestError(f"a room has {ROOM_BYTES} bytes, not {len(message.room)}")
-        if self.draining:
-            raise NodeFailedError(f"{self.role} node {self.instance_id} is draining")
-        if len(message.token_ids) == 0 or len(message.token_ids) % 4:
-            raise InvalidRequestError(
-                f"token_ids must be a positive multiple of 4 bytes, not {len(message.token_ids)}"
-            )
-        vocab_size = self.engine.model_config.vocab_size
-        message.params.validate(vocab_size)
-        request = Request.from_message(message, identity)
-        low, high = int(request.prompt.min()), int(request.prompt.max())
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidRequestError(
-                f"token id {bad} is outside the vocabulary of {vocab_size}", param="prompt"
-            )
-        self._check_fits(request)
-        return request
-
-    def _check_fits(self, request: Request) -> None:
-        length, context = len(request.prompt), self.engine.context_length
-        if length >= context:
-            raise InvalidRequestError(
-                f"the prompt has {length} tokens; the context of {context} has no room for output",
-                param="prompt",
-            )
-        total = self.tokens_needed(request)
+    def check_request(self, request: Request) -> None:
+        """Refuse what could never be served here. Raises InvalidRequestError."""
         pool = self.memory.num_pages * self.memory.page_size
-        if total > pool:
-            raise InvalidRequestError(
-                f"the request needs KV for {total} tokens; the {self.role} node holds {pool}",
-                param="prompt" if length > pool else "max_tokens",
-            )
+        needed = self.tokens_needed(request)
+        check_length(request, needed, self.engine.context_length, pool, self.role)
 
     @abstractmethod
     def tokens_needed(self, request: Request) -> int:
@@ -250,18 +197,26 @@ class Node(ABC):
         if request is None:
             self.bury(message.room)
             return
+        if request.state.terminal:
+            return
         if request.proxy != identity:
             logger.warning("dropped an abort of room %s by a stranger", message.room.hex())
             return
         if message.index is not None:
+            if not 0 <= message.index < request.params.n:
+                logger.warning("dropped an abort of choice %d of %s", message.index, request.rid)
+                return
             request.ended_choices.add(message.index)
+            if self.end_choice(request, message.index):
+                return
             if len(request.ended_choices) < request.params.n:
-                self.end_choice(request, message.index)
                 return
         self.fail(request, AbortedError(message.reason), tell_proxy=False)
 
-    def end_choice(self, request: Request, index: int) -> None:
-        """The proxy wants no more of one choice of several."""
+    def end_choice(self, request: Request, index: int) -> bool:
+        """The proxy wants no more of one choice (its stop string was found). False if the choice
+        has not begun here: then its request is aborted once no choice is left."""
+        return False
 
     def bury(self, room: bytes) -> None:
         """Remember for a lease that a room has ended, maybe before its request came."""
@@ -274,7 +229,8 @@ class Node(ABC):
 
     def abort(self, rid: str | None) -> int:
         """End the requests with this rid, or all (None); returns how many."""
-        found = [r for r in self.requests.values() if rid is None or r.rid == rid]
+        live = [r for r in self.requests.values() if not r.state.terminal]
+        found = [r for r in live if rid is None or r.rid == rid]
         for request in found:
             self.fail(request, AbortedError("aborted by /abort_request"))
         return len(found)
@@ -284,7 +240,7 @@ class Node(ABC):
         if request.state.terminal:
             return
         if tell_proxy:
-            self._post_failed(request.proxy, request.room, error)
+            self.outbox.failed(request.proxy, request.room, error)
         self.metrics.failed.labels(error.kind).inc()
         request.error = error
         aborted = isinstance(error, AbortedError)
@@ -297,9 +253,10 @@ class Node(ABC):
     def _end(self, request: Request, state: RequestState) -> None:
         before = request.state
         request.state = state
+        self.bury(request.room)
         self.ended(request, before)
         self._closing.append(request)
-        self._close()
+        self.close_ended()
 
     @abstractmethod
     def ended(self, request: Request, before: RequestState) -> None:
@@ -309,18 +266,19 @@ class Node(ABC):
         """Whether no transfer touches the request's pages any more."""
         return True
 
-    def _close(self) -> None:
+    def close_ended(self) -> None:
         """The one way out: pages of ended requests are released when nothing can touch them."""
-        still = []
-        for request in self._closing:
+        waiting: deque[Request] = deque()
+        # NOTE: what a release makes possible may end other requests, and so call this again.
+        while self._closing:
+            request = self._closing.popleft()
             if request.in_step or not self.may_release(request):
-                still.append(request)
+                waiting.append(request)
                 continue
+            del self.requests[request.room]
             self.release(request)
-            self.requests.pop(request.room, None)
-        self._closing = still
-        if not still:
             self.work_available.notify_all()
+        self._closing = waiting
 
     def release(self, request: Request) -> None:
         """Give the pages of an ended request back."""
@@ -338,22 +296,7 @@ class Node(ABC):
     def emit(self, request: Request, output: Output) -> None:
         """Queue new tokens for the request's proxy; sent once per step."""
         self.metrics.tokens.inc(len(output.token_ids))
-        self._outputs[request.proxy].append(output)
-
-    def _flush_outputs(self) -> None:
-        for proxy, outputs in self._outputs.items():
-            message = StepOutputs(to=proxy.decode(), sender=self.instance_id, outputs=outputs)
-            self.control.post(proxy, message)
-        self._outputs.clear()
-
-    def _post_failed(self, proxy: bytes, room: bytes, error: PDError) -> None:
-        # NOTE: outputs queued before the failure go first, so that nothing arrives after the end.
-        self._flush_outputs()
-        info = ErrorInfo(error.kind, error.message, error.param)
-        message = Failed(
-            to=proxy.decode(errors="replace"), sender=self.instance_id, room=room, error=info
-        )
-        self.control.post(proxy, message)
+        self.outbox.add(request.proxy, output)
 
     # ---- control thread
 
@@ -370,7 +313,7 @@ class Node(ABC):
             handler(identity, message)
 
     def _on_proxy_heartbeat(self, identity: bytes, message: ProxyHeartbeat) -> None:
-        self._proxies[identity] = time.monotonic()
+        self._proxies.renew(identity)
         reply = NodeHeartbeat(
             to=message.sender,
             sender=self.instance_id,
@@ -385,8 +328,8 @@ class Node(ABC):
         now = time.monotonic()
         with self.lock:
             self._tombstones = {r: t for r, t in self._tombstones.items() if t > now}
-            for proxy in [p for p, seen in self._proxies.items() if now > seen + LEASE_SECONDS]:
-                del self._proxies[proxy]
+            for proxy in self._proxies.expired(now):
+                self._proxies.drop(proxy)
                 for request in [r for r in self.requests.values() if r.proxy == proxy]:
                     self.fail(request, AbortedError("its proxy is gone"), tell_proxy=False)
             for request in list(self.requests.values()):
@@ -396,7 +339,7 @@ class Node(ABC):
                 self._next_heartbeat = now + HEARTBEAT_INTERVAL
                 self.on_heartbeat()
             self.sweep(now)
-            self._close()
+            self.close_ended()
 
     def on_heartbeat(self) -> None:
         """Twice a second: tell peers that this node lives."""
@@ -409,9 +352,9 @@ class Node(ABC):
         with self.lock:
             busy = self.poll_transfers()
             if self._closing:
-                self._close()
-            self._flush_outputs()
-            return busy or bool(self._closing)
+                self.close_ended()
+            self.outbox.flush()
+            return busy or any(not request.in_step for request in self._closing)
 
     def poll_transfers(self) -> bool:
         """Look at transfers; True while one is about to complete."""
@@ -434,30 +377,5 @@ class Node(ABC):
         return []
 
     def server_info(self) -> dict[str, object]:
-        """What ``GET /server_info`` answers (endpoints are added by the server)."""
-        from pd import __version__
-
-        engine = self.engine
-        with self.lock:
-            return {
-                "role": self.role,
-                "instance_id": self.instance_id,
-                "version": __version__,
-                "model": self.config.model_name,
-                "model_path": str(self.config.model.resolve()),
-                "model_id": engine.model_id,
-                "vocab_size": engine.model_config.vocab_size,
-                "dtype": engine.layout.dtype,
-                "page_size": self.config.page_size,
-                "tp_size": self.config.tp_size,
-                "transfer_backend": self.transfer_backend,
-                "attention_backend": engine.attention_backend,
-                "context_length": engine.context_length,
-                "ready": self.ready,
-                "endpoints": {"zmq": self.endpoint, "bootstrap": self.bootstrap_url},
-                "pages": self.memory.counts(),
-                "queues": self.queues(),
-            }
-
-    transfer_backend = "none"
-    bootstrap_url = ""
+        """What ``GET /server_info`` answers."""
+        return server_info(self)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd.core.errors import NodeFailedError, PDError, TransferError
+from pd.core.errors import NodeFailedError, PDError, TransferError, error_from_kind
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
@@ -20,6 +20,7 @@ from pd.core.messages import (
     Reservation,
 )
 from pd.core.request import RequestState
+from pd.node.leases import Leases
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ class Outgoing:
     pushed: int = 0
     first_tokens: list[FirstToken] = field(default_factory=list)
     parked: bool = False
-    finished: bool = False
     commit_sent: float | None = None
     acknowledged: bool = False
 
@@ -66,8 +66,9 @@ class HandOff:
         self._node = node
         self._transfer = transfer
         self._resume = resume
-        self._peers: dict[str, float] = {}
-        self._early: dict[bytes, tuple[float, Reservation]] = {}
+        self._peers: Leases[str] = Leases()
+        # Reservations whose requests have not come yet, by room and sender, with their expiry.
+        self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
         self.in_flight: list[Request] = []
 
     # ---- peers
@@ -75,16 +76,17 @@ class HandOff:
     def add_peer(self, peer: NodeInfo) -> None:
         """A decode node shook hands."""
         self._transfer.connect(peer)
-        self._peers[peer.instance_id] = time.monotonic()
+        self._peers.renew(peer.instance_id)
 
     def lose_peer(self, instance: str, why: str) -> None:
         """A decode node is gone: what it had is lost, nothing else."""
-        if self._peers.pop(instance, None) is None:
+        if not self._peers.drop(instance):
             return
         logger.warning("decode node %s lost: %s", instance, why)
         if self._node.registry is not None:
             self._node.registry.forget(instance)
         self._transfer.disconnect(instance)
+        self._early = {key: early for key, early in self._early.items() if key[1] != instance}
         error = NodeFailedError(f"decode node {instance} failed: {why}")
         for request in [r for r in self._node.requests.values() if r.peer == instance]:
             self._node.fail(request, error)
@@ -93,7 +95,7 @@ class HandOff:
         """Note a sign of life; False if this instance never shook hands."""
         if instance not in self._peers:
             return False
-        self._peers[instance] = time.monotonic()
+        self._peers.renew(instance)
         return True
 
     def heartbeat(self) -> None:
@@ -108,7 +110,7 @@ class HandOff:
         request.hand_off = Outgoing()
         if not request.peer:
             return
-        early = self._early.pop(request.room, None)
+        early = self._early.pop((request.room, request.peer), None)
         if early is not None:
             self.reserve(request, early[1])
 
@@ -122,15 +124,20 @@ class HandOff:
             if self._node.is_buried(message.room):
                 self._refuse(message, ErrorInfo(FINISHED, "the room has ended"))
             else:
-                self._early[message.room] = (time.monotonic() + LEASE_SECONDS, message)
+                expires = time.monotonic() + LEASE_SECONDS
+                self._early[message.room, message.sender] = (expires, message)
             return
-        outgoing: Outgoing = request.hand_off
-        if request.state.terminal or message.sender != request.peer:
-            self._refuse(message, ErrorInfo("node_failed", "the room has ended"))
-        elif outgoing.reservation is not None:
-            logger.warning("dropped a second reservation of room %s", message.room.hex())
-        else:
+        first = request.hand_off.reservation
+        if message.sender != request.peer:
+            self._refuse(message, ErrorInfo("node_failed", "the room is for another node"))
+        elif request.state.terminal:
+            self._refuse(message, _reason(request))
+        elif first is None:
             self.reserve(request, message)
+        elif first.epoch != message.epoch:
+            self._refuse(message, ErrorInfo("node_failed", "the room has a reservation already"))
+        else:
+            logger.warning("dropped a repeated reservation of room %s", message.room.hex())
 
     def reserve(self, request: Request, reservation: Reservation) -> None:
         """Open the sender and push what is computed already."""
@@ -257,20 +264,24 @@ class HandOff:
 
     def on_abort(self, message: AbortRoom) -> None:
         """D gave the room up, or repeats that it waits for our drain."""
-        self.heard_from(message.sender)
-        self._early.pop(message.room, None)
-        request = self._node.requests.get(message.room)
-        if request is None or request.peer != message.sender:
-            if request is None:
-                self._node.bury(message.room)
-            self._post_drained(message.sender, message.room, message.epoch)
+        if not self.heard_from(message.sender):
+            logger.warning("dropped an abort of stranger %s", message.sender)
             return
-        if request.state.terminal:
-            return  # its release answers
-        if request.hand_off.reservation is None:
-            # The abort overtook nothing: messages of one peer keep their order, so none comes.
+        self._early.pop((message.room, message.sender), None)
+        request = self._node.requests.get(message.room)
+        if request is None:
+            self._node.bury(message.room)
+        mine = request is not None and request.peer == message.sender
+        reservation = request.hand_off.reservation if request is not None and mine else None
+        if reservation is None or reservation.epoch != message.epoch:
+            # Nothing was ever sent for this epoch, or all of it has landed.
             self._post_drained(message.sender, message.room, message.epoch)
-        error = NodeFailedError(message.error.message)
+        if request is None or not mine or request.state.terminal:
+            return  # where something may still land, the release answers
+        if reservation is not None and reservation.epoch != message.epoch:
+            logger.warning("dropped an abort of room %s: wrong epoch", message.room.hex())
+            return
+        error = error_from_kind(message.error.kind, message.error.message)
         self._node.fail(request, error, tell_proxy=message.error.kind != "aborted")
 
     # ---- the end
@@ -284,23 +295,9 @@ class HandOff:
             return
         if outgoing.sender is not None:
             outgoing.sender.abort()
-        self._node.bury(request.room)
         if request.peer in self._peers:
-            error = request.error
-            info = ErrorInfo(FINISHED, "token 1 ended the request")
-            if error is not None:
-                info = ErrorInfo(error.kind, error.message)
             epoch = outgoing.reservation.epoch if outgoing.reservation else 0
-            self._post(
-                request.peer,
-                AbortRoom(
-                    to=request.peer,
-                    sender=self._node.instance_id,
-                    room=request.room,
-                    epoch=epoch,
-                    error=info,
-                ),
-            )
+            self._post_abort(request.peer, request.room, epoch, _reason(request))
 
     def may_release(self, request: Request) -> bool:
         """Whether the sender has let go of the source pages."""
@@ -330,12 +327,11 @@ class HandOff:
 
     def sweep(self, now: float) -> None:
         """End what waited longer than a lease for a peer."""
-        for instance, seen in list(self._peers.items()):
-            if now > seen + LEASE_SECONDS:
-                self.lose_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
-        for room, (expires, reservation) in list(self._early.items()):
+        for instance in self._peers.expired(now):
+            self.lose_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
+        for key, (expires, reservation) in list(self._early.items()):
             if now > expires:
-                del self._early[room]
+                del self._early[key]
                 self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
         for request in list(self._node.requests.values()):
             waited = now - request.times.arrived
@@ -344,14 +340,27 @@ class HandOff:
                 self._node.fail(request, error)
 
     def _refuse(self, reservation: Reservation, error: ErrorInfo) -> None:
-        own, to = self._node.instance_id, reservation.sender
-        room, epoch = reservation.room, reservation.epoch
-        self._post(to, AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error))
+        to, room, epoch = reservation.sender, reservation.room, reservation.epoch
+        self._post_abort(to, room, epoch, error)
         self._post_drained(to, room, epoch)
 
-    def _post_drained(self, to: str, room: bytes, epoch: int) -> None:
+    def _post_abort(self, to: str, room: bytes, epoch: int, error: ErrorInfo) -> None:
         own = self._node.instance_id
-        self._post(to, Drained(to=to, sender=own, room=room, epoch=epoch))
+        self._post(to, AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error))
+
+    def _post_drained(self, to: str, room: bytes, epoch: int) -> None:
+        # NOTE: what is on its way to a peer that was disconnected may still land, and only that
+        # peer's own disconnect ends it.
+        if to in self._peers:
+            own = self._node.instance_id
+            self._post(to, Drained(to=to, sender=own, room=room, epoch=epoch))
 
     def _post(self, instance: str, message: Commit | AbortRoom | Drained | PeerHeartbeat) -> None:
         self._node.control.post(instance.encode(), message)
+
+
+def _reason(request: Request) -> ErrorInfo:
+    """Why a terminal request ended."""
+    if request.error is None:
+        return ErrorInfo(FINISHED, "token 1 ended the request")
+    return ErrorInfo(request.error.kind, request.error.message)

@@ -77,13 +77,13 @@ class PrefillNode(Node):
         self.transfer = transfer
         self.transfer_backend = transfer.name
         self.registry: Registry | None = None
-        self.hand_off = HandOff(self, transfer, resume=lambda r: self.prefill.waiting.add(r))
+        self.hand_off = HandOff(self, transfer, resume=lambda r: self.prefill.waiting.add_first(r))
         self.prefill = PrefillManager(
             config,
             engine,
             self.memory,
+            will_leave=lambda r: not r.peer or r.hand_off.reservation is not None,
             reclaim=self.hand_off.park,
-            may_run=lambda r: not r.peer or r.hand_off.reservation is not None,
         )
         self._handlers |= {
             Reservation: self._on_reservation,
@@ -132,12 +132,13 @@ class PrefillNode(Node):
     def tokens_needed(self, request: Request) -> int:
         return len(request.prompt)
 
+    def check_request(self, request: Request) -> None:
+        super().check_request(request)
+        if not request.peer and request.params.max_tokens > 1:
+            raise InvalidRequestError("more than one token needs a decode node")
+
     def accept(self, request: Request) -> None:
         request.state = RequestState.BOOTSTRAPPING if request.peer else RequestState.WAITING
-        if not request.peer and request.params.max_tokens > 1:
-            request.hand_off = Outgoing()
-            self.fail(request, InvalidRequestError("more than one token needs a decode node"))
-            return
         self.hand_off.accept(request)
         if not request.state.terminal:
             self.prefill.waiting.add(request)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pd.core.request import Request, RequestState
 from pd.engine.sampler import SamplingState
 from pd.node.step import Work
-from pd.prefill_node.waiting_queue import WaitingQueue
+from pd.prefill_node.waiting_queue import WaitingQueue, reusable_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +25,10 @@ class PrefillManager:
     """Queues "waiting" and "running" of prefill. The caller holds the node's lock.
 
     Args:
-        reclaim: called when a request that must not wait lacks this many pages; frees what it can.
-        may_run: whether a request may be admitted while memory is short (its decode node holds
-            memory for it already, so everyone gains when it finishes).
+        will_leave: whether a request, once computed, waits for nobody (its decode node holds memory
+            for it already). Such requests run even while others lack memory, since they give
+            theirs back. None if no request is like that.
+        reclaim: called when one of these lacks this many pages; frees what it can.
         headroom: pages that must stay available after an admission.
     """
 
@@ -37,15 +38,15 @@ class PrefillManager:
         engine: Engine,
         memory: Memory,
         *,
+        will_leave: Callable[[Request], bool] | None = None,
         reclaim: Callable[[int], None] = lambda pages: None,
-        may_run: Callable[[Request], bool] = lambda request: True,
         headroom: Callable[[], int] = lambda: 0,
     ) -> None:
         self._config = config
         self._model = engine.model_config
         self._memory = memory
+        self._will_leave = will_leave
         self._reclaim = reclaim
-        self._may_run = may_run
         self._headroom = headroom
         self.waiting = WaitingQueue(config.schedule_policy, memory.radix, config.max_overtakes)
         self.running: list[Request] = []
@@ -67,30 +68,39 @@ class PrefillManager:
         works: list[Work] = []
         for request in self.running:
             budget -= self._chunk(request, budget, works)
+        if budget > 0 and len(self.running) < max_running:
+            self._admit_waiting(budget, max_running, works)
+        return works
+
+    def _admit_waiting(self, budget: int, max_running: int, works: list[Work]) -> None:
         short = False
-        # NOTE: admission changes whom others should follow, so leaders are asked for again.
-        for request in self.waiting.candidates(self.running):
-            if budget <= 0 or len(self.running) >= max_running:
-                break
-            if short and not self._may_run(request):
+        for request in self.waiting.candidates():
+            leaves = self._will_leave is not None and self._will_leave(request)
+            if short and not leaves:
                 continue
             if self.waiting.should_follow(request, self.running):
                 continue
-            if not self._admit(request):
+            if self._admit(request, leaves):
+                budget -= self._chunk(request, budget, works)
+                if budget <= 0 or len(self.running) >= max_running:
+                    return
+            elif self._will_leave is None or (leaves and self.waiting.is_overdue(request)):
+                return  # the memory that comes free is for this one
+            else:
                 short = True
-                continue
-            budget -= self._chunk(request, budget, works)
-        return works
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request, leaves: bool) -> bool:
         """Lock the cached prefix and secure pages for the whole prompt, or change nothing."""
         memory, sequence = self._memory, request.sequence
-        memory.match(sequence, self._reusable_tokens(request))
-        length = len(request.prompt)
-        missing = memory.pages_for(length) - len(sequence.pages)
-        if missing > memory.available and self._may_run(request):
+        length, reusable = len(request.prompt), reusable_tokens(request)
+        headroom = self._headroom()
+        missing = memory.missing(sequence, length, reusable)
+        if missing + headroom > memory.available and not leaves:
+            return False
+        memory.match(sequence, reusable)
+        if missing > memory.available and leaves:
             self._reclaim(missing)
-        if missing + self._headroom() > memory.available or not memory.grow(sequence, length):
+        if missing + headroom > memory.available or not memory.grow(sequence, length):
             memory.release(sequence)
             return False
         self.waiting.admit(request)
@@ -108,13 +118,6 @@ class PrefillManager:
             request.params, request.prompt, self._model.eos_token_ids, self._model.vocab_size
         )
         request.choices = [first, *(first.fork(index) for index in range(1, request.params.n))]
-
-    def _reusable_tokens(self, request: Request) -> int:
-        """The last token is always computed (its logits give token 1), and so is every token whose
-        logits give a wanted prompt log probability."""
-        limit = len(request.prompt) - 1
-        start = request.params.prompt_logprobs_start
-        return limit if start is None else min(limit, max(start - 1, 0))
 
     def _chunk(self, request: Request, budget: int, works: list[Work]) -> int:
         sequence = request.sequence

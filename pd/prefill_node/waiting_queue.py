@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.errors import UsageError
@@ -26,7 +27,9 @@ class WaitingQueue:
     """Waiting requests, oldest first.
 
     Greedy orders starve: a request that shares nothing may be overtaken for ever. So each request
-    counts who was admitted before it although younger; at ``max_overtakes`` it goes first.
+    counts who was admitted before it although younger; at ``max_overtakes`` it goes first. (Who
+    follows a leader, or lacks memory that only a decode node can free, may be overtaken more often:
+    both end by themselves.)
     """
 
     def __init__(self, policy: str, radix: RadixCache, max_overtakes: int) -> None:
@@ -50,26 +53,41 @@ class WaitingQueue:
         """Append a request."""
         self._requests[request.room] = request
 
+    def add_first(self, request: Request) -> None:
+        """Put back a request that was admitted before."""
+        self._requests = {request.room: request} | self._requests
+
+    def is_overdue(self, request: Request) -> bool:
+        """Whether nobody may overtake the request any more."""
+        return request.overtaken >= self._max_overtakes
+
     def remove(self, request: Request) -> None:
         """Take a request out, if it is in."""
         self._requests.pop(request.room, None)
 
     def admit(self, request: Request) -> None:
-        """Take out a request that runs now; older ones that could have run were overtaken."""
+        """Take out a request that runs now; older ones were overtaken."""
         for other in self:
             if other is request:
                 break
             other.overtaken += 1
         del self._requests[request.room]
 
-    def candidates(self, running: Iterable[Request]) -> list[Request]:
-        """In order of admission; followers of a running leader are left out."""
-        window = [request for request, _ in zip(self, range(WINDOW), strict=False)]
-        overdue = [r for r in window if r.overtaken >= self._max_overtakes]
-        rest = [r for r in window if r.overtaken < self._max_overtakes]
-        ordered = overdue + self._order(rest, self._radix)
-        leaders = list(running)
-        return [request for request in ordered if not self.should_follow(request, leaders)]
+    def candidates(self) -> Iterator[Request]:
+        """Each request once, in order of admission: who is overdue, also who became so since the
+        last one was admitted, then the window in the policy's order, then the others by age."""
+        requests = list(self)
+        window, others = requests[:WINDOW], requests[WINDOW:]
+        overdue: list[Request] = []
+        named: set[Request] = set()
+        left = -1
+        for preferred in chain(self._order(window, self._radix), others):
+            if len(self) != left:  # somebody was admitted, and so others were overtaken
+                left, overdue = len(self), [r for r in window if self.is_overdue(r)]
+            for request in (*overdue, preferred):
+                if request not in named:
+                    named.add(request)
+                    yield request
 
     def should_follow(self, request: Request, leaders: Iterable[Request]) -> bool:
         """Whether a running request is computing a prefix of this one that is not cached yet.
@@ -82,7 +100,8 @@ class WaitingQueue:
         for leader in leaders:
             if leader.namespace != request.namespace:
                 continue
-            shared = common_prefix(request.prompt[:-1], leader.prompt) // page_size * page_size
+            reusable = request.prompt[: reusable_tokens(request)]
+            shared = common_prefix(reusable, leader.prompt) // page_size * page_size
             if shared == 0:
                 continue
             if cached < 0:
@@ -90,6 +109,15 @@ class WaitingQueue:
             if shared > cached:
                 return True
         return False
+
+
+def reusable_tokens(request: Request) -> int:
+    """Leading tokens of the prompt that may come from the cache. The last one is always computed
+    (its logits give token 1), and so is every token whose logits give a wanted prompt log
+    probability."""
+    limit = len(request.prompt) - 1
+    start = request.params.prompt_logprobs_start
+    return limit if start is None else min(limit, max(start - 1, 0))
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

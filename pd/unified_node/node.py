@@ -63,8 +63,8 @@ class UnifiedNode(Node):
         self.prefill.remove(request)
         self.decode.remove(request)
 
-    def end_choice(self, request: Request, index: int) -> None:
-        self.decode.end_choice(request, index)
+    def end_choice(self, request: Request, index: int) -> bool:
+        return self.decode.end_choice(request, index)
 
     @property
     def queued_tokens(self) -> int:

@@ -1,0 +1,63 @@
+"""What a node checks of a request before it takes it. The proxy checks the same; a node trusts
+nobody."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pd.core.errors import InvalidRequestError
+from pd.core.messages import ROOM_BYTES
+from pd.core.request import Request
+
+if TYPE_CHECKING:
+    from pd.core.messages import Generate
+
+
+def request_from(message: Generate, proxy: bytes, vocab_size: int) -> Request:
+    """The request that a message asks for. Raises InvalidRequestError naming what is wrong."""
+    if len(message.room) != ROOM_BYTES:
+        raise InvalidRequestError(f"a room has {ROOM_BYTES} bytes, not {len(message.room)}")
+    if len(message.token_ids) == 0 or len(message.token_ids) % 4:
+        raise InvalidRequestError(
+            f"token_ids must be a positive multiple of 4 bytes, not {len(message.token_ids)}"
+        )
+    if message.timeout is not None and not math.isfinite(message.timeout):
+        raise InvalidRequestError(f"timeout must be a number of seconds, not {message.timeout}")
+    message.params.validate(vocab_size)
+    request = Request.from_message(message, proxy)
+    low, high = int(request.prompt.min()), int(request.prompt.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequestError(
+            f"token id {bad} is outside the vocabulary of {vocab_size}", param="prompt"
+        )
+    return request
+
+
+def check_length(request: Request, num_tokens: int, context: int, pool: int, role: str) -> None:
+    """Refuse what could never be computed. Raises InvalidRequestError.
+
+    Args:
+        num_tokens: whose KV this node must hold at once for the request.
+        context: of the model, in tokens.
+        pool: tokens that the node's pool holds.
+    """
+    length = len(request.prompt)
+    if length >= context:
+        raise InvalidRequestError(
+            f"the prompt has {length} tokens; the context of {context} has no room for output",
+            param="prompt",
+        )
+    # The last token is generated, but its KV is never needed.
+    if num_tokens >= context:
+        raise InvalidRequestError(
+            f"prompt ({length} tokens) and max_tokens ({request.params.max_tokens}) exceed the "
+            f"context of {context}",
+            param="max_tokens",
+        )
+    if num_tokens > pool:
+        raise InvalidRequestError(
+            f"the request needs KV for {num_tokens} tokens; the {role} node holds {pool}",
+            param="prompt" if length > pool else "max_tokens",
+        )
