@@ -77,21 +77,23 @@ class NodeServer:
 
     def drain(self) -> bool:
         """Accept nothing more and wait for what runs; False when the time-out passed first."""
-        if self._registry is not None:
-            self._registry.set_draining()
         self.node.drain()
         deadline = time.monotonic() + self.config.drain_timeout
-        while time.monotonic() < deadline:
-            with self.node.lock:
-                if self.node.idle:
-                    return True
+        drained = self._is_idle()
+        while not drained and time.monotonic() < deadline:
             time.sleep(0.05)
-        logger.warning(
-            "%d requests did not finish within --drain-timeout %g s",
-            len(self.node.requests),
-            self.config.drain_timeout,
-        )
-        return False
+            drained = self._is_idle()
+        # Not before: what was accepted may still have to shake hands with its decode node.
+        if self._registry is not None:
+            self._registry.set_draining()
+        if not drained:
+            left, limit = len(self.node.requests), self.config.drain_timeout
+            logger.warning("%d requests did not finish within --drain-timeout %g s", left, limit)
+        return drained
+
+    def _is_idle(self) -> bool:
+        with self.node.lock:
+            return self.node.idle
 
     def stop(self) -> None:
         """End at once."""
