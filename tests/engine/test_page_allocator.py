@@ -1,0 +1,115 @@
+"""Every page has one owner at every moment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd.engine.page_allocator import PageAllocator, PageState
+
+FREE, CACHED, LOCKED, RESERVED, QUARANTINED = PageState
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
+
+
+def test_fresh_pages_are_adjacent_and_ascending() -> None:
+    allocator = PageAllocator(8)
+    assert allocator.allocate(3, LOCKED).tolist() == [0, 1, 2]
+    assert allocator.allocate(2, RESERVED).tolist() == [3, 4]
+
+
+def test_freed_pages_are_handed_out_again_lowest_first() -> None:
+    allocator = PageAllocator(8)
+    allocator.allocate(8, LOCKED)
+    allocator.free(pages(6, 1, 4), LOCKED)
+    assert allocator.allocate(3, LOCKED).tolist() == [1, 4, 6]
+    allocator.check()
+
+
+def test_counts_add_up_in_every_state() -> None:
+    allocator = PageAllocator(10)
+    locked, reserved = allocator.allocate(3, LOCKED), allocator.allocate(4, RESERVED)
+    allocator.move(locked[:2], LOCKED, CACHED)
+    allocator.move(reserved[:1], RESERVED, QUARANTINED)
+    assert [allocator.count(state) for state in PageState] == [3, 2, 1, 3, 1]
+    assert allocator.pages_in(CACHED).tolist() == [0, 1]
+    allocator.check()
+
+
+def test_what_was_allocated_is_the_callers_copy() -> None:
+    allocator = PageAllocator(4)
+    allocator.allocate(2, LOCKED)[:] = 3
+    allocator.check()
+
+
+@pytest.mark.parametrize("state", [FREE, CACHED, RESERVED, QUARANTINED])
+def test_a_page_in_another_state_is_not_freed(state: PageState) -> None:
+    allocator = PageAllocator(4)
+    mine = allocator.allocate(2, LOCKED)
+    if state is FREE:
+        allocator.free(mine[:1], LOCKED)
+    else:
+        allocator.move(mine[:1], LOCKED, state)
+    with pytest.raises(AssertionError, match=r"\[0\] are not LOCKED"):
+        allocator.free(mine, LOCKED)
+
+
+def test_a_page_named_twice_is_refused() -> None:
+    allocator = PageAllocator(4)
+    allocator.allocate(2, LOCKED)
+    with pytest.raises(AssertionError, match="named twice"):
+        allocator.free(pages(1, 0, 1), LOCKED)
+    allocator.check()
+
+
+@pytest.mark.parametrize("count", [-1, 5])
+def test_more_than_there_is_cannot_be_allocated(count: int) -> None:
+    with pytest.raises(AssertionError, match="asked for, 4 free"):
+        PageAllocator(4).allocate(count, LOCKED)
+
+
+def test_no_pages_are_no_work() -> None:
+    allocator = PageAllocator(4)
+    assert len(allocator.allocate(0, LOCKED)) == 0
+    allocator.free(pages(), LOCKED)
+    allocator.move(pages(), RESERVED, QUARANTINED)
+    allocator.check()
+
+
+@pytest.mark.parametrize("damage", ["counts", "stack"])
+def test_check_notices_books_that_do_not_agree(damage: str) -> None:
+    allocator = PageAllocator(4)
+    if damage == "counts":
+        allocator._counts[LOCKED] += 1
+    else:
+        allocator._free[0] = allocator._free[1]
+    with pytest.raises(AssertionError):
+        allocator.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.sampled_from(PageState))))
+def test_books_agree_with_a_model_after_any_history(
+    steps: list[tuple[int, int, PageState]],
+) -> None:
+    allocator, owners = PageAllocator(12), [FREE] * 12
+    for old_number, count, new in steps:
+        old = PageState(old_number)
+        mine = [page for page, owner in enumerate(owners) if owner is old][:count]
+        if old is FREE and new is not FREE:
+            mine = allocator.allocate(len(mine), new).tolist()
+            assert all(owners[page] is FREE for page in mine)
+        elif new is FREE and old is not FREE:
+            allocator.free(pages(*mine), old)
+        else:
+            allocator.move(pages(*mine), old, old if FREE in (old, new) else new)
+            new = old if FREE in (old, new) else new
+        for page in mine:
+            owners[page] = new
+        allocator.check()
+        for state in PageState:
+            assert allocator.count(state) == owners.count(state)
