@@ -274,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
     def on_signal(number: int, frame: FrameType | None) -> None:
         signals.put(number)
 
-    logger.info("loading %s from %s", config.model_name, config.model)
+    logger.info("loading %s from %s", config.model_name, config.model.resolve())
     try:
         limit_threads(config.role, args.cpu_threads)
         server.start()

@@ -75,7 +75,10 @@ def make_admin_app(node: Node) -> Starlette:
             if token is not None:
                 given = request.headers.get("authorization", "")
                 if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                    raise AuthenticationError("this node needs the cluster's admin token")
+                    raise AuthenticationError(
+                        "this node needs 'Authorization: Bearer' with the admin token of its "
+                        "cluster key (docs/operations.md says how to get it)"
+                    )
             return await answer(request)
 
         return Route(path, checked, methods=["POST"])
