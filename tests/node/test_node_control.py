@@ -1,0 +1,225 @@
+"""Message sockets: what comes in is bounded, checked and attributed to whoever sent it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import zmq
+from cluster import random_prompts, wait_until
+from raw_peer import RawPeer, proxy_of
+from requests_for_tests import make_generate
+from tiny import tiny_cluster, tiny_node
+
+from pd.core.messages import (
+    Abort,
+    Commit,
+    Failed,
+    NodeHeartbeat,
+    ProxyHeartbeat,
+    StepOutputs,
+    encode,
+)
+from pd.node.control import ControlThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.launch import NodeServer
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def unified() -> Iterator[NodeServer]:
+    server = tiny_node("unified")
+    yield server
+    server.stop()
+
+
+def generate_to(server: NodeServer, sender: str, **fields: Any) -> Any:
+    return make_generate(range(10), to=server.instance_id, sender=sender, **fields)
+
+
+def malformed_frames(rng: random.Random) -> list[bytes]:
+    good = encode(ProxyHeartbeat(to="", sender="raw-proxy"))
+    mistyped = {"type": "Abort", "to": "x", "sender": "raw-proxy", "room": 7}
+    return [
+        b"",
+        b"\x00",
+        good[:-3],
+        good + b"\x00",
+        rng.randbytes(100),
+        rng.randbytes(100_000),
+        b"\x91" * 5000,  # arrays in arrays
+        msgspec.msgpack.encode({"type": "Nonsense", "to": "x", "sender": "raw-proxy"}),
+        msgspec.msgpack.encode({"type": "ProxyHeartbeat", "to": "x"}),
+        msgspec.msgpack.encode(mistyped),
+        msgspec.msgpack.encode(mistyped | {"room": b"r" * 16, "extra": 1}),
+        msgspec.msgpack.encode({"type": "Abort", "to": b"\xff", "sender": 1, "room": b""}),
+    ]
+
+
+def test_malformed_frames_are_dropped_and_the_node_lives(unified: NodeServer, seed: int) -> None:
+    rng = random.Random(seed)
+    with proxy_of(unified) as peer:
+        for frame in malformed_frames(rng):
+            peer.send_bytes(frame)
+        peer.send_bytes(b"several", b"frames", b"at once")
+        peer.beat()
+        assert peer.receive(NodeHeartbeat).ready
+        peer.send(generate_to(unified, peer.name))
+        peer.receive(StepOutputs)
+
+
+def test_a_message_for_another_instance_is_dropped(unified: NodeServer) -> None:
+    with proxy_of(unified) as peer:
+        message = make_generate(range(4), to="an-earlier-life", sender=peer.name)
+        peer.send(message)
+        peer.beat()
+        peer.receive(NodeHeartbeat)
+        assert len(peer.seen) == 1
+    assert message.room not in unified.node.requests
+
+
+def test_a_message_that_claims_another_sender_is_dropped(unified: NodeServer) -> None:
+    with proxy_of(unified) as peer:
+        message = generate_to(unified, "somebody-else")
+        peer.send(message)
+        peer.beat()
+        peer.receive(NodeHeartbeat)
+    assert message.room not in unified.node.requests
+
+
+def test_a_socket_without_identity_cannot_speak_for_anybody(unified: NodeServer) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(unified.node.endpoint)
+        socket.send(encode(ProxyHeartbeat(to="", sender="")))
+        assert not socket.poll(300)
+
+
+def test_a_message_for_another_role_is_dropped(
+    unified: NodeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with proxy_of(unified) as peer, caplog.at_level(logging.WARNING):
+        to, room = unified.instance_id, b"r" * 16
+        commit = Commit(to=to, sender=peer.name, room=room, epoch=1, num_bytes=0, first_tokens=[])
+        peer.send(commit)
+        peer.beat()
+        peer.receive(NodeHeartbeat)
+    assert "Commit: not for a unified node" in caplog.text
+
+
+def test_nobody_speaks_in_the_name_of_a_connected_prefill_node(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with tiny_cluster() as cluster:
+        prefill, decode = cluster.pair
+        cluster.client.generate(range(9), cluster.pair).tokens()
+        with RawPeer(decode.node.endpoint, prefill.instance_id) as liar:
+            liar.send(Abort(to=decode.instance_id, sender=prefill.instance_id, room=b"r" * 16))
+            wait_until(lambda: "claims another sender" in caplog.text, 5)
+        assert not decode.node.is_buried(b"r" * 16)
+        cluster.client.generate(range(9), cluster.pair).tokens()
+
+
+def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
+    heard: list[tuple[bytes, Any]] = []
+
+    class Handler:
+        def on_message(self, identity: bytes, message: Any) -> None:
+            heard.append((identity, message))
+
+        def on_tick(self) -> None: ...
+
+        def on_poll(self) -> bool:
+            return False
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        control = ControlThread(Handler(), "127.0.0.1", None)
+        control.start()
+        endpoint = f"tcp://127.0.0.1:{port}"
+        control.call(lambda: control.connect(b"prefill-1", b"decode", endpoint))
+        control.post(b"prefill-1", ProxyHeartbeat(to="", sender="decode"))
+        identity = router.recv_multipart()[0]
+        for sender in ("prefill-2", "prefill-1"):
+            message = Abort(to="decode", sender=sender, room=b"r" * 16)
+            router.send_multipart([identity, encode(message)])
+        wait_until(lambda: heard, 5)
+        assert [(name, message.sender) for name, message in heard] == [(b"prefill-1", "prefill-1")]
+        control.call(lambda: control.disconnect(b"prefill-1"))
+        control.stop()
+
+
+@pytest.mark.parametrize("key", [None, b"fedcba9876543210fedcba9876543210"])
+def test_without_the_cluster_key_nobody_is_heard(key: bytes | None) -> None:
+    server = tiny_node("unified", cluster_key=KEY)
+    try:
+        with RawPeer(server.node.endpoint, "stranger", key) as stranger:
+            stranger.beat()
+            assert not stranger.answers(NodeHeartbeat, 0.5)
+        with proxy_of(server) as peer:
+            peer.beat()
+            peer.receive(NodeHeartbeat)
+            peer.send(generate_to(server, peer.name))
+            peer.receive(StepOutputs)
+    finally:
+        server.stop()
+
+
+def test_a_pair_with_a_cluster_key_works() -> None:
+    prefill, decode = (tiny_node(role, cluster_key=KEY) for role in ("prefill", "decode"))
+    (prompt,) = random_prompts(0, [20])
+    room = b"a" * 16
+    try:
+        with proxy_of(prefill) as first, proxy_of(decode, "raw-proxy") as second:
+            fields = {"room": room, "sender": "raw-proxy"}
+            bootstrap = {"peer": prefill.instance_id, "peer_bootstrap": prefill.bootstrap_url}
+            first.send(
+                make_generate(prompt, to=prefill.instance_id, peer=decode.instance_id, **fields)
+            )
+            second.send(make_generate(prompt, to=decode.instance_id, **bootstrap, **fields))
+            assert first.receive(StepOutputs).outputs[0].position == 0
+            assert second.receive(StepOutputs).outputs[0].transferred_bytes > 0
+    finally:
+        prefill.stop()
+        decode.stop()
+
+
+def test_a_handler_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    server = tiny_node("unified")
+    try:
+        abort = server.node._handlers[Abort]
+        server.node._handlers[Abort] = lambda identity, message: 1 / 0
+        with proxy_of(server) as peer:
+            peer.send(Abort(to=server.instance_id, sender=peer.name, room=b"r" * 16))
+            peer.beat()
+            peer.receive(NodeHeartbeat)
+        assert "ZeroDivisionError" in caplog.text
+        server.node._handlers[Abort] = abort
+    finally:
+        server.stop()
+
+
+def test_what_is_posted_before_the_stop_is_sent_and_later_calls_do_nothing() -> None:
+    server = tiny_node("unified")
+    with proxy_of(server) as peer:
+        peer.beat()
+        peer.receive(NodeHeartbeat)
+        peer.send(generate_to(server, peer.name, params={"max_tokens": 1000}))
+        peer.receive(StepOutputs)
+        server.stop()
+        assert "stopped" in peer.receive(Failed).error.message
+    # The descriptors that the thread had may belong to others now; it must not write to them.
+    before = threading.active_count()
+    for _ in range(100):
+        server.node.control.call(lambda: None)
+    assert threading.active_count() == before
+    assert server.node.control._waker.fileno() == -1

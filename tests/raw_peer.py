@@ -1,0 +1,77 @@
+"""A process that says to a node whatever a test likes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from pd.core.cluster_key import curve_keypair
+from pd.core.messages import Message, ProxyHeartbeat, decode, encode
+
+if TYPE_CHECKING:
+    from pd.core.messages import AnyMessage
+    from pd.launch import NodeServer
+
+
+class RawPeer:
+    """A DEALER with an identity of its choice; reads and writes messages, or bytes."""
+
+    def __init__(
+        self, endpoint: str, identity: str = "raw-peer", cluster_key: bytes | None = None
+    ) -> None:
+        self.name = identity
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        if cluster_key is not None:
+            public, secret = curve_keypair(cluster_key)
+            self._socket.curve_serverkey = public
+            self._socket.curve_publickey = public
+            self._socket.curve_secretkey = secret
+        self._socket.connect(endpoint)
+        self.seen: list[AnyMessage] = []
+
+    def send(self, message: Message) -> None:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def beat(self) -> None:
+        """A proxy's heartbeat, which every node answers."""
+        self.send(ProxyHeartbeat(to="", sender=self.name))
+
+    def receive(self, kind: type[Message], timeout: float = 5.0) -> Any:
+        """The next message of a kind; others are kept in ``seen``."""
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if self._socket.poll(int(left * 1000) + 1):
+                message = decode(self._socket.recv())
+                self.seen.append(message)
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} within {timeout} s, only {self.seen}")
+
+    def answers(self, kind: type[Message], timeout: float) -> bool:
+        """Whether a message of this kind comes."""
+        try:
+            self.receive(kind, timeout)
+        except AssertionError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def proxy_of(server: NodeServer, name: str = "raw-proxy") -> RawPeer:
+    """A proxy that talks to one node."""
+    return RawPeer(server.node.endpoint, name, server.config.cluster_key)
