@@ -67,7 +67,8 @@ class Sender(ABC):
 
     @abstractmethod
     def poll(self) -> TransferState:
-        """DONE when finished and every byte has left for good, so that a commit may be sent."""
+        """DONE when finished and every byte has left for good, so that a commit may be sent. Stuck
+        peers are noticed here, so poll."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -76,7 +77,8 @@ class Sender(ABC):
     @abstractmethod
     def drained(self) -> bool:
         """After abort, failure or DONE: nothing of this epoch reads the source pages or can land
-        at the destination any more."""
+        at the destination any more. (Over ``tcp`` D itself keeps late bytes out, and only the first
+        half is waited for.)"""
 
 
 class Receiver(ABC):
@@ -130,12 +132,15 @@ class TransferManager(ABC):
 
     @abstractmethod
     def connect(self, peer: NodeInfo) -> None:
-        """Learn a peer; replaces what was known of it. Raises TransferError on a bad address."""
+        """Learn a peer; replaces what was known of it, but keeps connections to the same instance
+        at the same address. Does not wait for the network. Raises TransferError on a bad address.
+        """
 
     @abstractmethod
     def disconnect(self, instance_id: str) -> None:
-        """Forget a peer: its senders and receivers fail, and when this returns nothing from it or
-        to it can land any more (connections closed, writes stopped)."""
+        """Forget a peer: its senders and receivers fail and are drained, and when this returns
+        nothing from it or to it can land any more (connections closed, writes stopped). May take a
+        second. Do not send ``Drained`` to a disconnected peer: its own disconnect protects it."""
 
     @abstractmethod
     def sender(

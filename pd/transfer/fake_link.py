@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import logging
 import socket
 import threading
 import time
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray
     from pd.transfer.fake_script import Script, WritePlan
     from pd.transfer.memory import PoolMemory
-
-logger = logging.getLogger(__name__)
 
 _WRITE_BYTES = 1 << 20
 _CONNECT_SECONDS = 2.0
@@ -277,10 +274,12 @@ class FakeLink:
                 sender.fail(TransferError(f"fake script: a write of room {sender.ordinal} is lost"))
                 self._landed(write.number, landed=False)
             return
-        sock = self._sock or self._connect()
-        if sock is None:
+        try:
+            sock = self._sock or self._connect()
+        except (OSError, UnicodeError, TransferError) as error:
+            # UnicodeError: a host that cannot be a name.
             with self.changed:
-                sender.fail(TransferError(f"cannot reach {self.peer}"))
+                sender.fail(TransferError(f"cannot reach {self.peer}: {error}"))
                 self._landed(write.number, landed=False)
             return
         block = write.block
@@ -301,24 +300,19 @@ class FakeLink:
             _shutdown(sock, socket.SHUT_WR)
             sender.fail(TransferError(f"the link to {self.peer} was lost: {error}"))
 
-    def _connect(self) -> socket.socket | None:
+    def _connect(self) -> socket.socket:
+        sock = socket.create_connection(self.address, timeout=_CONNECT_SECONDS)
         try:
-            sock = socket.create_connection(self.address, timeout=_CONNECT_SECONDS)
-            try:
-                greet(sock, SERVICE, self.own, self.peer, self.key)
-            except (OSError, TransferError):
-                sock.close()
-                raise
-        except (OSError, TransferError) as error:
-            logger.warning("cannot open a link to %s: %s", self.peer, error)
-            return None
-        sock.settimeout(LEASE_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self.changed:
-            if self._closed:
-                sock.close()
-                return None
-            self._sock = sock
+            greet(sock, SERVICE, self.own, self.peer, self.key)
+            sock.settimeout(LEASE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self.changed:
+                if self._closed:
+                    raise TransferError("disconnected")
+                self._sock = sock
+        except (OSError, TransferError):
+            sock.close()
+            raise
         threading.Thread(
             target=self._read_acks, args=(sock,), name="pd-fake-acks", daemon=True
         ).start()

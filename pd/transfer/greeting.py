@@ -147,8 +147,8 @@ class Welcome:
         magic, version, keyed, service, own_len, peer_len, sender, receiver, _ = _HELLO.unpack(data)
         if magic != MAGIC:
             raise GreetingError(f"it began with {magic!r}, not with a hello")
-        if own_len > MAX_ID_BYTES or peer_len > MAX_ID_BYTES:
-            raise GreetingError("instance ids in its hello are too long")
+        if not 0 < own_len <= MAX_ID_BYTES or peer_len > MAX_ID_BYTES:
+            raise GreetingError("an instance id in its hello is too long or empty")
         self._claimed = sender[:own_len].decode(errors="replace")
         meant = receiver[:peer_len].decode(errors="replace")
         name = service.rstrip(b"\0").decode(errors="replace")
@@ -185,6 +185,7 @@ def peer_address(address: dict[str, str], peer: str, key: bytes | None) -> tuple
     host, port = address.get("host", ""), address.get("port", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise TransferError(f"{peer} published a bad data address: host {host!r}, port {port!r}")
+    check_instance_id(peer)
     if key is None and not is_loopback(host):
         raise TransferError(
             f"{peer} is at {host}, which is not a loopback address, and there is no cluster key"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 # Linux takes at most this many stretches in one system call.
 _IOV_MAX = 1024
 _IOVEC_BYTES = 16
+# More at once is slower: what the peer's kernel wrote is then no longer in the cache when it is
+# copied on (2.9 GB/s with this, 2.4 with all that is ready; page size 1, loopback).
+_CALL_BYTES = 512 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.readv, _libc.writev):
@@ -60,12 +64,19 @@ class Stretches:
         return self._move(_libc.readv, sock)
 
     def _move(self, call: ctypes._NamedFuncPointer, sock: socket.socket) -> int:
-        count = min(len(self._table) - self._index, _IOV_MAX)
-        first = self._table.ctypes.data + self._index * _IOVEC_BYTES
-        moved: int = call(sock.fileno(), first, count)
+        table, first = self._table, self._index
+        last = int(np.searchsorted(self._ends, self.done + _CALL_BYTES))
+        last = min(last, first + _IOV_MAX - 1, len(table) - 1)
+        # What the call must leave of its last stretch.
+        spare = max(0, int(self._ends[last]) - self.done - _CALL_BYTES)
+        table[last, 1] -= spare
+        address = table.ctypes.data + first * _IOVEC_BYTES
+        moved: int = call(sock.fileno(), address, last - first + 1)
+        while moved < 0 and ctypes.get_errno() == errno.EINTR:
+            moved = call(sock.fileno(), address, last - first + 1)
+        table[last, 1] += spare
         if moved < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._advance(moved)
         return moved
 

@@ -327,7 +327,8 @@ class Lane:
             return False
         try:
             sock = socket.create_connection(link.address, timeout=_GREETING_SECONDS)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: a host that cannot be a name.
             logger.info("cannot reach %s at %s:%d: %s", link.peer, *link.address, error)
             if isinstance(error, ConnectionRefusedError):
                 link.nobody_listens()

@@ -148,8 +148,10 @@ def test_random_bytes_never_hurt_the_node(p, d, target, open_socket) -> None:
     d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
     for size in (1, 10, 64, 200, 5000):
         for sock in (open_socket(), stranger(d)):
-            sock.sendall(rng.randbytes(size))
-            sock.shutdown(socket.SHUT_WR)
+            # The node may hang up before it has read everything.
+            with contextlib.suppress(OSError):
+                sock.sendall(rng.randbytes(size))
+                sock.shutdown(socket.SHUT_WR)
             assert closed_by_peer(sock)
             sock.close()
     transfer_works(p, d, target)

@@ -1,0 +1,109 @@
+"""Stretches of memory cross a socket whole, in order, and touch nothing else."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+import numpy as np
+import pytest
+import torch
+from transfer_helpers import SEED, make_pool, random_pages
+
+from pd.transfer import memory
+from pd.transfer.memory import PoolMemory, Stretches
+from pd.transfer.ranges import Block
+
+
+def stretches_of(buffer: np.ndarray, lengths: list[int]) -> Stretches:
+    """Stretches with a gap of one byte after each."""
+    starts = np.cumsum([0, *(n + 1 for n in lengths[:-1])])
+    return Stretches(buffer.ctypes.data + starts, np.array(lengths), buffer)
+
+
+def spaced(rng: random.Random, lengths: list[int], gap: bytes) -> np.ndarray:
+    return np.frombuffer(
+        bytearray(b"".join(rng.randbytes(n) + gap for n in lengths)), dtype=np.uint8
+    )
+
+
+@pytest.mark.parametrize("call_bytes", [1, 7, 1000, 512 << 10])
+@pytest.mark.parametrize("trial", range(5))
+def test_every_byte_arrives_at_its_place_whatever_one_call_moves(
+    call_bytes, trial, monkeypatch
+) -> None:
+    monkeypatch.setattr(memory, "_CALL_BYTES", call_bytes)
+    rng = random.Random(f"{SEED}/{call_bytes}/{trial}")
+    total = 5_000 if call_bytes < 1000 else 1_000_000
+    sent = [rng.randint(1, total // rng.choice([3, 50, 3000])) for _ in range(1500)]
+    while sum(sent) > total:
+        sent.pop()
+    received = [sum(sent)]
+    for _ in range(rng.randint(0, 20)):
+        if received[0] > 1:
+            part = rng.randint(1, received[0] - 1)
+            received[0] -= part
+            received.append(part)
+    source, target = spaced(rng, sent, b"s"), spaced(rng, received, b"t")
+    out, into = stretches_of(source, sent), stretches_of(target, received)
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.setblocking(False)
+        while into.done < into.total:
+            for move in (
+                lambda: out.done < out.total and out.send(near),
+                lambda: into.receive(far),
+            ):
+                try:
+                    move()
+                except BlockingIOError:
+                    continue
+    assert content(source, sent) == content(target, received)
+    assert out.done == out.total
+
+
+def content(buffer: np.ndarray, lengths: list[int]) -> bytes:
+    data, found, place = buffer.tobytes(), b"", 0
+    for length in lengths:
+        found += data[place : place + length]
+        assert data[place + length : place + length + 1] in (b"s", b"t")
+        place += length + 1
+    return found
+
+
+def test_errors_of_the_socket_are_raised() -> None:
+    near, far = socket.socketpair()
+    far.close()
+    with near, pytest.raises(BrokenPipeError) as raised:
+        stretches_of(np.zeros(10, dtype=np.uint8), [5]).send(near)
+    assert raised.value.errno == errno.EPIPE
+
+
+def test_a_pool_must_be_one_contiguous_tensor() -> None:
+    pool = make_pool(16, 4)
+    pool.buffer = pool.buffer.transpose(0, 1)
+    with pytest.raises(ValueError, match="one contiguous 5-D tensor"):
+        PoolMemory(pool)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_blocks_travel_in_the_same_order_in_place_and_staged(staged) -> None:
+    rng = random.Random(SEED)
+    pool, target = make_pool(64, 4), make_pool(64, 2, fill=-1.0)
+    pages, into = random_pages(rng, pool, 30), random_pages(rng, target, 30)
+    block = Block(3, 29, 1, 3)
+    out = PoolMemory(pool, staged=staged).outgoing(b"head", pages, block)
+    landing = PoolMemory(target, staged=not staged).landing(into, block)
+    near, far = socket.socketpair()
+    with near, far:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        while out.done < out.total:
+            out.send(near)
+        assert far.recv(4, socket.MSG_WAITALL) == b"head"
+        while landing.done < landing.total:
+            landing.receive(far)
+    landing.complete()
+    assert torch.equal(target.tokens(into, 3, 29)[1:], pool.tokens(pages, 3, 29)[1:])
+    assert bool((target.buffer[0] == -1.0).all())
