@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ class RawPeer:
         self.close()
 
 
-def proxy_of(server: NodeServer, name: str = "raw-proxy") -> RawPeer:
+def proxy_of(server: NodeServer, name: str = "") -> RawPeer:
     """A proxy that talks to one node."""
+    name = name or f"proxy-{secrets.token_hex(4)}"
     return RawPeer(server.node.endpoint, name, server.config.cluster_key)

@@ -179,8 +179,8 @@ def test_a_pair_with_a_cluster_key_works() -> None:
     (prompt,) = random_prompts(0, [20])
     room = b"a" * 16
     try:
-        with proxy_of(prefill) as first, proxy_of(decode, "raw-proxy") as second:
-            fields = {"room": room, "sender": "raw-proxy"}
+        with proxy_of(prefill, "one") as first, proxy_of(decode, "one") as second:
+            fields = {"room": room, "sender": "one"}
             bootstrap = {"peer": prefill.instance_id, "peer_bootstrap": prefill.bootstrap_url}
             first.send(
                 make_generate(prompt, to=prefill.instance_id, peer=decode.instance_id, **fields)

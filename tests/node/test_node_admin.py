@@ -1,0 +1,229 @@
+"""The administrative HTTP interface and the metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from cluster import wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from raw_peer import proxy_of
+from requests_for_tests import make_generate
+from tiny import tiny_cluster, tiny_node
+
+from pd.core.cluster_key import admin_token
+from pd.core.config import NodeConfig
+from pd.core.errors import SetupError, UsageError
+from pd.core.messages import Failed, StepOutputs
+from pd.launch import NodeServer
+from pd.node.admin import MAX_BODY_BYTES
+from pd.node.http_server import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[NodeServer]:
+    node = tiny_node("unified")
+    yield node
+    node.stop()
+
+
+@pytest.fixture(scope="module")
+def http(server: NodeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+INFO_FIELDS = {
+    "role": "unified",
+    "dtype": "float32",
+    "page_size": 4,
+    "tp_size": 1,
+    "transfer_backend": "none",
+    "attention_backend": "torch",
+    "context_length": 1024,
+    "vocab_size": 256,
+    "ready": True,
+    "queues": {"waiting": 0, "prefill": 0, "running": 0, "retracted": 0},
+}
+
+
+def test_server_info_says_what_the_contract_lists(http: httpx.Client, server: NodeServer) -> None:
+    info = http.get("/server_info").json()
+    assert info | INFO_FIELDS == info
+    assert info["instance_id"] == server.instance_id
+    assert info["endpoints"] == {"zmq": server.node.endpoint, "bootstrap": ""}
+    pages = info["pages"]
+    assert set(pages) == {"total", "free", "cached", "locked", "reserved", "quarantined"}
+    assert pages["total"] == sum(pages.values()) - pages["total"] == 512
+
+
+@pytest.mark.parametrize(
+    ("role", "queues"),
+    [
+        ("prefill", ["bootstrap", "waiting", "running", "in_flight"]),
+        ("decode", ["preallocation", "transfer", "waiting", "running", "retracted"]),
+    ],
+)
+def test_each_role_shows_its_queues(role: str, queues: list[str]) -> None:
+    node = tiny_node(role)
+    try:
+        info = httpx.get(f"{node.url}/server_info").json()
+        assert info["queues"] == dict.fromkeys(queues, 0)
+        assert info["transfer_backend"] == "tcp"
+        assert bool(info["endpoints"]["bootstrap"]) == (role == "prefill")
+    finally:
+        node.stop()
+
+
+def test_health_is_503_before_start_and_while_draining() -> None:
+    node = tiny_node("unified")
+    try:
+        assert httpx.get(f"{node.url}/health").status_code == 200
+        assert httpx.post(f"{node.url}/drain").json() == {"draining": True}
+        assert httpx.get(f"{node.url}/health").status_code == 503
+        assert httpx.get(f"{node.url}/server_info").json()["ready"] is False
+    finally:
+        node.stop()
+
+
+def test_everything_is_503_while_the_model_loads() -> None:
+    config = tiny_node("unified")
+    config.stop()
+    loading = NodeServer(config.config)
+    loading._http.start()
+    try:
+        wait_until(lambda: loading._http._servers[0].started, 5)
+        answer = httpx.get(f"{loading.url}/server_info")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    finally:
+        loading.stop()
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "the body must be"),
+        (b"[]", "the body must be"),
+        (b'{"rid": 7}', "the body must be"),
+        (b'{"rid": "a", "extra": 1}', "the body must be"),
+        (b'{"rid": "\xff"}', "the body must be"),
+        (b"{}", "give either"),
+        (b'{"rid": "a", "abort_all": true}', "give either"),
+        (b" " * (MAX_BODY_BYTES + 1), "exceeds"),
+    ],
+)
+def test_a_bad_abort_is_a_400_in_openais_shape(http: httpx.Client, body: bytes, text: str) -> None:
+    answer = http.post("/abort_request", content=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert text in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_an_unknown_rid_is_a_404_and_aborting_nothing_is_fine(http: httpx.Client) -> None:
+    answer = http.post("/abort_request", json={"rid": "nobody"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "rid")
+    assert http.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/drain", "/abort_request"])
+def test_what_changes_something_is_not_a_get(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 405
+    assert http.get("/nothing").status_code == 404
+
+
+def test_abort_request_ends_a_running_request(http: httpx.Client, server: NodeServer) -> None:
+    with proxy_of(server) as proxy:
+        message = make_generate(
+            range(9), to=server.instance_id, sender=proxy.name, params={"max_tokens": 1000}
+        )
+        proxy.send(message)
+        proxy.receive(StepOutputs)
+        assert http.post("/abort_request", json={"rid": "rid"}).json() == {"aborted": 1}
+        assert proxy.receive(Failed).error.kind == "aborted"
+
+
+def test_flush_cache_frees_what_is_unused(http: httpx.Client, server: NodeServer) -> None:
+    with proxy_of(server) as proxy:
+        proxy.send(make_generate(range(9), to=server.instance_id, sender=proxy.name))
+        while not proxy.receive(StepOutputs).outputs[0].finish:
+            pass
+    wait_until(lambda: server.node.idle, 5)
+    cached = http.get("/server_info").json()["pages"]["cached"]
+    assert cached >= 2
+    assert http.post("/flush_cache").json() == {"freed_pages": cached}
+    pages = http.get("/server_info").json()["pages"]
+    assert pages["free"] == pages["total"]
+
+
+def test_with_a_cluster_key_changes_need_the_admin_token() -> None:
+    node = tiny_node("unified", cluster_key=KEY)
+    try:
+        for path in ("/flush_cache", "/abort_request", "/drain"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": b"\xff"}):
+                answer = httpx.post(node.url + path, headers=headers)
+                assert answer.status_code == 401, path
+                assert answer.json()["error"]["type"] == "authentication_error"
+        right = {"Authorization": f"Bearer {admin_token(KEY)}"}
+        assert httpx.post(f"{node.url}/flush_cache", headers=right).status_code == 200
+        for path in ("/health", "/metrics", "/server_info"):
+            assert httpx.get(node.url + path).status_code == 200
+    finally:
+        node.stop()
+
+
+def test_a_node_others_can_reach_needs_a_cluster_key() -> None:
+    settings = tiny_node("unified")
+    settings.stop()
+    with pytest.raises(UsageError, match="--cluster-key-file"):
+        NodeServer(NodeConfig(role="unified", model=settings.config.model, host="0.0.0.0"))
+
+
+def test_a_port_in_use_is_named() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=f"127.0.0.1:{port}.*choose another --port"):
+            bind("127.0.0.1", port)
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """Samples by name and the values of their labels."""
+    text = httpx.get(f"{url}/metrics").text
+    return {
+        " ".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "le")]): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("le", "+Inf") == "+Inf"
+    }
+
+
+def test_metrics_count_requests_tokens_bytes_and_stages() -> None:
+    with tiny_cluster() as cluster:
+        prefill, decode = (server.url for server in cluster.pair)
+        cluster.client.generate(range(10), cluster.pair, max_tokens=6).tokens()
+        cluster.wait_idle()
+        first, second = metrics_of(prefill), metrics_of(decode)
+        assert first["pd_requests_total"] == second["pd_requests_total"] == 1
+        assert (first["pd_output_tokens_total"], second["pd_output_tokens_total"]) == (1, 6)
+        assert first["pd_transferred_bytes_total"] == second["pd_transferred_bytes_total"] > 0
+        for stage in ("queue", "prefill", "transfer"):
+            assert first[f"pd_stage_seconds_count {stage}"] == 1, stage
+        for stage in ("bootstrap", "transfer", "decode"):
+            assert second[f"pd_stage_seconds_count {stage}"] == 1, stage
+        assert second["pd_pages free"] + second["pd_pages cached"] == 512
+        assert second["pd_queue_length running"] == 0
+        assert first["pd_radix_tokens looked_up"] == 10
+        httpx.post(f"{decode}/abort_request", json={"abort_all": True})
+        endless = cluster.client.generate(range(10), cluster.pair, max_tokens=900)
+        wait_until(lambda: len(endless.choices[0].tokens) > 2, 5)
+        cluster.client.abort(endless)
+        cluster.wait_idle()
+        assert metrics_of(decode)["pd_requests_failed_total aborted"] == 1
