@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,6 +135,10 @@ def _guarded(program: str, run: Callable[[], int]) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has left; Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     from pd.commands.processes import Children
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # noise holds any character
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="pd-demo-") as directory:

@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd.commands import parser as types
@@ -110,7 +109,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_network(parser: argparse.ArgumentParser, role: str) -> None:
     add = parser.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--advertise-host", default="", metavar="HOST", help="address to tell (default: --host)")
+    add(
+        "--advertise-host",
+        default="",
+        metavar="HOST",
+        help="address that others are told (default: --host, or this machine's if that is 0.0.0.0)",
+    )
     add(
         "--port",
         type=types.port,
@@ -127,7 +131,7 @@ def _add_network(parser: argparse.ArgumentParser, role: str) -> None:
         )
     add(
         "--cluster-key-file",
-        type=Path,
+        type=types.path,
         metavar="FILE",
         help="secret that all processes share; needed beyond loopback",
     )
@@ -212,7 +216,7 @@ def _add_backends(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--fake-script",
-        type=Path,
+        type=types.path,
         metavar="FILE",
         help="what goes wrong with --transfer-backend fake",
     )
@@ -233,7 +237,33 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
         from pd.core.cluster_key import load_cluster_key
 
         settings["cluster_key"] = load_cluster_key(key_file)
+    settings["advertise_host"] = args.advertise_host or reachable_address(args.host)
     return NodeConfig(**settings)
+
+
+def reachable_address(host: str) -> str:
+    """What to tell others who are to reach a node that listens on ``host``: for a wildcard, the
+    address from which this machine reaches the world (nothing is sent to find out)."""
+    import socket
+    from ipaddress import ip_address
+
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if not address.is_unspecified:
+        return host
+    # Addresses set aside for documentation (RFC 5737, RFC 3849): far away, and nobody's.
+    family, far = socket.AF_INET, "192.0.2.1"
+    if address.version == 6:
+        family, far = socket.AF_INET6, "2001:db8::1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))
+        except OSError:
+            return "127.0.0.1" if address.version == 4 else "::1"
+        own: str = probe.getsockname()[0]
+        return own
 
 
 def check_early(config: NodeConfig) -> None:

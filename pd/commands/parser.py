@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from pathlib import Path
 from typing import NoReturn
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -58,6 +59,11 @@ def port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is 0 to 65535, not {text}")
     return int(text)
+
+
+def path(text: str) -> Path:
+    """A file or directory; ``~`` is the home directory, in a settings file too."""
+    return Path(text).expanduser()
 
 
 def size(text: str) -> int:

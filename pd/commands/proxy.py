@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -79,6 +78,7 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add(
         "--tokenizer",
+        type=types.path,
         metavar="DIR",
         help="model directory with tokenizer.json (default: the nodes', if it is on this host)",
     )
@@ -101,7 +101,7 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--cluster-key-file",
-        type=Path,
+        type=types.path,
         metavar="FILE",
         help="the nodes' secret; needed if they have one",
     )
@@ -133,6 +133,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
     from pd.proxy.server import ProxyConfig
 
     settings = dict(vars(args))
+    if args.tokenizer is not None:
+        settings["tokenizer"] = str(args.tokenizer)
     for name in ("command", "config", "log_level"):
         settings.pop(name)
     key_file = settings.pop("cluster_key_file")

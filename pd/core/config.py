@@ -70,6 +70,7 @@ class NodeConfig:
             ("reserved_decode_tokens", 0),
             ("retraction_host_memory", 0),
             ("context_length", 1),
+            ("drain_timeout", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < low:

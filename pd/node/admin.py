@@ -91,7 +91,15 @@ def make_admin_app(node: Node) -> Starlette:
         post("/drain", drain),
         post("/abort_request", abort_request),
     ]
-    return Starlette(routes=routes, exception_handlers={PDError: _error})
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        where = f"{request.method} {request.url.path}"
+        return await _error(
+            request,
+            NotFoundError(f"a {node.role} node has no {where}; requests for text go to the proxy"),
+        )
+
+    return Starlette(routes=routes, exception_handlers={PDError: _error, 404: unknown})
 
 
 async def _abort_body(request: Request) -> AbortBody:

@@ -51,10 +51,11 @@ class AdminAPI:
         if self._dispatcher.draining:
             raise UnavailableError("the proxy is shutting down")
         if not self._router.ready():
-            problems = "; ".join(f"{w.url}: {w.problem}" for w in self._pool.workers if w.problem)
+            problems = [f"{w.url}: {w.problem}" for w in self._pool.workers if w.problem]
+            problems += self._router.differences()
             raise UnavailableError(
-                "needs a prefill and a decode node, or a unified one"
-                + (f" ({problems})" if problems else "")
+                "needs a prefill and a decode node that fit together, or a unified one"
+                + (f" ({'; '.join(problems)})" if problems else "")
             )
         return json_response({"status": "ready"})
 

@@ -25,6 +25,7 @@ IMBALANCE_TOKENS = 4096
 # The same for decode nodes, in requests: a prefix there saves only transfer.
 IMBALANCE_REQUESTS = 4
 IMBALANCE_SHARE = 1.25
+_PAIR = ("prefill", "decode")
 
 
 class Prompt(NamedTuple):
@@ -223,6 +224,12 @@ class Router:
         """Whether at least one pair (or unified node) can serve."""
         return any(self._can_start(worker, 0, with_decode=True) for worker in self._workers)
 
+    def differences(self) -> list[str]:
+        """Why nodes that are there cannot work together."""
+        infos = [w.info for w in self._workers if w.ready and w.info]
+        found = [p.difference(d) for p in infos for d in infos if (p.role, d.role) == _PAIR]
+        return [difference for difference in dict.fromkeys(found) if difference]
+
     def models(self) -> list[str]:
         """Served models, in the order in which nodes were named."""
         firsts = [w.info for w in self._workers if w.info and w.role != "decode"]
@@ -276,7 +283,7 @@ class Router:
         return [
             d
             for d in self._workers
-            if d.role == "decode" and d.info and first.info and d.info.matches(first.info)
+            if d.role == "decode" and d.info and first.info and not first.info.difference(d.info)
         ]
 
     def _limits_of(self, first: Worker, model: str) -> list[Limits]:

@@ -73,6 +73,8 @@ class ProxyConfig:
             raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise UsageError(f"--request-timeout must be above 0, not {self.request_timeout}")
+        if self.drain_timeout < 0:
+            raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
         if self.api_key is not None and not (self.api_key and self.api_key.isprintable()):
             raise UsageError("--api-key must be a printable, non-empty string")
         if self.tokenizer is not None and not Path(self.tokenizer).is_dir():

@@ -45,13 +45,14 @@ class ServerInfo(msgspec.Struct):
         """Tokens whose KV the node can hold."""
         return self.pages.total * self.page_size
 
-    def matches(self, other: ServerInfo) -> bool:
-        """Whether a handshake between the two can succeed, as far as can be seen from here."""
-        return (
-            self.model == other.model
-            and self.dtype == other.dtype
-            and self.transfer_backend == other.transfer_backend
-        )
+    def difference(self, other: ServerInfo) -> str | None:
+        """Why a handshake between the two cannot succeed, as far as can be seen from here."""
+        for name in ("model", "dtype", "transfer_backend"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                what = name.replace("_", " ")
+                return f"{self.role} has {what} {ours!r}, {other.role} has {theirs!r}"
+        return None
 
 
 class Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,21 @@ def test_the_proxy_takes_addresses_without_a_scheme() -> None:
     args = parse(parser, commands, ["proxy", "--prefill", "node:1", "--decode", "https://d:2"])
     config = proxy.config_from(args)
     assert (config.prefill, config.decode) == (["http://node:1"], ["https://d:2"])
+
+
+def test_a_node_on_every_address_tells_one_that_others_can_use() -> None:
+    assert node.reachable_address("10.0.0.5") == "10.0.0.5"
+    assert node.reachable_address("node.example") == "node.example"
+    for wildcard in ("0.0.0.0", "::"):
+        told = ip_address(node.reachable_address(wildcard))
+        assert not told.is_unspecified
+        assert told.version == ip_address(wildcard).version
+
+
+def test_a_file_may_name_the_home_directory(file: Path) -> None:
+    file.write_text("model: m\ncluster-key-file: ~/cluster.key\n")
+    settings = parsed("decode", "--config", file)
+    assert settings["cluster_key_file"] == Path.home() / "cluster.key"
 
 
 def test_advice_names_what_is_probably_not_meant() -> None:

@@ -75,6 +75,9 @@ def test_the_ready_line_says_who_serves_where(model: Path, tmp_path: Path) -> No
             assert httpx.get(ready["url"] + "/health").status_code == 200
         assert node.server_info()["instance_id"] == node.ready()["instance_id"]
         assert httpx.get(proxy.url + "/readiness").status_code == 200
+        lost = httpx.post(node.url + "/v1/chat/completions", json={})
+        assert lost.status_code == 404
+        assert "go to the proxy" in lost.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("role", ["unified", "proxy"])

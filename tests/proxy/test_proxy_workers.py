@@ -287,6 +287,17 @@ def test_without_the_cluster_key_nodes_do_not_listen(cluster: Cluster, key: byte
     assert "--cluster-key-file" in httpx.get(proxy.url + "/readiness").text
 
 
+def test_readiness_says_why_nodes_do_not_fit_together(cluster: Cluster) -> None:
+    cluster.node("prefill", dtype="float32")
+    cluster.node("decode", dtype="bfloat16")
+    proxy = cluster.proxy(wait_ready=0.5)
+    wait_until(lambda: all(worker["ready"] for worker in workers(proxy)))
+    response = httpx.get(proxy.url + "/readiness")
+    assert response.status_code == 503
+    message = response.json()["error"]["message"]
+    assert "prefill has dtype 'float32', decode has 'bfloat16'" in message
+
+
 def test_flushing_names_the_node_that_failed(cluster: Cluster) -> None:
     prefill, decode = cluster.pair()
     client = cluster.client()
