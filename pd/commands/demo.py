@@ -63,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
         try:
             return _demo(args, Path(directory), children)
         finally:
-            children.stop()
+            try:
+                say("\nstopping")
+            finally:
+                children.stop()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -274,7 +277,7 @@ def _serve(url: str, children: Children) -> None:
             children.check()
             time.sleep(0.2)
     except KeyboardInterrupt:
-        say("\nstopping")
+        return
 
 
 def say(text: str, end: str = "\n") -> None:

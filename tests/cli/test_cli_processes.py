@@ -111,6 +111,7 @@ def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(
         assert len(answer.output) < 4000
 
 
+@pytest.mark.full
 def test_the_drain_ends_when_its_time_is_over(model: Path, tmp_path: Path) -> None:
     flags = ["--load-format", "dummy", "--device", "cpu", "--drain-timeout", 0.2, "--port", 0]
     with (
@@ -206,7 +207,9 @@ def test_the_demo_answers_shows_its_times_serves_and_leaves_nothing_behind(tmp_p
 STAGES = ("queue", "prefill", "bootstrap", "transfer", "decode")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_demo_that_is_interrupted_leaves_nothing_behind(
     number: signal.Signals, tmp_path: Path
 ) -> None:
