@@ -1,0 +1,98 @@
+"""A prefill manager with a pool but without a model: steps take no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from requests_for_tests import make_request
+
+from pd.core.config import NodeConfig
+from pd.core.request import RequestState
+from pd.node.memory import Memory
+from pd.prefill_node.prefill import PrefillManager
+from pd.radix import RadixCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pd.core.request import Request
+    from pd.node.step import Work
+
+
+class PrefillBench:
+    """Plans and accounts for steps; computed requests leave at once unless ``keep``.
+
+    Attributes:
+        admitted: requests in the order of their admission.
+        computed_tokens: in all steps.
+    """
+
+    def __init__(
+        self,
+        policy: str = "fcfs",
+        *,
+        max_overtakes: int = 64,
+        pages: int = 256,
+        page_size: int = 4,
+        budget: int = 8192,
+        max_running: int = 256,
+        will_leave: Callable[[Request], bool] | None = None,
+        keep: bool = False,
+    ) -> None:
+        config = NodeConfig(
+            role="prefill",
+            model=Path("."),
+            page_size=page_size,
+            schedule_policy=policy,
+            max_overtakes=max_overtakes,
+        )
+        model = SimpleNamespace(eos_token_ids=(), vocab_size=1 << 30)
+        self.memory = Memory(pages, page_size, RadixCache(page_size))
+        engine: Any = SimpleNamespace(model_config=model)
+        self.manager = PrefillManager(config, engine, self.memory, will_leave=will_leave)
+        self.budget, self.max_running, self.keep = budget, max_running, keep
+        self.admitted: list[Request] = []
+        self.computed: list[Request] = []
+        self.computed_tokens = 0
+
+    def add(self, tokens: Iterable[int], **fields: Any) -> Request:
+        request = make_request(list(tokens), **fields)
+        request.state = RequestState.WAITING
+        self.manager.waiting.add(request)
+        return request
+
+    def cache(self, tokens: Iterable[int]) -> None:
+        """As if a request with these tokens had been here."""
+        tokens = list(tokens)
+        sequence = make_request(tokens).sequence
+        assert self.memory.grow(sequence, len(tokens))
+        sequence.num_computed = len(tokens)
+        self.memory.cache(sequence)
+        self.memory.release(sequence)
+
+    def step(self) -> list[Work]:
+        """Plan a step, as if it had been computed at once."""
+        before = list(self.manager.running)
+        works = self.manager.plan(self.budget, self.max_running)
+        self.admitted += [r for r in self.manager.running if r not in before]
+        self.computed_tokens += sum(work.stop - work.start for work in works)
+        for work in self.manager.process(works):
+            request = work.sequence.request
+            self.computed.append(request)
+            if not self.keep:
+                self.memory.release(request.sequence)
+        self.memory.check(self._sequences(), [])
+        return works
+
+    def run(self, steps: int = 1000) -> list[Request]:
+        """Step until nobody waits or runs; returns the order of admission."""
+        for _ in range(steps):
+            self.step()
+            if not self.manager.running and not len(self.manager.waiting):
+                return self.admitted
+        raise AssertionError(f"{len(self.manager.waiting)} still wait after {steps} steps")
+
+    def _sequences(self) -> list[Any]:
+        return [r.sequence for r in (*self.manager.running, *self.computed)]

@@ -1,0 +1,241 @@
+"""Chunks share a token budget; a prefix that several requests need is computed once."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import random_prompts, wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefill_bench import PrefillBench
+from requests_for_tests import make_request
+from tiny import tiny_cluster
+
+from pd.core.errors import AbortedError
+from pd.core.request import RequestState
+from pd.prefill_node.prefill import MAX_LOGPROB_CHUNK
+from pd.prefill_node.waiting_queue import common_prefix, reusable_tokens
+
+if TYPE_CHECKING:
+    from cluster import Cluster
+
+    from pd.node.step import Work
+
+
+def ranges(works: list[Work]) -> list[tuple[int, int, int]]:
+    """First token of each prompt (which names it here), start and stop."""
+    return [(int(w.sequence.request.prompt[0]), w.start, w.stop) for w in works]
+
+
+# ---- budget
+
+
+def test_several_requests_share_the_budget_of_a_step() -> None:
+    bench = PrefillBench(budget=10)
+    for number, length in enumerate((6, 7, 12), 1):
+        bench.add([number] * length)
+    assert ranges(bench.step()) == [(1, 0, 6), (2, 0, 4)]
+    assert ranges(bench.step()) == [(2, 4, 7), (3, 0, 7)]
+    assert ranges(bench.step()) == [(3, 7, 12)]
+    assert bench.step() == []
+
+
+def test_only_the_chunk_that_ends_the_prompt_samples() -> None:
+    bench = PrefillBench(budget=4)
+    bench.add([1] * 9, params={"n": 3})
+    assert [len(bench.step()[0].samples) for _ in range(3)] == [0, 0, 3]
+
+
+def test_no_more_requests_run_than_may() -> None:
+    bench = PrefillBench(budget=100, max_running=2)
+    for number in range(3):
+        bench.add([number] * 8)
+    assert len(bench.step()) == 2
+    assert len(bench.step()) == 1
+
+
+def test_a_prompt_is_admitted_only_with_pages_for_all_of_it() -> None:
+    bench = PrefillBench(pages=8, budget=4, page_size=4)
+    bench.add([1] * 20)
+    second = bench.add([2] * 16)
+    assert ranges(bench.step()) == [(1, 0, 4)]
+    assert bench.memory.available == 3
+    for _ in range(4):
+        assert len(bench.step()) == 1
+    assert second not in bench.admitted
+    assert ranges(bench.step()) == [(2, 0, 4)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 40), st.integers(0, 1 << 20))
+def test_every_token_is_computed_once_within_the_budget(
+    lengths: list[int], budget: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    bench = PrefillBench(rng.choice(("fcfs", "lpm")), budget=budget)
+    for number, length in enumerate(lengths):
+        bench.add([number] * length)
+    done: dict[int, int] = {}
+    for _ in range(sum(lengths) + 1):
+        works = bench.step()
+        assert sum(work.stop - work.start for work in works) <= budget
+        for name, start, stop in ranges(works):
+            assert start == done.get(name, 0)
+            done[name] = stop
+    assert done == dict(enumerate(lengths))
+
+
+# ---- shared prefixes
+
+SHARED = list(range(500, 532))
+
+
+def test_a_wave_computes_its_shared_prefix_once() -> None:
+    bench = PrefillBench(budget=16)
+    wave = [bench.add([*SHARED, number]) for number in range(6)]
+    assert bench.run() == wave
+    assert bench.computed_tokens == len(SHARED) + len(wave)
+    assert [request.cached_tokens for request in wave] == [0, *[len(SHARED)] * 5]
+
+
+def test_those_who_share_nothing_do_not_wait_for_a_leader() -> None:
+    bench = PrefillBench(budget=16)
+    bench.add([*SHARED, 1])
+    bench.add([*SHARED, 2])
+    bench.add([3] * 4)
+    assert ranges(bench.step()) == [(500, 0, 16)]
+    assert ranges(bench.step()) == [(500, 16, 32)]
+    assert ranges(bench.step()) == [(500, 32, 33), (500, 32, 33), (3, 0, 4)]
+
+
+def test_another_tenant_follows_nobody() -> None:
+    bench = PrefillBench(budget=100)
+    bench.add([*SHARED, 1])
+    bench.add([*SHARED, 1], namespace="tenant")
+    assert len(bench.step()) == 2
+
+
+def test_when_the_leader_is_aborted_a_follower_takes_over() -> None:
+    bench = PrefillBench(budget=16)
+    leader, *followers = [bench.add([*SHARED, number]) for number in range(4)]
+    bench.step()
+    assert bench.manager.running == [leader]
+    leader.state, leader.error = RequestState.ABORTED, AbortedError("test")
+    bench.manager.remove(leader)
+    bench.memory.release(leader.sequence)
+    bench.run()
+    assert bench.admitted == [leader, *followers]
+    assert bench.computed_tokens == len(SHARED) + len(followers), "the leader's part was lost"
+
+
+def test_who_wants_log_probabilities_of_the_prompt_does_not_wait_for_what_it_cannot_use() -> None:
+    bench = PrefillBench(budget=100)
+    bench.add([*SHARED, 1])
+    bench.add([*SHARED, 2], params={"prompt_logprobs_start": 0})
+    assert len(bench.step()) == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "reusable"), [(None, 32), (0, 0), (1, 0), (9, 8), (10, 9), (33, 32), (99, 32)]
+)
+def test_prompt_logprobs_limit_what_may_come_from_the_cache(
+    start: int | None, reusable: int
+) -> None:
+    bench = PrefillBench()
+    bench.cache([*SHARED, 1, 2, 3, 4])
+    request = bench.add([*SHARED, 1], params={"prompt_logprobs_start": start})
+    assert reusable_tokens(request) == reusable
+    bench.step()
+    assert request.cached_tokens == reusable // 4 * 4
+
+
+def test_chunks_with_prompt_logprobs_are_bounded() -> None:
+    bench = PrefillBench(budget=8192, pages=1024)
+    bench.add(range(1000), params={"prompt_logprobs_start": 0})
+    assert ranges(bench.step()) == [(0, 0, MAX_LOGPROB_CHUNK)]
+    assert ranges(bench.step()) == [(0, MAX_LOGPROB_CHUNK, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "length"),
+    [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1), ([2], [1], 0), ([1], [1], 1)],
+)
+def test_common_prefix(a: list[int], b: list[int], length: int) -> None:
+    left, right = (make_request(x or [0]).prompt[: len(x)] for x in (a, b))
+    assert common_prefix(left, right) == length
+
+
+# ---- on a real node
+
+
+class CountedTokens:
+    """Tokens that a node's forward passes compute."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.count = 0
+        runner = cluster.nodes[0].node.engine.runner
+        forward = runner.forward
+
+        def counting(items: Any, on_layers_done: Any = None) -> Any:
+            self.count += sum(len(item.token_ids) for item in items)
+            return forward(items, on_layers_done)
+
+        runner.forward = counting
+
+
+def test_a_real_wave_computes_its_prefix_once_and_says_so() -> None:
+    (shared,) = random_prompts(3, [200])
+    with tiny_cluster(chunked_prefill_size=32) as cluster:
+        counted = CountedTokens(cluster)
+        wave = [
+            cluster.client.generate([*shared, number], cluster.pair, max_tokens=4)
+            for number in range(8)
+        ]
+        for request in wave:
+            request.tokens()
+        assert counted.count == 200 + len(wave)
+        assert sorted(request.cached_tokens for request in wave) == [0, *[200] * 7]
+        cluster.wait_idle()
+
+
+def test_a_real_follower_takes_over_from_an_aborted_leader() -> None:
+    (shared,) = random_prompts(4, [800])
+    with tiny_cluster(chunked_prefill_size=8) as cluster:
+        leader = cluster.client.generate([*shared, 1], cluster.pair, max_tokens=4)
+        running = cluster.prefill[0].node.prefill.running
+        wait_until(lambda: running, 5)
+        followers = [
+            cluster.client.generate([*shared, number], cluster.pair, max_tokens=4)
+            for number in (2, 3)
+        ]
+        cluster.client.abort(leader)
+        first, second = (request.tokens() for request in followers)
+        assert not leader.choices[0].tokens, "the leader was too fast for this test"
+        again = [
+            cluster.client.generate([*shared, number], cluster.pair, max_tokens=4)
+            for number in (2, 3)
+        ]
+        assert [request.tokens() for request in again] == [first, second]
+        cluster.wait_idle()
+
+
+def test_prompt_logprobs_are_complete_whatever_is_cached() -> None:
+    (prompt,) = random_prompts(5, [50])
+    with tiny_cluster(chunked_prefill_size=16) as cluster:
+        found: list[Any] = []
+        requests: list[Any] = []
+        for start in (0, 0, 20, 45):
+            request = cluster.client.generate(
+                prompt, cluster.pair, max_tokens=2, prompt_logprobs_start=start, top_logprobs=2
+            )
+            request.tokens()
+            requests.append(request)
+            found.append(request.prompt_logprobs)
+            assert [entry.token_id for entry in found[-1]] == prompt[start:]
+        assert [request.cached_tokens for request in requests] == [0, 0, 16, 44]
+        for start, entries in ((0, found[1]), (20, found[2]), (45, found[3])):
+            for entry, first in zip(entries, found[0][start:], strict=True):
+                assert entry.logprob == pytest.approx(first.logprob, abs=1e-4)
+        assert found[0][0].logprob is None
