@@ -33,6 +33,7 @@ class RawPeer:
             self._socket.curve_secretkey = secret
         self._socket.connect(endpoint)
         self.seen: list[AnyMessage] = []
+        self._unread: list[AnyMessage] = []
 
     def send(self, message: Message) -> None:
         self.send_bytes(encode(message))
@@ -45,15 +46,19 @@ class RawPeer:
         self.send(ProxyHeartbeat(to="", sender=self.name))
 
     def receive(self, kind: type[Message], timeout: float = 5.0) -> Any:
-        """The next message of a kind; others are kept in ``seen``."""
+        """The next message of a kind; others stay for later calls. All are kept in ``seen``."""
         deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
+        while True:
+            for message in self._unread:
+                if isinstance(message, kind):
+                    self._unread.remove(message)
+                    return message
+            left = deadline - time.monotonic()
+            assert left > 0, f"no {kind.__name__} within {timeout} s, only {self.seen}"
             if self._socket.poll(int(left * 1000) + 1):
                 message = decode(self._socket.recv())
                 self.seen.append(message)
-                if isinstance(message, kind):
-                    return message
-        raise AssertionError(f"no {kind.__name__} within {timeout} s, only {self.seen}")
+                self._unread.append(message)
 
     def answers(self, kind: type[Message], timeout: float) -> bool:
         """Whether a message of this kind comes."""
