@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One worker per core; a file stays on one worker, for its fixtures.
+PARALLEL := -n 2 --dist loadfile
 
 # Installed again whenever the project's requirements change.
 $(VENV)/.installed: pyproject.toml
@@ -13,10 +15,10 @@ demo: $(VENV)/.installed
 	$(BIN)/pd-launch demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not full"
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -35,9 +35,8 @@ for _call in (_libc.readv, _libc.writev):
 class Stretches:
     """Stretches of memory that are sent or filled in order, with the position reached.
 
-    They go to the kernel as a table of addresses that numpy computed. The same with
-    ``socket.sendmsg`` and ``recvmsg_into`` costs a Python object for each stretch on each call,
-    which at page size 1 halves the rate.
+    They go to the kernel as a table of addresses that numpy computed: ``socket.sendmsg`` and
+    ``recvmsg_into`` would need a Python object for each stretch on each call.
 
     Args:
         addresses, lengths: int64, one for each stretch; no length is 0.

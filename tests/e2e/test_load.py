@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STREAMS = 200
-OUTPUT_TOKENS = 48
+OUTPUT_TOKENS = 64
 
 
 def mixed_prompts(rng: random.Random, documents: int = 12) -> list[list[int]]:
@@ -52,7 +52,11 @@ def test_two_hundred_streams_on_small_pools(
         decode=1 - unified,
         unified=unified,
         **settings,
-        decode_settings={"reserved_decode_tokens": 4, "retraction_host_memory": 1 << 20},
+        decode_settings={
+            "kv_cache_tokens": 800,
+            "reserved_decode_tokens": 1,
+            "retraction_host_memory": 1 << 20,
+        },
     ) as cluster:
         nodes = cluster.unified or list(cluster.pair)
         pending = [

@@ -82,7 +82,7 @@ def test_a_message_for_another_instance_is_dropped(unified: NodeServer) -> None:
         peer.send(message)
         peer.beat()
         peer.receive(NodeHeartbeat)
-        assert len(peer.seen) == 1
+        assert all(isinstance(answer, NodeHeartbeat) for answer in peer.seen)
     assert message.room not in unified.node.requests
 
 

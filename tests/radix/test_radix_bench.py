@@ -1,7 +1,9 @@
 """`pd-bench radix` runs, measures what it says and reports where it came from."""
 
 import argparse
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,15 @@ TRACE = [
     {"input_length": 1024, "hash_ids": [3, 4]},
     {"input_length": 1040, "hash_ids": [0, 1, 5]},
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_others() -> Iterator[None]:
+    """The benchmark collects garbage before each round, which is slow in a large test process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
