@@ -86,4 +86,5 @@ def _introduction(node: Node, transfer: TransferManager, bootstrap_url: str) -> 
         bootstrap=bootstrap_url,
         transfer_backend=transfer.name,
         transfer_address=transfer.address(),
+        kv_digest=node.config.kv_digest,
     )

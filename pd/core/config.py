@@ -80,8 +80,6 @@ class NodeConfig:
             raise UsageError(f"--mem-fraction must be in (0, 1], not {self.mem_fraction}")
         if self.tp_size != 1:
             raise UsageError(f"--tp-size {self.tp_size} is not supported yet; use 1")
-        if self.kv_digest:
-            raise UsageError("--kv-digest is not supported yet; leave it out")
 
     @property
     def public_host(self) -> str:

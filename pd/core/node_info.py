@@ -38,6 +38,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bootstrap: ``http://host:port`` of a prefill node's registry, else empty.
         transfer_backend: the backend's name.
         transfer_address: published by the backend, understood by the same backend only.
+        kv_digest: commits carry a digest of the KV, which is verified.
     """
 
     instance_id: str
@@ -48,6 +49,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bootstrap: str
     transfer_backend: str
     transfer_address: dict[str, str]
+    kv_digest: bool = False
 
 
 # What cannot be converted between peers. Page size, by contrast, may differ freely.
@@ -59,6 +61,7 @@ def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
     pairs: list[tuple[str, Any, Any]] = [
         ("model", prefill.model_id, decode.model_id),
         ("transfer backend", prefill.transfer_backend, decode.transfer_backend),
+        ("--kv-digest", prefill.kv_digest, decode.kv_digest),
     ]
     pairs += [(n, getattr(prefill.kv, n), getattr(decode.kv, n)) for n in _MUST_MATCH_KV]
     for name, ours, theirs in pairs:

@@ -213,10 +213,28 @@ class Receiving:
                 error = incoming.receiver.error or TransferError("the transfer failed")
                 self._node.fail(request, error)
             elif state is TransferState.DONE:
-                self._committed(request)
+                if self._is_intact(request):
+                    self._committed(request)
             else:
                 busy = busy or incoming.commit is not None or not incoming.sent
         return busy
+
+    def _is_intact(self, request: Request) -> bool:
+        """Whether what is here has the digest that P computed; fails the request if not."""
+        incoming: Incoming = request.hand_off
+        if not self._node.config.kv_digest:
+            return True
+        assert incoming.commit is not None and incoming.reservation is not None
+        start, stop = incoming.reservation.cached_prefix_len, len(request.prompt)
+        found = self._node.engine.pool.digest(request.sequence.pages, start, stop)
+        if found == incoming.commit.digest:
+            return True
+        error = TransferError(
+            f"the KV of tokens {start} to {stop} was damaged on its way from prefill node "
+            f"{request.peer}: its digest is {found.hex()}, not {incoming.commit.digest.hex()}"
+        )
+        self._node.fail(request, error)
+        return False
 
     def _committed(self, request: Request) -> None:
         incoming: Incoming = request.hand_off

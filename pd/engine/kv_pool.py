@@ -6,10 +6,12 @@ import math
 import mmap
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from pd.kernels.digest import digest_bytes, token_digests
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from pd.core.node_info import KVLayout
@@ -78,6 +80,14 @@ class KVPool:
     def _paged(self) -> torch.Tensor:
         layers, two, slots, *rest = self.buffer.shape
         return self.buffer.view(layers, two, slots // self.page_size, self.page_size, *rest)
+
+    def digest(self, pages: IntArray, start: int, stop: int) -> bytes:
+        """8 bytes that depend on the K and V of tokens ``[start, stop)`` of a sequence with this
+        page table and on nothing else (see :mod:`pd.kernels.digest`)."""
+        positions = np.arange(start, stop)
+        slots = pages[positions // self.page_size].astype(np.int64) * self.page_size
+        slots += positions % self.page_size
+        return digest_bytes(token_digests(self.buffer, slots, start))
 
     def _index(self, pages: IntArray) -> torch.Tensor:
         return torch.from_numpy(pages.astype("int64")).to(self.buffer.device)

@@ -55,6 +55,7 @@ class Outgoing:
     parked: bool = False
     commit_sent: float | None = None
     acknowledged: bool = False
+    digest: bytes = b""
 
 
 class HandOff:
@@ -245,7 +246,19 @@ class HandOff:
             epoch=outgoing.reservation.epoch,
             num_bytes=outgoing.sender.bytes_sent,
             first_tokens=outgoing.first_tokens,
+            digest=self._digest(request),
         )
+
+    def _digest(self, request: Request) -> bytes:
+        outgoing: Outgoing = request.hand_off
+        if not self._node.config.kv_digest:
+            return b""
+        if not outgoing.digest:
+            assert outgoing.reservation is not None
+            start, stop = outgoing.reservation.cached_prefix_len, len(request.prompt)
+            pages = request.sequence.pages
+            outgoing.digest = self._node.engine.pool.digest(pages, start, stop)
+        return outgoing.digest
 
     def on_commit_ack(self, peer: str, room: bytes, epoch: int) -> None:
         """D has it all."""

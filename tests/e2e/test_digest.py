@@ -1,0 +1,66 @@
+"""``--kv-digest``: KV that was damaged on its way fails its request and nothing else."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Cluster
+
+from pd.core.errors import NodeFailedError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+DAMAGE = "rules: [{do: corrupt, token: 20, layer: 1, rooms: 2}]"
+
+
+def prompt(number: int, length: int = 60) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+@pytest.mark.parametrize("backend", ["tcp", "fake"])
+def test_intact_transfers_pass_whatever_the_page_sizes(
+    checkpoint: Callable[[str], Path], backend: str
+) -> None:
+    with Cluster(
+        checkpoint("qwen3"),
+        unified=1,
+        transfer_backend=backend,
+        kv_digest=True,
+        decode_settings={"page_size": 4, "dtype": "float32"},
+    ) as cluster:
+        for number in range(3):
+            tokens = prompt(1, 30 + 30 * number)  # grows, so that only a part is sent
+            split = cluster.client.generate(tokens, cluster.pair).tokens()
+            assert split == cluster.client.generate(tokens, cluster.unified).tokens()
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("digest", [False, True])
+def test_a_flipped_byte_is_noticed_with_the_digest_alone(
+    checkpoint: Callable[[str], Path], tmp_path: Path, digest: bool
+) -> None:
+    script = tmp_path / "script.yaml"
+    script.write_text(DAMAGE)
+    settings = {"transfer_backend": "fake", "fake_script": script, "kv_digest": digest}
+    with Cluster(checkpoint("qwen3"), **settings) as cluster:
+        cluster.client.generate(prompt(1), cluster.pair).tokens()
+        damaged = cluster.client.generate(prompt(2), cluster.pair)
+        if digest:
+            with pytest.raises(TransferError, match="damaged on its way"):
+                damaged.tokens()
+        else:
+            damaged.tokens()
+        assert len(cluster.client.generate(prompt(3), cluster.pair).tokens()) == 16
+        cluster.wait_idle()
+
+
+def test_both_nodes_must_use_it(checkpoint: Callable[[str], Path]) -> None:
+    with Cluster(checkpoint("qwen3"), prefill_settings={"kv_digest": True}) as cluster:
+        request = cluster.client.generate(prompt(1), cluster.pair)
+        with pytest.raises(NodeFailedError, match=r"--kv-digest differs.*True.*False"):
+            request.tokens()
