@@ -1,0 +1,102 @@
+"""What the end of a prefill node means for a decode node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cluster import is_idle, wait_until
+from decode_helpers import PROMPT, ask, lose, state_of
+from prefill_peer import PrefillPeer
+from raw_peer import proxy_of
+from tiny import tiny_node
+
+from pd.core.errors import TransferError
+from pd.core.messages import Failed, PeerHeartbeat, Reservation, StepOutputs
+
+if TYPE_CHECKING:
+    import pytest
+    from raw_peer import RawPeer
+
+    from pd.launch import NodeServer
+
+
+def test_a_silent_prefill_node_fails_what_it_had_not_committed_and_nothing_else(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 0.5)
+    committed = ask(proxy, decode, prefill, params={"max_tokens": 200})
+    reservation = prefill.receive(Reservation)
+    sender = prefill.push(reservation, len(PROMPT))
+    prefill.commit(reservation, sender.bytes_sent)
+    receiving = ask(proxy, decode, prefill, [1] * 8)
+    with PrefillPeer(decode) as other:
+        safe = ask(proxy, decode, other, [2] * 8)
+        other.receive(Reservation)
+        prefill.receive(Reservation)
+
+        def is_dead() -> bool:
+            proxy.beat()
+            other.live()
+            return receiving not in decode.node.requests
+
+        wait_until(is_dead, 5)
+        failed = proxy.receive(Failed)
+        assert failed.room == receiving
+        assert f"prefill node {prefill.name} failed: no heartbeat" in failed.error.message
+        assert not state_of(decode, safe).terminal
+        assert decode.node.ready
+        lose(decode, other)
+    wait_until(lambda: proxy.receive(StepOutputs).outputs[0].finish, 10)
+    assert committed not in decode.node.requests or is_idle(decode)
+
+
+def test_after_a_loss_the_next_request_shakes_hands_again(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    ask(proxy, decode, prefill)
+    prefill.receive(Reservation)
+    lose(decode, prefill)
+    assert "the test said so" in proxy.receive(Failed).error.message
+    ask(proxy, decode, prefill)
+    prefill.receive(Reservation)
+
+
+def test_rooms_that_wait_for_memory_are_not_promised_to_a_lost_peer() -> None:
+    # One-sided writes: nobody would ever say that pages promised after the loss are safe again.
+    decode = tiny_node("decode", kv_cache_tokens=256, transfer_backend="fake")
+    try:
+        with PrefillPeer(decode, "fake") as prefill, proxy_of(decode) as proxy:
+            ask(proxy, decode, prefill, [1] * 100, params={"max_tokens": 100})
+            prefill.receive(Reservation)
+            for number in (2, 3):
+                ask(proxy, decode, prefill, [number] * 200)
+            wait_until(lambda: len(decode.node.receiving.preallocation) == 2, 5)
+            lose(decode, prefill)
+            for _ in range(3):
+                proxy.receive(Failed)
+            wait_until(lambda: is_idle(decode), 5, decode.node.server_info)
+    finally:
+        decode.stop()
+
+
+def test_a_receiver_that_cannot_be_made_fails_its_request_only(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        monkeypatch.undo()
+        raise TransferError("no receiver today")
+
+    monkeypatch.setattr(decode.node.transfer, "receiver", broken)
+    with decode.node.lock:
+        rooms = [ask(proxy, decode, prefill, [number] * 8) for number in (1, 2)]
+    failed = proxy.receive(Failed)
+    assert (failed.room, failed.error.message) == (rooms[0], "no receiver today")
+    assert prefill.receive(Reservation).room == rooms[1]
+
+
+def test_heartbeats_reach_the_prefill_node(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    ask(proxy, decode, prefill)
+    prefill.receive(Reservation)
+    assert prefill.receive(PeerHeartbeat, 2).sender == decode.instance_id
