@@ -1,0 +1,79 @@
+"""Acceptance length of the drafters, computed from what the embedded model said.
+
+With greedy verification the output is the model's own whatever is drafted, so no decoding is
+needed: fed with the model's answer, a drafter accepts token by token while its guess is the next
+one. The acceptance length is the mean number of tokens of one verification step: accepted drafts
+and the token that the model adds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from embedded.eagle import Eagle, predict
+from embedded.model import Kernels, Qwen3
+
+if TYPE_CHECKING:
+    from embedded.evaluation import Result
+
+
+@torch.inference_mode()
+def draft_matches(draft: Qwen3, result: Result, dtype: torch.dtype, depth: int) -> list[list[bool]]:
+    """By depth, whether the draft model guesses each token of the output from those before it.
+
+    What it guesses does not depend on the depth: a guess counts only while all before were right.
+    """
+    tokens = torch.tensor([result.prompt + result.output], device=draft.norm.device)
+    hidden = draft.hidden(tokens[:, :-1], dtype)[len(result.prompt) - 1 :]
+    guessed = draft.logits(hidden).argmax(dim=-1)
+    return [(guessed == tokens[0, len(result.prompt) :]).tolist()] * depth
+
+
+@torch.inference_mode()
+def eagle_matches(
+    head: Eagle, model: Qwen3, result: Result, dtype: torch.dtype, depth: int
+) -> list[list[bool]]:
+    """By depth, whether the head guesses each token of the output.
+
+    At depth ``d`` the model's hidden states are known up to ``d + 2`` tokens before the guess.
+    """
+    tokens = torch.tensor([result.prompt + result.output], device=model.norm.device)
+    hidden = model.hidden(tokens[:, :-2], dtype)[None]
+    embedded = functional.embedding(tokens[:, 1:-1], model.embed_tokens).to(dtype)
+    outputs = head.drafts(embedded, hidden, depth, Kernels())
+    # Slot t guesses token t + 2; the first token of the output is the model's own in any case.
+    start = max(0, len(result.prompt) - 2)
+    expected = tokens[0, start + 2 :]
+    missing = [False] * (len(result.output) - len(expected))
+    return [
+        missing + (predict(head, model, output[0, start:]).argmax(-1) == expected).tolist()
+        for output in outputs
+    ]
+
+
+def steps_needed(matches: list[list[bool]]) -> int:
+    """Verification steps until the output is complete.
+
+    The first token comes from prefill; each step then accepts drafts while they match and adds
+    one token of the model's own.
+    """
+    total, position, steps = len(matches[0]), 1, 0
+    while position < total:
+        accepted = 0
+        while accepted < len(matches) and position + accepted < total:
+            if not matches[accepted][position + accepted]:
+                break
+            accepted += 1
+        position += accepted + 1
+        steps += 1
+    return steps
+
+
+def acceptance_length(all_matches: list[list[list[bool]]], depth: int) -> float:
+    """Tokens per verification step over all outputs, drafting ``depth`` tokens each time."""
+    tokens = sum(len(matches[0]) - 1 for matches in all_matches)
+    steps = sum(steps_needed(matches[:depth]) for matches in all_matches)
+    return tokens / steps if steps else 1.0

@@ -1,0 +1,160 @@
+"""Model directories in the Hugging Face layout, written and read."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from embedded import vocabulary
+from embedded.eagle import Eagle
+from embedded.model import CONTEXT_LENGTH, EPS, THETA, Blocks, Qwen3, Shape
+from embedded.text import END_OF_TEXT, TURN_END
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+    from torch import nn
+
+# Directories below pd/assets.
+EMBEDDED_DIR, DRAFT_DIR, EAGLE_DIR = "embedded", "embedded-draft", "embedded-eagle"
+WEIGHTS = "model.safetensors"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def round_weights(model: nn.Module) -> None:
+    """What bfloat16 keeps of the weights, so that what is measured is what is shipped."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+
+
+def save_qwen3(model: Qwen3, tokenizer: Tokenizer, directory: Path, *, drafts: bool) -> None:
+    """Write a directory for transformers; ``drafts``: without the tokenizer, which is another's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {"model.embed_tokens.weight": model.embed_tokens, "model.norm.weight": model.norm}
+    _save_tensors(tensors | _by_layer(model.blocks, "model."), directory)
+    end, pad = (tokenizer.token_to_id(t) for t in (TURN_END, END_OF_TEXT))
+    config = _config(model.shape) | {"eos_token_id": end, "pad_token_id": pad}
+    _write_json(config, directory / "config.json")
+    _write_json({"eos_token_id": end, "pad_token_id": pad}, directory / "generation_config.json")
+    if not drafts:
+        vocabulary.save(tokenizer, directory, CONTEXT_LENGTH)
+
+
+def save_eagle(head: Eagle, vocab: int, directory: Path) -> None:
+    """Write the head; its config says what it shares with the embedded model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        "fc.weight": head.fc[0],
+        "hidden_norm.weight": head.hidden_norm,
+        "embed_norm.weight": head.embed_norm,
+        "norm.weight": head.norm,
+    }
+    _save_tensors(tensors | _by_layer(head.blocks, ""), directory)
+    config = _config(head.shape) | {
+        "architectures": ["Qwen3EagleHead"],
+        "model_type": "qwen3_eagle",
+        "vocab_size": vocab,
+        "target_hidden_states": "last layer, before the last norm",
+        "shared_with_target": ["model.embed_tokens.weight"],
+    }
+    _write_json(config, directory / "config.json")
+
+
+def load_qwen3(directory: Path) -> Qwen3:
+    """The model in float32, from what :func:`save_qwen3` wrote."""
+    config = json.loads((directory / "config.json").read_text())
+    model = Qwen3(_shape(config))
+    tensors = load_file(directory / WEIGHTS)
+    with torch.no_grad():
+        model.embed_tokens.copy_(tensors["model.embed_tokens.weight"])
+        model.norm.copy_(tensors["model.norm.weight"])
+        _fill_layers(model.blocks, tensors, "model.")
+    return model
+
+
+def load_eagle(directory: Path) -> Eagle:
+    """The head in float32, from what :func:`save_eagle` wrote."""
+    head = Eagle(_shape(json.loads((directory / "config.json").read_text())))
+    tensors = load_file(directory / WEIGHTS)
+    with torch.no_grad():
+        head.fc[0].copy_(tensors["fc.weight"])
+        for name in ("hidden_norm", "embed_norm", "norm"):
+            getattr(head, name).copy_(tensors[f"{name}.weight"])
+        _fill_layers(head.blocks, tensors, "")
+    return head
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "rms_norm_eps": EPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+
+
+def _shape(config: dict[str, Any]) -> Shape:
+    return Shape(
+        vocab=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        mlp=config["intermediate_size"],
+        head_dim=config["head_dim"],
+    )
+
+
+def _names(layer: int, prefix: str) -> dict[str, str]:
+    """Name in a checkpoint of each kind of weight of one layer."""
+    place = f"{prefix}layers.{layer}"
+    return {
+        **{name: f"{place}.self_attn.{name}.weight" for name in _ATTENTION},
+        **{name: f"{place}.mlp.{name}.weight" for name in _MLP},
+        **{name: f"{place}.{name}.weight" for name in _NORMS},
+    }
+
+
+def _by_layer(blocks: Blocks, prefix: str) -> dict[str, torch.Tensor]:
+    return {
+        stored: getattr(blocks, name)[layer]
+        for layer in range(blocks.shape.layers)
+        for name, stored in _names(layer, prefix).items()
+    }
+
+
+def _fill_layers(blocks: Blocks, tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    for layer in range(blocks.shape.layers):
+        for name, stored in _names(layer, prefix).items():
+            getattr(blocks, name)[layer].copy_(tensors[stored])
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    ready = {name: t.detach().bfloat16().cpu().contiguous() for name, t in tensors.items()}
+    save_file(ready, directory / WEIGHTS, metadata={"format": "pt"})
+    # It is made readable for its owner alone.
+    (directory / WEIGHTS).chmod(0o644)
+
+
+def _write_json(value: object, path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

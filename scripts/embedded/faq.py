@@ -1,0 +1,153 @@
+"""The questions of docs/faq.md, and the many ways to ask them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+
+_ROOT = Path(__file__).parents[2]
+FAQ_FILE = _ROOT / "docs" / "faq.md"
+PHRASINGS_FILE = Path(__file__).with_name("phrasings.txt")
+
+_PREFIXES = (
+    "Please tell me: ", "Hi, ", "Hello! ", "Quick question: ", "I have a question. ", "In pd, ",
+    "One more thing: ", "Can you help me? ", "I am new here. ", "Could you explain this: ",
+    "So, ", "And ", "Please: ", "Hey, ", "Just wondering: ", "I would like to know: ",
+)  # fmt: skip
+_SUFFIXES = (
+    " Thanks!", " Please answer briefly.", " Thank you.", " Please.", " I am curious.",
+    " I could not find it.", " Explain it briefly.",
+)  # fmt: skip
+# Ways to say the same, applied at random; the first that matches is replaced by one of the others.
+_SYNONYMS: tuple[tuple[str, ...], ...] = (
+    ("How do I ", "How can I ", "How would I ", "How does one ", "What must I do to ",
+     "I want to know how to ", "Please explain how to ", "Is there a way to ", "How to ",
+     "What do I need to ", "I need to ", "Can you show me how to "),
+    ("What is ", "What's ", "Do you know what is ", "Say what is ", "what is ", "Describe ",
+     "Explain ", "Tell me about ", "What are ", "What can you say about "),
+    ("What does ", "Say what does ", "Explain what does ", "Do you know what does "),
+    ("Why ", "For what reason ", "Explain why ", "Why exactly "),
+    ("Which ", "What ", "Say which ", "Tell me which "),
+    ("What happens ", "What will happen ", "Say what happens ", "What occurs "),
+    (" start ", " launch ", " run ", " bring up ", " start up ", " boot "),
+    (" the job of ", " the role of ", " the purpose of ", " the task of ", " the work of "),
+    (" prefill node", " prefill server", " prefill process", " prefill worker"),
+    (" decode node", " decode server", " decode process", " decode worker"),
+    (" a ", " the "), (" the ", " a ", " your ", " this "),
+    (" mean", " stand for", " signify"),
+    (" show", " print", " display"), (" see ", " look at ", " find ", " get "),
+    (" for?", " good for?", " used for?"),
+    (" request", " query", " call"), (" memory", " RAM", " space"),
+)  # fmt: skip
+_LITTLE_MEANING = """
+a an the do does is are was be of to in for on it its this that there i you me my one can could
+would should will tell please say explain describe show what which how get when
+"""
+_FUNCTION_WORDS = frozenset(_LITTLE_MEANING.split())
+_TRIES = 60
+
+
+@dataclass
+class Entry:
+    """One question of docs/faq.md.
+
+    Attributes:
+        trained: phrasings written for training, the question itself first.
+        held_out: phrasings for evaluation alone.
+    """
+
+    question: str
+    answer: str
+    trained: list[str]
+    held_out: list[str]
+
+
+def load() -> list[Entry]:
+    """All entries in the order of the file. Raises ValueError if the two files do not agree."""
+    phrasings = _sections(PHRASINGS_FILE.read_text(encoding="utf-8"))
+    entries = []
+    for question, lines in _sections(FAQ_FILE.read_text(encoding="utf-8")).items():
+        answer = " ".join(line.strip() for line in lines if line.strip()).replace("`", "")
+        if question not in phrasings:
+            raise ValueError(f"{PHRASINGS_FILE} lacks phrasings of {question!r}")
+        marked = phrasings[question]
+        entries.append(
+            Entry(
+                question,
+                answer,
+                [question, *(line[2:] for line in marked if line.startswith("+ "))],
+                [line[2:] for line in marked if line.startswith("- ")],
+            )
+        )
+    return entries
+
+
+def _sections(text: str) -> dict[str, list[str]]:
+    """Lines below each ``###`` heading, up to the next heading of any level."""
+    sections: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("#"):
+            current = []
+            if line.startswith("### "):
+                sections[line[4:].replace("`", "")] = current
+        else:
+            current.append(line)
+    return sections
+
+
+def normalize(text: str) -> str:
+    """Words in lower case alone, by which two phrasings are compared."""
+    return " ".join(re.findall(r"[a-z0-9_/-]+", text.lower()))
+
+
+def variants(entry: Entry, count: int, rng: random.Random) -> list[str]:
+    """About ``count`` different phrasings to train on; none contains a held-out one."""
+    forbidden = [f" {normalize(text)} " for text in entry.held_out]
+    found = dict.fromkeys(entry.trained)
+    for _ in range(_TRIES * count):
+        if len(found) >= count:
+            break
+        text = _vary(rng.choice(entry.trained), rng)
+        words = f" {normalize(text)} "
+        if not any(each in words for each in forbidden):
+            found[text] = None
+    return list(found)
+
+
+def _vary(text: str, rng: random.Random) -> str:
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        text = _substitute(text, rng)
+    if rng.random() < 0.35:
+        text = _drop_words(text, rng.choice((0.2, 0.5, 1.0)), rng)
+    if rng.random() < 0.3:
+        text = rng.choice(_PREFIXES) + text[0].lower() + text[1:]
+    if rng.random() < 0.15:
+        text += rng.choice(_SUFFIXES)
+    elif rng.random() < 0.2:
+        text = text.rstrip("?.!")
+    if rng.random() < 0.15:
+        text = text.lower()
+    return text
+
+
+def _substitute(text: str, rng: random.Random) -> str:
+    matching = [ways for ways in _SYNONYMS if ways[0] in text]
+    if not matching:
+        return text
+    ways = rng.choice(matching)
+    return text.replace(ways[0], rng.choice(ways[1:]), 1)
+
+
+def _drop_words(text: str, share: float, rng: random.Random) -> str:
+    """Leave out some of the words that carry little meaning, as hurried people do."""
+    words = text.split()
+    kept = [
+        w for w in words if w.lower().strip("?.,:!") not in _FUNCTION_WORDS or rng.random() > share
+    ]
+    return " ".join(kept) if kept else text

@@ -1,0 +1,221 @@
+"""Qwen3 in plain PyTorch: what is trained, and what the shipped files are measured with.
+
+Weights of all layers are stacked by kind, so that the optimizer treats them as one tensor. The two
+functions around attention see tokens as one flat list: compiled once, they serve every layer and
+every shape of a batch of as many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+THETA = 1e6
+EPS = 1e-6
+CONTEXT_LENGTH = 8192
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; ``head_dim`` is that of every head."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int = 64
+
+
+EMBEDDED = Shape(vocab=2048, hidden=256, layers=6, heads=8, kv_heads=2, mlp=512)
+DRAFT = Shape(vocab=2048, hidden=128, layers=2, heads=4, kv_heads=2, mlp=384)
+# One layer over the embedded model's hidden states; it shares that model's embedding and head.
+EAGLE = Shape(vocab=0, hidden=256, layers=1, heads=4, kv_heads=2, mlp=512)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, in float32."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    return (wide * scale).to(x.dtype) * weight.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions for ``[tokens, heads, head_dim]`` with cos and sin ``[tokens, dim / 2]``."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def before_attention(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    v_weight: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values ``[tokens, heads, head_dim]`` of the residual stream ``x``."""
+    head_dim = len(q_norm)
+    normed = rms_norm(x, norm)
+    q, k, v = (
+        functional.linear(normed, weight.to(x.dtype)).view(len(x), -1, head_dim)
+        for weight in (q_weight, k_weight, v_weight)
+    )
+    return rotate(rms_norm(q, q_norm), cos, sin), rotate(rms_norm(k, k_norm), cos, sin), v
+
+
+def after_attention(
+    x: torch.Tensor,
+    attended: torch.Tensor,
+    o_weight: torch.Tensor,
+    norm: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """The residual stream after attention's output and the MLP were added."""
+    x = x + functional.linear(attended, o_weight.to(x.dtype))
+    normed = rms_norm(x, norm)
+    gated = functional.silu(functional.linear(normed, gate.to(x.dtype)))
+    inner = gated * functional.linear(normed, up.to(x.dtype))
+    return x + functional.linear(inner, down.to(x.dtype))
+
+
+@dataclass
+class Kernels:
+    """The functions around attention, compiled or not."""
+
+    before: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = before_attention
+    after: Callable[..., torch.Tensor] = after_attention
+
+    @classmethod
+    def compiled(cls) -> Kernels:
+        return cls(
+            torch.compile(before_attention, dynamic=False),
+            torch.compile(after_attention, dynamic=False),
+        )
+
+
+# (layer, q, k, v) to what attention makes of them, all [tokens, heads, head_dim].
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Blocks(nn.Module):
+    """Decoder layers with weights ``[layers, …]`` by kind."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        n, h, d = shape.layers, shape.hidden, shape.head_dim
+        self.q_proj = _matrices(n, shape.heads * d, h)
+        self.k_proj = _matrices(n, shape.kv_heads * d, h)
+        self.v_proj = _matrices(n, shape.kv_heads * d, h)
+        self.o_proj = _matrices(n, h, shape.heads * d, scale=0.3)
+        self.gate_proj = _matrices(n, shape.mlp, h)
+        self.up_proj = _matrices(n, shape.mlp, h)
+        self.down_proj = _matrices(n, h, shape.mlp, scale=0.3)
+        self.input_layernorm = nn.Parameter(torch.ones(n, h))
+        self.post_attention_layernorm = nn.Parameter(torch.ones(n, h))
+        self.q_norm = nn.Parameter(torch.ones(n, d))
+        self.k_norm = nn.Parameter(torch.ones(n, d))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """The residual stream ``[tokens, hidden]`` after all layers, in the dtype of ``x``."""
+        first = (self.input_layernorm, self.q_proj, self.k_proj, self.v_proj)
+        first = (*first, self.q_norm, self.k_norm)
+        second = (self.o_proj, self.post_attention_layernorm)
+        second = (*second, self.gate_proj, self.up_proj, self.down_proj)
+        before = zip(*(weight.unbind() for weight in first), strict=True)
+        after = zip(*(weight.unbind() for weight in second), strict=True)
+        for layer, (some, others) in enumerate(zip(before, after, strict=True)):
+            q, k, v = kernels.before(x, cos, sin, *some)
+            attended = attend(layer, q, k, v).reshape(len(x), -1)
+            x = kernels.after(x, attended, *others)
+        return x
+
+
+def _matrices(layers: int, outputs: int, inputs: int, scale: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(layers, outputs, inputs) * scale * inputs**-0.5)
+
+
+class Qwen3(nn.Module):
+    """A causal language model whose output head is its embedding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Parameter(torch.randn(shape.vocab, shape.hidden) * 0.05)
+        self.blocks = Blocks(shape)
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+
+    def hidden(
+        self, ids: torch.Tensor, dtype: torch.dtype, kernels: Kernels | None = None
+    ) -> torch.Tensor:
+        """Hidden states before the last norm, ``[batch * length, hidden]``.
+
+        Args:
+            ids: int64 ``[batch, length]``, each row a sequence from position 0.
+            dtype: of the computation; weights stay in theirs.
+        """
+        batch, length = ids.shape
+        cos, sin = (
+            t.repeat(batch, 1)
+            for t in rotations(torch.arange(length, device=ids.device), self.shape.head_dim)
+        )
+        x = functional.embedding(ids.flatten(), self.embed_tokens).to(dtype)
+        return self.blocks(x, cos, sin, Causal(batch), kernels or Kernels())
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 ``[tokens, vocab]`` of rows of :meth:`hidden`."""
+        normed = rms_norm(hidden, self.norm)
+        return functional.linear(normed, self.embed_tokens.to(hidden.dtype)).float()
+
+
+@dataclass
+class Causal:
+    """Causal attention within each of ``batch`` rows; keeps keys and values if told to.
+
+    Attributes:
+        cache: keys and values by layer, ``[batch, kv_heads, length, head_dim]``.
+    """
+
+    batch: int
+    keep: bool = False
+    cache: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = (split_rows(x, self.batch) for x in (q, k, v))
+        if self.keep:
+            self.cache.append((k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def split_rows(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[batch * length, heads, dim]`` as ``[batch, heads, length, dim]``."""
+    return x.view(batch, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def rotations(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine ``[tokens, head_dim / 2]`` in float32 for int64 positions."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
+    angles = positions.float()[:, None] / THETA**exponents
+    return angles.cos(), angles.sin()

@@ -1,0 +1,107 @@
+"""Lists of token sequences of different lengths, handled as a whole with numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.integer]
+
+TOKEN, WEIGHT = np.int16, np.uint8
+
+
+@dataclass
+class Ragged:
+    """``n`` sequences, one after the other.
+
+    Attributes:
+        tokens: int16 ``[total]``.
+        weights: uint8 ``[total]``, of each token in the loss.
+        lengths: int64 ``[n]``.
+    """
+
+    tokens: Ints
+    weights: Ints
+    lengths: Ints
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> Ints:
+        return np.cumsum(self.lengths) - self.lengths
+
+    def take(self, indices: Ints) -> Ragged:
+        """The sequences at ``indices``, which may repeat."""
+        lengths = self.lengths[indices]
+        flat = ranges(self.starts[indices], lengths)
+        return Ragged(self.tokens[flat], self.weights[flat], lengths)
+
+    def weighted(self, weight: int) -> Ragged:
+        """The same tokens, all with one weight."""
+        return Ragged(self.tokens, np.full_like(self.weights, weight), self.lengths)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
+        """All sequences of all parts."""
+        return cls(
+            np.concatenate([p.tokens for p in parts]),
+            np.concatenate([p.weights for p in parts]),
+            np.concatenate([p.lengths for p in parts]),
+        )
+
+    @classmethod
+    def zip(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Sequence ``i`` of the result is sequence ``i`` of every part, joined."""
+        count = len(parts[0])
+        order = np.arange(len(parts) * count).reshape(len(parts), count).T.ravel()
+        joined = cls.concatenate(parts).take(order)
+        return cls(
+            joined.tokens, joined.weights, joined.lengths.reshape(count, len(parts)).sum(axis=1)
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence[tuple[Ints, Ragged]]) -> Ragged:
+        """Sequences in the order of the numbers that each part gives for its own."""
+        order = np.concatenate([numbers for numbers, _ in parts])
+        return cls.concatenate([part for _, part in parts]).take(np.argsort(order, kind="stable"))
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """``start, start + 1, …`` of each length, one after the other."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+
+
+def rank_within(groups: Ints) -> Ints:
+    """For ascending ``groups``, the place of every element in its group, from 0."""
+    first = np.searchsorted(groups, groups)
+    return np.arange(len(groups)) - first
+
+
+def to_rows(parts: Ragged, rows: Ints, count: int, length: int, pad: int) -> tuple[Ints, Ints]:
+    """Join the sequences of each row and cut or pad it to ``length``.
+
+    Args:
+        rows: row of each sequence, ascending.
+        count: of rows.
+
+    Returns:
+        tokens int16 and weights uint8, both ``[count, length]``.
+    """
+    row_of_token = np.repeat(rows, parts.lengths)
+    column = rank_within(row_of_token)
+    kept = column < length
+    tokens = np.full((count, length), pad, TOKEN)
+    weights = np.zeros((count, length), WEIGHT)
+    tokens[row_of_token[kept], column[kept]] = parts.tokens[kept]
+    weights[row_of_token[kept], column[kept]] = parts.weights[kept]
+    return tokens, weights
