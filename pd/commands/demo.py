@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # noise holds any character
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # SIGINT too: a script's background jobs start with it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="pd-demo-") as directory:
         children = Children(Path(directory))
