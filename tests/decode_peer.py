@@ -31,7 +31,14 @@ POOL_PAGES = 64
 class DecodePeer(RawPeer):
     """Shakes hands as ``name`` and then says only what a test has it say."""
 
-    def __init__(self, prefill: NodeServer, name: str = "decode-1", backend: str = "tcp") -> None:
+    def __init__(
+        self,
+        prefill: NodeServer,
+        name: str = "decode-1",
+        backend: str = "tcp",
+        *,
+        silent: bool = False,
+    ) -> None:
         super().__init__(prefill.node.endpoint, name)
         self.prefill = prefill
         layout = prefill.node.engine.layout
@@ -49,6 +56,8 @@ class DecodePeer(RawPeer):
             transfer_address=self.transfer.address(),
         )
         self.shake_hands()
+        if not silent:
+            self.live()
 
     def shake_hands(self) -> None:
         to = self.prefill.instance_id

@@ -57,6 +57,7 @@ class PrefillPeers:
                 self._node.control.connect(instance.encode(), own, result.endpoint)
                 self._leases.renew(instance)
                 self._urls[instance] = url
+                self._beat(instance)  # P can send nothing before it has heard from us
             then(None)
 
     def heard_from(self, instance: str) -> None:
@@ -70,9 +71,12 @@ class PrefillPeers:
 
     def heartbeat(self) -> None:
         """Tell every prefill node that D lives."""
-        own = self._node.instance_id
         for instance in self._leases:
-            self._node.control.post(instance.encode(), PeerHeartbeat(to=instance, sender=own))
+            self._beat(instance)
+
+    def _beat(self, instance: str) -> None:
+        message = PeerHeartbeat(to=instance, sender=self._node.instance_id)
+        self._node.control.post(instance.encode(), message)
 
     def sweep(self, now: float) -> None:
         """Lose peers that were silent for a lease (control thread)."""

@@ -87,6 +87,7 @@ class Receiving:
 
         def connected(error: PDError | None) -> None:
             if request.state.terminal:
+                self._tell_peer(request)  # it could not be told when the request ended
                 return
             if error is not None:
                 self._node.fail(request, NodeFailedError(error.message))

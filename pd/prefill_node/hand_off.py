@@ -68,6 +68,9 @@ class HandOff:
         self._transfer = transfer
         self._resume = resume
         self._peers: Leases[str] = Leases()
+        # Aborts for peers that have not spoken yet: until then nothing can be sent to them.
+        self._untold: dict[str, list[tuple[float, AbortRoom]]] = {}
+        self._reached: set[str] = set()
         # Reservations whose requests have not come yet, by room and sender, with their expiry.
         self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
         self.in_flight: list[Request] = []
@@ -87,16 +90,21 @@ class HandOff:
         if self._node.registry is not None:
             self._node.registry.forget(instance)
         self._transfer.disconnect(instance)
+        self._reached.discard(instance)
         self._early = {key: early for key, early in self._early.items() if key[1] != instance}
         error = NodeFailedError(f"decode node {instance} failed: {why}")
         for request in [r for r in self._node.requests.values() if r.peer == instance]:
             self._node.fail(request, error)
+        self._untold.pop(instance, None)
 
     def heard_from(self, instance: str) -> bool:
         """Note a sign of life; False if this instance never shook hands."""
         if instance not in self._peers:
             return False
         self._peers.renew(instance)
+        self._reached.add(instance)
+        for _, message in self._untold.pop(instance, ()):
+            self._post(instance, message)
         return True
 
     def heartbeat(self) -> None:
@@ -308,9 +316,8 @@ class HandOff:
             return
         if outgoing.sender is not None:
             outgoing.sender.abort()
-        if request.peer in self._peers:
-            epoch = outgoing.reservation.epoch if outgoing.reservation else 0
-            self._post_abort(request.peer, request.room, epoch, _reason(request))
+        epoch = outgoing.reservation.epoch if outgoing.reservation else 0
+        self._post_abort(request.peer, request.room, epoch, _reason(request))
 
     def may_release(self, request: Request) -> bool:
         """Whether the sender has let go of the source pages."""
@@ -346,6 +353,10 @@ class HandOff:
             if now > expires:
                 del self._early[key]
                 self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
+        for peer, aborts in list(self._untold.items()):
+            self._untold[peer] = [abort for abort in aborts if abort[0] > now]
+            if not self._untold[peer]:
+                del self._untold[peer]
         for request in list(self._node.requests.values()):
             waited = now - request.times.arrived
             if request.peer and request.peer not in self._peers and waited > LEASE_SECONDS:
@@ -359,7 +370,12 @@ class HandOff:
 
     def _post_abort(self, to: str, room: bytes, epoch: int, error: ErrorInfo) -> None:
         own = self._node.instance_id
-        self._post(to, AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error))
+        message = AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error)
+        if to in self._reached:
+            self._post(to, message)
+        else:
+            expires = time.monotonic() + LEASE_SECONDS
+            self._untold.setdefault(to, []).append((expires, message))
 
     def _post_drained(self, to: str, room: bytes, epoch: int) -> None:
         # NOTE: what is on its way to a peer that was disconnected may still land, and only that

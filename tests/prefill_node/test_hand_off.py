@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import is_idle, random_prompts, wait_until
+from cluster import is_idle, wait_until
 from decode_peer import DecodePeer
-from raw_peer import RawPeer, proxy_of
-from requests_for_tests import make_generate
-from tiny import TOKEN_BYTES, tiny_node
+from prefill_helpers import PROMPT, ask, computed, handled
+from raw_peer import RawPeer
+from tiny import TOKEN_BYTES
 
 from pd.core.errors import AbortedError, DeadlineExceededError
 from pd.core.messages import (
@@ -19,8 +19,6 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     Failed,
-    NodeHeartbeat,
-    PeerHeartbeat,
     Reservation,
     StepOutputs,
 )
@@ -28,66 +26,7 @@ from pd.core.request import RequestState
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pd.launch import NodeServer
-
-PROMPT = next(random_prompts(7, [21]))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[NodeServer]:
-    node = tiny_node("prefill", chunked_prefill_size=8)
-    yield node
-    node.stop()
-
-
-@pytest.fixture
-def prefill(server: NodeServer) -> Iterator[NodeServer]:
-    """Idle and consistent after each test."""
-    yield server
-    with server.node.lock:
-        server.node.abort(None)
-    wait_until(lambda: is_idle(server), 10, server.node.server_info)
-    server.node.check()
-    assert not server.node.hand_off._early
-    server.node.flush_cache()
-
-
-@pytest.fixture
-def proxy(prefill: NodeServer) -> Iterator[RawPeer]:
-    with proxy_of(prefill) as peer:
-        yield peer
-
-
-@pytest.fixture
-def decode(prefill: NodeServer) -> Iterator[DecodePeer]:
-    with DecodePeer(prefill) as peer:
-        yield peer
-    with prefill.node.lock:
-        prefill.node.lose_peer(peer.name, "the test is over")
-
-
-def ask(proxy: RawPeer, prefill: NodeServer, decode: DecodePeer, **fields: Any) -> bytes:
-    message = make_generate(
-        PROMPT, to=prefill.instance_id, sender=proxy.name, peer=decode.name, **fields
-    )
-    proxy.send(message)
-    return message.room
-
-
-def computed(proxy: RawPeer) -> int:
-    """Wait for token 1 and return it."""
-    (output,) = proxy.receive(StepOutputs).outputs
-    assert output.position == 0
-    return output.token_ids[0]
-
-
-def handled(peer: RawPeer) -> None:
-    """Everything that this peer sent so far was handled."""
-    peer.beat()
-    peer.receive(NodeHeartbeat)
-
 
 # ---- the good way
 
@@ -345,54 +284,11 @@ def test_a_proxys_abort_reaches_d(
         assert decode.receive(Drained, 1).epoch == epoch
 
 
-# ---- the end of a peer
-
-
-def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
-    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 0.5)
-    with DecodePeer(prefill, "silent") as silent:
-        dead = ask(proxy, prefill, silent)
-        alive = ask(proxy, prefill, decode)
-        silent.reserve(dead, len(PROMPT))
-        wait_until(lambda: {dead, alive} <= set(prefill.node.requests), 5)
-
-        def is_dead() -> bool:
-            proxy.beat()
-            decode.live()
-            return dead not in prefill.node.requests
-
-        wait_until(is_dead, 5)
-        failed = proxy.receive(Failed)
-        assert failed.room == dead
-        assert "decode node silent failed: no heartbeat" in failed.error.message
-        assert not prefill.node.requests[alive].state.terminal
-        assert prefill.node.ready
-        assert not silent.answers(Drained, 0.2), "only its own disconnect protects its pages now"
-        silent.reserve(b"a later room....", 8)
-        handled(silent)
-        assert not prefill.node.hand_off._early, "it must shake hands again first"
-        silent.shake_hands()
-        epoch, _ = silent.reserve(room := ask(proxy, prefill, silent), len(PROMPT))
-        while silent.receive(Commit).epoch != epoch:
-            pass  # of the room that is dead
-        silent.acknowledge(room, epoch)
-        handled(silent)
-        prefill.node.lose_peer(silent.name, "the test is over")
-
-
-def test_a_decode_node_that_never_shakes_hands_fails_the_request_after_a_lease(
-    prefill: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.3)
-    message = make_generate(
-        PROMPT, to=prefill.instance_id, sender=proxy.name, peer="a-decode-node-nobody-knows"
-    )
-    proxy.send(message)
-    assert "did not shake hands" in proxy.receive(Failed).error.message
-
-
-def test_both_sides_hear_heartbeats(prefill: NodeServer, decode: DecodePeer) -> None:
-    handled(decode)
-    assert decode.receive(PeerHeartbeat, 2).sender == prefill.instance_id
+def test_an_abort_waits_until_d_can_hear_it(prefill: NodeServer, proxy: RawPeer) -> None:
+    with DecodePeer(prefill, "slow to connect", silent=True) as decode:
+        room = ask(proxy, prefill, decode)
+        proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
+        wait_until(lambda: prefill.node.is_buried(room), 5)
+        decode.live()
+        assert decode.receive(AbortRoom, 1).room == room
+        prefill.node.lose_peer(decode.name, "the test is over")

@@ -1,0 +1,287 @@
+"""Two real nodes whose transfers or reservations are slow, late, lost or given up."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import is_idle, random_prompts, wait_until
+from hand_off_helpers import Gate, pages, queues, scripted_cluster
+from tiny import tiny_cluster
+
+from pd.core.errors import TransferError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster import Cluster, Pending
+
+PROMPT = next(random_prompts(21, [40]))
+FOREVER = 3000
+
+
+def sent(cluster: Cluster, prompt: list[int] = PROMPT, **params: Any) -> Pending:
+    return cluster.client.generate(prompt, cluster.pair, **{"max_tokens": 200} | params)
+
+
+# ---- the first token waits for nothing but prefill
+
+
+def times_to_first_token(cluster: Cluster, count: int = 5) -> float:
+    """Median of several, one after the other; each waits for the whole answer."""
+    times = []
+    for prompt in random_prompts(22, [40] * count):
+        request = sent(cluster, prompt, max_tokens=3)
+        request.tokens()
+        assert request.choices[0].first_at is not None
+        times.append(request.choices[0].first_at - request.sent_at)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("slow", ["delay_write", "delay_reservation"])
+def test_a_slow_hand_off_does_not_delay_token_1(tmp_path: Path, slow: str) -> None:
+    with tiny_cluster() as cluster:
+        usual = times_to_first_token(cluster)
+    with scripted_cluster(tmp_path, {"do": slow, "seconds": 0.5}) as cluster:
+        assert times_to_first_token(cluster, 3) < max(5 * usual, 0.2)
+        request = sent(cluster, max_tokens=3)
+        wait_until(lambda: request.choices[0].tokens, 5)
+        assert queues(cluster.decode[0])["transfer"] == 1, "token 1 came before the hand-off"
+        request.tokens()
+        assert request.ended_at - request.sent_at >= 0.5
+        cluster.wait_idle()
+
+
+# ---- an abort in every state, told to one node, frees both
+
+
+def hold(state: str, cluster: Cluster) -> tuple[Pending, list[Gate]]:
+    """A request that stays in a state until its gate opens."""
+    prefill, decode = cluster.pair
+    gates: list[Gate] = []
+    if state in ("P waits", "P computes"):
+        gates.append(Gate(prefill))
+        if state == "P waits":
+            sent(cluster, [1] * 8)
+            assert gates[0].entered.wait(5)
+    if state in ("D waits", "D computes"):
+        gates.append(Gate(decode))
+        if state == "D waits":
+            sent(cluster, [1] * 8)
+            assert gates[0].entered.wait(5)
+    request = sent(cluster)
+    checks = {
+        "P waits": lambda: queues(prefill)["waiting"] == 1,
+        "P computes": lambda: gates[0].entered.is_set(),
+        "in flight, not reserved": lambda: queues(prefill)["in_flight"] == 1,
+        "in flight": lambda: queues(prefill)["in_flight"] and queues(decode)["transfer"],
+        "D waits": lambda: queues(decode)["waiting"] == 1,
+        "D computes": lambda: gates[0].entered.is_set(),
+        "D streams": lambda: len(request.choices[0].tokens) > 3,
+    }
+    wait_until(checks[state], 5, lambda: (queues(prefill), queues(decode)))
+    return request, gates
+
+
+RULES = {
+    "in flight, not reserved": {"do": "delay_reservation", "seconds": FOREVER},
+    "in flight": {"do": "delay_write", "seconds": FOREVER},
+}
+STATES = (
+    "P waits",
+    "P computes",
+    "in flight, not reserved",
+    "in flight",
+    "D waits",
+    "D computes",
+    "D streams",
+)
+
+
+# Once D has the KV, the prefill node has done its part.
+BOTH = [(state, told) for state in STATES for told in ("prefill", "decode")]
+CASES = [(state, told) for state, told in BOTH if told == "decode" or not state.startswith("D ")]
+
+
+@pytest.mark.parametrize(("state", "told"), CASES)
+def test_an_abort_told_to_one_node_ends_the_room_on_both_within_a_second(
+    tmp_path: Path, state: str, told: str
+) -> None:
+    rules = [RULES[state]] if state in RULES else []
+    batch = {"max_running_requests": 1}
+    with scripted_cluster(tmp_path, *rules, **batch) as cluster:
+        request, gates = hold(state, cluster)
+        request.nodes = [cluster.prefill[0] if told == "prefill" else cluster.decode[0]]
+        cluster.client.abort(request)
+
+        def ended(node: Any) -> bool:
+            found = node.requests.get(request.room)
+            return found is None or found.state.terminal
+
+        for server in cluster.pair:
+            wait_until(lambda server=server: ended(server.node), 1, server.node.server_info)
+        if state == "P computes":
+            assert pages(cluster.prefill[0])["locked"] > 0, "a launched step still writes there"
+        for gate in gates:
+            gate.open()
+        cluster.client.abort(request)
+        with cluster.prefill[0].node.lock, cluster.decode[0].node.lock:
+            for server in cluster.pair:
+                server.node.abort(None)
+        cluster.wait_idle()
+
+
+def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
+    with tiny_cluster(kv_cache_tokens=120, reserved_decode_tokens=1) as cluster:
+        decode = cluster.decode[0].node.decode
+        requests = [sent(cluster, prompt, max_tokens=60) for prompt in random_prompts(3, [20] * 4)]
+        wait_until(lambda: decode.retracted, 10)
+        with cluster.decode[0].node.lock:
+            room = decode.retracted[0].request.room if decode.retracted else b""
+        for request in requests:
+            if request.room == room:
+                cluster.client.abort(request)
+            else:
+                request.tokens(20)
+        cluster.wait_idle()
+        assert decode._host_used == 0
+
+
+# ---- pages that a late write may still hit
+
+
+def test_quarantine_is_visible_while_the_drain_is_outstanding_and_ends_after(
+    tmp_path: Path,
+) -> None:
+    with scripted_cluster(tmp_path, {"do": "late_write", "seconds": 1.0}) as cluster:
+        prefill, decode = cluster.pair
+        request = sent(cluster)
+        wait_until(lambda: queues(prefill)["in_flight"] and pages(decode)["reserved"], 5)
+        cluster.client.abort(request)
+        wait_until(lambda: pages(decode)["quarantined"] == 10, 0.9, lambda: pages(decode))
+        assert pages(prefill)["locked"] == 10, "the late write has yet to read its source"
+        counts = pages(decode)
+        assert sum(counts.values()) == 2 * counts["total"]
+        for server in cluster.pair:
+            server.node.check()
+        cluster.wait_idle()
+        assert pages(decode)["quarantined"] == 0
+
+
+def test_late_and_duplicated_writes_of_aborted_rooms_hit_nobody_else(
+    tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = list(random_prompts(seed, [rng.randrange(20, 60) for _ in range(12)]))
+    with tiny_cluster() as cluster:
+        expected = [sent(cluster, prompt, max_tokens=6).tokens() for prompt in prompts]
+    rules = (
+        {"do": "late_write", "seconds": [0.0, 0.3], "probability": 0.5},
+        {"do": "duplicate_write", "seconds": [0.0, 0.3], "probability": 0.3},
+        {"do": "delay_reservation", "seconds": [0.0, 0.1], "probability": 0.3},
+    )
+    # The decode node has memory for three: pages given up are needed again at once.
+    small = {"decode_settings": {"kv_cache_tokens": 200, "reserved_decode_tokens": 8}}
+    with scripted_cluster(tmp_path, *rules, chunked_prefill_size=16, **small) as cluster:
+        kept: list[tuple[int, Pending]] = []
+        for _ in range(6):
+            for index in rng.sample(range(len(prompts)), 6):
+                request = sent(cluster, prompts[index], max_tokens=6)
+                if rng.random() < 0.5:
+                    kept.append((index, request))
+                else:
+                    time.sleep(rng.random() * 0.05)
+                    cluster.client.abort(request)
+            for server in cluster.pair:
+                server.node.check()
+        for index, request in kept:
+            assert request.tokens(60) == expected[index], f"prompt {index}"
+        cluster.wait_idle()
+
+
+# ---- transfers that fail
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"do": "fail_room", "rooms": 1},
+        {"do": "lose_write", "rooms": 1, "seconds": 0.05},
+    ],
+    ids=lambda rule: rule["do"],
+)
+def test_a_failed_transfer_fails_its_request_with_its_cause_and_no_other(
+    tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    with scripted_cluster(tmp_path, rule) as cluster:
+        first = sent(cluster, max_tokens=4)
+        with pytest.raises(TransferError, match="fake script"):
+            first.tokens(5)
+        (other,) = random_prompts(23, [30])
+        assert len(sent(cluster, other, max_tokens=4).tokens(5)) == 4
+        assert all(server.node.ready for server in cluster.pair)
+        cluster.wait_idle()
+
+
+# ---- memory that one side lacks
+
+
+def test_a_parked_prefill_is_computed_again_and_handed_over(tmp_path: Path) -> None:
+    # The first waits long for its reservation; the second has one but no pages on P.
+    prompts = list(random_prompts(24, [40, 44]))
+    with tiny_cluster() as cluster:
+        expected = [sent(cluster, prompt, max_tokens=8).tokens() for prompt in prompts]
+    slow = {"do": "delay_reservation", "seconds": 1.0, "rooms": 1}
+    small = {"prefill_settings": {"kv_cache_tokens": 64}}
+    with scripted_cluster(tmp_path, slow, **small) as cluster:
+        parked: list[Pending] = []
+        first = sent(cluster, prompts[0], max_tokens=8)
+        wait_until(lambda: first.choices[0].tokens, 5)
+        outgoing = cluster.prefill[0].node.requests[first.room].hand_off
+        second = sent(cluster, prompts[1], max_tokens=8)
+        wait_until(lambda: outgoing.parked or (not parked and first.done.is_set()), 5)
+        assert outgoing.parked
+        cluster.prefill[0].node.check()
+        assert second.tokens(10) == expected[1]
+        assert first.tokens(10) == expected[0]
+        positions = [output.position for output in first.outputs]
+        assert positions == [0, 0, *range(1, 8)], "token 1 came once from each node"
+        cluster.wait_idle()
+
+
+# ---- steps longer than a lease
+
+
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+def test_a_step_longer_than_a_lease_makes_nobody_believe_that_a_node_is_gone(
+    slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 1.2)
+    with tiny_cluster() as cluster:
+        sent(cluster, [1] * 8, max_tokens=2).tokens()
+        gate = Gate(cluster.prefill[0] if slow == "prefill" else cluster.decode[0])
+        request = sent(cluster, max_tokens=5)
+        assert gate.entered.wait(5)
+        time.sleep(2.0)
+        gate.open()
+        assert len(request.tokens(5)) == 5
+        cluster.wait_idle()
+
+
+def test_stopping_a_node_tells_proxy_and_peer() -> None:
+    with tiny_cluster() as cluster:
+        gate = Gate(cluster.prefill[0])
+        request = sent(cluster)
+        assert gate.entered.wait(5)
+        wait_until(lambda: queues(cluster.decode[0])["transfer"] == 1, 5)
+        with cluster.prefill[0].node.lock:
+            for waiting in list(cluster.prefill[0].node.requests.values()):
+                cluster.prefill[0].node.fail(waiting, TransferError("stopped"))
+        wait_until(lambda: is_idle(cluster.decode[0]), 1)
+        with pytest.raises(TransferError, match="stopped"):
+            request.tokens(1)
+        gate.open()
+        cluster.wait_idle()

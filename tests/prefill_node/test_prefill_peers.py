@@ -1,0 +1,68 @@
+"""What the end of a decode node means for a prefill node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster import wait_until
+from decode_peer import DecodePeer
+from prefill_helpers import PROMPT, ask, handled
+from requests_for_tests import make_generate
+
+from pd.core.messages import Commit, Drained, Failed, PeerHeartbeat
+
+if TYPE_CHECKING:
+    import pytest
+    from raw_peer import RawPeer
+
+    from pd.launch import NodeServer
+
+
+def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 0.5)
+    with DecodePeer(prefill, "silent") as silent:
+        dead = ask(proxy, prefill, silent)
+        alive = ask(proxy, prefill, decode)
+        silent.reserve(dead, len(PROMPT))
+        wait_until(lambda: {dead, alive} <= set(prefill.node.requests), 5)
+
+        def is_dead() -> bool:
+            proxy.beat()
+            decode.live()
+            return dead not in prefill.node.requests
+
+        wait_until(is_dead, 5)
+        failed = proxy.receive(Failed)
+        assert failed.room == dead
+        assert "decode node silent failed: no heartbeat" in failed.error.message
+        assert not prefill.node.requests[alive].state.terminal
+        assert prefill.node.ready
+        assert not silent.answers(Drained, 0.2), "only its own disconnect protects its pages now"
+        silent.reserve(b"a later room....", 8)
+        handled(silent)
+        assert not prefill.node.hand_off._early, "it must shake hands again first"
+        silent.shake_hands()
+        epoch, _ = silent.reserve(room := ask(proxy, prefill, silent), len(PROMPT))
+        while silent.receive(Commit).epoch != epoch:
+            pass  # of the room that is dead
+        silent.acknowledge(room, epoch)
+        handled(silent)
+        prefill.node.lose_peer(silent.name, "the test is over")
+
+
+def test_a_decode_node_that_never_shakes_hands_fails_the_request_after_a_lease(
+    prefill: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.3)
+    message = make_generate(
+        PROMPT, to=prefill.instance_id, sender=proxy.name, peer="a-decode-node-nobody-knows"
+    )
+    proxy.send(message)
+    assert "did not shake hands" in proxy.receive(Failed).error.message
+
+
+def test_both_sides_hear_heartbeats(prefill: NodeServer, decode: DecodePeer) -> None:
+    handled(decode)
+    assert decode.receive(PeerHeartbeat, 2).sender == prefill.instance_id
