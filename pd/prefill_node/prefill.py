@@ -74,20 +74,23 @@ class PrefillManager:
 
     def _admit_waiting(self, budget: int, max_running: int, works: list[Work]) -> None:
         short = False
+        owed: list[Request] = []
         for request in self.waiting.candidates():
             leaves = self._will_leave is not None and self._will_leave(request)
-            if short and not leaves:
+            if (short and not leaves) or self.waiting.should_follow(request, self.running):
                 continue
-            if self.waiting.should_follow(request, self.running):
-                continue
+            if any(self.waiting.is_overdue(other) for other in owed):
+                return  # the memory that comes free is theirs
             if self._admit(request, leaves):
                 budget -= self._chunk(request, budget, works)
                 if budget <= 0 or len(self.running) >= max_running:
                     return
-            elif self._will_leave is None or (leaves and self.waiting.is_overdue(request)):
-                return  # the memory that comes free is for this one
+            elif self._will_leave is None:
+                return
             else:
                 short = True
+                if leaves:
+                    owed.append(request)
 
     def _admit(self, request: Request, leaves: bool) -> bool:
         """Lock the cached prefix and secure pages for the whole prompt, or change nothing."""

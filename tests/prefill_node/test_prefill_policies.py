@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prefill_bench import PrefillBench
 from requests_for_tests import make_request
@@ -157,6 +157,7 @@ def test_who_is_overdue_gets_the_memory_that_comes_free() -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example(seed=38967, policy="dfs-weight", max_overtakes=1, tight=True)
 @given(
     seed=st.integers(0, 1 << 30),
     policy=st.sampled_from(sorted(POLICIES)),
