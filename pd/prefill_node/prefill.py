@@ -29,7 +29,7 @@ class PrefillManager:
             for it already). Such requests run even while others lack memory, since they give
             theirs back. None if no request is like that.
         reclaim: called when one of these lacks this many pages; frees what it can.
-        headroom: pages that must stay available after an admission.
+        headroom: pages that must stay available after the admission of a request.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PrefillManager:
         *,
         will_leave: Callable[[Request], bool] | None = None,
         reclaim: Callable[[int], None] = lambda pages: None,
-        headroom: Callable[[], int] = lambda: 0,
+        headroom: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self._config = config
         self._model = engine.model_config
@@ -96,7 +96,7 @@ class PrefillManager:
         """Lock the cached prefix and secure pages for the whole prompt, or change nothing."""
         memory, sequence = self._memory, request.sequence
         length, reusable = len(request.prompt), reusable_tokens(request)
-        headroom = self._headroom()
+        headroom = self._headroom(request)
         missing = memory.missing(sequence, length, reusable)
         if missing + headroom > memory.available and not leaves:
             return False

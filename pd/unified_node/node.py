@@ -30,12 +30,16 @@ class UnifiedNode(Node):
         self.decode = DecodeManager(self)
         self.prefill = PrefillManager(config, engine, self.memory, headroom=self._headroom)
 
-    def _headroom(self) -> int:
-        """Pages that prompts must leave to the decode batch."""
-        decode = self.decode
+    def _headroom(self, request: Request) -> int:
+        """Pages that must be left when this request is admitted, for everybody here to grow; none
+        when nobody else is here, so that all make progress."""
+        decode, others = self.decode, [r.sequence for r in self.prefill.running]
         if decode.retracted:
             return self.memory.num_pages
-        return decode.growth if decode.running or decode.waiting else 0
+        if not others and not decode.running and not decode.waiting:
+            return 0
+        growth = decode.reserve.growth([*others, request.sequence], self.memory.page_size)
+        return growth + decode.growth
 
     def plan(self) -> list[Work]:
         works = self.decode.plan()

@@ -89,7 +89,7 @@ def test_prompts_leave_room_for_answers_to_grow() -> None:
         prompts = list(random_prompts(4, [30] * 8))
         sent = [cluster.client.generate(p, cluster.unified, max_tokens=40) for p in prompts]
         assert [len(request.tokens(30)) for request in sent] == [40] * 8
-        assert node.metrics.retractions._value.get() <= 4
+        assert node.metrics.retractions._value.get() == 0
         cluster.wait_idle()
 
 
