@@ -114,7 +114,8 @@ def _drafters(report: dict[str, Any]) -> str:
         "## Drafters",
         "",
         "For speculative decoding: `pd/assets/embedded-draft`, a model of two small layers with "
-        "the same tokenizer, and `pd/assets/embedded-eagle`, an EAGLE-style head. Acceptance length "
+        "the same tokenizer, and `pd/assets/embedded-eagle`, an EAGLE-style head. Acceptance "
+        "length "
         "(tokens per verification step, the model's own among them) with greedy decoding in "
         "float32, by number of drafted tokens:",
         "",
