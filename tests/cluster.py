@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -269,8 +270,9 @@ class Cluster:
 
     def close(self) -> None:
         self.client.close()
-        for server in self.nodes:
-            server.stop()
+        # Together, because an HTTP server takes a fifth of a second to end.
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(NodeServer.stop, self.nodes))
 
     def __enter__(self) -> Cluster:
         return self
