@@ -44,7 +44,7 @@ class PrefillPeer:
     Its pool is full of ones: what D received can be told from what was never written.
     """
 
-    def __init__(self, decode_node: NodeServer, backend: str = "tcp") -> None:
+    def __init__(self, decode_node: NodeServer, backend: str = "tcp", endpoint: str = "") -> None:
         node = decode_node.node
         self.decode_node = decode_node
         self.name = f"prefill-{secrets.token_hex(4)}"
@@ -61,7 +61,7 @@ class PrefillPeer:
             role="prefill",
             model_id=node.engine.model_id,
             kv=node.engine.layout,
-            endpoint=f"tcp://127.0.0.1:{port}",
+            endpoint=endpoint or f"tcp://127.0.0.1:{port}",
             bootstrap=self.url,
             transfer_backend=backend,
             transfer_address=self.transfer.address(),

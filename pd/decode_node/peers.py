@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pd.bootstrap.peers import PeerDirectory
-from pd.core.errors import NodeFailedError, PDError
+from pd.core.errors import HandshakeError, NodeFailedError, PDError
 from pd.core.messages import LEASE_SECONDS, PeerHeartbeat
 from pd.node.leases import Leases
 
@@ -51,14 +51,22 @@ class PrefillPeers:
                 then(result)
                 return
             if instance not in self._leases:
-                for old in [i for i, known in self._urls.items() if known == url]:
-                    self.lose(old, f"restarted as {instance}")
-                own = self._node.instance_id.encode()
-                self._node.control.connect(instance.encode(), own, result.endpoint)
-                self._leases.renew(instance)
-                self._urls[instance] = url
-                self._beat(instance)  # P can send nothing before it has heard from us
+                try:
+                    self._connect(url, result)
+                except HandshakeError as error:
+                    self._directory.forget(instance)
+                    then(error)
+                    return
             then(None)
+
+    def _connect(self, url: str, peer: NodeInfo) -> None:
+        instance, own = peer.instance_id, self._node.instance_id
+        for old in [i for i, known in self._urls.items() if known == url]:
+            self.lose(old, f"restarted as {instance}")
+        self._node.control.connect(instance.encode(), own.encode(), peer.endpoint)
+        self._leases.renew(instance)
+        self._urls[instance] = url
+        self._beat(instance)  # P can send nothing before it has heard from us
 
     def heard_from(self, instance: str) -> None:
         """Note a sign of life."""

@@ -15,7 +15,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from pd.core.cluster_key import curve_keypair
-from pd.core.errors import SetupError
+from pd.core.errors import HandshakeError, SetupError
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, decode, encode
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class ControlThread(threading.Thread):
         self._wake()
 
     def connect(self, identity: bytes, own: bytes, endpoint: str) -> None:
-        """Open a DEALER to a prefill node (control thread only)."""
+        """Open a DEALER to a prefill node (control thread only). Raises HandshakeError when the
+        endpoint is no address."""
         self.disconnect(identity)
         dealer = self._open(zmq.DEALER, ipv6="[" in endpoint)
         dealer.setsockopt(zmq.IDENTITY, own)
@@ -121,7 +122,11 @@ class ControlThread(threading.Thread):
             dealer.curve_serverkey = public
             dealer.curve_publickey = public
             dealer.curve_secretkey = secret
-        dealer.connect(endpoint)
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError as error:
+            dealer.close()
+            raise HandshakeError(f"cannot connect to endpoint {endpoint!r}: {error}") from error
         self._dealers[identity] = dealer
         self._poller.register(dealer, zmq.POLLIN)
 

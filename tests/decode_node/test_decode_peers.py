@@ -105,3 +105,12 @@ def test_heartbeats_reach_the_prefill_node(
     ask(proxy, decode, prefill)
     prefill.receive(Reservation)
     assert prefill.receive(PeerHeartbeat, 2).sender == decode.instance_id
+
+
+def test_an_endpoint_that_is_no_address_fails_the_request(
+    decode: NodeServer, proxy: RawPeer
+) -> None:
+    with PrefillPeer(decode, endpoint="not an address") as nowhere:
+        for _ in range(2):
+            ask(proxy, decode, nowhere)
+            assert "not an address" in proxy.receive(Failed).error.message
