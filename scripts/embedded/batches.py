@@ -10,7 +10,7 @@ import numpy as np
 from embedded import skills, wording
 from embedded.ragged import Ragged, rank_within, to_rows
 from embedded.text import END_OF_TEXT, TURN_END, TURN_START
-from embedded.turns import ANSWER, RESULT, TurnMaker, Turns
+from embedded.turns import ANSWER, PHRASINGS, RESULT, TurnMaker, Turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,8 +63,8 @@ class _Lines:
 class BatchMaker:
     """Makes batches; the same seed and step give the same batch in any process."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.turns = TurnMaker(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, phrasings: int = PHRASINGS) -> None:
+        self.turns = TurnMaker(tokenizer, phrasings)
         self.composer = self.turns.composer
         self._pad = tokenizer.token_to_id(END_OF_TEXT)
 

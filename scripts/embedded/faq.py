@@ -48,7 +48,11 @@ _LITTLE_MEANING = """
 a an the do does is are was be of to in for on it its this that there i you me my one can could
 would should will tell please say explain describe show what which how get when
 """
-_FUNCTION_WORDS = frozenset(_LITTLE_MEANING.split())
+_FUNCTION_WORDS = tuple(_LITTLE_MEANING.split())
+# Words that may stand anywhere without changing what is asked.
+_FILLERS = (*_FUNCTION_WORDS, "now", "here", "exactly", "actually", "again", "just", "with", "by",
+            "or", "and", "not", "if", "at", "any", "your", "we", "they", "has", "have", "make",
+            "want", "know", "use", "about", "means", "happen", "way")  # fmt: skip
 _TRIES = 60
 
 
@@ -113,11 +117,50 @@ def variants(entry: Entry, count: int, rng: random.Random) -> list[str]:
     for _ in range(_TRIES * count):
         if len(found) >= count:
             break
-        text = _vary(rng.choice(entry.trained), rng)
+        text = _vary(rng.choice(entry.trained), rng) if rng.random() < 0.5 else _mix(entry, rng)
         words = f" {normalize(text)} "
         if not any(each in words for each in forbidden):
             found[text] = None
     return list(found)
+
+
+def _mix(entry: Entry, rng: random.Random) -> str:
+    """Words that matter, in other forms and another order, with words that do not among them.
+
+    Hardly a sentence, but it teaches that the words that matter decide, whatever surrounds them.
+    """
+    words = _telling_words(rng.choice(entry.trained))
+    if rng.random() < 0.3:
+        words += _telling_words(rng.choice(entry.trained))
+    words = [_inflect(word, rng) for word in dict.fromkeys(words)]
+    if rng.random() < 0.5:
+        rng.shuffle(words)
+    mixed: list[str] = []
+    share = rng.choice((0.2, 0.5, 0.8))
+    for word in words:
+        while rng.random() < share and len(mixed) < 14:
+            mixed.append(rng.choice(_FILLERS))
+        mixed.append(word)
+    while rng.random() < share and len(mixed) < 14:
+        mixed.append(rng.choice(_FILLERS))
+    text = " ".join(mixed) + rng.choice(("?", "?", ".", ""))
+    return text[0].upper() + text[1:] if rng.random() < 0.7 else text
+
+
+def _telling_words(text: str) -> list[str]:
+    words = [word.strip("?.,:!") for word in text.split()]
+    return [word for word in words if word.lower() not in _FUNCTION_WORDS] or words
+
+
+def _inflect(word: str, rng: random.Random) -> str:
+    """Another form of a word now and then: flush, flushes, flushed, flushing."""
+    if len(word) < 3 or not (word.isalpha() and word.islower()) or rng.random() < 0.6:
+        return word
+    for ending in ("ing", "ed", "es", "s"):
+        if word.endswith(ending) and len(word) - len(ending) >= 3:
+            return word[: -len(ending)] + rng.choice(("", "s", "e"))
+    stem = word[:-1] if word.endswith("e") else word
+    return rng.choice((f"{word}s", f"{stem}es", f"{stem}ed", f"{stem}ing"))
 
 
 def _vary(text: str, rng: random.Random) -> str:
