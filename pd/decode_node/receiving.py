@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd.core.errors import NodeFailedError, PDError, TransferError, error_from_kind
+from pd.core.errors import HandshakeError, NodeFailedError, PDError, TransferError, error_from_kind
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
@@ -264,7 +264,10 @@ class Receiving:
     # ---- the end
 
     def on_abort(self, message: AbortRoom) -> None:
-        """P gave the room up, or token 1 ended it."""
+        """P gave the room up, or token 1 ended it, or P believes that this node was gone."""
+        if message.error.kind == HandshakeError.kind:
+            self._node.peers.lose(message.sender, message.error.message)
+            return
         request = self._node.requests.get(message.room)
         if request is None:
             self._node.bury(message.room)

@@ -7,7 +7,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd.core.errors import NodeFailedError, PDError, TransferError, error_from_kind
+from pd.core.errors import (
+    HandshakeError,
+    NodeFailedError,
+    PDError,
+    TransferError,
+    error_from_kind,
+)
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
@@ -16,11 +22,10 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     FirstToken,
-    PeerHeartbeat,
     Reservation,
 )
 from pd.core.request import RequestState
-from pd.node.leases import Leases
+from pd.prefill_node.peers import DecodePeers
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
@@ -67,10 +72,7 @@ class HandOff:
         self._node = node
         self._transfer = transfer
         self._resume = resume
-        self._peers: Leases[str] = Leases()
-        # Aborts for peers that have not spoken yet: until then nothing can be sent to them.
-        self._untold: dict[str, list[tuple[float, AbortRoom]]] = {}
-        self._reached: set[str] = set()
+        self.peers = DecodePeers(node.instance_id, node.control.post)
         # Reservations whose requests have not come yet, by room and sender, with their expiry.
         self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
         self.in_flight: list[Request] = []
@@ -80,37 +82,21 @@ class HandOff:
     def add_peer(self, peer: NodeInfo) -> None:
         """A decode node shook hands."""
         self._transfer.connect(peer)
-        self._peers.renew(peer.instance_id)
+        self.peers.add(peer.instance_id)
 
     def lose_peer(self, instance: str, why: str) -> None:
         """A decode node is gone: what it had is lost, nothing else."""
-        if not self._peers.drop(instance):
+        if not self.peers.drop(instance):
             return
         logger.warning("decode node %s lost: %s", instance, why)
         if self._node.registry is not None:
             self._node.registry.forget(instance)
         self._transfer.disconnect(instance)
-        self._reached.discard(instance)
         self._early = {key: early for key, early in self._early.items() if key[1] != instance}
         error = NodeFailedError(f"decode node {instance} failed: {why}")
         for request in [r for r in self._node.requests.values() if r.peer == instance]:
             self._node.fail(request, error)
-        self._untold.pop(instance, None)
-
-    def heard_from(self, instance: str) -> bool:
-        """Note a sign of life; False if this instance never shook hands."""
-        if instance not in self._peers:
-            return False
-        self._peers.renew(instance)
-        self._reached.add(instance)
-        for _, message in self._untold.pop(instance, ()):
-            self._post(instance, message)
-        return True
-
-    def heartbeat(self) -> None:
-        """Tell every peer that P lives."""
-        for instance in self._peers:
-            self._post(instance, PeerHeartbeat(to=instance, sender=self._node.instance_id))
+        self.peers.drop(instance)  # there is no point in telling it later
 
     # ---- the way of a room
 
@@ -125,8 +111,10 @@ class HandOff:
 
     def on_reservation(self, message: Reservation) -> None:
         """D reserved slots, for a room that may be known, unknown yet, or gone."""
-        if not self.heard_from(message.sender):
-            logger.warning("dropped a reservation of stranger %s", message.sender)
+        if not self.peers.heard_from(message.sender):
+            logger.warning("refused a reservation of stranger %s", message.sender)
+            error = ErrorInfo(HandshakeError.kind, f"{message.sender} did not shake hands")
+            self.peers.send(self._abort(message.sender, message.room, message.epoch, error))
             return
         request = self._node.requests.get(message.room)
         if request is None:
@@ -239,7 +227,7 @@ class HandOff:
             elif state is TransferState.DONE:
                 if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
                     outgoing.commit_sent = now
-                    self._post(request.peer, self._commit(request))
+                    self.peers.send(self._commit(request))
             else:
                 busy = True
         return busy
@@ -285,12 +273,10 @@ class HandOff:
 
     def on_abort(self, message: AbortRoom) -> None:
         """D gave the room up, or repeats that it waits for our drain."""
-        if not self.heard_from(message.sender):
-            logger.warning("dropped an abort of stranger %s", message.sender)
-            return
+        known = self.peers.heard_from(message.sender)
         self._early.pop((message.room, message.sender), None)
         request = self._node.requests.get(message.room)
-        if request is None:
+        if request is None and known:
             self._node.bury(message.room)
         mine = request is not None and request.peer == message.sender
         reservation = request.hand_off.reservation if request is not None and mine else None
@@ -317,7 +303,7 @@ class HandOff:
         if outgoing.sender is not None:
             outgoing.sender.abort()
         epoch = outgoing.reservation.epoch if outgoing.reservation else 0
-        self._post_abort(request.peer, request.room, epoch, _reason(request))
+        self.peers.tell(self._abort(request.peer, request.room, epoch, _reason(request)))
 
     def may_release(self, request: Request) -> bool:
         """Whether the sender has let go of the source pages."""
@@ -347,45 +333,33 @@ class HandOff:
 
     def sweep(self, now: float) -> None:
         """End what waited longer than a lease for a peer."""
-        for instance in self._peers.expired(now):
+        for instance in self.peers.expired(now):
             self.lose_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
         for key, (expires, reservation) in list(self._early.items()):
             if now > expires:
                 del self._early[key]
                 self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
-        for peer, aborts in list(self._untold.items()):
-            self._untold[peer] = [abort for abort in aborts if abort[0] > now]
-            if not self._untold[peer]:
-                del self._untold[peer]
         for request in list(self._node.requests.values()):
             waited = now - request.times.arrived
-            if request.peer and request.peer not in self._peers and waited > LEASE_SECONDS:
+            if request.peer and request.peer not in self.peers and waited > LEASE_SECONDS:
                 error = NodeFailedError(f"decode node {request.peer} did not shake hands")
                 self._node.fail(request, error)
 
     def _refuse(self, reservation: Reservation, error: ErrorInfo) -> None:
         to, room, epoch = reservation.sender, reservation.room, reservation.epoch
-        self._post_abort(to, room, epoch, error)
+        self.peers.tell(self._abort(to, room, epoch, error))
         self._post_drained(to, room, epoch)
 
-    def _post_abort(self, to: str, room: bytes, epoch: int, error: ErrorInfo) -> None:
+    def _abort(self, to: str, room: bytes, epoch: int, error: ErrorInfo) -> AbortRoom:
         own = self._node.instance_id
-        message = AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error)
-        if to in self._reached:
-            self._post(to, message)
-        else:
-            expires = time.monotonic() + LEASE_SECONDS
-            self._untold.setdefault(to, []).append((expires, message))
+        return AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error)
 
     def _post_drained(self, to: str, room: bytes, epoch: int) -> None:
         # NOTE: what is on its way to a peer that was disconnected may still land, and only that
         # peer's own disconnect ends it.
-        if to in self._peers:
+        if to in self.peers:
             own = self._node.instance_id
-            self._post(to, Drained(to=to, sender=own, room=room, epoch=epoch))
-
-    def _post(self, instance: str, message: Commit | AbortRoom | Drained | PeerHeartbeat) -> None:
-        self._node.control.post(instance.encode(), message)
+            self.peers.send(Drained(to=to, sender=own, room=room, epoch=epoch))
 
 
 def _reason(request: Request) -> ErrorInfo:

@@ -180,10 +180,10 @@ class PrefillNode(Node):
         self.hand_off.on_abort(message)
 
     def _on_peer_heartbeat(self, identity: bytes, message: AnyMessage) -> None:
-        self.hand_off.heard_from(message.sender)
+        self.hand_off.peers.heard_from(message.sender)
 
     def on_heartbeat(self) -> None:
-        self.hand_off.heartbeat()
+        self.hand_off.peers.heartbeat()
 
     def sweep(self, now: float) -> None:
         self.hand_off.sweep(now)

@@ -66,6 +66,18 @@ def test_after_a_loss_the_next_request_shakes_hands_again(
     prefill.receive(Reservation)
 
 
+def test_a_prefill_node_that_forgot_us_is_asked_again_at_once(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    rooms = {ask(proxy, decode, prefill, [number] * 8) for number in (1, 2)}
+    reservation = prefill.receive(Reservation)
+    prefill.receive(Reservation)
+    prefill.give_up(reservation.room, reservation.epoch, "handshake")
+    assert {proxy.receive(Failed, 1).room for _ in rooms} == rooms, "it knows none of them"
+    again = ask(proxy, decode, prefill, [3] * 8)
+    assert prefill.receive(Reservation, 1).room == again
+
+
 def test_rooms_that_wait_for_memory_are_not_promised_to_a_lost_peer() -> None:
     # One-sided writes: nobody would ever say that pages promised after the loss are safe again.
     decode = tiny_node("decode", kv_cache_tokens=256, transfer_backend="fake")

@@ -96,7 +96,7 @@ def test_when_token_1_ends_the_request_d_is_told_so(
 # ---- reservations that are not what they should be
 
 
-def test_a_reservation_of_a_stranger_is_dropped(
+def test_a_reservation_of_a_stranger_is_refused(
     prefill: NodeServer, proxy: RawPeer, decode: DecodePeer
 ) -> None:
     room = ask(proxy, prefill, decode)
@@ -106,7 +106,8 @@ def test_a_reservation_of_a_stranger_is_dropped(
         stranger.send(
             Reservation(to=to, sender="stranger", room=room, epoch=1, cached_prefix_len=0)
         )
-        handled(stranger)
+        refusal = stranger.receive(AbortRoom)
+        assert (refusal.epoch, refusal.error.kind) == (1, "handshake")
     assert prefill.node.requests[room].hand_off.reservation is None
 
 

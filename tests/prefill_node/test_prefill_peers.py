@@ -9,7 +9,7 @@ from decode_peer import DecodePeer
 from prefill_helpers import PROMPT, ask, handled
 from requests_for_tests import make_generate
 
-from pd.core.messages import Commit, Drained, Failed, PeerHeartbeat
+from pd.core.messages import AbortRoom, Commit, Drained, Failed, PeerHeartbeat
 
 if TYPE_CHECKING:
     import pytest
@@ -41,7 +41,7 @@ def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
         assert prefill.node.ready
         assert not silent.answers(Drained, 0.2), "only its own disconnect protects its pages now"
         silent.reserve(b"a later room....", 8)
-        handled(silent)
+        assert silent.receive(AbortRoom).error.kind == "handshake"
         assert not prefill.node.hand_off._early, "it must shake hands again first"
         silent.shake_hands()
         epoch, _ = silent.reserve(room := ask(proxy, prefill, silent), len(PROMPT))
@@ -66,3 +66,15 @@ def test_a_decode_node_that_never_shakes_hands_fails_the_request_after_a_lease(
 def test_both_sides_hear_heartbeats(prefill: NodeServer, decode: DecodePeer) -> None:
     handled(decode)
     assert decode.receive(PeerHeartbeat, 2).sender == prefill.instance_id
+
+
+def test_a_lost_decode_nodes_abort_ends_its_room_without_a_drain(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer
+) -> None:
+    handled(decode)
+    prefill.node.lose_peer(decode.name, "the test said so")
+    room = ask(proxy, prefill, decode)
+    wait_until(lambda: room in prefill.node.requests, 5)
+    decode.give_up(room, 0)
+    assert proxy.receive(Failed).room == room
+    assert not decode.answers(Drained, 0.2)

@@ -1,0 +1,81 @@
+"""The decode nodes that a prefill node works with, and what they have yet to be told."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pd.core.messages import LEASE_SECONDS, AbortRoom, PeerHeartbeat
+from pd.node.leases import Leases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.messages import Message
+
+
+class DecodePeers:
+    """Who shook hands and lives. Under the node's lock.
+
+    A decode node connects its message socket after the handshake; until it has spoken, nothing can
+    be sent to it. Aborts wait for that.
+
+    Args:
+        own: instance id of the prefill node.
+        post: sends a message to the process with an identity.
+    """
+
+    def __init__(self, own: str, post: Callable[[bytes, Message], None]) -> None:
+        self._own = own
+        self._post = post
+        self._leases: Leases[str] = Leases()
+        self._reached: set[str] = set()
+        self._untold: dict[str, list[tuple[float, AbortRoom]]] = {}
+
+    def __contains__(self, instance: object) -> bool:
+        return instance in self._leases
+
+    def add(self, instance: str) -> None:
+        """A decode node shook hands."""
+        self._leases.renew(instance)
+
+    def drop(self, instance: str) -> bool:
+        """Forget a decode node; False if it was not known."""
+        self._reached.discard(instance)
+        self._untold.pop(instance, None)
+        return self._leases.drop(instance)
+
+    def heard_from(self, instance: str) -> bool:
+        """Note a sign of life; False if this instance did not shake hands."""
+        if instance not in self._leases:
+            return False
+        self._leases.renew(instance)
+        self._reached.add(instance)
+        for _, message in self._untold.pop(instance, ()):
+            self.send(message)
+        return True
+
+    def send(self, message: Message) -> None:
+        """Send to whom the message names."""
+        self._post(message.to.encode(), message)
+
+    def tell(self, message: AbortRoom) -> None:
+        """Send as soon as the decode node can hear it."""
+        if message.to in self._reached:
+            self.send(message)
+        else:
+            expires = time.monotonic() + LEASE_SECONDS
+            self._untold.setdefault(message.to, []).append((expires, message))
+
+    def heartbeat(self) -> None:
+        """Tell every decode node that P lives."""
+        for instance in self._leases:
+            self.send(PeerHeartbeat(to=instance, sender=self._own))
+
+    def expired(self, now: float) -> list[str]:
+        """Who was silent for a lease. Also forgets what waited that long to be told."""
+        for instance, aborts in list(self._untold.items()):
+            self._untold[instance] = [abort for abort in aborts if abort[0] > now]
+            if not self._untold[instance]:
+                del self._untold[instance]
+        return self._leases.expired(now)
