@@ -1,0 +1,7 @@
+"""The model that comes with pd: small, real, trained (docs/embedded-model.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+EMBEDDED_MODEL = Path(__file__).parent / "assets" / "embedded"
