@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from pd.core.messages import AnyMessage
     from pd.launch import NodeServer
 
+# Aborts reach a reachable peer in under a second; on a busy machine it must at least be before a
+# lease ends, which would end the room too.
+SOON = 3.0
+
 
 class RawPeer:
     """A DEALER with an identity of its choice; reads and writes messages, or bytes."""

@@ -252,6 +252,7 @@ class Node(ABC):
 
     def _end(self, request: Request, state: RequestState) -> None:
         before = request.state
+        assert not before.terminal, f"room {request.room.hex()} ends twice"
         request.state = state
         self.bury(request.room)
         self.ended(request, before)

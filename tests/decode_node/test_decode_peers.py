@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import is_idle, wait_until
 from decode_helpers import PROMPT, ask, lose, state_of
 from prefill_peer import PrefillPeer
-from raw_peer import proxy_of
+from raw_peer import SOON, proxy_of
 from tiny import tiny_node
 
 from pd.core.errors import TransferError
@@ -73,9 +73,9 @@ def test_a_prefill_node_that_forgot_us_is_asked_again_at_once(
     reservation = prefill.receive(Reservation)
     prefill.receive(Reservation)
     prefill.give_up(reservation.room, reservation.epoch, "handshake")
-    assert {proxy.receive(Failed, 1).room for _ in rooms} == rooms, "it knows none of them"
+    assert {proxy.receive(Failed, SOON).room for _ in rooms} == rooms, "it knows none of them"
     again = ask(proxy, decode, prefill, [3] * 8)
-    assert prefill.receive(Reservation, 1).room == again
+    assert prefill.receive(Reservation, SOON).room == again
 
 
 def test_rooms_that_wait_for_memory_are_not_promised_to_a_lost_peer() -> None:

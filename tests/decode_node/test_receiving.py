@@ -10,6 +10,7 @@ import pytest
 from cluster import is_idle, wait_until
 from decode_helpers import PROMPT, ask, handled, lose, state_of
 from prefill_peer import PrefillPeer, is_ones
+from raw_peer import SOON
 from tiny import TOKEN_BYTES
 
 from pd.core.messages import (
@@ -186,8 +187,8 @@ def test_p_gives_up_and_the_proxy_hears_the_real_reason(
     room = ask(proxy, decode, prefill)
     reservation = prefill.receive(Reservation)
     prefill.give_up(room, reservation.epoch, kind)
-    assert prefill.receive(AbortRoom, 1).epoch == reservation.epoch
-    wait_until(lambda: is_idle(decode), 1)
+    assert prefill.receive(AbortRoom, SOON).epoch == reservation.epoch
+    wait_until(lambda: is_idle(decode), SOON)
     if told:
         assert proxy.receive(Failed).error.kind == kind
     else:
@@ -202,7 +203,7 @@ def test_when_token_1_ended_the_request_nothing_more_is_said(
     room = ask(proxy, decode, prefill)
     prefill.receive(Reservation)
     prefill.give_up(room, 0, "finished")
-    wait_until(lambda: is_idle(decode), 1)
+    wait_until(lambda: is_idle(decode), SOON)
     proxy.beat()
     proxy.receive(NodeHeartbeat)
     assert not any(isinstance(seen, Failed | StepOutputs) for seen in proxy.seen)
@@ -261,12 +262,12 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
         proxy.receive(StepOutputs)
     handled(decode)
     proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room))
-    wait_until(lambda: room not in decode.node.requests, 1)
+    wait_until(lambda: room not in decode.node.requests, SOON)
     if stage == "preallocating":
-        assert prefill.receive(AbortRoom, 1).epoch == 0
+        assert prefill.receive(AbortRoom, SOON).epoch == 0
         decode.node.memory.allocator.free(hole, PageState.LOCKED)
     elif stage == "receiving":
-        assert prefill.receive(AbortRoom, 1).epoch == reservation.epoch
+        assert prefill.receive(AbortRoom, SOON).epoch == reservation.epoch
     else:
         handled(decode)
         assert not any(isinstance(seen, AbortRoom) for seen in prefill.seen)

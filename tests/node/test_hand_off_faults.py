@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import is_idle, random_prompts, wait_until
 from hand_off_helpers import Gate, pages, queues, scripted_cluster
+from raw_peer import SOON
 from tiny import tiny_cluster
 
 from pd.core.errors import TransferError
@@ -107,7 +108,7 @@ CASES = [(state, told) for state, told in BOTH if told == "decode" or not state.
 
 
 @pytest.mark.parametrize(("state", "told"), CASES)
-def test_an_abort_told_to_one_node_ends_the_room_on_both_within_a_second(
+def test_an_abort_told_to_one_node_ends_the_room_on_both(
     tmp_path: Path, state: str, told: str
 ) -> None:
     rules = [RULES[state]] if state in RULES else []
@@ -122,7 +123,7 @@ def test_an_abort_told_to_one_node_ends_the_room_on_both_within_a_second(
             return found is None or found.state.terminal
 
         for server in cluster.pair:
-            wait_until(lambda server=server: ended(server.node), 1, server.node.server_info)
+            wait_until(lambda server=server: ended(server.node), SOON, server.node.server_info)
         if state == "P computes":
             assert pages(cluster.prefill[0])["locked"] > 0, "a launched step still writes there"
         for gate in gates:
@@ -156,12 +157,12 @@ def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
 def test_quarantine_is_visible_while_the_drain_is_outstanding_and_ends_after(
     tmp_path: Path,
 ) -> None:
-    with scripted_cluster(tmp_path, {"do": "late_write", "seconds": 1.0}) as cluster:
+    with scripted_cluster(tmp_path, {"do": "late_write", "seconds": 2.0}) as cluster:
         prefill, decode = cluster.pair
         request = sent(cluster)
         wait_until(lambda: queues(prefill)["in_flight"] and pages(decode)["reserved"], 5)
         cluster.client.abort(request)
-        wait_until(lambda: pages(decode)["quarantined"] == 10, 0.9, lambda: pages(decode))
+        wait_until(lambda: pages(decode)["quarantined"] == 10, 1.8, lambda: pages(decode))
         assert pages(prefill)["locked"] == 10, "the late write has yet to read its source"
         counts = pages(decode)
         assert sum(counts.values()) == 2 * counts["total"]
@@ -280,7 +281,7 @@ def test_stopping_a_node_tells_proxy_and_peer() -> None:
         with cluster.prefill[0].node.lock:
             for waiting in list(cluster.prefill[0].node.requests.values()):
                 cluster.prefill[0].node.fail(waiting, TransferError("stopped"))
-        wait_until(lambda: is_idle(cluster.decode[0]), 1)
+        wait_until(lambda: is_idle(cluster.decode[0]), SOON)
         with pytest.raises(TransferError, match="stopped"):
             request.tokens(1)
         gate.open()

@@ -8,7 +8,7 @@ import pytest
 from cluster import is_idle, wait_until
 from decode_peer import DecodePeer
 from prefill_helpers import PROMPT, ask, computed, handled
-from raw_peer import RawPeer
+from raw_peer import SOON, RawPeer
 from tiny import TOKEN_BYTES
 
 from pd.core.errors import AbortedError, DeadlineExceededError
@@ -215,8 +215,8 @@ def test_d_gives_up_and_p_drains_and_tells_the_proxy_the_real_reason(
         epoch, _ = decode.reserve(room, len(PROMPT))
         decode.receive(Commit)
     decode.give_up(room, epoch, error)
-    assert decode.receive(Drained, 1).epoch == epoch
-    wait_until(lambda: is_idle(prefill), 1)
+    assert decode.receive(Drained, SOON).epoch == epoch
+    wait_until(lambda: is_idle(prefill), SOON)
     if isinstance(error, AbortedError):
         handled(proxy)
         assert not any(isinstance(seen, Failed) for seen in proxy.seen)
@@ -241,7 +241,7 @@ def test_an_abort_of_an_unknown_room_is_drained_at_once_and_remembered(
 ) -> None:
     room = b"not here (yet).."
     decode.give_up(room, 3)
-    assert decode.receive(Drained, 1).epoch == 3
+    assert decode.receive(Drained, SOON).epoch == 3
     ask(proxy, prefill, decode, room=room)
     handled(proxy)
     assert room not in prefill.node.requests
@@ -279,10 +279,10 @@ def test_a_proxys_abort_reaches_d(
         epoch, _ = decode.reserve(room, len(PROMPT))
         decode.receive(Commit)
     proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
-    abort = decode.receive(AbortRoom, 1)
+    abort = decode.receive(AbortRoom, SOON)
     assert (abort.room, abort.epoch, abort.error.kind) == (room, epoch, "aborted")
     if reserved:
-        assert decode.receive(Drained, 1).epoch == epoch
+        assert decode.receive(Drained, SOON).epoch == epoch
 
 
 def test_an_abort_waits_until_d_can_hear_it(prefill: NodeServer, proxy: RawPeer) -> None:
@@ -291,5 +291,5 @@ def test_an_abort_waits_until_d_can_hear_it(prefill: NodeServer, proxy: RawPeer)
         proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
         wait_until(lambda: prefill.node.is_buried(room), 5)
         decode.live()
-        assert decode.receive(AbortRoom, 1).room == room
+        assert decode.receive(AbortRoom, SOON).room == room
         prefill.node.lose_peer(decode.name, "the test is over")
