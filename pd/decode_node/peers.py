@@ -28,7 +28,10 @@ class PrefillPeers:
         self._leases: Leases[str] = Leases()
         self._urls: dict[str, str] = {}
         self._directory = PeerDirectory(
-            own, cluster_key=node.config.cluster_key, connect=node.transfer.connect
+            own,
+            cluster_key=node.config.cluster_key,
+            connect=node.transfer.connect,
+            timeout=LEASE_SECONDS,
         )
 
     def want(self, url: str, instance: str, then: Callable[[PDError | None], None]) -> None:
