@@ -150,7 +150,7 @@ class BatchMaker:
         before = np.concatenate(([0], total))[starts]
         kept = total - before[row] <= common.budget[row]
         kept[starts] = True
-        kept &= ~needle | _first_of_each(row, keys)
+        kept[needle] &= _first_of_each(row[needle], keys[needle])
         index = np.flatnonzero(kept)
         lines = _Lines(row[index], text.take(index), needle[index], keys[index], values[index])
         return lines

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).parents[2]
 FAQ_FILE = _ROOT / "docs" / "faq.md"
 PHRASINGS_FILE = Path(__file__).with_name("phrasings.txt")
+# Words that mean nothing here: training puts them among the words that do.
+_COMMON = tuple(Path(__file__).with_name("common_words.txt").read_text(encoding="utf-8").split())
+_SYLLABLES = (
+    "ba", "ce", "dor", "el", "fi", "gan", "ho", "in", "ju", "kel", "la", "mor", "ne", "op", "pre",
+    "qui", "ra", "sti", "tion", "ur", "ver", "wis", "ex", "ly", "zen", "ing", "con", "sha",
+)  # fmt: skip
 
 _PREFIXES = (
     "Please tell me: ", "Hi, ", "Hello! ", "Quick question: ", "I have a question. ", "In pd, ",
@@ -139,10 +145,10 @@ def _mix(entry: Entry, rng: random.Random) -> str:
     share = rng.choice((0.2, 0.5, 0.8))
     for word in words:
         while rng.random() < share and len(mixed) < 14:
-            mixed.append(rng.choice(_FILLERS))
+            mixed.append(rng.choice(_FILLERS) if rng.random() < 0.6 else _noise(rng))
         mixed.append(word)
     while rng.random() < share and len(mixed) < 14:
-        mixed.append(rng.choice(_FILLERS))
+        mixed.append(rng.choice(_FILLERS) if rng.random() < 0.6 else _noise(rng))
     text = " ".join(mixed) + rng.choice(("?", "?", ".", ""))
     return text[0].upper() + text[1:] if rng.random() < 0.7 else text
 
@@ -168,6 +174,8 @@ def _vary(text: str, rng: random.Random) -> str:
         text = _substitute(text, rng)
     if rng.random() < 0.35:
         text = _drop_words(text, rng.choice((0.2, 0.5, 1.0)), rng)
+    if rng.random() < 0.4:
+        text = _disturb(text, rng)
     if rng.random() < 0.3:
         text = rng.choice(_PREFIXES) + text[0].lower() + text[1:]
     if rng.random() < 0.15:
@@ -177,6 +185,23 @@ def _vary(text: str, rng: random.Random) -> str:
     if rng.random() < 0.15:
         text = text.lower()
     return text
+
+
+def _noise(rng: random.Random) -> str:
+    """A word that has nothing to do with the question, known or made up."""
+    if rng.random() < 0.7:
+        return _inflect(rng.choice(_COMMON), rng)
+    return "".join(rng.choice(_SYLLABLES) for _ in range(rng.choice((1, 2, 3))))
+
+
+def _disturb(text: str, rng: random.Random) -> str:
+    """One or two words too many or replaced, so that no unknown word decides anything."""
+    words = text.split()
+    for _ in range(rng.choice((1, 1, 2))):
+        place = rng.randrange(len(words))
+        replaced = 1 if len(words) > 2 and rng.random() < 0.4 else 0
+        words[place : place + replaced] = [_noise(rng)]
+    return " ".join(words)
 
 
 def _substitute(text: str, rng: random.Random) -> str:
