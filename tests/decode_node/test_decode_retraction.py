@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import random_prompts
+from cluster import random_prompts, wait_until
+from hand_off_helpers import Gate, queues
 from tiny import TOKEN_BYTES, tiny_cluster
 
 if TYPE_CHECKING:
@@ -84,10 +85,13 @@ def test_a_committed_sequence_runs_when_the_retracted_one_lacks_its_pages() -> N
     first, second = random_prompts(3, [40, 60])
     expected = [expected_tokens([p], n)[0] for p, n in ((first, 60), (second, 20))]
     with tiny_cluster(**POOL, decode_settings={"max_running_requests": 1}) as cluster:
+        gate = Gate(cluster.decode[0])
         sent = [
             cluster.client.generate(first, cluster.pair, max_tokens=60),
             cluster.client.generate(second, cluster.pair, max_tokens=20),
         ]
+        wait_until(lambda: queues(cluster.decode[0])["waiting"] == 1, 5)
+        gate.open()
         assert [request.tokens(10) for request in sent] == expected
         assert retractions(cluster) > 0
         cluster.wait_idle()
