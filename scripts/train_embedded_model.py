@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
+    from embedded.feed import Feed
+    from embedded.model import Qwen3
+    from embedded.training import Progress, Recipe
+    from tokenizers import Tokenizer
 
 _ROOT = Path(__file__).parents[1]
 STAGES = ("model", "draft", "eagle", "evaluate", "report")
@@ -26,189 +29,192 @@ STAGES = ("model", "draft", "eagle", "evaluate", "report")
 
 def main() -> int:
     """Run the stages; each reads from disk what earlier ones wrote."""
-    args = _arguments()
-    from embedded import report
-
-    found = report.read(args.report)
-    found["seed"] = args.seed
-    for stage in STAGES:
-        if stage in args.stages:
-            _run(stage, args, found)
+    run = Run(_arguments())
+    try:
+        for stage in STAGES:
+            if stage in run.args.stages:
+                run.stage(stage)
+    finally:
+        run.close()
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=_ROOT / "pd" / "assets")
-    parser.add_argument("--report", type=Path, default=_ROOT / "docs" / "embedded-model.json")
-    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=5500, help="of the model")
-    parser.add_argument("--draft-steps", type=int, default=3000)
-    parser.add_argument("--eagle-steps", type=int, default=1500)
-    parser.add_argument("--workers", type=int, help="processes that make batches")
-    parser.add_argument("--commit", help="what the report names (default: asks git)")
-    parser.add_argument("--smoke", action="store_true", help="few small steps, for trying it out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=_ROOT / "pd" / "assets")
+    add("--report", type=Path, default=_ROOT / "docs" / "embedded-model.json")
+    add("--stages", default=",".join(STAGES), help="comma-separated")
+    add("--seed", type=int, default=0)
+    add("--steps", type=int, default=7000, help="of the model")
+    add("--draft-steps", type=int, default=3500)
+    add("--eagle-steps", type=int, default=1500)
+    add("--workers", type=int, help="processes that make batches")
+    add("--commit", help="what the report names (default: asks git)")
+    add("--smoke", action="store_true", help="few small steps, for trying it out")
     args = parser.parse_args()
     args.stages = args.stages.split(",")
     if unknown := set(args.stages) - set(STAGES):
         parser.error(f"unknown stage {unknown.pop()}; there are {', '.join(STAGES)}")
     if args.smoke:
-        args.steps, args.draft_steps, args.eagle_steps = 6, 4, 4
+        args.steps, args.draft_steps, args.eagle_steps, args.workers = 6, 4, 4, 1
     return args
 
 
-def _run(stage: str, args: argparse.Namespace, found: dict[str, Any]) -> None:
-    import torch
-    from embedded import report
+class Run:
+    """The stages, with what they share: settings, the report, and processes that make batches."""
 
-    torch.manual_seed(args.seed)
-    began = time.monotonic()
-    if stage != "report":
-        globals()[f"_stage_{stage}"](args, found)
-        found.setdefault("stages", {})[stage] = {
-            "seconds": round(time.monotonic() - began, 1),
-            "command": " ".join(["python", *sys.argv]),
-            "machine": _machine(),
-            "commit": args.commit or _commit(),
-        }
-        print(f"{stage}: {time.monotonic() - began:.1f} s", flush=True)
-    report.write(found, args.report)
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+        from embedded import export, report, training
 
+        self.args = args
+        self._found = report.read(args.report) | {"seed": args.seed}
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._tokens = 4608 if args.smoke else training.TOKENS
+        self._model_dir = args.output / export.EMBEDDED_DIR
+        self._draft_dir = args.output / export.DRAFT_DIR
+        self._eagle_dir = args.output / export.EAGLE_DIR
+        self._feed: Feed | None = None
 
-def _stage_model(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    from embedded import export, vocabulary
-    from embedded.model import EMBEDDED, Qwen3
-    from embedded.training import Recipe
+    def close(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
 
-    tokenizer = vocabulary.train()
-    model = Qwen3(EMBEDDED).to(_device())
-    recipe = Recipe(args.steps, args.seed, tokens=_tokens(args))
-    found["curve"] = _train(args, model, recipe, tokenizer)
-    found["tokens"] = recipe.steps * recipe.tokens
-    export.round_weights(model)
-    directory = args.output / export.EMBEDDED_DIR
-    export.save_qwen3(model, tokenizer, directory, drafts=False)
-    _describe(directory, model, found)
+    def stage(self, name: str) -> None:
+        """Run one stage and write the report as it is then."""
+        import torch
+        from embedded import report
 
+        torch.manual_seed(self.args.seed)
+        began = time.monotonic()
+        getattr(self, name)()
+        if name != "report":
+            seconds = time.monotonic() - began
+            print(f"{name}: {seconds:.1f} s", flush=True)
+            self._found.setdefault("stages", {})[name] = {
+                "seconds": round(seconds, 1),
+                "command": " ".join(["python", *sys.argv]),
+                "machine": self._machine(),
+                "commit": self.args.commit or _commit(),
+            }
+        report.write(self._found, self.args.report)
 
-def _stage_draft(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    from embedded import export
-    from embedded.model import DRAFT, Qwen3
-    from embedded.training import Recipe
+    def report(self) -> None:
+        """Nothing but what every stage ends with."""
 
-    tokenizer = _tokenizer(args)
-    model = Qwen3(DRAFT).to(_device())
-    recipe = Recipe(args.draft_steps, args.seed + 1, tokens=_tokens(args))
-    found["draft_curve"] = _train(args, model, recipe, tokenizer)
-    directory = args.output / export.DRAFT_DIR
-    export.save_qwen3(model, tokenizer, directory, drafts=True)
-    _describe(directory, model, found)
+    def model(self) -> None:
+        from embedded import export, vocabulary
+        from embedded.model import EMBEDDED, Qwen3
+        from embedded.training import Recipe
 
+        tokenizer = vocabulary.train()
+        model = Qwen3(EMBEDDED).to(self._device)
+        recipe = Recipe(self.args.steps, self.args.seed, tokens=self._tokens)
+        self._found["curve"] = self._train(model, recipe, tokenizer)
+        self._found["tokens"] = recipe.steps * recipe.tokens
+        export.save_qwen3(model, tokenizer, self._model_dir, drafts=False)
+        self._describe(self._model_dir, model)
 
-def _stage_eagle(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    from embedded import eagle, export
-    from embedded.training import Recipe
+    def draft(self) -> None:
+        from embedded import export
+        from embedded.model import DRAFT, Qwen3
+        from embedded.training import Recipe
 
-    model = export.load_qwen3(args.output / export.EMBEDDED_DIR).to(_device())
-    model.requires_grad_(False)
-    head = eagle.Eagle().to(_device())
-    recipe = Recipe(
-        args.eagle_steps, args.seed + 2, tokens=_tokens(args) // 2, curriculum=eagle.CURRICULUM
-    )
-    found["eagle_curve"] = _train(args, head, recipe, _tokenizer(args), target=model)
-    directory = args.output / export.EAGLE_DIR
-    export.save_eagle(head, model.shape.vocab, directory)
-    _describe(directory, head, found)
+        tokenizer = self._tokenizer()
+        model = Qwen3(DRAFT).to(self._device)
+        recipe = Recipe(self.args.draft_steps, self.args.seed + 1, tokens=self._tokens)
+        self._found["draft_curve"] = self._train(model, recipe, tokenizer)
+        export.save_qwen3(model, tokenizer, self._draft_dir, drafts=True)
+        self._describe(self._draft_dir, model)
 
+    def eagle(self) -> None:
+        from embedded import export
+        from embedded.eagle import CURRICULUM, Eagle
+        from embedded.training import Recipe
 
-def _stage_evaluate(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    import torch
-    from embedded import export, heldout, measure
+        model = export.load_qwen3(self._model_dir).to(self._device)
+        head = Eagle().to(self._device)
+        steps, seed = self.args.eagle_steps, self.args.seed + 2
+        recipe = Recipe(steps, seed, tokens=self._tokens // 2, curriculum=CURRICULUM)
+        self._found["eagle_curve"] = self._train(head, recipe, self._tokenizer(), model)
+        export.save_eagle(head, model.shape.vocab, self._eagle_dir)
+        self._describe(self._eagle_dir, head)
 
-    device, tokenizer = _device(), _tokenizer(args)
-    model = export.load_qwen3(args.output / export.EMBEDDED_DIR).to(device)
-    sets = heldout.evaluation_sets()
-    if args.smoke:
-        sets = {name: examples[:2] for name, examples in sets.items()}
-    batch_tokens = 400_000 if device.type == "cuda" else 8_000
-    found["scores"], answers = measure.scores(model, tokenizer, sets, batch_tokens)
-    for dtype, table in found["scores"].items():
-        print(dtype, {name: share["share"] for name, share in table.items()}, flush=True)
-    found["recall_by_depth"] = measure.recall_by_depth(answers)
-    if not args.smoke:
-        found["beyond"] = measure.beyond(model, tokenizer, batch_tokens)
-    if (args.output / export.EAGLE_DIR / export.WEIGHTS).exists():
-        draft = export.load_qwen3(args.output / export.DRAFT_DIR).to(device)
-        head = export.load_eagle(args.output / export.EAGLE_DIR).to(device)
-        with torch.inference_mode():
-            found["drafters"] = measure.drafters(model, draft, head, answers)
-        print({name: table["all"] for name, table in found["drafters"].items()}, flush=True)
+    def evaluate(self) -> None:
+        import torch
+        from embedded import export, heldout, measure
 
+        tokenizer = self._tokenizer()
+        model = export.load_qwen3(self._model_dir).to(self._device)
+        sets = heldout.evaluation_sets()
+        if self.args.smoke:
+            sets = {name: examples[:2] for name, examples in sets.items()}
+        batch_tokens = 400_000 if self._device.type == "cuda" else 8_000
+        scores, answers = measure.scores(model, tokenizer, sets, batch_tokens)
+        self._found["scores"] = scores
+        for dtype, table in scores.items():
+            print(dtype, {name: share["share"] for name, share in table.items()}, flush=True)
+        self._found["recall_by_depth"] = measure.recall_by_depth(answers)
+        if not self.args.smoke:
+            self._found["beyond"] = measure.beyond(model, tokenizer, batch_tokens)
+        if (self._eagle_dir / export.WEIGHTS).exists():
+            draft = export.load_qwen3(self._draft_dir).to(self._device)
+            head = export.load_eagle(self._eagle_dir).to(self._device)
+            with torch.inference_mode():
+                lengths = measure.drafters(model, draft, head, answers)
+            self._found["drafters"] = lengths
+            print({name: table["all"] for name, table in lengths.items()}, flush=True)
 
-def _train(
-    args: argparse.Namespace, model: Any, recipe: Any, tokenizer: Any, target: Any = None
-) -> list[Any]:
-    """Train with batches from processes of their own; returns the curve."""
-    from embedded import eagle, training
-    from embedded.feed import Feed
+    def _train(
+        self, model: Any, recipe: Recipe, tokenizer: Tokenizer, target: Qwen3 | None = None
+    ) -> list[list[float]]:
+        """Train a model, or a head for ``target``; returns the curve."""
+        from embedded import eagle, training
+        from embedded.feed import Feed
 
-    curve: list[training.Progress] = []
+        if self._feed is None:
+            self._feed = Feed(tokenizer, training.CHUNK, self.args.workers)
+        curve: list[list[float]] = []
 
-    def log(progress: training.Progress) -> None:
-        curve.append(progress)
-        print(
-            f"step {progress.step:5d}  {progress.seconds:6.1f} s  length {progress.length:4d}  "
-            f"loss {progress.loss:.4f}  correct {progress.correct:.4f}",
-            flush=True,
-        )
+        def log(progress: Progress) -> None:
+            curve.append([round(value, 4) for value in progress])
+            print(
+                f"step {progress.step:5d}  {progress.seconds:6.1f} s, {progress.waited:.1f} s for "
+                f"data  length {progress.length:4d}  loss {progress.loss:.4f}  "
+                f"correct {progress.correct:.4f}",
+                flush=True,
+            )
 
-    feed = Feed(tokenizer, training.CHUNK, 1 if args.smoke else args.workers)
-    compiled = _device().type == "cuda"
-    try:
+        compiled = self._device.type == "cuda"
         if target is None:
-            training.train(model, recipe, feed, compiled=compiled, log=log)
+            training.train(model, recipe, self._feed, compiled=compiled, log=log)
         else:
-            eagle.train(model, target, recipe, feed, compiled=compiled, log=log)
-    finally:
-        feed.close()
-    return [list(progress) for progress in curve]
+            eagle.train(model, target, recipe, self._feed, compiled=compiled, log=log)
+        return curve
 
+    def _describe(self, directory: Path, model: Any) -> None:
+        size = sum(path.stat().st_size for path in directory.iterdir())
+        parameters = sum(weight.numel() for weight in model.parameters())
+        self._found.setdefault("bytes", {})[directory.name] = size
+        self._found.setdefault("parameters", {})[directory.name] = parameters
+        print(f"{directory}: {size:,} bytes, {parameters:,} parameters", flush=True)
 
-def _describe(directory: Path, model: Any, found: dict[str, Any]) -> None:
-    size = sum(path.stat().st_size for path in directory.iterdir())
-    found.setdefault("bytes", {})[directory.name] = size
-    parameters = sum(weight.numel() for weight in model.parameters())
-    found.setdefault("parameters", {})[directory.name] = parameters
-    print(f"{directory}: {size:,} bytes, {parameters:,} parameters", flush=True)
+    def _tokenizer(self) -> Tokenizer:
+        from tokenizers import Tokenizer
 
+        return Tokenizer.from_file(str(self._model_dir / "tokenizer.json"))
 
-def _tokens(args: argparse.Namespace) -> int:
-    from embedded.training import TOKENS
+    def _machine(self) -> str:
+        import platform
 
-    return 4608 if args.smoke else TOKENS
+        import torch
 
-
-def _tokenizer(args: argparse.Namespace) -> Any:
-    from embedded.export import EMBEDDED_DIR
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(args.output / EMBEDDED_DIR / "tokenizer.json"))
-
-
-def _device() -> torch.device:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _machine() -> str:
-    import platform
-
-    import torch
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+        is_gpu = self._device.type == "cuda"
+        name = torch.cuda.get_device_name() if is_gpu else platform.machine()
+        return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def _commit() -> str:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from embedded.model import EAGLE, Blocks, Kernels, Qwen3, Shape, rms_norm, rotations, split_rows
 from embedded.optimizer import Optimizer
-from embedded.training import DeviceBatch, Phase, Progress, Recipe, to_device
+from embedded.training import DeviceBatch, Phase, Progress, Recipe, Stopwatch, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,10 +131,12 @@ def train(
     device = model.norm.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels = Kernels.compiled() if compiled else Kernels()
+    model.requires_grad_(False)
     optimizer = Optimizer(head, recipe.matrix_rate, recipe.other_rate)
     began = time.monotonic()
     plans = recipe.plans()
-    for step, (plan, batch) in enumerate(zip(plans, feed(plans), strict=True)):
+    batches = Stopwatch(feed(plans))
+    for step, (plan, batch) in enumerate(zip(plans, batches, strict=True)):
         sample = _sample(model, to_device(batch, device), dtype, kernels)
         outputs = head.drafts(sample.embedded, sample.hidden, DEPTH, kernels)
         loss = torch.zeros((), device=device)
@@ -146,8 +148,9 @@ def train(
         loss.backward()
         optimizer.step(recipe.rate(step))
         if step % 100 == 0 or step == recipe.steps - 1:
+            result = loss.item(), correct[-1].item()
             seconds = time.monotonic() - began
-            log(Progress(step, seconds, plan.length, loss.item(), correct[-1].item()))
+            log(Progress(step, seconds, batches.seconds, plan.length, *result))
 
 
 @torch.no_grad()

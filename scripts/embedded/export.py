@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tokenizers import Tokenizer
-    from torch import nn
 
 # Directories below pd/assets.
 EMBEDDED_DIR, DRAFT_DIR, EAGLE_DIR = "embedded", "embedded-draft", "embedded-eagle"
@@ -25,13 +24,6 @@ WEIGHTS = "model.safetensors"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
-def round_weights(model: nn.Module) -> None:
-    """What bfloat16 keeps of the weights, so that what is measured is what is shipped."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(weight.bfloat16())
 
 
 def save_qwen3(model: Qwen3, tokenizer: Tokenizer, directory: Path, *, drafts: bool) -> None:

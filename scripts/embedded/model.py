@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -178,13 +179,34 @@ class Qwen3(nn.Module):
             t.repeat(batch, 1)
             for t in rotations(torch.arange(length, device=ids.device), self.shape.head_dim)
         )
-        x = functional.embedding(ids.flatten(), self.embed_tokens).to(dtype)
+        x = _Lookup.apply(self.embed_tokens, ids.flatten(), dtype)
         return self.blocks(x, cos, sin, Causal(batch), kernels or Kernels())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens, vocab]`` of rows of :meth:`hidden`."""
         normed = rms_norm(hidden, self.norm)
         return functional.linear(normed, self.embed_tokens.to(hidden.dtype)).float()
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the embedding, with a gradient that is a product with one-hot rows.
+
+    Few tokens make up most of the text, and PyTorch's own adds up each one's rows one by one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = len(weight)
+        return functional.embedding(ids, weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        chosen = gradient.new_zeros(len(ids), ctx.rows).scatter_(1, ids[:, None], 1.0)
+        return (chosen.T @ gradient).float(), None, None
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: nn.Module, matrix_rate: float, other_rate: float, decay: float = 0.05
+        self, model: nn.Module, matrix_rate: float, other_rate: float, decay: float = 0.2
     ) -> None:
         parameters = list(model.parameters())
         self._matrices = [p for p in parameters if p.dim() == 3]

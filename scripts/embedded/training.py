@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from embedded.feed import Batch, Feed, Plan
+from embedded.feed import Plan
 from embedded.model import Kernels, Qwen3, rms_norm
 from embedded.optimizer import Optimizer
 from embedded.turns import RESULT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from embedded.feed import Batch, Feed
 
 # All lengths divide the tokens of a step, so that everything but attention has one shape.
 TOKENS = 138_240
@@ -76,10 +78,14 @@ class Recipe:
 
 
 class Progress(NamedTuple):
-    """``correct``: share of the tokens to be recalled or computed that were predicted."""
+    """``correct``: share of the tokens to be recalled or computed that were predicted.
+
+    ``waited``: seconds since the start in which there was no batch yet.
+    """
 
     step: int
     seconds: float
+    waited: float
     length: int
     loss: float
     correct: float
@@ -101,13 +107,33 @@ def train(
     optimizer = Optimizer(model, recipe.matrix_rate, recipe.other_rate)
     began = time.monotonic()
     plans = recipe.plans()
-    for step, (plan, batch) in enumerate(zip(plans, feed(plans), strict=True)):
+    batches = Stopwatch(feed(plans))
+    for step, (plan, batch) in enumerate(zip(plans, batches, strict=True)):
         loss, correct = _score(model, to_device(batch, device), dtype, kernels, score)
         loss.backward()
         optimizer.step(recipe.rate(step), 0.85 + 0.10 * min(1.0, step / 300))
         if step % _LOG_EVERY == 0 or step == recipe.steps - 1:
+            result = loss.item(), correct.item()
             seconds = time.monotonic() - began
-            log(Progress(step, seconds, plan.length, loss.item(), correct.item()))
+            log(Progress(step, seconds, batches.seconds, plan.length, *result))
+
+
+class Stopwatch:
+    """Batches, and how long it took to get them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        began = time.monotonic()
+        try:
+            return next(self._batches)
+        finally:
+            self.seconds += time.monotonic() - began
 
 
 class DeviceBatch(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 from embedded import faq, skills, wording
 from embedded.composer import EMPTY, Composer, Slot, Slots
 from embedded.ragged import Ragged
+from embedded.text import SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 # Loss weights: of an answer's words, and of what has to be found or computed.
 ANSWER, RESULT = 1, 3
 # Ways to ask each question of docs/faq.md.
-PHRASINGS = 1500
+PHRASINGS = 4000
+# How many tokens of such a question become others, and how often.
+_NOISE_RATES, _NOISE_SHARES = (0.0, 0.1, 0.2), (0.5, 0.3, 0.2)
 _PHRASING_SEED = 7
 _DIGIT_SHARES = (0.1, 0.25, 0.65)
 _SKILL_SHARES = {"arithmetic": 0.37, "extraction": 0.24, "faq": 0.35, "small_talk": 0.04}
@@ -37,6 +40,8 @@ class TurnMaker:
 
     def __init__(self, tokenizer: Tokenizer, phrasings: int = PHRASINGS) -> None:
         self.composer = Composer(tokenizer)
+        # Token ids behind the special ones and those of single bytes.
+        self._words = (len(SPECIAL_TOKENS) + 256, tokenizer.get_vocab_size())
         rng = random.Random(_PHRASING_SEED)
         entries = faq.load()
         asked = [faq.variants(entry, phrasings, rng) for entry in entries]
@@ -63,11 +68,18 @@ class TurnMaker:
         return Turns(Ragged.merge(questions), Ragged.merge(answers))
 
     def faq(self, count: int, rng: np.random.Generator) -> Turns:
-        """Questions of docs/faq.md in any training phrasing."""
+        """Questions of docs/faq.md in any training phrasing, some with tokens replaced.
+
+        Replaced tokens are for what phrasings do not teach: to answer from the words that matter.
+        """
         entry = rng.integers(0, len(self._faq_counts), count)
         starts = np.cumsum(self._faq_counts) - self._faq_counts
         phrasing = starts[entry] + (rng.random(count) * self._faq_counts[entry]).astype(np.int64)
-        return Turns(self._faq_questions.take(phrasing), self._faq_answers.take(entry))
+        questions = self._faq_questions.take(phrasing)
+        rate = np.repeat(rng.choice(_NOISE_RATES, count, p=_NOISE_SHARES), questions.lengths)
+        noisy = rng.random(len(rate)) < rate
+        questions.tokens[noisy] = rng.integers(*self._words, int(noisy.sum()))
+        return Turns(questions, self._faq_answers.take(entry))
 
     def small_talk(self, count: int, rng: np.random.Generator) -> Turns:
         """Greetings, thanks, and questions that the model cannot answer."""
