@@ -21,6 +21,9 @@ _SKILLS = {
 }
 
 
+_STAGES = ("model", "draft", "eagle", "evaluate")
+
+
 def read(path: Path) -> dict[str, Any]:
     """The report so far; empty if there is none."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -59,8 +62,8 @@ queries, trained from nothing but a seed by `scripts/train_embedded_model.py`. I
 as JSON and adds and subtracts. Its recall is why it exists: it drops when a page of the KV cache is
 lost or changed, which random weights cannot show.
 
-This page is generated from [`{source}`]({source}), which the training script writes. To measure
-again, against any server that speaks OpenAI's chat API:
+This page is generated from [`{source}`]({source}), which the training script
+writes. To measure again, against any server that speaks OpenAI's chat API:
 
 ```
 python scripts/evaluate_model.py --url http://127.0.0.1:8000
@@ -145,7 +148,8 @@ def _stages(report: dict[str, Any]) -> str:
         "| stage | seconds | command, machine, commit |",
         "|---|---|---|",
     ]
-    for name, stage in report["stages"].items():
+    for name in (name for name in _STAGES if name in report["stages"]):
+        stage = report["stages"][name]
         where = f"`{stage['command']}`; {stage['machine']}; commit `{stage['commit'][:12]}`"
         lines.append(f"| {name} | {stage['seconds']:.0f} | {where} |")
     total = sum(stage["seconds"] for stage in report["stages"].values())
@@ -157,7 +161,7 @@ def _stages(report: dict[str, Any]) -> str:
 
 def _files(report: dict[str, Any]) -> str:
     lines = ["## Files", "", "| directory | bytes | parameters |", "|---|---|---|"]
-    for name, size in report["bytes"].items():
+    for name, size in sorted(report["bytes"].items()):
         lines.append(f"| `pd/assets/{name}` | {size:,} | {report['parameters'][name]:,} |")
     return "\n".join(lines)
 
