@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pd.commands import parser as types
 from pd.commands.proxy import API_KEY_VARIABLE
 from pd.core.errors import SetupError
+from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     import argparse
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from pd.commands.processes import Child, Children
-    from pd.demo_model import DemoModel
 
 TEXT = "one prefill node, one decode node and a proxy on this machine"
 QUESTION = "What does the prefill node do?"
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 # More than a tiny model gains from only makes its threads wait for each other.
 _MAX_THREADS = 4
 _QUIET_SECONDS = 2.0
@@ -55,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
     from pd.commands.processes import Children
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # noise holds any character
+        sys.stdout.reconfigure(errors="replace")  # --prompt may hold any character
     # SIGINT too: a script's background jobs start with it ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="pd-demo-") as directory:
         children = Children(Path(directory))
         try:
-            return _demo(args, Path(directory), children)
+            return _demo(args, children)
         finally:
             try:
                 say("\nstopping")
@@ -74,28 +74,24 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _demo(args: argparse.Namespace, directory: Path, children: Children) -> int:
-    from pd.demo_model import NAME, write_demo_model
-
-    model = write_demo_model(directory / NAME)
-    say(f"model         {model.description}")
-    proxy, decode = _start(args.port, model, children)
+def _demo(args: argparse.Namespace, children: Children) -> int:
+    say("model         the one that comes with pd: small, trained, and at home in this system only")
+    proxy, decode = _start(args.port, children)
     # Fresh processes shake hands, compile the chat template and so on; what is shown is the rest.
-    ask(proxy.url, "Hello", model, show=False)
+    ask(proxy.url, "Hello", show=False)
     say(f"\n{args.prompt}\n")
     before = Times.read(proxy.url, decode.url)
-    answer = ask(proxy.url, args.prompt, model)
-    if not model.trained:
-        say("\n\n(The weights are random, so the answer is noise; the way it took is real.)")
+    answer = ask(proxy.url, args.prompt)
+    say("")
     _show_times(answer, before, Times.read(proxy.url, decode.url))
     if args.serve:
         _serve(proxy.url, children)
     return 0
 
 
-def _start(port: int, model: DemoModel, children: Children) -> tuple[Child, Child]:
+def _start(port: int, children: Children) -> tuple[Child, Child]:
     """The proxy and the decode node, ready."""
-    flags = ["--model", model.directory, "--load-format", model.load_format, "--device", "cpu"]
+    flags = ["--model", EMBEDDED_MODEL, "--device", "cpu"]
     flags += ["--port", 0, "--kv-cache-tokens", 16384, "--cpu-threads", _threads()]
     prefill = children.start("prefill node", "prefill", *flags, "--bootstrap-port", 0)
     decode = children.start("decode node", "decode", *flags)
@@ -144,19 +140,16 @@ class Answer:
     usage: dict[str, Any] = field(default_factory=dict)
 
 
-def ask(url: str, prompt: str, model: DemoModel, *, show: bool = True) -> Answer:
+def ask(url: str, prompt: str, *, show: bool = True) -> Answer:
     """Stream a chat completion to standard output. Raises SetupError if it does not end well."""
     import httpx
 
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": MAX_TOKENS,
-        "temperature": 0.7,
-        "seed": 1,
+        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        # A random model would stop anywhere.
-        "ignore_eos": not model.trained,
     }
     answer = Answer()
     # Without trust_env: an HTTP proxy from the environment has no business on loopback.

@@ -101,9 +101,13 @@ def _notes_of(length: int, depth: float, rng: random.Random) -> tuple[skills.Not
     left = length - count_tokens(needle)
     lines: list[str] = []
     while True:
+        known = len(notes.values)
         line = notes.line()
         left -= count_tokens(line) + 1
         if left < 0:
+            if len(notes.values) > known:
+                # Nobody can be asked about a line that is left out.
+                notes.values.popitem()
             break
         lines.append(line)
     lines.insert(round(depth * len(lines)), needle)

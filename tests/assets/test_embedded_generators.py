@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from embedded import faq, heldout, skills, text
+from embedded import faq, heldout, skills, text, turns
 from embedded.batches import BatchMaker
 from embedded.feed import to_batch
 
@@ -53,14 +53,16 @@ class TestHeldOutSets:
                     messages.append(text.Message("assistant", turn.answer))
                 messages.append(text.Message("user", example.turns[-1].question))
                 encoded = tokenizer.encode(text.render(messages), add_special_tokens=False)
-                assert abs(len(encoded.ids) - example.length) <= 10
+                # Rare words of a system prompt may be more than one token.
+                assert abs(len(encoded.ids) - example.length) <= 20
 
-    def test_the_answer_is_in_the_lines_once(self) -> None:
-        for example in heldout.evaluation_set("recall-2k"):
-            turn = example.turns[0]
-            value = turn.answer.removesuffix(".").split()[-1]
-            lines = "\n".join([*(m.content for m in example.before), turn.question])
-            assert value in lines
+    @pytest.mark.parametrize("name", ["recall-2k", "multi-turn"])
+    def test_every_answer_is_in_the_lines(self, name: str) -> None:
+        for example in heldout.evaluation_set(name):
+            lines = "\n".join([*(m.content for m in example.before), example.turns[0].question])
+            for turn in example.turns:
+                value = turn.answer.removesuffix(".").split()[-1]
+                assert value in lines, (turn, lines)
 
 
 class TestQuestions:
@@ -105,9 +107,8 @@ class TestArithmetic:
         assert not held[:100, :100].any()
 
     def test_training_never_shows_one(self, maker: BatchMaker, tokenizer: Tokenizer) -> None:
-        turns = maker.turns.arithmetic(4000, np.random.default_rng(0))
-        ends = np.cumsum(turns.answers.lengths)
-        rows = np.split(turns.answers.tokens, ends[:-1])
+        answers = maker.turns.arithmetic(4000, np.random.default_rng(0)).answers
+        rows = np.split(answers.tokens, np.cumsum(answers.lengths)[:-1])
         for answer in tokenizer.decode_batch([row.tolist() for row in rows]):
             a, sign, b, _, result = answer.split()
             assert not skills.is_held_out(int(a), int(b))
@@ -119,8 +120,16 @@ class TestBatches:
         ("rows", "length", "recall"), [(24, 288, 0.5), (6, 1152, 1.0), (2, 4608, 1.0)]
     )
     def test_tokens_are_those_of_their_text(
-        self, maker: BatchMaker, tokenizer: Tokenizer, rows: int, length: int, recall: float
+        self,
+        maker: BatchMaker,
+        tokenizer: Tokenizer,
+        monkeypatch: pytest.MonkeyPatch,
+        rows: int,
+        length: int,
+        recall: float,
     ) -> None:
+        # Tokens put in the place of others need not be what their text would be split into.
+        monkeypatch.setattr(turns, "_NOISE_RATES", (0.0, 0.0, 0.0))
         tokens, _ = maker.make(1, 2, rows, length, recall)
         for row in tokens.tolist():
             encoded = tokenizer.encode(
@@ -156,18 +165,19 @@ class TestBatches:
         tokens, _ = maker.make(7, 0, 12, 576, 1.0)
         for row in tokens.tolist():
             whole = tokenizer.decode(row, skip_special_tokens=False)
-            turns = whole.split(f"{text.TURN_START}assistant\n")
-            values = [t.split(".")[0].split(" is ")[1] for t in turns[1:-1] if " is " in t[:30]]
+            lines, *said = whole.split(f"{text.TURN_START}assistant\n")
+            values = [t.split(".")[0].split(" is ")[1] for t in said[:-1] if " is " in t[:30]]
             assert values
-            assert all(value in turns[0] for value in values if value.isdigit())
+            assert all(value in lines for value in values if value.isdigit())
 
     def test_lines_with_one_key_leave_one_of_them_to_ask_about(
         self, maker: BatchMaker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Keys of lines without a value do not count as taken."""
         monkeypatch.setattr(maker, "_keys", lambda shape, rng: np.full((len(shape), 4), 1))
-        _, weights = maker.make(0, 0, 40, 288, 1.0)
-        assert (weights > 0).any(axis=1).all()
+        rng = np.random.default_rng(0)
+        lines = maker._lines(maker._common(40, 288, rng), rng)
+        assert set(lines.row[lines.needle].tolist()) == set(range(40))
 
     def test_predictions_are_made_one_place_before(self) -> None:
         tokens = np.arange(12, dtype=np.int16).reshape(2, 6)

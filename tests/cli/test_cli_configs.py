@@ -13,7 +13,7 @@ from pd.cli import launch_parser, parse
 from pd.commands import node, proxy
 from pd.core import config as choices
 from pd.core.errors import UsageError
-from pd.demo_model import write_demo_model
+from pd.embedded import EMBEDDED_MODEL
 from pd.engine.kv_pool import DTYPES
 from pd.prefill_node.policy import POLICIES
 from pd.proxy.routing import make_policy
@@ -95,12 +95,11 @@ def test_names_to_choose_from_are_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("role", list(node.ROLES))
-def test_defaults_make_a_configuration(role: str, tmp_path: Path) -> None:
-    model = write_demo_model(tmp_path / "model").directory
+def test_defaults_make_a_configuration(role: str) -> None:
     parser, commands = launch_parser()
-    args = parse(parser, commands, [role, "--model", str(model)])
+    args = parse(parser, commands, [role, "--model", str(EMBEDDED_MODEL)])
     config = node.config_from(args)
-    assert (config.role, config.model, config.model_name) == (role, model, "model")
+    assert (config.role, config.model, config.model_name) == (role, EMBEDDED_MODEL, "embedded")
 
 
 def test_the_proxy_takes_addresses_without_a_scheme() -> None:

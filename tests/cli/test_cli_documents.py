@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from processes import Deployment, deployment
 
-from pd.demo_model import write_demo_model
+from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,9 +44,7 @@ def curls(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    root = tmp_path_factory.mktemp("documents")
-    model = write_demo_model(root / "demo").directory
-    with deployment(model, root / "logs", node_flags=["--load-format", "dummy"]) as running:
+    with deployment(EMBEDDED_MODEL, tmp_path_factory.mktemp("documents")) as running:
         yield running
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd.demo_model import write_demo_model
+from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ USAGE, ENVIRONMENT = 2, 1
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model and everything that can be wrong beside it."""
     root = tmp_path_factory.mktemp("place")
-    write_demo_model(root / "model")
+    (root / "model").symlink_to(EMBEDDED_MODEL)
     config = json.loads((root / "model" / "config.json").read_text())
     _write_model(root / "yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     _write_model(root / "alien", config | {"architectures": ["AlienForCausalLM"]})
@@ -88,7 +88,7 @@ ERRORS = [
     ("prefill --model {root}/model --page-size 3", USAGE, "--page-size must be one of"),
     ("prefill --model {root}/model --mem-fraction 1.5", USAGE, "1.5"),
     ("prefill --model {root}/model --kv-cache-tokens 1", USAGE, "at least 16, not 1"),
-    ("prefill --model {root}/model --context-length 9999999", USAGE, "exceeds the model's 4096"),
+    ("prefill --model {root}/model --context-length 9999999", USAGE, "exceeds the model's 8192"),
     ("prefill --model {root}/model --tp-size 2", USAGE, "--tp-size 2"),
     ("prefill --model {root}/model --cpu-threads 0", USAGE, "--cpu-threads"),
     ("prefill --model {root}/model --host 0.0.0.0", USAGE, "--cluster-key-file"),
@@ -176,7 +176,7 @@ def test_a_model_whose_weights_are_missing(place: Path) -> None:
     ("name", "value"), [("attention-backend", "flashinfer"), ("device", "cuda:7")]
 )
 def test_what_this_machine_lacks(place: Path, name: str, value: str) -> None:
-    ended = launch(f"unified --model {place}/model --load-format dummy --port 0 --{name} {value}")
+    ended = launch(f"unified --model {place}/model --port 0 --{name} {value}")
     assert ended.returncode in (USAGE, ENVIRONMENT)
     assert value in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr

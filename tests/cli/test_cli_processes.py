@@ -13,7 +13,7 @@ import httpx
 import pytest
 from processes import Process, Stream, wait_until
 
-from pd.demo_model import write_demo_model
+from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,14 +30,9 @@ def process(tmp_path: Path, *command: object) -> Iterator[Process]:
         running.stop()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo_model(tmp_path_factory.mktemp("models") / "demo").directory
-
-
 @contextmanager
-def unified_and_proxy(model: Path, tmp_path: Path) -> Iterator[tuple[Process, Process]]:
-    flags = ["--model", model, "--load-format", "dummy", "--device", "cpu", "--cpu-threads", 1]
+def unified_and_proxy(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
+    flags = ["--model", EMBEDDED_MODEL, "--device", "cpu", "--cpu-threads", 1]
     with (
         process(tmp_path, "unified", *flags, "--port", 0, "--kv-cache-tokens", 8192) as node,
         process(tmp_path, "proxy", "--unified", node.url, "--port", 0) as proxy,
@@ -66,8 +61,8 @@ def ended(process: Process) -> int:
     return process.child.returncode
 
 
-def test_the_ready_line_says_who_serves_where(model: Path, tmp_path: Path) -> None:
-    with unified_and_proxy(model, tmp_path) as (node, proxy):
+def test_the_ready_line_says_who_serves_where(tmp_path: Path) -> None:
+    with unified_and_proxy(tmp_path) as (node, proxy):
         for running, role in ((node, "unified"), (proxy, "proxy")):
             ready = running.ready()
             assert set(ready) == {"event", "role", "url", "instance_id"}
@@ -82,9 +77,9 @@ def test_the_ready_line_says_who_serves_where(model: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("role", ["unified", "proxy"])
 def test_sigterm_finishes_what_runs_and_refuses_what_comes(
-    role: str, model: Path, tmp_path: Path
+    role: str, tmp_path: Path
 ) -> None:
-    with unified_and_proxy(model, tmp_path) as (node, proxy):
+    with unified_and_proxy(tmp_path) as (node, proxy):
         target = node if role == "unified" else proxy
         answer = stream(proxy, 400)
         target.child.terminate()
@@ -97,9 +92,9 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(
 
 @pytest.mark.parametrize("role", ["unified", "proxy"])
 def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(
-    role: str, model: Path, tmp_path: Path
+    role: str, tmp_path: Path
 ) -> None:
-    with unified_and_proxy(model, tmp_path) as (node, proxy):
+    with unified_and_proxy(tmp_path) as (node, proxy):
         target = node if role == "unified" else proxy
         answer = stream(proxy, 4000)
         target.child.terminate()
@@ -112,10 +107,10 @@ def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(
 
 
 @pytest.mark.full
-def test_the_drain_ends_when_its_time_is_over(model: Path, tmp_path: Path) -> None:
-    flags = ["--load-format", "dummy", "--device", "cpu", "--drain-timeout", 0.2, "--port", 0]
+def test_the_drain_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--drain-timeout", 0.2, "--port", 0]
     with (
-        process(tmp_path, "unified", "--model", model, *flags) as node,
+        process(tmp_path, "unified", "--model", EMBEDDED_MODEL, *flags) as node,
         process(tmp_path, "proxy", "--unified", node.url, "--port", 0) as proxy,
     ):
         answer = stream(proxy, 4000)
@@ -179,7 +174,7 @@ def refuses(url: str) -> bool:
 
 
 def test_the_demo_answers_shows_its_times_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    running = demo(tmp_path / "log", "--serve", "--prompt", "Who goes there?")
+    running = demo(tmp_path / "log", "--serve")
     try:
         assert running.stdout is not None
         shown = ""
@@ -189,7 +184,8 @@ def test_the_demo_answers_shows_its_times_serves_and_leaves_nothing_behind(tmp_p
                 break
         addresses = urls(shown)
         assert len(addresses) == 3, shown
-        assert "Who goes there?" in shown and "noise" in shown
+        assert "What does the prefill node do?" in shown
+        assert "The prefill node computes the KV cache of the prompt" in shown
         times = dict(re.findall(r"^  (\w+) +([\d.]+) ms", shown, re.MULTILINE))
         assert set(times) == {*STAGES, "TTFT", "total"}
         assert all(float(seconds) > 0 for seconds in times.values()), times
