@@ -10,9 +10,13 @@ status is 0 if every bar is met, 1 if not, 2 if the server cannot be asked.
 from __future__ import annotations
 
 import argparse
+import datetime
 import ipaddress
 import json
 import os
+import platform
+import shlex
+import subprocess
 import sys
 import time
 import urllib.error
@@ -27,6 +31,7 @@ from embedded.heldout import BARS, SEED, Example, evaluation_set, is_right
 
 _KEY_VARIABLES = ("PD_API_KEY", "OPENAI_API_KEY")
 _MAX_TOKENS = 96
+_HERE = Path(__file__).parent
 
 
 class ServerError(Exception):
@@ -125,18 +130,35 @@ def main() -> int:
     except ServerError as error:
         print(f"evaluate_model: {error}", file=sys.stderr)
         return 2
-    met, report = True, {}
+    report = []
     print(f"{'skill':12} {'right':>11} {'share':>7} {'bar':>5}   time")
     with ThreadPoolExecutor(args.concurrency) as pool:
         for name in dict.fromkeys(args.skill):
             some = evaluation_set(name, args.seed)[: args.limit]
             began = time.monotonic()
             outcomes = list(pool.map(lambda example: ask(client, model, example), some))
-            report[name] = _show(name, outcomes, time.monotonic() - began, args.show_wrong)
-            met &= report[name]["met"]
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0 if met else 1
+            report.append(_show(name, outcomes, time.monotonic() - began, args.show_wrong))
+    if args.output:
+        _write(args, model, report)
+    return 0 if all(row["met"] for row in report) else 1
+
+
+def _write(args: argparse.Namespace, model: str, rows: list[dict[str, Any]]) -> None:
+    """A file of which scripts/render_benchmarks.py makes a section."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=_HERE
+    )
+    settings = {"model": model, "server": args.server, "concurrency": args.concurrency}
+    report = {
+        "benchmark": "evaluate_model",
+        "command": "python " + shlex.join(sys.argv),
+        "commit": commit.stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
+        "settings": {name: value for name, value in settings.items() if value},
+        "results": rows,
+    }
+    args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _show(name: str, outcomes: list[Outcome], seconds: float, wrong: int) -> dict[str, Any]:
@@ -156,17 +178,15 @@ def _show(name: str, outcomes: list[Outcome], seconds: float, wrong: int) -> dic
     for outcome in [o for o in outcomes if not o.right and not o.error][:wrong]:
         turn = outcome.example.turns[-1]
         print(f"  {turn.question[-80:]!r}: {outcome.answer!r}, expected {turn.answer!r}")
-    lengths: dict[int, list[bool]] = {}
-    for outcome in outcomes:
-        lengths.setdefault(-(-outcome.example.length // 500) * 500, []).append(outcome.right)
     return {
+        "skill": name,
         "right": right,
         "total": len(outcomes),
-        "failed": len(failed),
-        "share": share,
+        "failed_requests": len(failed),
+        "right_rate": round(share, 4),
+        "bar_rate": BARS[name],
         "met": met,
-        "seconds": seconds,
-        "by_length": {n: sum(some) / len(some) for n, some in sorted(lengths.items())},
+        "seconds": round(seconds, 1),
     }
 
 
@@ -184,7 +204,8 @@ def _arguments() -> argparse.Namespace:
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one answer")
     add("--seed", type=int, default=SEED, help="of the held-out sets; the report used the default")
     add("--show-wrong", type=int, default=2, metavar="N", help="wrong answers to print per skill")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+    add("--output", type=Path, metavar="FILE", help="write the numbers there, too, as JSON")
+    add("--server", metavar="TEXT", help="what that file says about the server")
     args = parser.parse_args()
     args.skill = args.skill or list(BARS)
     args.api_key = args.api_key or next(filter(None, map(os.environ.get, _KEY_VARIABLES)), None)
