@@ -84,7 +84,6 @@ def _introduction(node: Node, transfer: TransferManager, bootstrap_url: str) -> 
         kv=node.engine.layout,
         endpoint=node.endpoint,
         bootstrap=bootstrap_url,
-        transfer_backend=transfer.name,
-        transfer_address=transfer.address(),
+        transfers=transfer.addresses(),
         kv_digest=node.config.kv_digest,
     )

@@ -52,8 +52,7 @@ class DecodePeer(RawPeer):
             kv=layout,
             endpoint=f"tcp://{name}",
             bootstrap="",
-            transfer_backend=backend,
-            transfer_address=self.transfer.address(),
+            transfers=self.transfer.addresses(),
         )
         self.shake_hands()
         if not silent:

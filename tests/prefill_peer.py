@@ -63,8 +63,7 @@ class PrefillPeer:
             kv=node.engine.layout,
             endpoint=endpoint or f"tcp://127.0.0.1:{port}",
             bootstrap=self.url,
-            transfer_backend=backend,
-            transfer_address=self.transfer.address(),
+            transfers=self.transfer.addresses(),
         )
         self.registry = Registry(info, connect=self.transfer.connect)
         self.registry.set_ready()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pd.core.errors import HandshakeError
+from pd.core.errors import HandshakeError, TransferError
+from pd.core.transfer_choice import choose
 
 Role = Literal["prefill", "decode", "unified"]
+
+# What a stranger may publish. The longest honest value is a library's connection record in base64,
+# a few kilobytes.
+MAX_BACKENDS = 8
+MAX_ADDRESS_FIELDS = 16
+MAX_ADDRESS_CHARS = 16 << 10
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+_Value = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
+Address = Annotated[dict[_Name, _Value], msgspec.Meta(max_length=MAX_ADDRESS_FIELDS)]
+Transfers = Annotated[dict[_Name, Address], msgspec.Meta(max_length=MAX_BACKENDS)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,8 +47,8 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model_id: fingerprint of what determines the KV values (architecture and weights source).
         endpoint: ``tcp://host:port`` of the node's message socket.
         bootstrap: ``http://host:port`` of a prefill node's registry, else empty.
-        transfer_backend: the backend's name.
-        transfer_address: published by the backend, understood by the same backend only.
+        transfers: the transfer backends offered, in order of preference, and what each of them
+            publishes, which only the same backend understands.
         kv_digest: commits carry a digest of the KV, which is verified.
     """
 
@@ -47,20 +58,49 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv: KVLayout
     endpoint: str
     bootstrap: str
-    transfer_backend: str
-    transfer_address: dict[str, str]
+    transfers: Transfers
     kv_digest: bool = False
+
+    def address_of(self, backend: str) -> dict[str, str]:
+        """What ``backend`` publishes there; raises TransferError if it is not offered."""
+        address = self.transfers.get(backend)
+        if address is None:
+            offered = ", ".join(self.transfers) or "nothing"
+            raise TransferError(
+                f"{self.instance_id} does not offer transfer backend {backend}, only {offered}"
+            )
+        return address
 
 
 # What cannot be converted between peers. Page size, by contrast, may differ freely.
 _MUST_MATCH_KV = ("num_layers", "num_kv_heads", "head_dim", "dtype", "layout", "tp_size")
 
 
+def choose_transfer(prefill: NodeInfo, decode: NodeInfo) -> str:
+    """The backend that a pair uses: the first of P's that D offers and that can work for the pair.
+
+    Both ends call this with the same two arguments, so they agree without asking each other.
+
+    Raises:
+        HandshakeError: there is none; the message names both lists and why a shared one is no use.
+    """
+    backend, obstacles = choose(prefill.transfers, decode.transfers)
+    if backend:
+        return backend
+    offers = (
+        f"prefill node {prefill.instance_id} offers {', '.join(prefill.transfers) or 'none'}, "
+        f"decode node {decode.instance_id} offers {', '.join(decode.transfers) or 'none'}"
+    )
+    if obstacles:
+        raise HandshakeError(f"no transfer backend works ({'; '.join(obstacles)}): {offers}")
+    raise HandshakeError(f"transfer backend differs: {offers}")
+
+
 def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
     """Raise HandshakeError naming both values of the first thing that cannot be converted."""
+    choose_transfer(prefill, decode)
     pairs: list[tuple[str, Any, Any]] = [
         ("model", prefill.model_id, decode.model_id),
-        ("transfer backend", prefill.transfer_backend, decode.transfer_backend),
         ("--kv-digest", prefill.kv_digest, decode.kv_digest),
     ]
     pairs += [(n, getattr(prefill.kv, n), getattr(decode.kv, n)) for n in _MUST_MATCH_KV]

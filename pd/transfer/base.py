@@ -128,7 +128,11 @@ class TransferManager(ABC):
 
     @abstractmethod
     def address(self) -> dict[str, str]:
-        """Published in the handshake; read by :meth:`connect` of the same backend."""
+        """Published in the handshake; read by :meth:`connect` of the same backend. Constant."""
+
+    def addresses(self) -> dict[str, dict[str, str]]:
+        """``NodeInfo.transfers``: the backends offered, in order of preference."""
+        return {self.name: self.address()}
 
     @abstractmethod
     def connect(self, peer: NodeInfo) -> None:

@@ -83,7 +83,7 @@ class TcpManager(TransferManager):
         return {"host": self._host, "port": str(self._inbox.port)}
 
     def connect(self, peer: NodeInfo) -> None:
-        address = peer_address(peer.transfer_address, peer.instance_id, self._key)
+        address = peer_address(peer.address_of(self.name), peer.instance_id, self._key)
         with self._lock:
             old = self._links.get(peer.instance_id)
             if old is not None and old.address == address and old.refusal is None:

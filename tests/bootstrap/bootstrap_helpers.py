@@ -27,8 +27,7 @@ def info(instance: str, role: str, **changes: Any) -> NodeInfo:
         kv=KV,
         endpoint=f"tcp://{instance}",
         bootstrap="",
-        transfer_backend="tcp",
-        transfer_address={"host": "127.0.0.1", "port": "1"},
+        transfers={"tcp": {"host": "127.0.0.1", "port": "1"}},
     )
     return changed(node, **changes)
 

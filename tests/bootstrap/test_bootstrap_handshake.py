@@ -16,6 +16,7 @@ from bootstrap_helpers import KV, PrefillNode, changed, info
 from pd.bootstrap import auth, handshake
 from pd.bootstrap.server import EXPECTED_HEADER, HANDSHAKE_PATH, MAX_BODY_BYTES
 from pd.core.errors import HandshakeError, TransferError, UnavailableError
+from pd.core.node_info import MAX_ADDRESS_CHARS, MAX_ADDRESS_FIELDS, MAX_BACKENDS
 
 KEY = b"0123456789abcdef"
 
@@ -55,7 +56,6 @@ def test_page_sizes_may_differ(start) -> None:
 
 OTHER = {
     "model_id": ("model", "other"),
-    "transfer_backend": ("transfer backend", "nixl"),
     "num_layers": ("num_layers", 3),
     "num_kv_heads": ("num_kv_heads", 2),
     "head_dim": ("head_dim", 16),
@@ -80,6 +80,35 @@ def test_what_cannot_be_converted_is_refused_naming_both_values(start, field) ->
     assert p.connected == []
     # The node is as well as before.
     assert shake(p, changed(own, **{field: ours})).instance_id == "P"
+
+
+def test_no_transfer_backend_in_common_is_refused_naming_both_lists(start) -> None:
+    p = start()
+    own = info("D", "decode", transfers={"nixl": {}, "mooncake": {}})
+    with pytest.raises(HandshakeError, match=r"P offers tcp, decode node D offers nixl, mooncake"):
+        shake(p, own)
+    assert p.connected == []
+
+
+def test_the_client_refuses_such_a_prefill_node_too(start) -> None:
+    """P's registry is not asked: both ends apply the same rule."""
+    p = start()
+    p.registry.handshake = lambda peer: p.registry.own
+    with pytest.raises(HandshakeError, match="transfer backend differs"):
+        shake(p, info("D", "decode", transfers={"nixl": {}}))
+
+
+GPU_A = {"host_id": "b:1:2", "device": "GPU-a", "reachable": "GPU-a,GPU-b"}
+GPU_B = GPU_A | {"device": "GPU-b"}
+
+
+def test_nvlink_alone_is_refused_with_the_reason(start) -> None:
+    p = start()
+    p.registry.own = changed(p.registry.own, transfers={"nvlink": GPU_A})
+    own = info("D", "decode", transfers={"nvlink": GPU_B | {"host_id": "other"}})
+    with pytest.raises(HandshakeError, match="nvlink: the nodes are not on one host"):
+        shake(p, own)
+    assert shake(p, info("D", "decode", transfers={"nvlink": GPU_B})).instance_id == "P"
 
 
 def test_two_prefill_nodes_do_not_shake_hands(start) -> None:
@@ -177,7 +206,17 @@ BAD_BODIES = {
     "a field too many": json.dumps(GOOD | {"more": 1}).encode(),
     "a wrong type": json.dumps(GOOD | {"instance_id": 7}).encode(),
     "an unknown role": json.dumps(GOOD | {"role": "proxy"}).encode(),
-    "a nested wrong type": json.dumps(GOOD | {"transfer_address": {"port": 1}}).encode(),
+    "a nested wrong type": json.dumps(GOOD | {"transfers": {"tcp": {"port": 1}}}).encode(),
+    "too many backends": json.dumps(
+        GOOD | {"transfers": {str(n): {} for n in range(MAX_BACKENDS + 1)}}
+    ).encode(),
+    "a long backend name": json.dumps(GOOD | {"transfers": {"x" * 33: {}}}).encode(),
+    "a long address": json.dumps(
+        GOOD | {"transfers": {"tcp": {"host": "h" * (MAX_ADDRESS_CHARS + 1)}}}
+    ).encode(),
+    "a wide address": json.dumps(
+        GOOD | {"transfers": {"tcp": {str(n): "" for n in range(MAX_ADDRESS_FIELDS + 1)}}}
+    ).encode(),
 }
 
 

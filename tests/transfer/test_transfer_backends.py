@@ -311,7 +311,7 @@ def test_a_bad_address_is_refused(pair, address) -> None:
     import msgspec
 
     _, target, p, d = pair(4, 4)
-    info = msgspec.structs.replace(node_info("E", "decode", d, target), transfer_address=address)
+    info = msgspec.structs.replace(node_info("E", "decode", d, target), transfers={d.name: address})
     with pytest.raises(TransferError, match="E published a bad data address"):
         p.connect(info)
 
@@ -323,7 +323,7 @@ def test_without_a_cluster_key_nothing_leaves_the_machine(pair, backend) -> None
     with pytest.raises(UsageError, match="--cluster-key-file"):
         make_transfer_manager(backend, target, "X", "0.0.0.0")
     address = {"host": "192.0.2.1", "port": "9"}
-    info = msgspec.structs.replace(node_info("E", "decode", d, target), transfer_address=address)
+    info = msgspec.structs.replace(node_info("E", "decode", d, target), transfers={d.name: address})
     with pytest.raises(TransferError, match="no cluster key"):
         p.connect(info)
 

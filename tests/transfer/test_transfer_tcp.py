@@ -278,7 +278,7 @@ def relayed(d, target) -> Iterator:
     source = make_pool(40_000, 4, layers=LAYERS)
     manager = TcpManager(source, "P", connections=1)
     info = node_info("D", "decode", d, target)
-    manager.connect(msgspec.structs.replace(info, transfer_address=relay.address()))
+    manager.connect(msgspec.structs.replace(info, transfers={"tcp": relay.address()}))
     yield relay, manager
     relay.close()
     manager.close()
@@ -354,7 +354,7 @@ def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, 
         p = TcpManager(make_pool(64, 4, layers=LAYERS), "P")
         stack.callback(p.close)
         info = node_info("D", "decode", d, target)
-        p.connect(msgspec.structs.replace(info, transfer_address=address))
+        p.connect(msgspec.structs.replace(info, transfers={"tcp": address}))
         receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
         sender.send(0, TOKENS, 0, LAYERS)
@@ -372,7 +372,7 @@ def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
     relay = Relay(int(d.address()["port"]), pause=0.02)
     try:
         info = node_info("D", "decode", d, target)
-        p.connect(msgspec.structs.replace(info, transfer_address=relay.address()))
+        p.connect(msgspec.structs.replace(info, transfers={"tcp": relay.address()}))
         rooms = []
         for epoch, pages in enumerate(np.arange(5000, dtype=np.int32).reshape(2, -1)):
             receiver = d.receiver("P", ROOM, epoch, pages, 0, 10_000)

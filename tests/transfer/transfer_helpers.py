@@ -69,8 +69,7 @@ def node_info(instance: str, role: str, manager: TransferManager, pool: Pool) ->
         kv=pool.layout,
         endpoint=f"tcp://{instance}",
         bootstrap="",
-        transfer_backend=manager.name,
-        transfer_address=manager.address(),
+        transfers=manager.addresses(),
     )
 
 
