@@ -123,11 +123,11 @@ def hand_off(sender: Sender, receiver: Receiver) -> None:
 class Relay:
     """A wire between two nodes that a test can stop or cut."""
 
-    def __init__(self, port: int, *, pause: float = 0.0) -> None:
-        """``pause``: seconds to wait after each 64 KiB."""
+    def __init__(self, port: int, *, pause: float = 0.0, at: int = 0) -> None:
+        """``pause``: seconds to wait after each 64 KiB; ``at``: port to listen on."""
         self._target = ("127.0.0.1", port)
         self._pause = pause
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", at))
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._flows = threading.Event()
         self._flows.set()
