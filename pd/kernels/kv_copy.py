@@ -1,0 +1,213 @@
+"""KV rows between a pool's slots, packed buffers and the pool of another GPU.
+
+A row is K or V of one token in one layer: ``num_kv_heads * head_dim`` elements that lie together.
+Pools are ``[num_layers, 2, num_slots, num_kv_heads, head_dim]``; packed data is contiguous bytes in
+the order ``[layers, 2, tokens, row]``.
+
+On the CPU this is numpy, which is also the reference of the one Triton kernel that does all three
+on a GPU (:mod:`pd.kernels.kv_copy_triton`), queued on the current stream of the pool's device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.kernels.kv_copy_triton import LaunchShape
+
+    Planes = list[npt.NDArray[np.int8]]
+
+# On the CPU, this many adjacent slots are copied as one where a sequence's pages allow it.
+_RUNS = (64, 16, 4)
+
+
+def row_bytes(buffer: torch.Tensor) -> int:
+    """Bytes of K or V of one token in one layer of a pool."""
+    return buffer.shape[3] * buffer.shape[4] * buffer.element_size()
+
+
+def gather(
+    buffer: torch.Tensor, slots: torch.Tensor, layer_start: int, layer_stop: int, out: torch.Tensor
+) -> None:
+    """Pack K and V of some tokens of some layers.
+
+    Args:
+        buffer: the pool, contiguous.
+        slots: int32 or int64 ``[n]`` on the pool's device, all inside the pool (on a GPU that is
+            not checked).
+        out: contiguous, of any dtype, on the pool's device, of exactly
+            ``(layer_stop - layer_start) * 2 * n * row_bytes(buffer)`` bytes.
+
+    Raises:
+        ValueError: shapes, sizes or devices do not fit.
+        IndexError: a slot lies outside the pool (CPU).
+    """
+    packed = _packed(buffer, slots, layer_start, layer_stop, out)
+    if buffer.is_cuda:
+        from pd.kernels.kv_copy_triton import Side, copy_rows
+
+        pool = Side(buffer.data_ptr(), 2 * layer_start, buffer.shape[2], slots)
+        whole = Side(packed.data_ptr(), 0, len(slots))
+        num_planes = 2 * (layer_stop - layer_start)
+        copy_rows(pool, whole, len(slots), num_planes, row_bytes(buffer), buffer.device)
+        return
+    planes = _planes(buffer, layer_start, layer_stop)
+    for index, where, run in _stretches(_inside(slots, buffer.shape[2])):
+        for source, target in zip(planes, _packed_planes(packed, planes, slots), strict=True):
+            # NOTE: the slots were checked; without "clip" numpy would copy by way of a buffer.
+            np.take(
+                _coarse(source, run), index, axis=0, out=_coarse(target[where], run), mode="clip"
+            )
+
+
+def scatter(
+    buffer: torch.Tensor,
+    slots: torch.Tensor,
+    layer_start: int,
+    layer_stop: int,
+    data: torch.Tensor,
+) -> None:
+    """Put packed K and V into slots, the reverse of :func:`gather`; the arguments are the same.
+
+    Slots must differ from each other.
+    """
+    packed = _packed(buffer, slots, layer_start, layer_stop, data)
+    if buffer.is_cuda:
+        from pd.kernels.kv_copy_triton import Side, copy_rows
+
+        whole = Side(packed.data_ptr(), 0, len(slots))
+        pool = Side(buffer.data_ptr(), 2 * layer_start, buffer.shape[2], slots)
+        num_planes = 2 * (layer_stop - layer_start)
+        copy_rows(whole, pool, len(slots), num_planes, row_bytes(buffer), buffer.device)
+        return
+    planes = _planes(buffer, layer_start, layer_stop)
+    for index, where, run in _stretches(_inside(slots, buffer.shape[2])):
+        for target, source in zip(planes, _packed_planes(packed, planes, slots), strict=True):
+            _coarse(target, run)[index] = _coarse(source[where], run)
+
+
+def copy_to_peer(
+    buffer: torch.Tensor,
+    slots: torch.Tensor,
+    peer: int,
+    peer_num_slots: int,
+    peer_slots: torch.Tensor,
+    layer_start: int,
+    layer_stop: int,
+    shape: LaunchShape | None = None,
+) -> None:
+    """Copy tokens straight into another pool of the same layers, heads and dtype.
+
+    Args:
+        buffer: the own pool, contiguous.
+        slots: int32 or int64 ``[n]`` on the pool's device: the tokens' slots in the own pool.
+        peer: address of the other pool, valid for the pool's device (mapped by CUDA IPC or peer
+            access); on the CPU an address of this process.
+        peer_num_slots: slots of the other pool.
+        peer_slots: as ``slots``: where the tokens go in the other pool, each slot once.
+        shape: how the kernel is launched (tuned by ``benchmarks/kv_copy.py``).
+
+    Raises:
+        ValueError: shapes, sizes or devices do not fit.
+        IndexError: a slot lies outside its pool (CPU).
+    """
+    _check(buffer, slots, layer_start, layer_stop)
+    if peer_slots.shape != slots.shape or peer_slots.device != slots.device:
+        raise ValueError(f"{slots.shape} slots cannot be copied to {peer_slots.shape}")
+    if buffer.is_cuda:
+        from pd.kernels.kv_copy_triton import PEER_SHAPE, Side, copy_rows
+
+        own_side = Side(buffer.data_ptr(), 2 * layer_start, buffer.shape[2], slots)
+        peer_side = Side(peer, 2 * layer_start, peer_num_slots, peer_slots)
+        num_planes = 2 * (layer_stop - layer_start)
+        width, shape = row_bytes(buffer), shape or PEER_SHAPE
+        copy_rows(own_side, peer_side, len(slots), num_planes, width, buffer.device, shape)
+        return
+    own = _inside(slots, buffer.shape[2])
+    theirs = _inside(peer_slots, peer_num_slots)
+    planes = _planes(buffer, layer_start, layer_stop)
+    for number, source in enumerate(planes, start=2 * layer_start):
+        size = peer_num_slots * row_bytes(buffer)
+        memory = (ctypes.c_int8 * size).from_address(peer + number * size)
+        target = np.ctypeslib.as_array(memory).reshape(peer_num_slots, -1)
+        target[theirs] = source[own]
+
+
+def _check(buffer: torch.Tensor, slots: torch.Tensor, layer_start: int, layer_stop: int) -> None:
+    if buffer.dim() != 5 or not buffer.is_contiguous():
+        raise ValueError(f"a pool is one contiguous 5-D tensor, not {tuple(buffer.shape)}")
+    if not 0 <= layer_start <= layer_stop <= buffer.shape[0]:
+        raise ValueError(f"layers [{layer_start}, {layer_stop}) are not of {buffer.shape[0]}")
+    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"slots are int32 or int64 [n], not {slots.dtype} {tuple(slots.shape)}")
+    if slots.device != buffer.device:
+        raise ValueError(f"slots are on {slots.device}, the pool is on {buffer.device}")
+
+
+def _packed(
+    buffer: torch.Tensor, slots: torch.Tensor, layer_start: int, layer_stop: int, data: torch.Tensor
+) -> torch.Tensor:
+    """The packed side as bytes."""
+    _check(buffer, slots, layer_start, layer_stop)
+    size = (layer_stop - layer_start) * 2 * len(slots) * row_bytes(buffer)
+    if not data.is_contiguous() or data.numel() * data.element_size() != size:
+        raise ValueError(
+            f"packed data must be {size} contiguous bytes, not {tuple(data.shape)} of {data.dtype}"
+        )
+    if data.device != buffer.device:
+        raise ValueError(f"packed data is on {data.device}, the pool is on {buffer.device}")
+    return data.view(-1).view(torch.uint8)
+
+
+def _inside(slots: torch.Tensor, num_slots: int) -> npt.NDArray[np.int64]:
+    array: npt.NDArray[np.int64] = slots.numpy().astype(np.int64)
+    if len(array) and not 0 <= array.min() <= array.max() < num_slots:
+        raise IndexError(f"slots {array.min()} to {array.max()} are not of {num_slots}")
+    return array
+
+
+def _planes(buffer: torch.Tensor, layer_start: int, layer_stop: int) -> Planes:
+    """The bytes ``[num_slots, row]`` of K and V of each layer."""
+    layers = buffer[layer_start:layer_stop].view(-1).view(torch.int8).numpy()
+    return list(layers.reshape(2 * (layer_stop - layer_start), buffer.shape[2], row_bytes(buffer)))
+
+
+def _packed_planes(packed: torch.Tensor, planes: Planes, slots: torch.Tensor) -> Planes:
+    if not planes:
+        return []
+    return list(packed.numpy().view(np.int8).reshape(len(planes), len(slots), -1))
+
+
+def _coarse(rows: npt.NDArray[np.int8], run: int) -> npt.NDArray[np.void]:
+    """``[slots, row]`` as ``[slots // run]`` opaque items, so that each is one memory copy."""
+    whole = rows[: len(rows) // run * run]
+    return whole.reshape(-1, run * rows.shape[1]).view(f"V{run * rows.shape[1]}")[:, 0]
+
+
+def _stretches(
+    slots: npt.NDArray[np.int64],
+) -> Iterator[tuple[npt.NDArray[np.int64], slice, int]]:
+    """Parts of the slots as (index in units of ``run`` slots, which tokens, run)."""
+    for run in _RUNS:
+        head = int(-slots[0] % run) if len(slots) else 0
+        body = (len(slots) - head) // run * run
+        if body <= 0:
+            continue
+        blocks = slots[head : head + body].reshape(-1, run)
+        first = blocks[:, 0]
+        if (first % run == 0).all() and (blocks - first[:, None] == np.arange(run)).all():
+            if head:
+                yield slots[:head], slice(0, head), 1
+            yield first // run, slice(head, head + body), run
+            if head + body < len(slots):
+                yield slots[head + body :], slice(head + body, len(slots)), 1
+            return
+    if len(slots):
+        yield slots, slice(0, len(slots)), 1

@@ -1,0 +1,249 @@
+"""The kernel behind :mod:`pd.kernels.kv_copy`: rows of one memory to rows of another."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# Widest access first. Two 8-byte words make the 16 bytes that a thread moves at once.
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+# Words below which a piece of a row is not worth a tile of its own.
+_MIN_CHUNK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How the kernel is spread over the GPU.
+
+    Attributes:
+        programs: size of the grid; each program walks over many tiles, so that a few
+            multiprocessors suffice and the forward pass keeps the others.
+        tile_bytes: bytes that a program has in its registers at a time; it loads the next tile
+            before it stores this one.
+        num_warps: warps of a program.
+    """
+
+    programs: int
+    tile_bytes: int
+    num_warps: int
+
+
+# A kernel for each combination of multiples of 16 and ones would be compiled during requests.
+_ANY_VALUE = (
+    "num_tokens",
+    "num_planes",
+    "source_first",
+    "source_stride",
+    "target_first",
+    "target_stride",
+)
+
+PEER_SHAPE = LaunchShape(programs=64, tile_bytes=16384, num_warps=8)
+LOCAL_SHAPE = LaunchShape(programs=264, tile_bytes=16384, num_warps=8)
+
+
+@triton.jit
+def _load_tile(
+    source,
+    source_slots,
+    target_slots,
+    tile,
+    tiles,
+    num_tokens,
+    source_first,
+    source_stride,
+    target_first,
+    target_stride,
+    ROW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FROM_SLOTS: tl.constexpr,
+    TO_SLOTS: tl.constexpr,
+):
+    """Words ``[TOKENS, CHUNK]`` of a tile and the rows ``[TOKENS]`` where they go, -1 for none."""
+    chunks: tl.constexpr = (ROW + CHUNK - 1) // CHUNK
+    token_tiles = tl.cdiv(num_tokens, TOKENS)
+    plane = tile // (chunks * token_tiles)
+    tokens = (tile // chunks) % token_tiles * TOKENS + tl.arange(0, TOKENS)
+    exists = (tokens < num_tokens) & (tile < tiles)
+    from_rows = (source_first + plane).to(tl.int64) * source_stride
+    if FROM_SLOTS:
+        from_rows = from_rows + tl.load(source_slots + tokens, mask=exists, other=0).to(tl.int64)
+    else:
+        from_rows = from_rows + tokens
+    to_rows = (target_first + plane).to(tl.int64) * target_stride
+    if TO_SLOTS:
+        to_rows = to_rows + tl.load(target_slots + tokens, mask=exists, other=0).to(tl.int64)
+    else:
+        to_rows = to_rows + tokens
+    columns = tile % chunks * CHUNK + tl.arange(0, CHUNK)
+    mask = exists[:, None]
+    if ROW % CHUNK != 0:
+        mask = mask & (columns < ROW)[None, :]
+    words = tl.load(source + from_rows[:, None] * ROW + columns[None, :], mask=mask)
+    return words, tl.where(exists, to_rows, -1)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)
+def _copy_rows(
+    source,
+    target,
+    source_slots,
+    target_slots,
+    num_tokens,
+    num_planes,
+    source_first,
+    source_stride,
+    target_first,
+    target_stride,
+    ROW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FROM_SLOTS: tl.constexpr,
+    TO_SLOTS: tl.constexpr,
+):
+    """Copy rows of ROW words of ``num_planes`` planes; a plane has ``stride`` rows.
+
+    A tile is TOKENS rows by CHUNK words. Rows are found by slot, or by token where there are no
+    slots. The loads of a tile are under way before the one ahead is stored.
+    """
+    chunks: tl.constexpr = (ROW + CHUNK - 1) // CHUNK
+    tiles = tl.cdiv(num_tokens, TOKENS) * chunks * num_planes
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    words, rows = _load_tile(
+        source,
+        source_slots,
+        target_slots,
+        program,
+        tiles,
+        num_tokens,
+        source_first,
+        source_stride,
+        target_first,
+        target_stride,
+        ROW,
+        CHUNK,
+        TOKENS,
+        FROM_SLOTS,
+        TO_SLOTS,
+    )
+    for tile in range(program, tiles, programs):
+        next_words, next_rows = _load_tile(
+            source,
+            source_slots,
+            target_slots,
+            tile + programs,
+            tiles,
+            num_tokens,
+            source_first,
+            source_stride,
+            target_first,
+            target_stride,
+            ROW,
+            CHUNK,
+            TOKENS,
+            FROM_SLOTS,
+            TO_SLOTS,
+        )
+        # NOTE: made from ``tile`` again, not carried along: the compiler must see that 16 bytes
+        # lie together, or it stores them one word at a time.
+        columns = tile % chunks * CHUNK + tl.arange(0, CHUNK)
+        mask = (rows >= 0)[:, None]
+        if ROW % CHUNK != 0:
+            mask = mask & (columns < ROW)[None, :]
+        tl.store(target + rows[:, None] * ROW + columns[None, :], words, mask=mask)
+        words = next_words
+        rows = next_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of a copy: planes of rows in memory that the device can reach.
+
+    Attributes:
+        address: of plane 0.
+        first: the first plane that takes part.
+        stride: rows of a plane.
+        slots: the row of each token; None where token t is row t.
+    """
+
+    address: int
+    first: int
+    stride: int
+    slots: torch.Tensor | None = None
+
+
+class _Pointer:
+    """An address as an argument of a kernel, which knows tensors by these two names."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def copy_rows(
+    source: Side,
+    target: Side,
+    num_tokens: int,
+    num_planes: int,
+    row_bytes: int,
+    device: torch.device,
+    shape: LaunchShape = LOCAL_SHAPE,
+) -> None:
+    """Queue the copy on the current stream of ``device``. Nothing is checked and nothing is kept
+    alive. On the CPU this works with ``TRITON_INTERPRET=1`` only (for tests)."""
+    if not num_tokens or not num_planes:
+        return
+    word = next(
+        word for word in _WORDS if not (row_bytes | source.address | target.address) % word.itemsize
+    )
+    row = row_bytes // word.itemsize
+    chunk, tokens = _tile(row, shape.tile_bytes // word.itemsize, num_tokens)
+    tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(row, chunk) * num_planes
+    pointers = [_pointer(side, num_planes, row_bytes, word, device) for side in (source, target)]
+    slots = [pointers[0] if s.slots is None else s.slots for s in (source, target)]
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _copy_rows[(min(shape.programs, tiles),)](
+            *pointers,
+            *slots,
+            num_tokens,
+            num_planes,
+            source.first,
+            source.stride,
+            target.first,
+            target.stride,
+            ROW=row,
+            CHUNK=chunk,
+            TOKENS=tokens,
+            FROM_SLOTS=source.slots is not None,
+            TO_SLOTS=target.slots is not None,
+            num_warps=shape.num_warps,
+        )
+
+
+def _tile(row: int, tile_words: int, num_tokens: int) -> tuple[int, int]:
+    """Words and tokens of a tile, both powers of two. A row is cut where that leaves no thread
+    without work."""
+    even = row & -row
+    chunk = even if even >= _MIN_CHUNK else triton.next_power_of_2(row)
+    chunk = min(chunk, tile_words)
+    return chunk, max(1, min(tile_words // chunk, triton.next_power_of_2(num_tokens)))
+
+
+def _pointer(
+    side: Side, num_planes: int, row_bytes: int, word: torch.dtype, device: torch.device
+) -> Any:
+    if device.type == "cuda":
+        return _Pointer(side.address, word)
+    size = (side.first + num_planes) * side.stride * row_bytes
+    return torch.frombuffer((ctypes.c_int8 * size).from_address(side.address), dtype=word)
