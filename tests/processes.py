@@ -31,19 +31,30 @@ def free_port() -> int:
 
 
 class Process:
-    """One ``pd-launch`` process on fixed ports, so that it can be started again in its place."""
+    """One ``pd-launch`` process on fixed ports, so that it can be started again in its place.
 
-    def __init__(self, *command: str, log: Path) -> None:
+    ``prefix`` stands before the interpreter (``ip netns exec NAME``, which becomes the process and
+    so keeps its pid); ``env`` is added to the environment.
+    """
+
+    def __init__(
+        self,
+        *command: str,
+        log: Path,
+        prefix: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.command = command
         self.log = log
+        self._prefix, self._env = list(prefix), env or {}
         self.start()
 
     def start(self) -> None:
         """Start without waiting; see :meth:`ready`."""
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | self._env
         self._log = self.log.open("a")
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "pd.cli", *self.command],
+            [*self._prefix, sys.executable, "-m", "pd.cli", *self.command],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -108,10 +119,13 @@ class Deployment:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         proxy_flags: Sequence[str] = (),
+        env: dict[str, str] | None = None,
     ) -> None:
         common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
+        # What a node chooses by itself depends on what is installed here.
+        common += ["--transfer-backend", "tcp"]
         common += node_flags
-        self._logs = logs
+        self._logs, self._env = logs, env
         logs.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = [], []
         for index in range(prefill):
@@ -128,7 +142,7 @@ class Deployment:
         self.wait_ready()
 
     def _process(self, name: str, *command: str) -> Process:
-        return Process(*command, log=self._logs / f"{name}.log")
+        return Process(*command, log=self._logs / f"{name}.log", env=self._env)
 
     def another_proxy(self) -> Process:
         """A second proxy on the same nodes."""
@@ -190,6 +204,7 @@ class Stream:
         self.output: list[int] = []
         self.error: dict[str, Any] | None = None
         self.status: int | None = None
+        self.finish: str | None = None
         self.done = False
         self.ended_at: float | None = None
         self._extra = extra
@@ -245,6 +260,8 @@ class Stream:
                 self.error = event["error"]
                 return
             self.output += event["output_ids"]
+            reason = event["meta_info"]["finish_reason"]
+            self.finish = reason["type"] if reason else self.finish
             if self.output:
                 self._first.set()
 

@@ -1,0 +1,82 @@
+"""The transfer backends that the tests of this directory run over, in one list."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd.core.errors import SetupError
+from pd.transfer.factory import check_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way for KV to travel.
+
+    Attributes:
+        name: in the names of tests.
+        flag: of ``--transfer-backend``.
+        env: what its processes need in their environment.
+    """
+
+    name: str
+    flag: str
+    env: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def require(self) -> None:
+        """Skip the test if this machine lacks the backend's library. In CI that is a failure."""
+        why = _missing(self.flag)
+        if why is None:
+            return
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must have every backend: {why}")
+        pytest.skip(why)
+
+    def require_here(self) -> None:
+        """The same for nodes in the test's own process, whose environment cannot be changed."""
+        self.require()
+        assert not self.env, f"{self} needs processes of its own"
+
+
+@functools.cache
+def _missing(flag: str) -> str | None:
+    try:
+        check_backend(flag)
+    except SetupError as error:
+        return error.message
+    return None
+
+
+TCP = Backend("tcp", "tcp")
+FAKE = Backend("fake", "fake")
+NIXL = Backend("nixl", "nixl")
+# UCX reads it once for each process. Without it shared memory is used on one machine, even between
+# network namespaces.
+NIXL_TCP = Backend("nixl-tcp", "nixl", {"UCX_TLS": "tcp"})
+MOONCAKE = Backend("mooncake", "mooncake")
+
+IN_PROCESS = (TCP, FAKE, NIXL, MOONCAKE)
+PROCESSES = (TCP, NIXL, NIXL_TCP, MOONCAKE)
+ACROSS_HOSTS = (TCP, NIXL_TCP, MOONCAKE)
+
+
+def over(
+    backends: Iterable[Backend], sample: Iterable[Backend] | None = None
+) -> pytest.MarkDecorator:
+    """Run a test over each backend by its fixture ``backend``; those outside ``sample`` in ``make
+    test-all`` only."""
+    chosen = tuple(backends) if sample is None else tuple(sample)
+    params = [
+        pytest.param(b, id=b.name, marks=() if b in chosen else pytest.mark.full) for b in backends
+    ]
+    return pytest.mark.parametrize("backend", params, indirect=True)

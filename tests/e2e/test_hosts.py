@@ -1,0 +1,241 @@
+"""Two hosts, and a link between them that is cut in the middle of a transfer and comes back later.
+
+Prefill runs in one network namespace and decode in the other, as real processes. The proxy reaches
+both all the time: only what passes from host to host is lost, in silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import netns
+import pytest
+from backends import ACROSS_HOSTS, TCP, Backend, over
+from checkpoints import make_checkpoint, reference_generate
+from processes import Process, Stream, free_port, is_idle, ready_workers, wait_until
+
+from pd.core.messages import LEASE_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+# KV of 16 KiB per token, so that a long prompt occupies a slow link for seconds.
+SHAPE = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 128}
+CONTEXT = 8192
+TOKEN_BYTES = 4 * 2 * 4 * 128 * 4
+LONG_PROMPT = 1600
+MEGABITS = 40
+# Small, so that pages that were given up are soon somebody else's.
+POOL_TOKENS = 8192
+OUTAGE = 20.0
+# What the kernel and UCX still resend comes within this time of the link's return.
+AFTERMATH = 12.0
+SHORT_OUTPUT = 6
+# Between requests of the traffic, for two cores to do the rest.
+PAUSE = 0.1
+LONG_OUTPUT = 2000
+
+
+def prompts(seed: int, count: int, length: int) -> list[list[int]]:
+    """Without a common prefix, so that all of it travels."""
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(length)] for _ in range(count)]
+
+
+class Hosts:
+    """Prefill on one host, decode on the other; a second prefill node stands beside decode.
+
+    The proxy ``far`` uses the pair that the link joins, the proxy ``near`` the other. Both pairs
+    share the decode node.
+    """
+
+    def __init__(self, net: netns.Network, model: Path, logs: Path, backend: Backend) -> None:
+        self.net, self._logs, self._env = net, logs, backend.env
+        self._processes: list[Process] = []
+        key = logs / "cluster.key"
+        key.write_text(secrets.token_hex(32))
+        self._secured = ["--cluster-key-file", str(key)]
+        self._common = ["--model", str(model), "--kv-cache-tokens", str(POOL_TOKENS)]
+        self._common += ["--cpu-threads", "1", "--chunked-prefill-size", "256", *self._secured]
+        self._common += ["--transfer-backend", backend.flag]
+
+    def start(self) -> None:
+        """Until both proxies can serve."""
+        self.prefill = self._node("prefill", self.net.a, "prefill", "--bootstrap-port", "0")
+        self.decode = self._node("decode", self.net.b, "decode")
+        self.beside = self._node("beside", self.net.b, "prefill", "--bootstrap-port", "0")
+        self.nodes = [self.prefill, self.decode, self.beside]
+        self.far, self.near = self._proxy("far", self.prefill), self._proxy("near", self.beside)
+        for proxy in (self.far, self.near):
+            wait_until(lambda p=proxy: both_ready(p), 60)
+
+    def _node(self, name: str, host: netns.Host, *command: str) -> Process:
+        place = ["--host", "0.0.0.0", "--advertise-host", host.address, "--port", "0"]
+        return self._process(name, host.prefix, *command, *place, *self._common)
+
+    def _proxy(self, name: str, prefill: Process) -> Process:
+        workers = ["--prefill", prefill.url, "--decode", self.decode.url]
+        port = ["--port", str(free_port())]
+        return self._process(name, (), "proxy", *port, *workers, *self._secured)
+
+    def _process(self, name: str, prefix: Sequence[str], *command: str) -> Process:
+        log = self._logs / f"{name}.log"
+        process = Process(*command, log=log, prefix=prefix, env=self._env)
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """End everything and show the logs, which pytest prints if the test failed."""
+        for process in self._processes:
+            if process.child.poll() is None:
+                process.child.terminate()
+        for process in self._processes:
+            process.stop()
+            print(f"--- {process.log.name}\n{process.log.read_text()[-3000:]}")
+
+    def instances(self) -> list[Any]:
+        return [node.server_info()["instance_id"] for node in self.nodes]
+
+    def idle(self) -> bool:
+        return all(is_idle(node.server_info()) for node in self.nodes)
+
+    def describe(self) -> str:
+        infos = [node.server_info() for node in self.nodes]
+        return str([(i["role"], i["pages"], i["queues"]) for i in infos])
+
+
+def both_ready(proxy: Process) -> bool:
+    return len(ready_workers(httpx.get(f"{proxy.url}/workers", timeout=5).json())) == 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hosts") / "qwen3"
+    return make_checkpoint("qwen3", directory, max_position_embeddings=CONTEXT, **SHAPE)
+
+
+@pytest.fixture
+def hosts(backend: Backend, model: Path, tmp_path: Path) -> Iterator[Hosts]:
+    why = netns.why_not()
+    if why is not None:
+        pytest.skip(why)
+    with (
+        netns.network() as net,
+        contextlib.closing(Hosts(net, model, tmp_path, backend)) as running,
+    ):
+        running.start()
+        yield running
+
+
+class Traffic:
+    """Requests one after the other whose tokens are compared with what they must be."""
+
+    def __init__(self, url: str, asked: list[list[int]], expected: list[list[int]]) -> None:
+        self._url, self._cases = url, list(zip(asked, expected, strict=True))
+        self._stop = threading.Event()
+        self.right = 0
+        self.wrong: list[object] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for prompt, tokens in itertools.cycle(self._cases):
+            if self._stop.is_set():
+                return
+            stream = Stream(self._url, prompt, len(tokens)).join(60)
+            if stream.output == tokens and stream.done:
+                self.right += 1
+                time.sleep(PAUSE)
+            else:
+                self.wrong.append((stream, prompt[:4]))
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join(60)
+        assert not self.wrong, self.wrong
+        return self.right
+
+
+def ask(proxy: Process, prompt: list[int], expected: list[int]) -> None:
+    stream = Stream(proxy.url, prompt, len(expected)).join(60)
+    assert stream.succeeded(), stream
+    assert stream.output == expected
+
+
+def assert_ends_with_clear_error(stream: Stream, begin: float) -> None:
+    """Within a lease and a second of ``begin``, with words that say what happened."""
+    stream.join(30)
+    assert stream.error is not None and not stream.done, stream
+    assert stream.error["type"] == "node_failed_error", stream.error
+    assert any(word in stream.error["message"] for word in ("node", "peer", "reach")), stream.error
+    assert stream.ended_at is not None
+    assert stream.ended_at - begin < LEASE_SECONDS + 1.0, stream.ended_at - begin
+
+
+def cut_in_the_middle(hosts: Hosts, prompt: list[int]) -> tuple[Stream, float]:
+    """Start a long transfer on a slow link and cut that when a third of it has passed."""
+    size = len(prompt) * TOKEN_BYTES
+    hosts.net.slow(MEGABITS)
+    before = hosts.net.bytes_sent()
+    stream = Stream(hosts.far.url, prompt, SHORT_OUTPUT)
+    wait_until(lambda: hosts.net.bytes_sent() - before > size / 3, 30)
+    hosts.net.cut()
+    cut_at = time.monotonic()
+    assert hosts.net.bytes_sent() - before < size * 0.8, "the transfer was nearly over"
+    assert len(stream.output) < SHORT_OUTPUT, "the transfer was over"
+    return stream, cut_at
+
+
+@over(ACROSS_HOSTS, sample=[TCP])
+@pytest.mark.timeout(280)
+def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
+    hosts: Hosts, model: Path, seed: int
+) -> None:
+    long_prompts, short_prompts = prompts(seed, 4, LONG_PROMPT), prompts(seed + 1, 40, 500)
+    expected = reference_generate(model, long_prompts, SHORT_OUTPUT)
+    shorts = reference_generate(model, short_prompts, SHORT_OUTPUT)
+    instances = hosts.instances()
+    ask(hosts.far, long_prompts[0], expected[0])
+    ask(hosts.near, short_prompts[0], shorts[0])
+    (survivors_prompt,) = prompts(seed + 2, 1, 100)
+
+    survivor = Stream(hosts.far.url, survivors_prompt, LONG_OUTPUT)
+    survivor.wait_first()
+    traffic = Traffic(hosts.near.url, short_prompts, shorts)
+    wait_until(lambda: len(survivor.output) > 20, 30)
+    stream, cut_at = cut_in_the_middle(hosts, long_prompts[1])
+    assert not survivor.done, "the other request was over"
+    assert_ends_with_clear_error(stream, cut_at)
+
+    # While the link is down: the pair refuses in time, the others go on, nobody is unhealthy.
+    begin = time.monotonic()
+    assert_ends_with_clear_error(Stream(hosts.far.url, long_prompts[2], SHORT_OUTPUT), begin)
+    again = Stream(hosts.near.url, survivors_prompt, LONG_OUTPUT)
+    assert survivor.join().succeeded(), survivor
+    assert again.join().succeeded(), again
+    assert survivor.output == again.output
+    assert all(node.healthy() for node in hosts.nodes)
+    time.sleep(max(0.0, cut_at + OUTAGE - time.monotonic()))
+    done_before = traffic.right
+    assert done_before > 10 and not traffic.wrong, (done_before, traffic.wrong)
+
+    # The link returns, and with it whatever was under way: nobody's pages may take it.
+    hosts.net.restore()
+    hosts.net.fast()
+    restored_at = time.monotonic()
+    ask(hosts.far, long_prompts[2], expected[2])
+    while time.monotonic() < restored_at + AFTERMATH:
+        ask(hosts.far, long_prompts[3], expected[3])
+        ask(hosts.far, long_prompts[1], expected[1])
+    assert traffic.stop() > done_before
+    wait_until(hosts.idle, 60, hosts.describe)
+    assert hosts.instances() == instances, "a node was restarted"
+    assert all(node.child.poll() is None for node in hosts.nodes)

@@ -1,0 +1,165 @@
+"""Two hosts on one machine: network namespaces that a switch joins, and a cable from here to each.
+
+Only the machine's owner may make them, so tests that need them ask :func:`why_not` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Set aside for tests of networks (RFC 2544): nobody's addresses. Every network takes sixteen.
+_BASE = IPv4Address("198.18.0.0")
+_BLOCKS = (1 << 17) // 16
+_PREFIX = "pdtest"
+_COUNTER = itertools.count()
+
+
+def why_not() -> str | None:
+    """Why namespaces cannot be made here; None if they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"network namespaces need {tool} (Debian: iproute2)"
+    probe = f"{_PREFIX}-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespaces here: {made.stderr.strip()}"
+    _run("ip", "netns", "delete", probe)
+    return None
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class Host:
+    """One side: a namespace with an address that its peer and this machine reach on separate ways.
+
+    Attributes:
+        address: to listen on and to be known by.
+        prefix: what to put before a command to run it there; the command keeps the pid.
+    """
+
+    def __init__(self, namespace: str, address: IPv4Address) -> None:
+        self.namespace = namespace
+        self.address = str(address)
+        self.prefix = ("ip", "netns", "exec", namespace)
+
+    def ip(self, *command: str) -> None:
+        """``ip`` in the namespace."""
+        _run("ip", "-n", self.namespace, *command)
+
+
+class Network:
+    """Hosts ``a`` and ``b``.
+
+    A cut happens in the switch: both ends keep their carrier, their addresses and their routes, and
+    hear nothing of it. This machine still reaches both.
+    """
+
+    def __init__(self) -> None:
+        number = next(_COUNTER)
+        name = f"{_PREFIX}-{os.getpid()}-{number}"
+        self._block = (os.getpid() * 7 + number) % _BLOCKS
+        self._base = _BASE + 16 * self._block
+        self.a = Host(f"{name}-a", self._base + 1)
+        self.b = Host(f"{name}-b", self._base + 2)
+        self._switch = Host(f"{name}-switch", self._base)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        for host in (self.a, self.b, self._switch):
+            _run("ip", "netns", "add", host.namespace)
+            host.ip("link", "set", "lo", "up")
+        self._switch.ip("link", "add", "bridge", "type", "bridge")
+        self._switch.ip("link", "set", "bridge", "up")
+        self._join(self.a, "port-a", first=8)
+        self._join(self.b, "port-b", first=12)
+
+    def _join(self, host: Host, port: str, *, first: int) -> None:
+        """Plug a host into the switch and connect this machine to it."""
+        cable = ("type", "veth", "peer", "name", port, "netns", self._switch.namespace)
+        host.ip("link", "add", "lan", *cable)
+        host.ip("address", "add", f"{host.address}/29", "dev", "lan")
+        host.ip("link", "set", "lan", "up")
+        self._switch.ip("link", "set", port, "master", "bridge")
+        self._switch.ip("link", "set", port, "up")
+        here, there = self._base + first + 1, self._base + first + 2
+        name = self._cable(port[-1])
+        _run("ip", "link", "add", name, "type", "veth", "peer", "mgmt", "netns", host.namespace)
+        host.ip("address", "add", f"{there}/30", "dev", "mgmt")
+        host.ip("link", "set", "mgmt", "up")
+        _run("ip", "address", "add", f"{here}/30", "dev", name)
+        _run("ip", "link", "set", name, "up")
+        _run("ip", "route", "add", f"{host.address}/32", "via", str(there), "dev", name)
+
+    def slow(self, megabits: int) -> None:
+        """Limit what ``a`` sends to ``b``."""
+        rate = ("rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms")
+        _run("tc", "-n", self.a.namespace, "qdisc", "add", "dev", "lan", "root", "tbf", *rate)
+
+    def fast(self) -> None:
+        """Without a limit again."""
+        _run("tc", "-n", self.a.namespace, "qdisc", "delete", "dev", "lan", "root")
+
+    def cut(self) -> None:
+        """From now on nothing passes between ``a`` and ``b``, either way."""
+        self._switch.ip("link", "set", "port-b", "nomaster")
+
+    def restore(self) -> None:
+        """Everything passes again."""
+        self._switch.ip("link", "set", "port-b", "master", "bridge")
+
+    def bytes_sent(self) -> int:
+        """What left ``a`` for ``b`` since the beginning."""
+        counter = "/sys/class/net/lan/statistics/tx_bytes"
+        command = [*self.a.prefix, "cat", counter]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    def close(self) -> None:
+        """Delete the namespaces and, with the cables, this machine's routes."""
+        for host in (self.a, self.b, self._switch):
+            # Whatever was made: the building may have stopped in the middle.
+            subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+        # A deleted namespace keeps its cables until its last process is gone.
+        for letter in "ab":
+            subprocess.run(["ip", "link", "delete", self._cable(letter)], capture_output=True)
+
+    def _cable(self, letter: str) -> str:
+        return f"pdt{self._block:04x}{letter}"
+
+
+@contextlib.contextmanager
+def network() -> Iterator[Network]:
+    """Two hosts that are gone afterwards, whatever happens."""
+    _remove_leftovers()
+    running = Network()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def _remove_leftovers() -> None:
+    """Delete namespaces of test runs that were killed."""
+    for entry in Path("/run/netns").glob(f"{_PREFIX}-*"):
+        pid = entry.name.split("-")[1]
+        if not Path("/proc", pid).exists():
+            subprocess.run(["ip", "netns", "delete", entry.name], capture_output=True)
