@@ -277,6 +277,10 @@ class Stream:
         assert not self._thread.is_alive(), "the stream did not end"
         return self
 
+    def succeeded_as(self, expected: list[int]) -> bool:
+        """Ended well with exactly these tokens."""
+        return self.done and self.finish == "length" and self.output == expected
+
     def succeeded(self) -> bool:
         return self.done and self.error is None and len(self.output) == self.tokens
 

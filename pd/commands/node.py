@@ -212,7 +212,8 @@ def _add_backends(parser: argparse.ArgumentParser) -> None:
         "--transfer-backend",
         default="auto",
         choices=choices.TRANSFER_BACKENDS,
-        help="how KV travels; both nodes need the same (default: auto, which is tcp)",
+        help="how KV travels between a pair of nodes; auto offers nvlink, nixl and tcp as far as "
+        "they work here, and a pair uses the first that works for both (default: auto)",
     )
     add(
         "--fake-script",
@@ -277,7 +278,7 @@ def check_early(config: NodeConfig) -> None:
             f"--context-length {config.context_length} exceeds the model's {model.context_length}"
         )
     if config.role != "unified":
-        check_backend(config.transfer_backend, config.fake_script)
+        check_backend(config.transfer_backend, config.fake_script, config.device)
 
 
 def limit_threads(role: str, threads: int | None) -> None:

@@ -32,8 +32,7 @@ class DecodeNode(Node):
         self, config: NodeConfig, engine: Engine, instance_id: str, transfer: TransferManager
     ) -> None:
         super().__init__(config, engine, instance_id)
-        self.transfer = transfer
-        self.transfer_backend = transfer.name
+        self.transfer: TransferManager = transfer
         self.decode = DecodeManager(self)
         self.receiving = Receiving(self)
         self._handlers |= {
@@ -118,6 +117,9 @@ class DecodeNode(Node):
         self.peers.sweep(now)
         self.receiving.sweep(now)
         self.receiving.pump()
+
+    def transfer_peers(self) -> list[NodeInfo]:
+        return self.peers.infos()
 
     def poll_transfers(self) -> bool:
         return self.receiving.poll()

@@ -27,6 +27,7 @@ class PrefillPeers:
         self._node = node
         self._leases: Leases[str] = Leases()
         self._urls: dict[str, str] = {}
+        self._infos: dict[str, NodeInfo] = {}
         self._directory = PeerDirectory(
             own,
             cluster_key=node.config.cluster_key,
@@ -69,6 +70,9 @@ class PrefillPeers:
         self._node.control.connect(instance.encode(), own.encode(), peer.endpoint)
         self._leases.renew(instance)
         self._urls[instance] = url
+        self._infos[instance] = peer
+        backend = self._node.transfer.backend_of(instance)
+        logger.info("KV of prefill node %s travels by %s", instance, backend)
         self._beat(instance)  # P can send nothing before it has heard from us
 
     def heard_from(self, instance: str) -> None:
@@ -79,6 +83,10 @@ class PrefillPeers:
     def connected(self, instance: str) -> bool:
         """Whether messages can be sent to it."""
         return instance in self._leases
+
+    def infos(self) -> list[NodeInfo]:
+        """Who shook hands and was not lost since."""
+        return list(self._infos.values())
 
     def heartbeat(self) -> None:
         """Tell every prefill node that D lives."""
@@ -99,7 +107,7 @@ class PrefillPeers:
         if not self._leases.drop(instance):
             return
         logger.warning("prefill node %s lost: %s", instance, why)
-        del self._urls[instance]
+        del self._urls[instance], self._infos[instance]
         self._directory.forget(instance)
         self._node.control.disconnect(instance.encode())
         self._node.transfer.disconnect(instance)

@@ -8,6 +8,25 @@ if TYPE_CHECKING:
     from pd.node.node import Node
 
 
+def transfer_info(node: Node) -> dict[str, object]:
+    """Backends: what is offered, what each pair uses, and the one in use to sum it up (before the
+    first peer: the one that this node likes best)."""
+    if node.transfer is None:
+        return {"transfer_backend": "none", "transfer_backends": [], "peers": []}
+    offered = list(node.transfer.addresses())
+    peers = [
+        {
+            "instance_id": peer.instance_id,
+            "role": peer.role,
+            "transfer_backend": node.transfer.backend_of(peer.instance_id),
+        }
+        for peer in node.transfer_peers()
+    ]
+    used = {peer["transfer_backend"] for peer in peers}
+    best = next((backend for backend in offered if backend in used), offered[0])
+    return {"transfer_backend": best, "transfer_backends": offered, "peers": peers}
+
+
 def server_info(node: Node) -> dict[str, object]:
     """What ``GET /server_info`` answers."""
     from pd import __version__
@@ -25,7 +44,7 @@ def server_info(node: Node) -> dict[str, object]:
             "dtype": engine.layout.dtype,
             "page_size": config.page_size,
             "tp_size": config.tp_size,
-            "transfer_backend": node.transfer_backend,
+            **transfer_info(node),
             "attention_backend": engine.attention_backend,
             "context_length": engine.context_length,
             "ready": node.ready,

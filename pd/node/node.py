@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.core.messages import Output
-    from pd.core.node_info import Role
+    from pd.core.node_info import NodeInfo, Role
     from pd.core.request import Sequence
     from pd.engine.engine import Engine
     from pd.node.step import Work
+    from pd.transfer.base import TransferManager
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Node(ABC):
     """
 
     role: Role
-    transfer_backend = "none"
+    transfer: TransferManager | None = None
     bootstrap_url = ""
 
     def __init__(self, config: NodeConfig, engine: Engine, instance_id: str) -> None:
@@ -375,6 +376,10 @@ class Node(ABC):
 
     def quarantined_pages(self) -> list[object]:
         """Arrays of pages that wait for a peer's drain."""
+        return []
+
+    def transfer_peers(self) -> list[NodeInfo]:
+        """The nodes that this one exchanges KV with at present."""
         return []
 
     def server_info(self) -> dict[str, object]:

@@ -82,7 +82,10 @@ class HandOff:
     def add_peer(self, peer: NodeInfo) -> None:
         """A decode node shook hands."""
         self._transfer.connect(peer)
-        self.peers.add(peer.instance_id)
+        if peer.instance_id not in self.peers:
+            backend = self._transfer.backend_of(peer.instance_id)
+            logger.info("KV for decode node %s travels by %s", peer.instance_id, backend)
+        self.peers.add(peer)
 
     def lose_peer(self, instance: str, why: str) -> None:
         """A decode node is gone: what it had is lost, nothing else."""

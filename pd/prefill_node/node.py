@@ -74,8 +74,7 @@ class PrefillNode(Node):
         self, config: NodeConfig, engine: Engine, instance_id: str, transfer: TransferManager
     ) -> None:
         super().__init__(config, engine, instance_id)
-        self.transfer = transfer
-        self.transfer_backend = transfer.name
+        self.transfer: TransferManager = transfer
         self.registry: Registry | None = None
         self.hand_off = HandOff(self, transfer, resume=lambda r: self.prefill.waiting.add_first(r))
         self.prefill = PrefillManager(
@@ -187,6 +186,9 @@ class PrefillNode(Node):
 
     def sweep(self, now: float) -> None:
         self.hand_off.sweep(now)
+
+    def transfer_peers(self) -> list[NodeInfo]:
+        return self.hand_off.peers.infos()
 
     def poll_transfers(self) -> bool:
         return self.hand_off.poll()

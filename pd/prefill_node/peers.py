@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.messages import Message
+    from pd.core.node_info import NodeInfo
 
 
 class DecodePeers:
@@ -29,20 +30,27 @@ class DecodePeers:
         self._own = own
         self._post = post
         self._leases: Leases[str] = Leases()
+        self._infos: dict[str, NodeInfo] = {}
         self._reached: set[str] = set()
         self._untold: dict[str, list[tuple[float, AbortRoom]]] = {}
 
     def __contains__(self, instance: object) -> bool:
         return instance in self._leases
 
-    def add(self, instance: str) -> None:
+    def add(self, peer: NodeInfo) -> None:
         """A decode node shook hands."""
-        self._leases.renew(instance)
+        self._leases.renew(peer.instance_id)
+        self._infos[peer.instance_id] = peer
+
+    def infos(self) -> list[NodeInfo]:
+        """Who shook hands and was not dropped since."""
+        return list(self._infos.values())
 
     def drop(self, instance: str) -> bool:
         """Forget a decode node; False if it was not known."""
         self._reached.discard(instance)
         self._untold.pop(instance, None)
+        self._infos.pop(instance, None)
         return self._leases.drop(instance)
 
     def heard_from(self, instance: str) -> bool:

@@ -39,6 +39,7 @@ class ServerInfo(msgspec.Struct):
     model_path: str | None = None
     dtype: str = ""
     transfer_backend: str = ""
+    transfer_backends: list[str] = []
 
     @property
     def pool_tokens(self) -> int:
@@ -47,11 +48,14 @@ class ServerInfo(msgspec.Struct):
 
     def difference(self, other: ServerInfo) -> str | None:
         """Why a handshake between the two cannot succeed, as far as can be seen from here."""
-        for name in ("model", "dtype", "transfer_backend"):
+        for name in ("model", "dtype"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                what = name.replace("_", " ")
-                return f"{self.role} has {what} {ours!r}, {other.role} has {theirs!r}"
+                return f"{self.role} has {name} {ours!r}, {other.role} has {theirs!r}"
+        offered = [info.transfer_backends or [info.transfer_backend] for info in (self, other)]
+        if set(offered[0]).isdisjoint(offered[1]):
+            first, second = (" or ".join(backends) for backends in offered)
+            return f"{self.role} has transfer backend {first}, {other.role} has {second}"
         return None
 
 

@@ -5,8 +5,8 @@ D owns the destination and P pushes. A room's hand-off is one :class:`Sender` on
 differ. Control messages (reservation, commit, abort, drained) travel on the nodes' message sockets;
 a backend moves only KV bytes.
 
-All methods may be called from any thread, return without waiting for the network, and keep order
-within one sender. States only move forward; the first recorded error wins.
+All methods may be called from any thread, return without waiting for the network or a GPU, and keep
+order within one sender. States only move forward; the first recorded error wins.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        """Queue K and V of a half-open token range of a half-open layer range. Never blocks."""
+        """Queue K and V of a half-open token range of a half-open layer range. Never blocks.
+
+        On a GPU the KV need only be queued on the calling thread's current stream: the backend
+        records an event there and reads the pool on streams of its own, after that event."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -77,8 +80,10 @@ class Sender(ABC):
     @abstractmethod
     def drained(self) -> bool:
         """After abort, failure or DONE: nothing of this epoch reads the source pages or can land
-        at the destination any more. (Over ``tcp`` D itself keeps late bytes out, and only the first
-        half is waited for.)"""
+        at the destination any more. On a GPU: the host saw the end of the last kernel or copy that
+        reads or writes them. False is a lasting answer where a write cannot be stopped, also after
+        ``TransferManager.disconnect``; True is final. (Where D itself keeps late bytes out of its
+        pages, as over ``tcp``, only the first half is waited for.)"""
 
 
 class Receiver(ABC):
@@ -112,9 +117,10 @@ class Receiver(ABC):
 
     @abstractmethod
     def drained(self) -> bool:
-        """Whether D itself can tell that nothing of this epoch can land any more. A backend of
-        one-sided writes answers False until :meth:`peer_drained`, or until the peer was
-        disconnected."""
+        """Whether nothing of this epoch can land in its pages any more, as far as D itself can
+        tell. A backend whose writes land in pool pages without D's doing answers False until
+        :meth:`peer_drained`, or until it has proof that the peer stopped or is gone; disconnecting
+        the peer is not that proof. True is final."""
 
     @abstractmethod
     def peer_drained(self) -> None:
@@ -134,6 +140,10 @@ class TransferManager(ABC):
         """``NodeInfo.transfers``: the backends offered, in order of preference."""
         return {self.name: self.address()}
 
+    def backend_of(self, peer: str) -> str:
+        """Name of the backend that a connected peer's KV travels by."""
+        return self.name
+
     @abstractmethod
     def connect(self, peer: NodeInfo) -> None:
         """Learn a peer; replaces what was known of it, but keeps connections to the same instance
@@ -142,9 +152,14 @@ class TransferManager(ABC):
 
     @abstractmethod
     def disconnect(self, instance_id: str) -> None:
-        """Forget a peer: its senders and receivers fail and are drained, and when this returns
-        nothing from it or to it can land any more (connections closed, writes stopped). May take a
-        second. Do not send ``Drained`` to a disconnected peer: its own disconnect protects it."""
+        """Forget a peer: its senders and receivers fail, nothing new is issued to it, and what can
+        be stopped is stopped. Returns within a second, usually at once.
+
+        What was already under way may outlast this call: a write that waits in a network card for a
+        cut link, a kernel that stores into the peer's memory. So the caller goes on polling
+        :meth:`Sender.drained` and :meth:`Receiver.drained` and keeps the pages until they are True,
+        which may take as long as the link is cut. Meanwhile the same instance or a new one may
+        :meth:`connect`; the backend keeps their memory apart."""
 
     @abstractmethod
     def sender(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+import importlib
+import importlib.util
+import logging
+import os
+from typing import TYPE_CHECKING, cast
 
 from pd.core.config import TRANSFER_BACKENDS
 from pd.core.errors import SetupError, UsageError
@@ -12,11 +17,27 @@ if TYPE_CHECKING:
 
     from pd.transfer.base import KVBuffer, TransferManager
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = TRANSFER_BACKENDS
+# What ``auto`` offers, in order of preference; each pair uses the first that works for it.
+AUTO = ("nvlink", "nixl", "tcp")
+
+# Imported when needed: the libraries take long to load and may be missing.
+_MANAGERS = {
+    "tcp": "pd.transfer.tcp:TcpManager",
+    "fake": "pd.transfer.fake:FakeManager",
+    "nixl": "pd.transfer.nixl:NixlManager",
+    "mooncake": "pd.transfer.mooncake:MooncakeManager",
+    "nvlink": "pd.transfer.nvlink:NvlinkManager",
+}
 
 
-def check_backend(name: str, fake_script: Path | None = None) -> None:
+def check_backend(name: str, fake_script: Path | None = None, device: str = "auto") -> None:
     """Refuse what cannot work whatever the pool is, before a model is loaded for nothing.
+
+    Args:
+        device: ``--device``.
 
     Raises:
         UsageError: unknown backend, or a script that is bad or for another backend.
@@ -24,8 +45,9 @@ def check_backend(name: str, fake_script: Path | None = None) -> None:
     """
     if name not in BACKENDS:
         raise UsageError(f"unknown transfer backend {name!r}; choose one of {', '.join(BACKENDS)}")
-    if name not in ("auto", "tcp", "fake"):
-        raise SetupError(f"transfer backend {name} is not available in this version; use tcp")
+    obstacle = None if name == "auto" else _obstacle(name, device)
+    if obstacle is not None:
+        raise SetupError(f"--transfer-backend {name}: {obstacle}")
     if fake_script is None:
         return
     if name != "fake":
@@ -33,6 +55,30 @@ def check_backend(name: str, fake_script: Path | None = None) -> None:
     from pd.transfer.fake_script import load_script
 
     load_script(fake_script)
+
+
+def _obstacle(name: str, device: str) -> str | None:
+    """Why a backend cannot be used here and what to do, as far as can be told without torch."""
+    if name == "nvlink" and (obstacle := _nvlink_obstacle(device)):
+        return obstacle
+    if name in ("nixl", "mooncake") and importlib.util.find_spec(name) is None:
+        return f"the library is missing: pip install 'pd-serve[{name}]', or use tcp"
+    if importlib.util.find_spec(_MANAGERS[name].partition(":")[0]) is None:
+        return "not available in this version; use tcp"
+    return None
+
+
+def _nvlink_obstacle(device: str) -> str | None:
+    if device == "cpu":
+        return "the KV cache is on the CPU; use --device cuda, or tcp"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no NVIDIA driver (libcuda.so.1); use tcp"
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(variable, "").lower():
+            return f"memory of expandable segments cannot be mapped by peers; unset {variable}"
+    return None
 
 
 def make_transfer_manager(
@@ -48,7 +94,7 @@ def make_transfer_manager(
     """The manager of one node; it listens when this returns.
 
     Args:
-        name: one of ``BACKENDS``; ``auto`` is tcp.
+        name: one of ``BACKENDS``; ``auto`` offers what works here of ``AUTO``.
         host: address to listen on; anything but loopback needs a cluster key.
         advertise_host: address published to peers; ``host`` if empty.
         fake_script: what the ``fake`` backend does wrong (``--fake-script``).
@@ -57,25 +103,59 @@ def make_transfer_manager(
         UsageError: unknown backend, bad script, or no cluster key where one is needed.
         SetupError: the backend's library is missing or the address cannot be used.
     """
-    check_backend(name, fake_script)
-    try:
-        if name in ("auto", "tcp"):
-            from pd.transfer.tcp import TcpManager
+    device = pool.buffer.device.type
+    check_backend(name, fake_script, device)
 
-            return TcpManager(
-                pool, instance_id, host, advertise_host=advertise_host, cluster_key=cluster_key
-            )
-        from pd.transfer.fake import FakeManager
-        from pd.transfer.fake_script import Script, load_script
-
-        script = Script() if fake_script is None else load_script(fake_script)
-        return FakeManager(
-            pool,
-            instance_id,
-            host,
-            script=script,
-            advertise_host=advertise_host,
-            cluster_key=cluster_key,
+    def make(backend: str) -> TransferManager:
+        return _make(
+            backend, pool, instance_id, host, advertise_host, cluster_key, fake_script=fake_script
         )
+
+    if name != "auto":
+        return make(name)
+    managers = []
+    for backend in AUTO:
+        reason = _obstacle(backend, device)
+        try:
+            if reason is None:
+                managers.append(make(backend))
+        except SetupError as error:
+            if backend == AUTO[-1]:
+                for manager in managers:
+                    manager.close()
+                raise
+            reason = error.message
+        if reason is not None:
+            logger.info("transfer backend %s is left out: %s", backend, reason)
+    if len(managers) == 1:
+        return managers[0]
+    from pd.transfer.choice import ChoosingManager
+
+    return ChoosingManager(managers)
+
+
+def _make(
+    name: str,
+    pool: KVBuffer,
+    instance_id: str,
+    host: str,
+    advertise_host: str,
+    cluster_key: bytes | None,
+    *,
+    fake_script: Path | None,
+) -> TransferManager:
+    module, _, cls = _MANAGERS[name].partition(":")
+    options: dict[str, object] = {"advertise_host": advertise_host, "cluster_key": cluster_key}
+    if fake_script is not None:
+        from pd.transfer.fake_script import load_script
+
+        options["script"] = load_script(fake_script)
+    try:
+        manager = getattr(importlib.import_module(module), cls)(pool, instance_id, host, **options)
+    except ImportError as error:
+        raise SetupError(f"transfer backend {name} cannot be loaded: {error}") from error
     except OSError as error:
-        raise SetupError(f"cannot listen for KV data on {host}: {error.strerror}") from error
+        raise SetupError(
+            f"cannot listen for KV data on {host}: {error.strerror or error}"
+        ) from error
+    return cast("TransferManager", manager)

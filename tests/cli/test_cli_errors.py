@@ -109,7 +109,7 @@ ERRORS = [
         "choose another --bootstrap-port",
     ),
     ("prefill --model {root}/model --host 192.0.2.1 --cluster-key-file {root}/key", USAGE, "key"),
-    ("decode --model {root}/model --transfer-backend mooncake", ENVIRONMENT, "mooncake"),
+    ("decode --model {root}/model --device cpu --transfer-backend nvlink", ENVIRONMENT, "nvlink"),
     ("decode --model {root}/model --fake-script {root}/script.yaml", USAGE, "--fake-script needs"),
     (
         "decode --model {root}/model --transfer-backend fake --fake-script {root}/script.yaml",

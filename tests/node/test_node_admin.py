@@ -45,6 +45,8 @@ INFO_FIELDS = {
     "page_size": 4,
     "tp_size": 1,
     "transfer_backend": "none",
+    "transfer_backends": [],
+    "peers": [],
     "attention_backend": "torch",
     "context_length": 1024,
     "vocab_size": 256,

@@ -1,0 +1,97 @@
+"""Several backends behind one manager: each pair of nodes uses the first that works for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from pd.core.errors import HandshakeError, TransferError
+from pd.core.transfer_choice import choose
+from pd.transfer.base import Receiver, Sender, TransferManager
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.core.messages import Reservation
+    from pd.core.node_info import NodeInfo
+    from pd.transfer.base import IntArray
+
+logger = logging.getLogger(__name__)
+
+
+class ChoosingManager(TransferManager):
+    """Delegates each peer to one of its managers (``--transfer-backend auto``).
+
+    It guarantees what the backend of the pair guarantees: a sender or receiver is that backend's
+    own and is not wrapped. Both ends apply :func:`pd.core.transfer_choice.choose` to the same two
+    lists of addresses, which never change during a process's life, so they cannot disagree.
+
+    Args:
+        managers: in order of preference; owned, so closed with this one.
+    """
+
+    name = "auto"
+
+    def __init__(self, managers: Sequence[TransferManager]) -> None:
+        self._managers = {manager.name: manager for manager in managers}
+        self._addresses = {name: manager.address() for name, manager in self._managers.items()}
+        self._lock = threading.Lock()
+        self._chosen: dict[str, TransferManager] = {}
+
+    def address(self) -> dict[str, str]:
+        """Of the most preferred backend; peers are told :meth:`addresses`."""
+        return next(iter(self._addresses.values()))
+
+    def addresses(self) -> dict[str, dict[str, str]]:
+        return self._addresses
+
+    def backend_of(self, peer: str) -> str:
+        manager = self._chosen.get(peer)
+        return manager.name if manager else ""
+
+    def connect(self, peer: NodeInfo) -> None:
+        both = (self._addresses, peer.transfers)
+        name, obstacles = choose(*reversed(both) if peer.role == "prefill" else both)
+        if not name:
+            raise HandshakeError(
+                f"no transfer backend works with {peer.instance_id}, which offers "
+                f"{', '.join(peer.transfers) or 'none'}; this node offers "
+                f"{', '.join(self._addresses)} {'; '.join(obstacles)}".rstrip()
+            )
+        manager = self._managers[name]
+        old = self._chosen.get(peer.instance_id)
+        if old is not manager:
+            if old is not None:
+                self.disconnect(peer.instance_id)
+            for obstacle in obstacles:
+                logger.info("not for %s: %s", peer.instance_id, obstacle)
+        manager.connect(peer)
+        with self._lock:
+            self._chosen[peer.instance_id] = manager
+
+    def disconnect(self, instance_id: str) -> None:
+        with self._lock:
+            manager = self._chosen.pop(instance_id, None)
+        if manager is not None:
+            manager.disconnect(instance_id)
+
+    def sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    ) -> Sender:
+        return self._of(peer).sender(peer, reservation, pages, num_tokens)
+
+    def receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+    ) -> Receiver:
+        return self._of(peer).receiver(peer, room, epoch, pages, token_start, token_stop)
+
+    def close(self) -> None:
+        for manager in self._managers.values():
+            manager.close()
+
+    def _of(self, peer: str) -> TransferManager:
+        manager = self._chosen.get(peer)
+        if manager is None:
+            raise TransferError(f"{peer} is not connected")
+        return manager
