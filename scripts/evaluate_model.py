@@ -130,7 +130,7 @@ def main() -> int:
     except ServerError as error:
         print(f"evaluate_model: {error}", file=sys.stderr)
         return 2
-    report = []
+    commit, report = _commit(), []
     print(f"{'skill':12} {'right':>11} {'share':>7} {'bar':>5}   time")
     with ThreadPoolExecutor(args.concurrency) as pool:
         for name in dict.fromkeys(args.skill):
@@ -139,20 +139,22 @@ def main() -> int:
             outcomes = list(pool.map(lambda example: ask(client, model, example), some))
             report.append(_show(name, outcomes, time.monotonic() - began, args.show_wrong))
     if args.output:
-        _write(args, model, report)
+        _write(args, model, commit, report)
     return 0 if all(row["met"] for row in report) else 1
 
 
-def _write(args: argparse.Namespace, model: str, rows: list[dict[str, Any]]) -> None:
+def _commit() -> str:
+    command = ["git", "-C", str(_HERE), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _write(args: argparse.Namespace, model: str, commit: str, rows: list[dict[str, Any]]) -> None:
     """A file of which scripts/render_benchmarks.py makes a section."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=_HERE
-    )
     settings = {"model": model, "server": args.server, "concurrency": args.concurrency}
     report = {
         "benchmark": "evaluate_model",
         "command": "python " + shlex.join(sys.argv),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
         "settings": {name: value for name, value in settings.items() if value},

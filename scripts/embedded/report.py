@@ -69,7 +69,8 @@ writes. To measure again, against any server that speaks OpenAI's chat API:
 python scripts/evaluate_model.py --url http://127.0.0.1:8000
 ```
 
-Every example is judged right only if the answer is exactly the expected one."""
+Every example is judged right only if the answer is exactly the expected one. What a prefill and a
+decode node made of the same sets is in [benchmarks.md](benchmarks.md#embedded_split)."""
 
 
 def _scores(report: dict[str, Any]) -> str:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import evaluate_model
 import pytest
+import render_benchmarks
 from embedded import heldout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 class _Server(ThreadingHTTPServer):
@@ -87,6 +89,16 @@ class TestEvaluation:
         server.known = {}
         assert run(monkeypatch, server, "--skill", "arithmetic", "--limit", "5") == 1
         assert "missed" in capsys.readouterr().out
+
+    def test_the_result_file_makes_a_section_of_the_benchmarks(
+        self, server: _Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "some_server.json"
+        flags = ("--skill", "faq", "--limit", "4", "--server", "one thread", "--output", str(path))
+        assert run(monkeypatch, server, *flags) == 0
+        section = render_benchmarks.section(path)
+        assert "| faq | 4 | 4 | 0 | 100.00% | 95.00% | True |" in section
+        assert "server one thread" in section
 
     def test_later_turns_see_what_was_answered(
         self, server: _Server, monkeypatch: pytest.MonkeyPatch
