@@ -1,0 +1,238 @@
+"""Requests at a steady pace while every second one is aborted or a node is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from cluster import Cluster
+from processes import Stream
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from processes import Deployment, Process
+
+PER_SECOND = 12.0
+CLIENTS = 12
+EVENTS_PER_KILL = 10
+END_WITHIN = 60.0
+
+
+@dataclass
+class Case:
+    """A prompt, its parameters, and the tokens that one unified node gave for them."""
+
+    prompt: list[int]
+    length: int
+    seed: int | None
+    expected: list[int] = field(default_factory=list)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        params: dict[str, Any] = {"max_new_tokens": self.length, "ignore_eos": True}
+        drawn = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": self.seed}
+        return {"sampling_params": params | ({"temperature": 0} if self.seed is None else drawn)}
+
+
+def make_cases(model: Path, rng: random.Random, count: int) -> list[Case]:
+    """Greedy and seeded, short and long, some with a common prefix."""
+
+    def text(low: int, high: int) -> list[int]:
+        return [rng.randrange(256) for _ in range(rng.randrange(low, high))]
+
+    shared = [text(20, 200) for _ in range(4)]
+    cases = []
+    for number in range(count):
+        prompt = rng.choice(shared) + text(1, 60) if rng.random() < 0.5 else text(1, 900)
+        seed = None if number % 2 else rng.randrange(1 << 30)
+        cases.append(Case(prompt, rng.randrange(2, 150), seed))
+    with Cluster(model, prefill=0, decode=0, unified=1) as cluster:
+        for case in cases:
+            params: dict[str, Any] = {"max_tokens": case.length}
+            if case.seed is not None:
+                params |= {"temperature": 0.9, "top_p": 0.95, "seed": case.seed}
+            request = cluster.client.generate(case.prompt, cluster.unified, **params)
+            case.expected = request.tokens()
+    return cases
+
+
+@dataclass
+class Sent:
+    """One request of the run."""
+
+    rid: str
+    case: Case
+    began: float
+    stream: Stream
+    hung_up: bool = False
+    aborted: bool = False
+
+
+class Churn:
+    """``run`` returns when every request has ended; :meth:`faults` judges them."""
+
+    def __init__(self, running: Deployment, cases: list[Case], seed: int) -> None:
+        self._running, self._cases = running, cases
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self._live: dict[str, Sent] = {}
+        self._over = threading.Event()
+        self._recovery: Future[None] | None = None
+        self.sent: list[Sent] = []
+        self.events = 0
+        # When a node was killed, and when all could serve again.
+        self.outages: list[list[float]] = []
+
+    # ---- requests
+
+    def run(self, requests: int) -> None:
+        order = [self._rng.choice(self._cases) for _ in range(requests)]
+        begin = time.monotonic()
+        with ThreadPoolExecutor(2) as self._others:
+            upsets = self._others.submit(self._upset_every_second)
+            with ThreadPoolExecutor(CLIENTS) as clients:
+                for number, case in enumerate(order):
+                    clients.submit(self._request, number, case, begin + number / PER_SECOND)
+            self._over.set()
+        upsets.result()
+        if self._recovery is not None:
+            self._recovery.result()
+
+    def _request(self, number: int, case: Case, at: float) -> None:
+        time.sleep(max(0.0, at - time.monotonic()))
+        rid = f"churn-{number}"
+        began = time.monotonic()
+        stream = Stream(self._running.proxy.url, case.prompt, case.length, rid=rid, **case.body)
+        sent = Sent(rid, case, began, stream)
+        with self._lock:
+            self.sent.append(sent)
+            self._live[rid] = sent
+        # One that never ends is found by faults().
+        with contextlib.suppress(AssertionError):
+            stream.join(END_WITHIN)
+        with self._lock:
+            del self._live[rid]
+
+    # ---- what happens to them
+
+    def _upset_every_second(self) -> None:
+        for event in itertools.count():
+            if event % EVENTS_PER_KILL == 0:
+                kill_at = event + self._rng.randrange(EVENTS_PER_KILL)
+            if self._over.wait(1.0):
+                return
+            self.events += 1
+            if event == kill_at and (self._recovery is None or self._recovery.done()):
+                self._kill()
+            else:
+                self._abort()
+
+    def _abort(self) -> None:
+        live: list[Sent] = []
+        while not live and not self._over.wait(0.01):
+            with self._lock:
+                live = list(self._live.values())
+        if not live:
+            return
+        sent = self._rng.choice(live)
+        way = self._rng.choice(("disconnect", "abort", "both"))
+        if way != "disconnect":
+            sent.aborted = True
+            url = f"{self._running.proxy.url}/abort_request"
+            # 404: it ended, or has not reached the proxy yet.
+            status = httpx.post(url, json={"rid": sent.rid}, timeout=10).status_code
+            assert status in (200, 404), status
+        if way != "abort":
+            sent.hung_up = True
+            sent.stream.hang_up()
+
+    def _kill(self) -> None:
+        victim = self._rng.choice(self._running.nodes)
+        self.outages.append([time.monotonic(), float("inf")])
+        victim.kill()
+        self._recovery = self._others.submit(self._recover, victim)
+
+    def _recover(self, victim: Process) -> None:
+        victim.restart()
+        self._running.wait_ready()
+        self.outages[-1][1] = time.monotonic()
+
+    # ---- judgement
+
+    def faults(self) -> list[str]:
+        """What went wrong that no abort and no kill explains, one line each."""
+        found = [(sent, self._fault(sent)) for sent in self.sent]
+        return [f"{s.rid} ({len(s.case.prompt)} tokens): {w}; {s.stream}" for s, w in found if w]
+
+    def _fault(self, sent: Sent) -> str | None:
+        stream, expected = sent.stream, sent.case.expected
+        if stream.ended_at is None:
+            return f"did not end within {END_WITHIN} s"
+        if stream.output != expected[: len(stream.output)]:
+            return f"wrong tokens: {stream.output} instead of {expected}"
+        if sent.hung_up:
+            return None
+        if stream.error is not None:
+            return self._wrong_error(sent, stream.error)
+        if not stream.done:
+            return "ended as if it had succeeded"
+        if stream.finish == "abort":
+            return None if sent.aborted else "was aborted, but by nobody"
+        return None if len(stream.output) == len(expected) else "is short"
+
+    def _wrong_error(self, sent: Sent, error: dict[str, Any]) -> str | None:
+        assert sent.stream.ended_at is not None
+        kinds = {"node_failed_error": 502, "service_unavailable_error": 503}
+        kind = error.get("type", "")
+        if kind not in kinds or not error.get("message"):
+            return "failed without a proper error"
+        if sent.stream.status not in (200, kinds[kind]):
+            return f"has status {sent.stream.status} for {kind}"
+        if any(b <= sent.stream.ended_at and sent.began <= e for b, e in self.outages):
+            return None
+        return "failed although every node lived"
+
+    def summary(self) -> dict[str, int]:
+        outcomes = {"right": 0, "aborted": 0, "failed": 0}
+        for sent in self.sent:
+            if sent.stream.succeeded_as(sent.case.expected):
+                outcomes["right"] += 1
+            elif sent.hung_up or sent.aborted:
+                outcomes["aborted"] += 1
+            else:
+                outcomes["failed"] += 1
+        return outcomes | {"events": self.events, "kills": len(self.outages)}
+
+
+@dataclass
+class Footprint:
+    """What a process holds of the machine's; ``resident`` in bytes."""
+
+    descriptors: int
+    threads: int
+    resident: int
+
+    @classmethod
+    def of(cls, process: Process) -> Footprint:
+        proc = Path("/proc", str(process.child.pid))
+        status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+        resident = int(status["VmRSS"].split()[0]) * 1024
+        return cls(len(os.listdir(proc / "fd")), int(status["Threads"]), resident)
+
+    def has_grown_from(self, before: Footprint) -> bool:
+        """Beyond what other requests and new connections explain."""
+        return (
+            self.descriptors > before.descriptors + 16
+            or self.threads > before.threads + 8
+            or self.resident > before.resident * 1.3 + (64 << 20)
+        )
