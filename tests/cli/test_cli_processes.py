@@ -76,9 +76,7 @@ def test_the_ready_line_says_who_serves_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["unified", "proxy"])
-def test_sigterm_finishes_what_runs_and_refuses_what_comes(
-    role: str, tmp_path: Path
-) -> None:
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(role: str, tmp_path: Path) -> None:
     with unified_and_proxy(tmp_path) as (node, proxy):
         target = node if role == "unified" else proxy
         answer = stream(proxy, 400)
@@ -91,9 +89,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(
 
 
 @pytest.mark.parametrize("role", ["unified", "proxy"])
-def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(
-    role: str, tmp_path: Path
-) -> None:
+def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(role: str, tmp_path: Path) -> None:
     with unified_and_proxy(tmp_path) as (node, proxy):
         target = node if role == "unified" else proxy
         answer = stream(proxy, 4000)
