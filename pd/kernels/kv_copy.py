@@ -140,6 +140,23 @@ def copy_to_peer(
         target[theirs] = source[own]
 
 
+def prepare(buffer: torch.Tensor) -> None:
+    """Compile the kernel for a pool's rows now rather than during a request. Nothing to do on the
+    CPU; the pool itself is not touched."""
+    if not buffer.is_cuda:
+        return
+    with torch.cuda.device(buffer.device):
+        small = torch.zeros((1, 2, 1, *buffer.shape[3:]), dtype=buffer.dtype, device=buffer.device)
+        peer, slots = (
+            torch.zeros_like(small),
+            torch.zeros(1, dtype=torch.int32, device=small.device),
+        )
+        gather(small, slots, 0, 1, peer)
+        scatter(small, slots, 0, 1, peer)
+        copy_to_peer(small, slots, peer.data_ptr(), 1, slots, 0, 1)
+        torch.cuda.current_stream(buffer.device).synchronize()
+
+
 def _check(buffer: torch.Tensor, slots: torch.Tensor, layer_start: int, layer_stop: int) -> None:
     if buffer.dim() != 5 or not buffer.is_contiguous():
         raise ValueError(f"a pool is one contiguous 5-D tensor, not {tuple(buffer.shape)}")

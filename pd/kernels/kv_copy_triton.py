@@ -1,5 +1,8 @@
 """The kernel behind :mod:`pd.kernels.kv_copy`: rows of one memory to rows of another."""
 
+# Triton is not installed everywhere, and its language has no types.
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import contextlib
@@ -91,7 +94,10 @@ def _load_tile(
     return words, tl.where(exists, to_rows, -1)
 
 
-@triton.jit(do_not_specialize=_ANY_VALUE)
+@triton.jit(
+    do_not_specialize=_ANY_VALUE,
+    do_not_specialize_on_alignment=("source_slots", "target_slots"),
+)
 def _copy_rows(
     source,
     target,
@@ -208,7 +214,7 @@ def copy_rows(
         word for word in _WORDS if not (row_bytes | source.address | target.address) % word.itemsize
     )
     row = row_bytes // word.itemsize
-    chunk, tokens = _tile(row, shape.tile_bytes // word.itemsize, num_tokens)
+    chunk, tokens = _tile(row, shape.tile_bytes // word.itemsize)
     tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(row, chunk) * num_planes
     pointers = [_pointer(side, num_planes, row_bytes, word, device) for side in (source, target)]
     slots = [pointers[0] if s.slots is None else s.slots for s in (source, target)]
@@ -231,13 +237,13 @@ def copy_rows(
         )
 
 
-def _tile(row: int, tile_words: int, num_tokens: int) -> tuple[int, int]:
+def _tile(row: int, tile_words: int) -> tuple[int, int]:
     """Words and tokens of a tile, both powers of two. A row is cut where that leaves no thread
-    without work."""
+    without work. Whatever the number of tokens is: it must not make another kernel."""
     even = row & -row
     chunk = even if even >= _MIN_CHUNK else triton.next_power_of_2(row)
     chunk = min(chunk, tile_words)
-    return chunk, max(1, min(tile_words // chunk, triton.next_power_of_2(num_tokens)))
+    return chunk, tile_words // chunk
 
 
 def _pointer(

@@ -1,0 +1,205 @@
+"""What the nvlink backend needs of a GPU, and the GPU itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from pd.core.errors import SetupError
+from pd.kernels.kv_copy import copy_to_peer, prepare
+from pd.transfer.cuda_ipc import CudaIpc
+
+if TYPE_CHECKING:
+    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.ranges import Block
+
+
+class Mapping(Protocol):
+    """A peer's pool in this process's address space."""
+
+    address: int
+
+    def close(self) -> None:
+        """Unmap it; nothing may be using it. Raises TransferError."""
+
+
+class Ticket(Protocol):
+    """Of something that was launched."""
+
+    def done(self) -> bool:
+        """Whether it was observed complete."""
+
+
+class Lane(Protocol):
+    """A queue of stores that run one after the other, beside the forward pass. One thread only."""
+
+    def table(self, slots: IntArray) -> torch.Tensor:
+        """Put slot numbers (int32, any shape) where the stores find them; does not wait."""
+
+    def store(
+        self,
+        after: object,
+        slots: torch.Tensor,
+        peer: int,
+        peer_num_slots: int,
+        peer_slots: torch.Tensor,
+        block: Block,
+    ) -> Ticket:
+        """Launch the copy of ``block``'s layers, of as many tokens as there are slots, into the
+        pool mapped at ``peer``.
+
+        Args:
+            after: from :meth:`StoreDevice.mark`: what must be complete before.
+            slots, peer_slots: parts of a :meth:`table`.
+        """
+
+    def drain(self) -> None:
+        """Wait, asleep, until all that was launched is complete."""
+
+
+class StoreDevice(Protocol):
+    """Where the pool lies. Tests put shared memory in its place."""
+
+    def published(self) -> dict[str, str]:
+        """What a peer needs to map the pool and to tell whether it can: see
+        :func:`pd.core.transfer_choice.nvlink_obstacle`; also ``handle`` and ``offset``."""
+
+    def map(self, handle: bytes, offset: int) -> Mapping:
+        """Map a peer's pool. Raises TransferError."""
+
+    def mark(self) -> object:
+        """A point in what the calling thread has queued so far; does not wait."""
+
+    def lane(self) -> Lane: ...
+
+
+def host_id() -> str:
+    """Processes with the same can exchange CUDA IPC handles: one boot of one kernel, and the same
+    pid and ipc namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "ipc"))
+    return ":".join([boot, *map(str, spaces)])
+
+
+class CudaMapping(Mapping):
+    """See :class:`Mapping`."""
+
+    def __init__(self, ipc: CudaIpc, handle: bytes, offset: int) -> None:
+        self._ipc = ipc
+        self._base = ipc.open(handle)
+        self.address = self._base + offset
+
+    def close(self) -> None:
+        self._ipc.close(self._base)
+
+
+class CudaTicket(Ticket):
+    """An event after the launch."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class CudaLane(Lane):
+    """A stream of its own, before others where the GPU has to choose: a store is short and its
+    request waits for it."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._last: CudaTicket | None = None
+
+    def table(self, slots: IntArray) -> torch.Tensor:
+        host = torch.from_numpy(slots).pin_memory()
+        # NOTE: allocated and used on this stream only, so it may be freed at any time.
+        with torch.cuda.stream(self._stream):
+            return host.to(self._buffer.device, non_blocking=True)
+
+    def store(
+        self,
+        after: object,
+        slots: torch.Tensor,
+        peer: int,
+        peer_num_slots: int,
+        peer_slots: torch.Tensor,
+        block: Block,
+    ) -> Ticket:
+        assert isinstance(after, torch.cuda.Event)
+        layers = block.layer_start, block.layer_stop
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
+            # blocking: who waits for it sleeps.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._last = CudaTicket(event)
+        return self._last
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last.event.synchronize()
+
+
+class CudaDevice(StoreDevice):
+    """The GPU that holds the pool.
+
+    Raises:
+        SetupError: the pool is not on a GPU, or its memory cannot be mapped by others.
+    """
+
+    def __init__(self, pool: KVBuffer) -> None:
+        self._buffer = pool.buffer
+        if not self._buffer.is_cuda:
+            raise SetupError(
+                f"nvlink moves KV between GPUs, but the KV cache is on {self._buffer.device.type}; "
+                "use tcp"
+            )
+        self._refuse_expandable_segments()
+        self._ordinal = torch.device(self._buffer.device).index or 0
+        self._ipc = CudaIpc(self._ordinal)
+        self._handle, self._offset = self._ipc.export(self._buffer.data_ptr())
+        prepare(self._buffer)
+
+    @staticmethod
+    def _refuse_expandable_segments() -> None:
+        for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            if "expandable_segments:true" in os.environ.get(variable, "").lower():
+                raise SetupError(
+                    f"memory of expandable segments cannot be mapped by peers; unset {variable}"
+                )
+
+    def published(self) -> dict[str, str]:
+        own = self._ordinal
+        reachable = [
+            _uuid(other)
+            for other in range(torch.cuda.device_count())
+            if other == own or torch.cuda.can_device_access_peer(own, other)
+        ]
+        return {
+            "host_id": host_id(),
+            "device": _uuid(own),
+            "reachable": ",".join(reachable),
+            "handle": self._handle.hex(),
+            "offset": str(self._offset),
+        }
+
+    def map(self, handle: bytes, offset: int) -> Mapping:
+        return CudaMapping(self._ipc, handle, offset)
+
+    def mark(self) -> object:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._buffer.device))
+        return event
+
+    def lane(self) -> Lane:
+        return CudaLane(self._buffer)
+
+
+def _uuid(ordinal: int) -> str:
+    return str(torch.cuda.get_device_properties(ordinal).uuid)
