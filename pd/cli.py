@@ -116,14 +116,24 @@ def parse(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> 
 
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
-    from pd.bench import radix
+    from pd.bench import radix, transfer
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
-    text = "speed of the radix cache"
-    radix.add_arguments(commands.add_parser("radix", help=text, description=text))
+    programs = {
+        "radix": (radix, "speed of the radix cache"),
+        "transfer": (transfer, "speed of KV transfers between two processes or hosts"),
+    }
+    for name, (program, text) in programs.items():
+        program.add_arguments(commands.add_parser(name, help=text, description=program.__doc__))
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return _guarded("pd-bench", lambda: radix.run(parser.parse_args(arguments)))
+    name = arguments[0] if arguments and arguments[0] in programs else ""
+
+    def measure() -> int:
+        args = parser.parse_args(arguments)
+        return programs[args.command][0].run(args)
+
+    return _guarded(f"pd-bench {name}".strip(), measure)
 
 
 def _guarded(program: str, run: Callable[[], int]) -> int:

@@ -1,0 +1,79 @@
+"""Result files: where a measurement came from, beside what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_report(
+    path: Path,
+    command: str,
+    results: Sequence[dict[str, Any]],
+    *,
+    measured: Sequence[str],
+    machine: dict[str, Any] | None = None,
+) -> None:
+    """Write one result file.
+
+    Args:
+        command: what a reader types to measure again.
+        results: the rows.
+        measured: paths below the repository whose uncommitted changes make the commit "-dirty".
+        machine: facts beyond those of :func:`describe_machine`.
+    """
+    report = {
+        "command": command,
+        "commit": describe_commit(measured),
+        "machine": {**describe_machine(), **(machine or {})},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "results": list(results),
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def describe_commit(measured: Sequence[str]) -> str:
+    """The commit of this code, marked if the measured files differ from it; else "unknown".
+
+    A copy without its history may say what it is in the environment: ``PD_COMMIT``.
+    """
+    head = _git("rev-parse", "HEAD")
+    if not head:
+        return os.environ.get("PD_COMMIT", "unknown")
+    changed = _git("status", "--porcelain", "--", *measured)
+    return f"{head}{'-dirty' if changed else ''}"
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores and versions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }

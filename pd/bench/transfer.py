@@ -1,0 +1,341 @@
+"""`pd-bench transfer`: how fast KV moves from one pool to another, and what the path itself can do.
+
+Two processes (or two hosts) have a pool each; P pushes rooms through the real transfer manager as
+prefill does, by chunks and groups of layers, into pages that lie scattered on both sides. The clock
+runs from the first `send` until D has committed everything and P's pages are free. Transfers and
+their ceiling take turns, so that noise of the machine hits both; GB/s are medians, the best stands
+beside them. The last transfer's bytes are compared at both ends.
+
+The ceiling of `tcp` and `fake` is as many plain sockets; of `nixl` and `mooncake` the library with
+large blocks between the same kinds of memory; of `nvlink` a copy between the two GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import PDError, SetupError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+    from pd.bench.transfer_spec import Spec
+
+BACKENDS = ("tcp", "nixl", "mooncake", "nvlink", "fake")
+SHAPES = ("llama-3.1-8b", "embedded")
+_START_SECONDS = 90.0
+_COLUMNS = (
+    f"{'backend':9} {'device':13} {'model':13} {'page':>4} {'tokens':>7} {'layout':10} "
+    f"{'GB/s':>8} {'best':>8} {'ceiling':>8} {'best':>8} {'share':>6}  ceiling is"
+)
+
+EXAMPLES = """\
+examples:
+  pd-bench transfer                                   # tcp on this machine's CPU, Llama-3.1-8B
+  pd-bench transfer --backend tcp,nixl --model llama-3.1-8b,embedded --output transfer.json
+  pd-bench transfer --backend nvlink,nixl --device cuda:0,cuda:1
+  pd-bench transfer --model ~/models/Qwen3-8B --page-size 64 --layout contiguous
+
+on two hosts, with the same key file on both:
+  decode host:   pd-bench transfer --listen 10.0.0.2:7000 --cluster-key-file cluster.key
+  prefill host:  pd-bench transfer --connect 10.0.0.2:7000 --cluster-key-file cluster.key
+The decode host's own --device counts for its pool; everything else is said by the prefill host.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add(
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(BACKENDS)}; repeat it or separate by commas (default: tcp)",
+    )
+    add(
+        "--model",
+        default=SHAPES[0],
+        metavar="NAME|DIR|FILE",
+        help=f"whose KV to move: {' or '.join(SHAPES)}, a model directory or a config.json; "
+        f"several are separated by commas (default: {SHAPES[0]})",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="of the KV (default: auto, the checkpoint's)",
+    )
+    add(
+        "--page-size",
+        default="16",
+        metavar="N",
+        help="tokens of a page; several are separated by commas (default: 16)",
+    )
+    add("--tokens", type=_positive, default=8192, help="of a room (default: 8192)")
+    add(
+        "--layout",
+        choices=("scattered", "contiguous"),
+        default="scattered",
+        help="how the pages lie, on both sides (default: scattered, anew for each room)",
+    )
+    add(
+        "--device",
+        default="cpu",
+        metavar="P[,D]",
+        help="cpu, cuda or cuda:N of P's and D's pool; one name stands for both (default: cpu)",
+    )
+    add(
+        "--connections",
+        type=_positive,
+        default=0,
+        help="of tcp, and of the plain sockets beside it (default: the backend's)",
+    )
+    add("--repeats", type=_positive, default=7, help="timed transfers, each (default: 7)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--listen", metavar="HOST:PORT", help="be the decode side for another host")
+    where.add_argument("--connect", metavar="HOST:PORT", help="the decode side, on another host")
+    add(
+        "--cluster-key-file",
+        type=Path,
+        metavar="FILE",
+        help="secret shared by both hosts; needed to leave this machine",
+    )
+    add(
+        "--timeout",
+        type=_positive,
+        default=180,
+        metavar="SECONDS",
+        help="end a measurement on this machine that takes longer (default: 180)",
+    )
+    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write. Returns 1 if a measurement failed; the others count."""
+    logging.basicConfig(stream=sys.stderr, level="WARNING")
+    key = _cluster_key(args.cluster_key_file)
+    if args.listen:
+        return _listen(args.listen, _devices(args.device)[1], key)
+    specs = _specs(args)
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {args.output}: there is no such directory")
+    rows: list[dict[str, Any]] = []
+    devices: set[str] = set()
+    failed = 0
+    print(_COLUMNS, flush=True)
+    for spec, measured in _measurements(args, specs, key):
+        if isinstance(measured, PDError):
+            failed += 1
+            print(f"pd-bench transfer: {spec}: {measured.message}", file=sys.stderr, flush=True)
+            continue
+        rows.append(measured["row"])
+        devices.update(measured["devices"])
+        print(_line(rows[-1]), flush=True)
+        if args.output is not None:
+            _write(args.output, rows, sorted(devices))
+    return int(failed > 0)
+
+
+def _measurements(
+    args: argparse.Namespace, specs: list[Spec], key: bytes | None
+) -> Iterator[tuple[Spec, dict[str, Any] | PDError]]:
+    if not args.connect:
+        for spec in specs:
+            yield spec, _measure_here(spec, args.timeout)
+        return
+    from pd.bench.transfer_control import Control, connect_socket, parse_address
+
+    control = Control(connect_socket(*parse_address(args.connect), key))
+    try:
+        for spec in specs:
+            yield spec, _measure(spec, control, key)
+    finally:
+        control.close()
+
+
+def _measure(spec: Spec, control: Any, key: bytes | None) -> dict[str, Any] | PDError:
+    from pd.bench.transfer_ends import SourceEnd
+    from pd.bench.transfer_spec import row
+
+    try:
+        found = SourceEnd(spec, control, key).measure(_progress)
+    except PDError as error:
+        return error
+    return {"row": row(spec, found), "devices": found.devices}
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ---- two processes of this machine
+
+
+def _measure_here(spec: Spec, timeout: float) -> dict[str, Any] | PDError:
+    """In two processes of its own, so that no library disturbs the next measurement."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    decode = context.Process(target=_decode_process, args=(far, spec.target_device), daemon=True)
+    decode.start()
+    processes = [decode]
+    try:
+        port = _answer(near, decode, _START_SECONDS)
+        if isinstance(port, PDError):
+            return port
+        prefill = context.Process(target=_prefill_process, args=(far, spec, port), daemon=True)
+        prefill.start()
+        processes.append(prefill)
+        answer: dict[str, Any] | PDError = _answer(near, prefill, timeout)
+        return answer
+    finally:
+        for process in reversed(processes):
+            # Each ends when its work is done or the other one hangs up.
+            process.join(timeout=5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _answer(pipe: Connection, process: Any, timeout: float) -> Any:
+    """What a process reports, or why it did not."""
+    ready = multiprocessing.connection.wait([pipe, process.sentinel], timeout)
+    if pipe.poll():
+        return pipe.recv()
+    if not ready:
+        process.kill()
+        return SetupError(f"it took longer than {timeout:g} s")
+    process.join()
+    return SetupError(f"the process {process.name} ended with status {process.exitcode}")
+
+
+def _decode_process(pipe: Connection, device: str) -> None:
+    from pd.bench.transfer_control import Control, accept_socket, listen
+    from pd.bench.transfer_ends import TargetEnd
+
+    with contextlib.closing(listen("127.0.0.1", 0, None)) as listener:
+        # If the other process never comes, this one must not stay for ever.
+        listener.settimeout(_START_SECONDS)
+        pipe.send(listener.getsockname()[1])
+        control = Control(accept_socket(listener, None))
+    TargetEnd(control, device, None).serve()
+
+
+def _prefill_process(pipe: Connection, spec: Spec, port: int) -> None:
+    from pd.bench.transfer_control import Control, connect_socket
+
+    control = Control(connect_socket("127.0.0.1", port, None))
+    pipe.send(_measure(spec, control, None))
+    control.close()
+
+
+# ---- two hosts
+
+
+def _listen(address: str, device: str, key: bytes | None) -> int:
+    """Serve one prefill side, then end."""
+    from pd.bench.transfer_control import Control, accept_socket, listen, parse_address
+    from pd.bench.transfer_ends import TargetEnd, check_device
+
+    check_device(device)
+    with contextlib.closing(listen(*parse_address(address), key)) as listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        ready = {"event": "ready", "role": "decode", "address": shown}
+        print(json.dumps(ready), flush=True)
+        control = Control(accept_socket(listener, key))
+    TargetEnd(control, device, key).serve()
+    control.close()
+    return 0
+
+
+def _cluster_key(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    from pd.core.cluster_key import load_cluster_key
+
+    return load_cluster_key(path)
+
+
+# ---- what to measure, and what came out
+
+
+def _specs(args: argparse.Namespace) -> list[Spec]:
+    from pd.bench.transfer_spec import Spec, load_shape
+
+    backends = [name for given in args.backend or ["tcp"] for name in given.split(",")]
+    unknown = [name for name in backends if name not in BACKENDS]
+    if unknown:
+        raise UsageError(f"unknown backend {unknown[0]!r}; choose from {', '.join(BACKENDS)}")
+    source, target = _devices(args.device)
+    return [
+        Spec(
+            backend=backend,
+            shape=load_shape(model, args.dtype),
+            page_size=page_size,
+            tokens=args.tokens,
+            layout=args.layout,
+            source_device=source,
+            target_device=target,
+            connections=args.connections,
+            repeats=args.repeats,
+        )
+        for model in args.model.split(",")
+        for page_size in _page_sizes(args.page_size)
+        for backend in backends
+    ]
+
+
+def _page_sizes(text: str) -> list[int]:
+    try:
+        return [_positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--page-size {error}") from None
+
+
+def _devices(text: str) -> tuple[str, str]:
+    """P's and D's; ``cuda`` is ``cuda:0``."""
+    from pd.commands.parser import DEVICE
+
+    names = ["cuda:0" if name == "cuda" else name for name in text.split(",")]
+    if len(names) > 2 or not all(DEVICE.fullmatch(name) and name != "auto" for name in names):
+        raise UsageError(f"--device is cpu, cuda or cuda:N, or two of them: P,D; not {text!r}")
+    return names[0], names[-1]
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['backend']:9} {row['device']:13} {row['model']:13.13} {row['page_size']:4} "
+        f"{row['tokens']:7} {row['layout']:10} {row['gb_s']:8.2f} {row['best_gb_s']:8.2f} "
+        f"{row['ceiling_gb_s']:8.2f} {row['best_ceiling_gb_s']:8.2f} "
+        f"{row['share_of_ceiling_rate']:6.1%}  {row['ceiling']}"
+    )
+
+
+def _write(path: Path, rows: list[dict[str, Any]], devices: list[str]) -> None:
+    from pd.bench.report import write_report
+
+    command = shlex.join(["pd-bench", "transfer", *sys.argv[sys.argv.index("transfer") + 1 :]])
+    write_report(
+        path,
+        command,
+        rows,
+        measured=["pd/bench", "pd/transfer", "pd/kernels"],
+        machine={"gpu": ", ".join(devices)} if devices else None,
+    )

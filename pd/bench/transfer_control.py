@@ -1,0 +1,147 @@
+"""How the two ends of ``pd-bench transfer`` talk: one call at a time, P asks and D answers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pd.core.errors import PDError, SetupError, UsageError
+from pd.transfer.greeting import GreetingError, Welcome, greet, require_loopback, transfer_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "bench"
+SOURCE, TARGET = "bench-P", "bench-D"
+_LENGTH = struct.Struct("<I")
+_MAX_BYTES = 16 << 20
+_GREETING_SECONDS = 10.0
+
+
+class Control:
+    """A connection to the other end, after the greeting."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self.host: str = sock.getsockname()[0]
+
+    def send(self, message: dict[str, Any]) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message. Raises SetupError when the other end is gone."""
+        try:
+            (size,) = _LENGTH.unpack(_exactly(self._sock, _LENGTH.size))
+            if size > _MAX_BYTES:
+                raise SetupError(f"the other end sent a message of {size} bytes")
+            message: dict[str, Any] = msgspec.msgpack.decode(_exactly(self._sock, size))
+        except OSError as error:
+            raise SetupError(f"the other end is gone: {error.strerror or error}") from error
+        return message
+
+    def call(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Ask, and wait for the answer. Raises SetupError with what went wrong there."""
+        self.send({"op": op, **fields})
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        answer = self.receive()
+        if "error" in answer:
+            raise SetupError(f"the decode end: {answer['error']}")
+        return answer
+
+    def serve(self, operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+        """Answer calls until the other end hangs up."""
+        while True:
+            try:
+                message = self.receive()
+            except SetupError:
+                return
+            try:
+                answer = operations[message.pop("op")](message)
+            except PDError as error:
+                answer = {"error": error.message}
+            except Exception as error:
+                # Whatever a library raised: the other end ends with it, this one with a traceback.
+                logger.exception("failed")
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            self.send(answer)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def listen(host: str, port: int, key: bytes | None) -> socket.socket:
+    """Raises UsageError without a key for a public address, SetupError for one in use."""
+    if key is None:
+        require_loopback(host, "--listen")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise SetupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def accept_socket(listener: socket.socket, key: bytes | None) -> socket.socket:
+    """The next end that proves itself; others are hung up on."""
+    while True:
+        sock, address = listener.accept()
+        sock.settimeout(_GREETING_SECONDS)
+        welcome = Welcome(SERVICE, TARGET, transfer_key(key))
+        try:
+            while welcome.needs:
+                reply, refusal = welcome.feed(_exactly(sock, welcome.needs))
+                sock.sendall(reply)
+                if refusal:
+                    raise GreetingError(refusal)
+            sock.settimeout(None)
+            return sock
+        except (GreetingError, OSError) as error:
+            logger.warning("hung up on %s: %s", address[0], error)
+            sock.close()
+
+
+def connect_socket(host: str, port: int, key: bytes | None) -> socket.socket:
+    """Raises SetupError when nobody answers, TransferError when we are not welcome."""
+    if key is None:
+        require_loopback(host, "--connect")
+    try:
+        sock = socket.create_connection((host, port), timeout=_GREETING_SECONDS)
+    except OSError as error:
+        raise SetupError(
+            f"cannot connect to {host}:{port}: {error.strerror or error}; "
+            f"start pd-bench transfer --listen there first"
+        ) from error
+    with contextlib.ExitStack() as undo:
+        undo.callback(sock.close)
+        greet(sock, SERVICE, SOURCE, TARGET, transfer_key(key))
+        undo.pop_all()
+    sock.settimeout(None)
+    return sock
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT``; an IPv6 host stands in brackets. Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"an address is HOST:PORT, not {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("it hung up")
+        data += part
+    return bytes(data)

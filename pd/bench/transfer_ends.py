@@ -1,0 +1,266 @@
+"""The two ends of a measurement: P pushes rooms as a prefill node would, D receives them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from pd.bench.transfer_ceiling import ceiling_of, ceiling_target
+from pd.bench.transfer_control import SOURCE, TARGET
+from pd.bench.transfer_spec import Found, Spec
+from pd.core.errors import SetupError, TransferError
+from pd.core.messages import Reservation
+from pd.core.node_info import NodeInfo
+from pd.engine.kv_pool import KVPool
+from pd.transfer import make_transfer_manager
+from pd.transfer.base import TransferState
+from pd.transfer.tcp import DEFAULT_CONNECTIONS, TcpManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.bench.transfer_ceiling import CeilingTarget
+    from pd.bench.transfer_control import Control
+    from pd.transfer.base import IntArray, Receiver, Sender, TransferManager
+
+_ROOM = b"pd-bench-transfe"
+# What waiting for an end may add to the measured time, and bounds of how often to look.
+_POLL_SHARE = 1 / 200
+_POLL_SECONDS = (50e-6, 2e-3)
+_MAX_SECONDS = 60.0
+
+
+class End:
+    """A pool, a manager and the pages of each repeat."""
+
+    def __init__(self, spec: Spec, instance: str, device: str, host: str, key: bytes | None):
+        check_device(device)
+        torch.set_num_threads(1)
+        self.spec, self.instance = spec, instance
+        self.pool = KVPool(spec.kv, spec.num_pages, device)
+        self.manager = make_manager(spec, self.pool, instance, host, key)
+        self._random = np.random.default_rng(len(instance) + spec.page_size + ord(instance[-1]))
+
+    def info(self) -> NodeInfo:
+        return NodeInfo(
+            instance_id=self.instance,
+            role="prefill" if self.instance == SOURCE else "decode",
+            model_id=self.spec.shape.name,
+            kv=self.spec.kv,
+            endpoint="tcp://127.0.0.1:0",
+            bootstrap="",
+            transfers=self.manager.addresses(),
+        )
+
+    def pages(self) -> IntArray:
+        """Where the tokens lie this time."""
+        count = self.spec.num_pages
+        if self.spec.layout == "contiguous":
+            return np.arange(count, dtype=np.int32)
+        return self._random.permutation(count).astype(np.int32)
+
+    def digest(self, pages: IntArray) -> bytes:
+        """Of the tokens' bytes, wherever they lie."""
+        spec, buffer = self.spec, self.pool.buffer
+        tokens = np.arange(spec.tokens)
+        slots = pages[tokens // spec.page_size].astype(np.int64) * spec.page_size
+        index = torch.from_numpy(slots + tokens % spec.page_size).to(buffer.device)
+        total = hashlib.blake2b(digest_size=16)
+        for plane in buffer.view(-1, *buffer.shape[2:]):
+            rows = plane.index_select(0, index).view(torch.uint8)
+            total.update(rows.cpu().numpy())
+        return total.digest()
+
+    def synchronize(self) -> None:
+        if self.pool.buffer.is_cuda:
+            torch.cuda.synchronize(self.pool.buffer.device)
+
+
+class SourceEnd(End):
+    """P: owns the clock."""
+
+    def __init__(self, spec: Spec, control: Control, key: bytes | None) -> None:
+        super().__init__(spec, SOURCE, spec.source_device, control.host, key)
+        self._control, self._key = control, key
+        # Any bits will do, and 8 bytes at a time are quicker to draw than 2.
+        self.pool.buffer.view(-1).view(torch.int64).random_()
+        self._interval = 1e-3
+
+    def measure(self, progress: Callable[[str], None]) -> Found:
+        """Transfers and their ceiling in turns, after one of each that is not counted."""
+        spec, control = self.spec, self._control
+        opened = control.call("open", spec=msgspec.to_builtins(spec))
+        self.manager.connect(msgspec.convert(opened["info"], NodeInfo))
+        ours = msgspec.to_builtins(self.info())
+        control.call("connect", info=ours)
+        connections = (spec.connections or DEFAULT_CONNECTIONS) if spec.backend == "tcp" else None
+        ceiling = ceiling_of(spec, self.pool, control, self._key, connections or 1)
+        self.push(verify=False)
+        ceiling.measure()
+        rates: list[float] = []
+        ceilings: list[float] = []
+        for number in range(1, spec.repeats + 1):
+            ceilings.append(ceiling.measure())
+            rates.append(self.push(verify=number == spec.repeats))
+            progress(
+                f"{spec}: {number}/{spec.repeats}: {rates[-1]:.2f} GB/s, "
+                f"{ceiling.name} {ceilings[-1]:.2f}"
+            )
+        ceiling.close()
+        self.manager.close()
+        devices = sorted({describe_device(spec.source_device), opened["device"]} - {""})
+        control.call("close")
+        return Found(ceiling.name, rates, ceilings, connections, devices)
+
+    def push(self, *, verify: bool) -> float:
+        """One room, from the first ``send`` until D has it and P's pages are free; GB/s."""
+        spec, pages = self.spec, self.pages()
+        reserved = self._control.call("reserve", clear=verify)["reservation"]
+        asked = msgspec.convert(reserved, Reservation)
+        sender = self.manager.sender(TARGET, asked, pages, spec.tokens)
+        self.synchronize()
+        begun = time.perf_counter()
+        for start in range(0, spec.tokens, spec.chunk):
+            stop = min(start + spec.chunk, spec.tokens)
+            for layer in range(0, spec.shape.layers, spec.layer_group):
+                sender.send(start, stop, layer, min(layer + spec.layer_group, spec.shape.layers))
+        sender.finish()
+        wait_done(sender, self._interval)
+        self._control.call("commit", num_bytes=sender.bytes_sent, interval=self._interval)
+        while not sender.drained():
+            time.sleep(self._interval)
+        seconds = time.perf_counter() - begun
+        low, high = _POLL_SECONDS
+        self._interval = min(max(seconds * _POLL_SHARE, low), high)
+        if verify and self._control.call("digest")["digest"] != self.digest(pages):
+            raise TransferError(f"{spec}: the received bytes differ from those that were sent")
+        return spec.num_bytes / seconds / 1e9
+
+
+class TargetEnd:
+    """D: does what it is asked, for one measurement after another."""
+
+    def __init__(self, control: Control, device: str, key: bytes | None) -> None:
+        self._control, self._device, self._key = control, device, key
+        self._end: End | None = None
+        self._target: CeilingTarget | None = None
+        self._receiver: Receiver | None = None
+        self._pages: IntArray = np.empty(0, dtype=np.int32)
+        self._epoch = 0
+
+    def serve(self) -> None:
+        """Until P hangs up."""
+        operations = {
+            name: getattr(self, f"_{name}")
+            for name in ("open", "connect", "reserve", "commit", "digest", "ceiling", "step")
+        }
+        self._control.serve({**operations, "close": self._close})
+        self._close({})
+
+    @property
+    def _opened(self) -> End:
+        if self._end is None:
+            raise SetupError("nothing is open")
+        return self._end
+
+    def _open(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._close({})
+        spec = msgspec.convert(message["spec"], Spec)
+        self._end = End(spec, TARGET, self._device, self._control.host, self._key)
+        info = msgspec.to_builtins(self._end.info())
+        return {"info": info, "device": describe_device(self._device)}
+
+    def _connect(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._opened.manager.connect(msgspec.convert(message["info"], NodeInfo))
+        return {}
+
+    def _reserve(self, message: dict[str, Any]) -> dict[str, Any]:
+        end = self._opened
+        if message["clear"]:
+            end.pool.buffer.zero_()
+            end.synchronize()
+        self._epoch += 1
+        self._pages = end.pages()
+        self._receiver = end.manager.receiver(
+            SOURCE, _ROOM, self._epoch, self._pages, 0, end.spec.tokens
+        )
+        reservation = Reservation(
+            to=SOURCE,
+            sender=TARGET,
+            room=_ROOM,
+            epoch=self._epoch,
+            cached_prefix_len=0,
+            destination=self._receiver.destination,
+        )
+        return {"reservation": msgspec.to_builtins(reservation, builtin_types=(bytes,))}
+
+    def _commit(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._receiver is not None
+        self._receiver.commit(message["num_bytes"])
+        wait_done(self._receiver, message["interval"])
+        return {}
+
+    def _digest(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"digest": self._opened.digest(self._pages)}
+
+    def _ceiling(self, message: dict[str, Any]) -> dict[str, Any]:
+        end = self._opened
+        self._target = ceiling_target(
+            end.spec, end.pool, self._control, self._key, message["connections"]
+        )
+        return self._target.describe()
+
+    def _step(self, _: dict[str, Any]) -> dict[str, Any]:
+        if self._target is None:
+            raise SetupError("no ceiling is open")
+        self._target.step()
+        return {}
+
+    def _close(self, _: dict[str, Any]) -> dict[str, Any]:
+        if self._target is not None:
+            self._target.close()
+        if self._end is not None:
+            self._end.manager.close()
+        self._target = self._end = self._receiver = None
+        return {}
+
+
+def wait_done(end: Sender | Receiver, interval: float) -> None:
+    """Look every ``interval`` seconds, as a node's loop does. Raises what the end failed with."""
+    deadline = time.monotonic() + _MAX_SECONDS
+    while (state := end.poll()) is TransferState.ACTIVE:
+        if time.monotonic() > deadline:
+            raise TransferError(f"the transfer was not over after {_MAX_SECONDS:g} s")
+        time.sleep(interval)
+    if state is TransferState.FAILED:
+        raise end.error or TransferError("the transfer failed")
+
+
+def make_manager(
+    spec: Spec, pool: KVPool, instance: str, host: str, key: bytes | None
+) -> TransferManager:
+    """As a node makes it; only the number of connections of tcp is not a node's setting."""
+    if spec.backend == "tcp" and spec.connections:
+        return TcpManager(pool, instance, host, cluster_key=key, connections=spec.connections)
+    return make_transfer_manager(spec.backend, pool, instance, host, cluster_key=key)
+
+
+def check_device(device: str) -> None:
+    """Raises SetupError unless the device is there."""
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise SetupError(f"--device {device}: torch sees no CUDA device here; use --device cpu")
+    count, index = torch.cuda.device_count(), torch.device(device).index or 0
+    if index >= count:
+        raise SetupError(f"--device {device}: there are {count} CUDA devices here")
+    torch.cuda.set_device(index)
+
+
+def describe_device(device: str) -> str:
+    return "" if device == "cpu" else torch.cuda.get_device_name(torch.device(device))

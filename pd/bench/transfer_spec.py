@@ -1,0 +1,154 @@
+"""What one measurement of ``pd-bench transfer`` moves, and what it found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import msgspec
+
+from pd.core.errors import UsageError
+from pd.core.node_info import KVLayout
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+DTYPES = ("bfloat16", "float16", "float32")
+Layout = Literal["scattered", "contiguous"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV: what the layers keep of each token."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers, {self.kv_heads} heads x {self.head_dim}"
+
+
+LLAMA_8B = Shape("llama-3.1-8b", 32, 8, 128, "bfloat16")
+NAMED_SHAPES = (LLAMA_8B.name, "embedded")
+
+
+def load_shape(model: str, dtype: str) -> Shape:
+    """The KV of a named model, of a model directory or of a ``config.json``.
+
+    Args:
+        dtype: ``auto`` is the checkpoint's.
+
+    Raises:
+        UsageError: there is no such model, or its configuration cannot be used.
+    """
+    if model == LLAMA_8B.name:
+        shape = LLAMA_8B
+    else:
+        shape = _shape_of(model, ASSETS / "embedded" if model == "embedded" else Path(model))
+    chosen = shape.dtype if dtype == "auto" else dtype
+    if chosen not in DTYPES:
+        raise UsageError(f"{model} has dtype {chosen}; choose one with --dtype {'|'.join(DTYPES)}")
+    return Shape(shape.name, shape.layers, shape.kv_heads, shape.head_dim, chosen)
+
+
+def _shape_of(name: str, path: Path) -> Shape:
+    from pd.models.config import ModelConfig
+
+    file = path.expanduser()
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise UsageError(
+            f"--model {name} is neither a model directory nor a config.json nor one of "
+            f"{', '.join(NAMED_SHAPES)}"
+        )
+    try:
+        config = ModelConfig.from_dict(json.loads(file.read_text()))
+    except (TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"{file} cannot be used: {error}") from None
+    shown = name if name in NAMED_SHAPES else file.resolve().parent.name
+    return Shape(
+        shown, config.num_layers, config.num_kv_heads, config.head_dim, config.dtype or "bfloat16"
+    )
+
+
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measurement; both ends know all of it.
+
+    Attributes:
+        source_device, target_device: of P's and D's pool.
+        connections: of tcp; 0 is the backend's default.
+        layer_group: layers that P sends together, as the model runner reports them.
+        chunk: tokens of a prefill chunk.
+    """
+
+    backend: str
+    shape: Shape
+    page_size: int
+    tokens: int
+    layout: Layout
+    source_device: str
+    target_device: str
+    connections: int
+    repeats: int
+    layer_group: int = 8
+    chunk: int = 8192
+
+    @property
+    def kv(self) -> KVLayout:
+        shape = self.shape
+        return KVLayout(shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.tokens // self.page_size)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tokens * self.kv.token_bytes
+
+    @property
+    def device(self) -> str:
+        """Both ends' devices, one if they are the same."""
+        ends = (self.source_device, self.target_device)
+        return ends[0] if ends == ("cpu", "cpu") else ",".join(ends)
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.shape.name}, {self.device}, page size {self.page_size}"
+
+
+class Found(msgspec.Struct):
+    """Rates in GB/s, of the repeats in order; ``ceiling`` names what was compared with."""
+
+    ceiling: str
+    rates: list[float]
+    ceiling_rates: list[float]
+    connections: int | None
+    devices: list[str]
+
+
+def row(spec: Spec, found: Found) -> dict[str, Any]:
+    """The measurement as it goes into the result file."""
+    gb_s, ceiling = median(found.rates), median(found.ceiling_rates)
+    return {
+        "backend": spec.backend,
+        "device": spec.device,
+        "model": spec.shape.name,
+        "shape": str(spec.shape),
+        "dtype": spec.shape.dtype,
+        "page_size": spec.page_size,
+        "tokens": spec.tokens,
+        "layout": spec.layout,
+        "bytes": spec.num_bytes,
+        "connections": found.connections,
+        "repeats": spec.repeats,
+        "gb_s": gb_s,
+        "best_gb_s": max(found.rates),
+        "ceiling": found.ceiling,
+        "ceiling_gb_s": ceiling,
+        "best_ceiling_gb_s": max(found.ceiling_rates),
+        "share_of_ceiling_rate": gb_s / ceiling,
+    }
