@@ -15,6 +15,8 @@ from pd.transfer.factory import check_backend
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from _pytest.mark import ParameterSet
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -42,11 +44,6 @@ class Backend:
             pytest.fail(f"CI must have every backend: {why}")
         pytest.skip(why)
 
-    def require_here(self) -> None:
-        """The same for nodes in the test's own process, whose environment cannot be changed."""
-        self.require()
-        assert not self.env, f"{self} needs processes of its own"
-
 
 @functools.cache
 def _missing(flag: str) -> str | None:
@@ -70,13 +67,18 @@ PROCESSES = (TCP, NIXL, NIXL_TCP, MOONCAKE)
 ACROSS_HOSTS = (TCP, NIXL_TCP, MOONCAKE)
 
 
+def params(
+    backends: Iterable[Backend], sample: Iterable[Backend] | None = None
+) -> list[ParameterSet]:
+    """For a fixture; those outside ``sample`` in ``make test-all`` only."""
+    chosen = tuple(backends) if sample is None else tuple(sample)
+    return [
+        pytest.param(b, id=b.name, marks=() if b in chosen else pytest.mark.full) for b in backends
+    ]
+
+
 def over(
     backends: Iterable[Backend], sample: Iterable[Backend] | None = None
 ) -> pytest.MarkDecorator:
-    """Run a test over each backend by its fixture ``backend``; those outside ``sample`` in ``make
-    test-all`` only."""
-    chosen = tuple(backends) if sample is None else tuple(sample)
-    params = [
-        pytest.param(b, id=b.name, marks=() if b in chosen else pytest.mark.full) for b in backends
-    ]
-    return pytest.mark.parametrize("backend", params, indirect=True)
+    """Run a test over each backend by its fixture ``backend``; see :func:`params`."""
+    return pytest.mark.parametrize("backend", params(backends, sample), indirect=True)

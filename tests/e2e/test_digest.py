@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from backends import IN_PROCESS, Backend, over
 from cluster import Cluster
 
 from pd.core.errors import NodeFailedError, TransferError
@@ -22,14 +23,14 @@ def prompt(number: int, length: int = 60) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-@pytest.mark.parametrize("backend", ["tcp", "fake"])
+@over(IN_PROCESS)
 def test_intact_transfers_pass_whatever_the_page_sizes(
-    checkpoint: Callable[[str], Path], backend: str
+    checkpoint: Callable[[str], Path], backend: Backend
 ) -> None:
     with Cluster(
         checkpoint("qwen3"),
         unified=1,
-        transfer_backend=backend,
+        transfer_backend=backend.flag,
         kv_digest=True,
         decode_settings={"page_size": 4, "dtype": "float32"},
     ) as cluster:

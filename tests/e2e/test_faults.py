@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import backends
 import httpx
 import pytest
 from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_until
@@ -16,6 +17,8 @@ from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from backends import Backend
 
 LONG = 1200
 
@@ -29,11 +32,21 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("qwen3")
 
 
-@pytest.fixture(scope="module")
-def pair_of_decoders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One prefill node and two decode nodes over tcp; every test leaves it as it found it."""
-    logs = tmp_path_factory.mktemp("faults")
-    with deployment(model, logs, decode=2, proxy_flags=["--policy", "round_robin"]) as running:
+@pytest.fixture(scope="module", params=backends.params(backends.PROCESSES, [backends.TCP]))
+def pair_of_decoders(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Deployment]:
+    """One prefill node and two decode nodes; every test leaves it as it found it."""
+    backend: Backend = request.param
+    backend.require()
+    with deployment(
+        model,
+        tmp_path_factory.mktemp("faults"),
+        decode=2,
+        node_flags=["--transfer-backend", backend.flag],
+        proxy_flags=["--policy", "round_robin"],
+        env=backend.env,
+    ) as running:
         yield running
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from backends import IN_PROCESS, TCP, Backend, over
 from checkpoints import reference_generate
 from cluster import Cluster
 
@@ -34,18 +35,34 @@ def mixed_prompts(rng: random.Random, documents: int = 12) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("deployment", ["split", "unified"])
+@over(IN_PROCESS, sample=[TCP])
 @pytest.mark.timeout(400)
-def test_two_hundred_streams_on_small_pools(
-    checkpoint: Callable[[str], Path], seed: int, deployment: str
+def test_two_hundred_streams_on_small_pools_split(
+    checkpoint: Callable[[str], Path], seed: int, backend: Backend
 ) -> None:
+    two_hundred_streams(checkpoint("qwen3"), seed, backend.flag)
+
+
+@pytest.mark.timeout(400)
+def test_two_hundred_streams_on_small_pools_unified(
+    checkpoint: Callable[[str], Path], seed: int
+) -> None:
+    two_hundred_streams(checkpoint("qwen3"), seed, None)
+
+
+def two_hundred_streams(model: Path, seed: int, backend: str | None) -> None:
+    """``backend``: None for a unified node."""
     rng = random.Random(seed)
-    model = checkpoint("qwen3")
     prompts = mixed_prompts(rng)
     lengths = [rng.randrange(1, OUTPUT_TOKENS) for _ in prompts]
     expected = reference_generate(model, prompts, OUTPUT_TOKENS)
-    settings = {"kv_cache_tokens": 1200, "page_size": 8, "chunked_prefill_size": 128}
-    unified = int(deployment == "unified")
+    settings: dict[str, Any] = {
+        "kv_cache_tokens": 1200,
+        "page_size": 8,
+        "chunked_prefill_size": 128,
+    }
+    settings |= {"transfer_backend": backend or "tcp"}
+    unified = int(backend is None)
     with Cluster(
         model,
         prefill=1 - unified,
@@ -90,5 +107,5 @@ def test_two_hundred_streams_on_small_pools(
         retracted = metrics.retractions._value.get()
     assert not wrong
     assert evicted > 0, "the pool was large enough for everything"
-    if deployment == "split":
+    if backend is not None:
         assert retracted > 0, "the decode pool was never short"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from backends import FAKE, MOONCAKE, NIXL, TCP, Backend, over
 from checkpoints import ARCHITECTURES, reference_generate, reference_logprobs
 from cluster import Cluster
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 PAGE_SIZES = (1, 16, 64)
 CHUNKS = (16, 4096)
 OUTPUT_TOKENS = 64
+# The one that ``make test`` runs over every backend: small chunks, many pages.
+OVER_ALL = ("qwen3", 16, 16)
 MATRIX = list(itertools.product(ARCHITECTURES, PAGE_SIZES, CHUNKS))
 
 
@@ -69,15 +72,38 @@ def test_split_tokens_equal_transformers(
     page_size: int,
     chunk: int,
 ) -> None:
-    prompts = twenty_prompts(0)
+    outputs = split_tokens(checkpoint(architecture), TCP, page_size, chunk)
+    assert outputs == references(architecture)
+
+
+@over((FAKE, NIXL, MOONCAKE))
+@pytest.mark.parametrize(
+    ("architecture", "page_size", "chunk"),
+    [pytest.param(*c, marks=() if c == OVER_ALL else pytest.mark.full) for c in MATRIX],
+)
+def test_tokens_equal_transformers_over_every_backend(
+    checkpoint: Callable[[str], Path],
+    references: Callable[[str], list[list[int]]],
+    backend: Backend,
+    architecture: str,
+    page_size: int,
+    chunk: int,
+) -> None:
+    outputs = split_tokens(checkpoint(architecture), backend, page_size, chunk)
+    assert outputs == references(architecture)
+
+
+def split_tokens(model: Path, backend: Backend, page_size: int, chunk: int) -> list[list[int]]:
+    """Tokens of the twenty prompts, all at once on one pair."""
     settings = {"page_size": page_size, "chunked_prefill_size": chunk}
-    with Cluster(checkpoint(architecture), transfer_backend="tcp", **settings) as cluster:
+    with Cluster(model, transfer_backend=backend.flag, **settings) as cluster:
         pending = [
-            cluster.client.generate(p, cluster.pair, max_tokens=OUTPUT_TOKENS) for p in prompts
+            cluster.client.generate(prompt, cluster.pair, max_tokens=OUTPUT_TOKENS)
+            for prompt in twenty_prompts(0)
         ]
         outputs = [request.tokens() for request in pending]
         cluster.wait_idle()
-    assert outputs == references(architecture)
+    return outputs
 
 
 def run_everywhere(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 import pytest
+from backends import FAKE, IN_PROCESS, TCP, Backend, over
 from cluster import Cluster
 from embedded.heldout import Example, is_right, recall_examples
 from embedded.text import Message, render
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from pd.transfer.ranges import Block
 
-BACKENDS = ["tcp", "fake"]
 LENGTH = 1000
 # Of the model's own bar (98 % up to 2,000 tokens); damaged pages cost far more.
 SHARE = 0.95
@@ -53,12 +53,12 @@ def settings(**more: Any) -> dict[str, Any]:
     return {"kv_cache_tokens": 32768, "chunked_prefill_size": 512, **more}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over(IN_PROCESS, sample=[TCP, FAKE])
 @pytest.mark.parametrize("prompts", [20, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.timeout(600)
-def test_recall_survives_the_split(backend: str, prompts: int) -> None:
+def test_recall_survives_the_split(backend: Backend, prompts: int) -> None:
     examples = recall_examples(LENGTH, prompts)
-    with Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend)) as cluster:
+    with Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend.flag)) as cluster:
         with serve(cluster) as proxy, ThreadPoolExecutor(prompts) as pool:
             texts = list(pool.map(lambda e: answer_in(ask(proxy.url, e)), examples))
         cluster.wait_idle()

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import backends
 import httpx
 import openai
 import pytest
@@ -58,20 +59,17 @@ def serve(model: Path, **settings: Any) -> Iterator[System]:
             cluster.wait_idle()
 
 
-@pytest.fixture(scope="module")
-def split(model: Path) -> Iterator[System]:
-    yield from serve(model)
+SPLIT = backends.params(backends.IN_PROCESS, sample=[backends.TCP])
 
 
-@pytest.fixture(scope="module")
-def unified(model: Path) -> Iterator[System]:
-    yield from serve(model, prefill=0, decode=0, unified=1)
-
-
-@pytest.fixture(params=["split", "unified"])
-def system(request: pytest.FixtureRequest) -> System:
-    found: System = request.getfixturevalue(request.param)
-    return found
+@pytest.fixture(scope="module", params=[*SPLIT, pytest.param(None, id="unified")])
+def system(model: Path, request: pytest.FixtureRequest) -> Iterator[System]:
+    """Over each backend, and unified."""
+    if request.param is None:
+        yield from serve(model, prefill=0, decode=0, unified=1)
+    else:
+        request.param.require()
+        yield from serve(model, transfer_backend=request.param.flag)
 
 
 def tokens(seed: int, length: int) -> list[int]:
@@ -119,13 +117,14 @@ def test_the_namespace_separates_tenants(system: System) -> None:
     assert same["meta_info"]["cached_tokens"] == 48
 
 
-def test_the_second_turn_sends_only_what_decode_lacks(split: System) -> None:
-    decode = split.cluster.decode[0].node
+@pytest.mark.parametrize("system", SPLIT, indirect=True)
+def test_the_second_turn_sends_only_what_decode_lacks(system: System) -> None:
+    decode = system.cluster.decode[0].node
     metric = decode.metrics.transferred_bytes
 
     def bytes_of(turn: list[int], new: int) -> tuple[list[int], float]:
         before = metric._value.get()
-        output = split.generate(turn, new)["output_ids"]
+        output = system.generate(turn, new)["output_ids"]
         return output, metric._value.get() - before
 
     token_bytes = decode.engine.layout.token_bytes
