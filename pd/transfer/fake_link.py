@@ -23,7 +23,7 @@ from pd.transfer.ranges import Block, check_pages
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
     from pd.transfer.base import IntArray
-    from pd.transfer.fake_script import Script, WritePlan
+    from pd.transfer.fake_script import Corrupt, Script, WritePlan
     from pd.transfer.memory import PoolMemory
 
 _WRITE_BYTES = 1 << 20
@@ -127,18 +127,20 @@ class FakeSender(Sender):
         if self._state is TransferState.ACTIVE and idle:
             self._state = TransferState.DONE
 
-    def read(self, block: Block, corrupt: list[tuple[int, int]]) -> bytes:
+    def read(self, block: Block, corrupt: list[Corrupt]) -> bytes:
         """The block's bytes as they are at this moment, as a card would read them."""
         data = self._memory.read(self._pages, block)
         tokens = block.token_stop - block.token_start
-        for token, layer in corrupt:
+        width = self._memory.width
+        for rule in corrupt:
             here = (
-                block.token_start <= token < block.token_stop
-                and block.layer_start <= layer < block.layer_stop
+                block.token_start <= rule.token < block.token_stop
+                and block.layer_start <= rule.layer < block.layer_stop
             )
             if here:
-                row = 2 * (layer - block.layer_start) * tokens + token - block.token_start
-                data[row * self._memory.width] ^= 0xFF
+                plane = 2 * (rule.layer - block.layer_start) + (rule.part == "v")
+                row = plane * tokens + rule.token - block.token_start
+                data[row * width + rule.byte % width] ^= 0xFF
         return bytes(data)
 
     def slots(self, block: Block) -> bytes:

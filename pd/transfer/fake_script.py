@@ -27,7 +27,8 @@ late_write          the same, but the write is in the link already: an abort doe
 duplicate_write     the write lands again, ``seconds`` after it landed first; the sender counts as
                     undrained (and is not DONE) until then
 lose_write          the write never lands; the sender fails after ``seconds``
-corrupt             flip one byte of K of ``token`` in ``layer`` on the way
+corrupt             flip ``byte`` (0) of ``part`` (k or v; k) of ``token`` in ``layer`` on the way;
+                    ``byte`` counts in the token's row of all heads, and wraps at its end
 fail_room           the sender fails when it begins to send
 link_down           writes due between ``from`` and ``to`` are stuck in the link and land when it
                     is back, aborted or not; seconds since this node's first room
@@ -43,7 +44,7 @@ import fnmatch
 import random
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import yaml
@@ -97,6 +98,8 @@ class LoseWrite(Rule, frozen=True, tag="lose_write"):
 class Corrupt(Rule, frozen=True, tag="corrupt"):
     token: _Index
     layer: _Index
+    part: Literal["k", "v"] = "k"
+    byte: _Index = 0
 
 
 class FailRoom(Rule, frozen=True, tag="fail_room"):
@@ -133,14 +136,14 @@ class WritePlan:
         recallable: an abort in the meantime stops it.
         lost: it never goes out; the sender fails after ``delay``.
         duplicate_after: seconds from landing to landing again.
-        corrupt: (token, layer) cells of which a byte is flipped.
+        corrupt: rules that name a byte to flip.
     """
 
     delay: float
     recallable: bool
     lost: bool
     duplicate_after: float | None
-    corrupt: list[tuple[int, int]]
+    corrupt: list[Corrupt]
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,7 +162,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not rule.selects(peer, room, draw):
                 continue
             if isinstance(rule, Corrupt):
-                plan.corrupt.append((rule.token, rule.layer))
+                plan.corrupt.append(rule)
             elif isinstance(rule, DuplicateWrite):
                 plan.duplicate_after = _pick(rule.seconds, draw)
             else:

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 import pytest
 from backends import FAKE, IN_PROCESS, TCP, Backend, over
 from cluster import Cluster
@@ -16,12 +15,10 @@ from tokenizers import Tokenizer
 
 from pd.embedded import EMBEDDED_MODEL
 from pd.proxy.server import ProxyConfig, ProxyThread
-from pd.transfer.fake_link import FakeSender
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd.transfer.ranges import Block
 
 LENGTH = 1000
 # Of the model's own bar (98 % up to 2,000 tokens); damaged pages cost far more.
@@ -91,26 +88,11 @@ def token_of_digit() -> int:
 
 
 @pytest.fixture
-def flip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script whose rule damages the needle in the first room; the byte is one that matters.
-
-    By itself the rule flips the first byte of K, which in float32 is the end of a mantissa.
-    """
-    read = FakeSender.read
-
-    def read_and_flip(self: FakeSender, block: Block, corrupt: list[tuple[int, int]]) -> bytes:
-        intact, damaged = (read(self, block, cells) for cells in ([], corrupt))
-        data = np.frombuffer(intact, np.uint8).copy()
-        keys = np.flatnonzero(np.frombuffer(damaged, np.uint8) != data)
-        # The values of all tokens follow the keys of all.
-        values = keys + (block.token_stop - block.token_start) * self._memory.width
-        data[values + HIGHEST_BYTE] ^= 0xFF
-        return data.tobytes()
-
-    monkeypatch.setattr(FakeSender, "read", read_and_flip)
+def flip(tmp_path: Path) -> Path:
+    """A script whose rule damages the needle in the first room; the byte is one that matters."""
     script = tmp_path / "script.yaml"
-    rule = f"do: corrupt, token: {token_of_digit()}, layer: {LAYER}, rooms: 1"
-    script.write_text(f"rules: [{{{rule}}}]\n")
+    place = f"token: {token_of_digit()}, layer: {LAYER}, part: v, byte: {HIGHEST_BYTE}"
+    script.write_text(f"rules: [{{do: corrupt, {place}, rooms: 1}}]\n")
     return script
 
 

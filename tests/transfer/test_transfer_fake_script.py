@@ -145,8 +145,12 @@ def test_lose_write_fails_the_sender_after_a_time(pair) -> None:
     assert untouched(target)
 
 
-def test_corrupt_flips_one_byte_of_the_named_token_and_layer(pair) -> None:
-    source, target, p, d = pair({"do": "corrupt", "token": 5, "layer": 1})
+@pytest.mark.parametrize(
+    ("more", "plane", "byte"),
+    [({}, 0, 0), ({"part": "v", "byte": 3}, 1, 3), ({"byte": 1 << 40}, 0, None)],
+)
+def test_corrupt_flips_one_byte_of_the_named_token_and_layer(pair, more, plane, byte) -> None:
+    source, target, p, d = pair({"do": "corrupt", "token": 5, "layer": 1, **more})
     sender, receiver = open_room(p, d)
     sender.send(0, 6, 0, 1)
     sender.send(6, TOKENS, 0, 1)
@@ -155,8 +159,11 @@ def test_corrupt_flips_one_byte_of_the_named_token_and_layer(pair) -> None:
     got = target.tokens(PAGES, 0, TOKENS).contiguous().view(torch.uint8)
     sent = source.tokens(PAGES, 0, TOKENS).contiguous().view(torch.uint8)
     where = (got != sent).nonzero().tolist()
-    assert where == [[1, 0, 5, 0, 0]]
-    assert int(got[1, 0, 5, 0, 0]) ^ int(sent[1, 0, 5, 0, 0]) == 0xFF
+    ((layer, part, token, head, found),) = where
+    assert (layer, part, token) == (1, plane, 5)
+    place = head * got.shape[-1] + found
+    assert place == (byte if byte is not None else more["byte"] % (got[0, 0, 0].numel()))
+    assert int(got[tuple(where[0])]) ^ int(sent[tuple(where[0])]) == 0xFF
 
 
 def test_fail_room_fails_the_named_rooms(pair) -> None:
