@@ -6,7 +6,7 @@ Token ids travel as little-endian int32 bytes. Times are seconds.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 HEARTBEAT_INTERVAL = 0.5
 # Long enough for a busy two-core host, short enough that an error reaches the client within 5 s.
 LEASE_SECONDS = 3.5
+
+Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -188,7 +190,10 @@ class FirstToken(msgspec.Struct, forbid_unknown_fields=True):
 class Commit(Message):
     """P to D, resent until acknowledged: all data of the epoch left P.
 
-    ``num_bytes`` is what P wrote; D compares it with its own count where its backend has one.
+    Attributes:
+        num_bytes: what P wrote; D compares it with its own count where its backend has one.
+        wire_seconds, exposed_seconds: how long that took and what of it came after the prompt was
+            computed, for D's metrics.
     """
 
     room: bytes
@@ -196,6 +201,8 @@ class Commit(Message):
     num_bytes: int
     first_tokens: list[FirstToken]
     digest: bytes = b""
+    wire_seconds: Duration = 0.0
+    exposed_seconds: Duration = 0.0
 
 
 class CommitAck(Message):

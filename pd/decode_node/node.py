@@ -146,4 +146,5 @@ class DecodeNode(Node):
     def stop(self) -> None:
         super().stop()
         self.peers.close()
+        self.receiving.close()
         self.transfer.close()

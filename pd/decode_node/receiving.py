@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd.core.errors import HandshakeError, NodeFailedError, PDError, TransferError, error_from_kind
@@ -21,44 +20,17 @@ from pd.core.messages import (
     Reservation,
 )
 from pd.core.request import RequestState
+from pd.decode_node.incoming import Incoming
 from pd.engine.page_allocator import PageState
+from pd.node.digests import Digests
+from pd.node.metrics import TransferTimes
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from pd.core.request import Request
     from pd.decode_node.node import DecodeNode
-    from pd.transfer.base import Receiver
-
-    IntArray = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class Incoming:
-    """What D knows of one room's hand-off.
-
-    Attributes:
-        connected: the prefill node shook hands.
-        reservation: made, and sent once ``send_at`` has passed.
-        quarantine: pages given up that P may still write; None while the room lives.
-    """
-
-    connected: bool = False
-    receiver: Receiver | None = None
-    reservation: Reservation | None = None
-    send_at: float = 0.0
-    sent: bool = False
-    commit: Commit | None = None
-    committed: bool = False
-    quarantine: IntArray | None = None
-    abort_sent: float = 0.0
-    abort_error: ErrorInfo | None = None
-    num_bytes: int = 0
-    epoch: int = field(default=0)
 
 
 class Receiving:
@@ -74,6 +46,9 @@ class Receiving:
         # Random start: an epoch of an earlier life of this address is never repeated.
         self._epochs = itertools.count(secrets.randbits(40) << 20)
         self._recent: dict[bytes, tuple[float, int]] = {}
+        self._digests: Digests | None = None
+        if node.config.kv_digest:
+            self._digests = Digests(node.engine.pool, done=node.control.wake)
         self.preallocation: deque[Request] = deque()
         self.transfer: list[Request] = []
 
@@ -185,6 +160,7 @@ class Receiving:
         incoming: Incoming = request.hand_off
         if incoming.commit is None and self._acceptable(request, message):
             incoming.commit = message
+            incoming.commit_at = time.monotonic()
             assert incoming.receiver is not None
             incoming.receiver.commit(message.num_bytes)
 
@@ -221,13 +197,22 @@ class Receiving:
         return busy
 
     def _is_intact(self, request: Request) -> bool:
-        """Whether what is here has the digest that P computed; fails the request if not."""
+        """Whether what is here is known to have the digest that P computed; starts to compute it,
+        and fails the request if it differs."""
         incoming: Incoming = request.hand_off
-        if not self._node.config.kv_digest:
+        if self._digests is None:
             return True
         assert incoming.commit is not None and incoming.reservation is not None
         start, stop = incoming.reservation.cached_prefix_len, len(request.prompt)
-        found = self._node.engine.pool.digest(request.sequence.pages, start, stop)
+        if incoming.digest is None:
+            incoming.digest = self._digests.start(request.sequence.pages, start, stop)
+        if not incoming.digest.done():
+            return False  # its end wakes the control thread
+        try:
+            found = Digests.result(incoming.digest)
+        except TransferError as failure:
+            self._node.fail(request, failure)
+            return False
         if found == incoming.commit.digest:
             return True
         error = TransferError(
@@ -248,14 +233,22 @@ class Receiving:
         self._memory.cache(sequence)
         self._recent[request.room] = (time.monotonic() + LEASE_SECONDS, incoming.epoch)
         self._acknowledge(request.peer, request.room, incoming.epoch)
-        metrics = self._node.metrics
-        metrics.transferred_bytes.inc(incoming.num_bytes)
-        times = request.times
-        assert times.reserved is not None
-        metrics.observe("bootstrap", times.reserved - times.arrived)
-        metrics.observe("transfer", time.monotonic() - times.reserved)
+        self._count(request, incoming.commit)
         self._node.decode.add(request, incoming.commit.first_tokens, repeat=True)
         self._node.work_available.notify_all()
+
+    def _count(self, request: Request, commit: Commit) -> None:
+        incoming: Incoming = request.hand_off
+        times, metrics, now = request.times, self._node.metrics, time.monotonic()
+        assert times.reserved is not None
+        wait = times.reserved - times.arrived
+        metrics.transferred_bytes.inc(incoming.num_bytes)
+        metrics.observe("bootstrap", wait)
+        metrics.observe("transfer", now - times.reserved)
+        exposed = commit.exposed_seconds + now - incoming.commit_at
+        backend = self._node.transfer.backend_of(request.peer)
+        found = TransferTimes(wait, commit.wire_seconds, exposed)
+        metrics.transfers.observe(backend, incoming.num_bytes, found)
 
     def _acknowledge(self, peer: str, room: bytes, epoch: int) -> None:
         message = CommitAck(to=peer, sender=self._node.instance_id, room=room, epoch=epoch)
@@ -328,8 +321,10 @@ class Receiving:
             self._node.fail(request, NodeFailedError(f"prefill node {peer} gave the room up"))
 
     def may_release(self, request: Request) -> bool:
-        """Whether nothing can land in the request's pages any more."""
+        """Whether nothing can land in the request's pages, or reads them for a digest, any more."""
         incoming: Incoming = request.hand_off
+        if not Digests.over(incoming.digest):
+            return False
         if incoming.quarantine is None or incoming.receiver is None:
             return True
         if incoming.receiver.drained():
@@ -344,6 +339,11 @@ class Receiving:
         if incoming.quarantine is not None:
             self._memory.end_quarantine(incoming.quarantine)
             incoming.quarantine = None
+
+    def close(self) -> None:
+        """Stop computing digests."""
+        if self._digests is not None:
+            self._digests.close()
 
     def sweep(self, now: float) -> None:
         """Forget old commits."""

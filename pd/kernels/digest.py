@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
     Int64Array = npt.NDArray[np.int64]
 
-# Tokens that are hashed at once; 64-bit words of them are held in memory.
-_CHUNK_TOKENS = 512
+# Bytes of KV hashed at once. About three times as much memory is used: on a CPU that should stay
+# in its cache, on a GPU it should be large enough that starting kernels does not dominate.
+_PIECE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def token_digests(
     buffer: torch.Tensor, slots: Int64Array, token_start: int, *, first_head: int = 0
 ) -> Int64Array:
-    """Digest of each token's K and V in all layers.
+    """Digest of each token's K and V in all layers. On a GPU it works on the current stream and
+    waits for it.
 
     Args:
         buffer: pool ``[num_layers, 2, num_slots, num_kv_heads, head_dim]`` of a 2- or 4-byte dtype.
@@ -36,40 +38,54 @@ def token_digests(
     Returns:
         int64 ``[n]``; sums (which wrap around) are digests of ranges.
     """
-    digests = [
-        _chunk(buffer, slots[start : start + _CHUNK_TOKENS], token_start + start, first_head)
-        for start in range(0, len(slots), _CHUNK_TOKENS)
-    ]
-    return np.concatenate([*digests, np.empty(0, dtype=np.int64)])
-
-
-def _chunk(
-    buffer: torch.Tensor, slots: Int64Array, token_start: int, first_head: int
-) -> Int64Array:
+    words = _words(buffer)
+    layers, _, num_slots, heads, width = words.shape
     device = buffer.device
-    layers, _, _, heads, dim = buffer.shape
-    index = torch.from_numpy(slots).to(device)
-    tokens = torch.arange(token_start, token_start + len(slots), device=device).view(1, -1, 1)
+    rows = words.view(layers, 2, num_slots, heads * width)
+    piece = max(1, _PIECE_BYTES[device.type] // (2 * heads * width * words.element_size()))
+    index = torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64)).to(device)
+    weights = _mix_(torch.arange(1, width + 1, device=device)) | 1
     head_index = torch.arange(first_head, first_head + heads, device=device).view(1, 1, -1)
     kinds = torch.arange(2, device=device).view(2, 1, 1)
-    width = dim * buffer.element_size() // 2
-    weights = _mix(torch.arange(1, width + 1, device=device)) | 1
     total = torch.zeros(len(slots), dtype=torch.int64, device=device)
-    for layer in range(layers):
-        words = buffer[layer].index_select(1, index).view(torch.int16).to(torch.int64)
-        # NOTE: odd weights, so that a change of one word always changes the sum.
-        vectors = (words * weights).sum(dim=-1)
-        place = ((tokens * 65536 + head_index) * 2 + kinds) * 4096 + layer
-        total += _mix(vectors ^ _mix(place)).sum(dim=(0, 2))
+    for start in range(0, len(slots), piece):
+        part = slice(start, min(start + piece, len(slots)))
+        tokens = torch.arange(part.start, part.stop, device=device).view(1, -1, 1) + token_start
+        places = ((tokens * 65536 + head_index) * 2 + kinds) * 4096
+        for layer in range(layers):
+            found = rows[layer].index_select(1, index[part]).view(2, -1, heads, width)
+            vectors = _vectors(found, weights)
+            total[part] += _mix_(vectors ^ _mix_(places + layer)).sum(dim=(0, 2))
     return total.cpu().numpy()
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Finalizer of splitmix64 (Steele, Lea, Flood, 2014) on int64, which wraps like uint64."""
-    x = x + _signed(_GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
+def _words(buffer: torch.Tensor) -> torch.Tensor:
+    """The pool as integers, as wide as a vector's size allows: fewer of them are faster."""
+    row = buffer.shape[-1] * buffer.element_size()
+    return buffer.view(torch.int64 if row % 8 == 0 else torch.int16)
+
+
+def _vectors(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One number per vector, int64 ``[2, tokens, heads]``; overwrites ``words`` where it can."""
+    words = words.to(torch.int64)
+    # NOTE: a product's bits depend on lower bits of its factors alone, so without this the top bit
+    # of each word would count only modulo 2.
+    words ^= words >> 32
+    words *= weights
+    # NOTE: odd weights, so that a change of one word always changes the sum.
+    return words.sum(dim=-1)
+
+
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """Finalizer of splitmix64 (Steele, Lea, Flood, 2014) on int64, which wraps like uint64; works
+    in place."""
+    x += _signed(_GOLDEN)
+    x ^= _shift(x, 30)
+    x *= _signed(0xBF58476D1CE4E5B9)
+    x ^= _shift(x, 27)
+    x *= _signed(0x94D049BB133111EB)
+    x ^= _shift(x, 31)
+    return x
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:

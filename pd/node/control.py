@@ -106,6 +106,10 @@ class ControlThread(threading.Thread):
         self._outbox.append((identity, encode(message)))
         self._wake()
 
+    def wake(self) -> None:
+        """Have :meth:`ControlHandler.on_poll` called soon."""
+        self._wake()
+
     def call(self, function: Callable[[], None]) -> None:
         """Run ``function`` on the control thread."""
         self._calls.append(function)

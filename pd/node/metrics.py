@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -13,6 +13,65 @@ if TYPE_CHECKING:
     from pd.node.node import Node
 
 _BUCKETS = tuple(0.001 * 2**power for power in range(18))
+_TRANSFER_BUCKETS = tuple(0.0001 * 2**power for power in range(20))
+_RATE_BUCKETS = tuple(0.0625 * 2**power for power in range(14))
+
+
+class TransferTimes(NamedTuple):
+    """Of one transfer, in seconds.
+
+    Attributes:
+        wait: until the decode node had reserved, from the request's arrival.
+        wire: from the first push to the last byte's end, as the prefill node sees it.
+        exposed: what of it a request waits for: from the computed prompt to the commit.
+    """
+
+    wait: float
+    wire: float
+    exposed: float
+
+
+class TransferMetrics:
+    """Committed transfers by backend. Both ends count the same ones."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["backend"], buckets=buckets, registry=registry)
+
+        self._bytes = Counter(
+            "pd_transfer_bytes", "KV bytes of committed transfers", ["backend"], registry=registry
+        )
+        self._rate = histogram(
+            "pd_transfer_gigabytes_per_second", "Bytes by time on the wire", _RATE_BUCKETS
+        )
+        self._times = {
+            "wait": histogram(
+                "pd_transfer_reservation_wait_seconds",
+                "From a request's arrival to its reservation",
+                _TRANSFER_BUCKETS,
+            ),
+            "wire": histogram(
+                "pd_transfer_wire_seconds",
+                "From the first push to the end of the last byte",
+                _TRANSFER_BUCKETS,
+            ),
+            "exposed": histogram(
+                "pd_transfer_exposed_seconds",
+                "From the computed prompt to the commit",
+                _TRANSFER_BUCKETS,
+            ),
+        }
+
+    def observe(self, backend: str, num_bytes: int, times: TransferTimes) -> None:
+        """A transfer was committed. One without bytes (D had all) counts as a wait alone."""
+        self._times["wait"].labels(backend).observe(times.wait)
+        if num_bytes == 0:
+            return
+        self._bytes.labels(backend).inc(num_bytes)
+        self._times["wire"].labels(backend).observe(times.wire)
+        self._times["exposed"].labels(backend).observe(times.exposed)
+        if times.wire > 0:
+            self._rate.labels(backend).observe(num_bytes / times.wire / 1e9)
 
 
 class NodeMetrics:
@@ -32,6 +91,7 @@ class NodeMetrics:
         self.transferred_bytes = Counter(
             "pd_transferred_bytes", "KV bytes of committed transfers", registry=self.registry
         )
+        self.transfers = TransferMetrics(self.registry)
         self._stages = Histogram(
             "pd_stage_seconds",
             "Time of requests in each stage",

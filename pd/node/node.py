@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How long the end of a request's transfer is looked for at once rather than ten times a second.
+_DRAIN_SECONDS = 1.0
+
 
 class Node(ABC):
     """One node: requests come in by message, leave through :meth:`close_ended`.
@@ -80,7 +83,8 @@ class Node(ABC):
         self.work_available = threading.Condition(self.lock)
         self.requests: dict[bytes, Request] = {}
         self.draining = False
-        self._closing: deque[Request] = deque()
+        # Ended requests and when they ended.
+        self._closing: deque[tuple[float, Request]] = deque()
         self._tombstones: dict[bytes, float] = {}
         self._proxies: Leases[bytes] = Leases()
         self._next_heartbeat = 0.0
@@ -257,7 +261,7 @@ class Node(ABC):
         request.state = state
         self.bury(request.room)
         self.ended(request, before)
-        self._closing.append(request)
+        self._closing.append((time.monotonic(), request))
         self.close_ended()
 
     @abstractmethod
@@ -270,12 +274,12 @@ class Node(ABC):
 
     def close_ended(self) -> None:
         """The one way out: pages of ended requests are released when nothing can touch them."""
-        waiting: deque[Request] = deque()
+        waiting: deque[tuple[float, Request]] = deque()
         # NOTE: what a release makes possible may end other requests, and so call this again.
         while self._closing:
-            request = self._closing.popleft()
+            ended, request = self._closing.popleft()
             if request.in_step or not self.may_release(request):
-                waiting.append(request)
+                waiting.append((ended, request))
                 continue
             del self.requests[request.room]
             self.release(request)
@@ -356,7 +360,9 @@ class Node(ABC):
             if self._closing:
                 self.close_ended()
             self.outbox.flush()
-            return busy or any(not request.in_step for request in self._closing)
+            # A peer that is out of reach may hold pages for minutes: the clock's ticks will do.
+            recently = time.monotonic() - _DRAIN_SECONDS
+            return busy or any(t > recently and not r.in_step for t, r in self._closing)
 
     def poll_transfers(self) -> bool:
         """Look at transfers; True while one is about to complete."""

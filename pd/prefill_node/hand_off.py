@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd.core.errors import (
@@ -21,10 +20,11 @@ from pd.core.messages import (
     Commit,
     Drained,
     ErrorInfo,
-    FirstToken,
     Reservation,
 )
 from pd.core.request import RequestState
+from pd.node.digests import Digests
+from pd.prefill_node.outgoing import Outgoing
 from pd.prefill_node.peers import DecodePeers
 from pd.transfer.base import TransferState
 
@@ -35,32 +35,12 @@ if TYPE_CHECKING:
     from pd.core.request import Request
     from pd.node.step import Work
     from pd.prefill_node.node import PrefillNode
-    from pd.transfer.base import Sender, TransferManager
+    from pd.transfer.base import TransferManager
 
 logger = logging.getLogger(__name__)
 
 # ``AbortRoom`` with this kind is no failure: token 1 ended the request.
 FINISHED = "finished"
-
-
-@dataclass(eq=False, slots=True)
-class Outgoing:
-    """What P knows of one room's hand-off.
-
-    Attributes:
-        pushed: leading tokens whose KV of all layers was given to the sender (or is D's already).
-        first_tokens: token 1 of each choice once sampled.
-        parked: computed, then evicted for others before D reserved; computed again when it does.
-    """
-
-    reservation: Reservation | None = None
-    sender: Sender | None = None
-    pushed: int = 0
-    first_tokens: list[FirstToken] = field(default_factory=list)
-    parked: bool = False
-    commit_sent: float | None = None
-    acknowledged: bool = False
-    digest: bytes = b""
 
 
 class HandOff:
@@ -72,6 +52,9 @@ class HandOff:
         self._node = node
         self._transfer = transfer
         self._resume = resume
+        self._digests: Digests | None = None
+        if node.config.kv_digest:
+            self._digests = Digests(node.engine.pool, done=node.control.wake)
         self.peers = DecodePeers(node.instance_id, node.control.post)
         # Reservations whose requests have not come yet, by room and sender, with their expiry.
         self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
@@ -150,6 +133,7 @@ class HandOff:
             self._node.fail(request, error)
             return
         outgoing.reservation = reservation
+        outgoing.reserved_at = time.monotonic()
         outgoing.pushed = reservation.cached_prefix_len
         if request.state is RequestState.BOOTSTRAPPING:
             request.state = RequestState.WAITING
@@ -182,26 +166,27 @@ class HandOff:
             return
         if computed > outgoing.pushed:
             layers = self._node.engine.layout.num_layers
-            outgoing.sender.send(outgoing.pushed, computed, 0, layers)
+            outgoing.send(outgoing.pushed, computed, 0, layers)
             outgoing.pushed = computed
         if request.state is RequestState.SENDING:
             outgoing.sender.finish()
+            self._start_digest(request)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """For one step: pushes the chunks of open senders as groups of layers are computed."""
-        streams: list[tuple[Sender, int, int]] = []
+        streams: list[tuple[Outgoing, int, int]] = []
         for work in works:
             outgoing: Outgoing = work.sequence.request.hand_off
             start = max(work.start, outgoing.pushed)
             if outgoing.sender is not None and start < work.stop:
-                streams.append((outgoing.sender, start, work.stop))
+                streams.append((outgoing, start, work.stop))
                 outgoing.pushed = work.stop
         if not streams:
             return None
 
         def layers_done(first: int, stop: int) -> None:
-            for sender, start, end in streams:
-                sender.send(start, end, first, stop)
+            for outgoing, start, end in streams:
+                outgoing.send(start, end, first, stop)
 
         return layers_done
 
@@ -212,6 +197,7 @@ class HandOff:
     def completed(self, request: Request) -> None:
         """The whole prompt is computed and token 1 is known."""
         request.state = RequestState.SENDING
+        request.hand_off.computed_at = time.monotonic()
         self.in_flight.append(request)
         self._push(request)
 
@@ -228,36 +214,50 @@ class HandOff:
                 error = outgoing.sender.error or TransferError("the transfer failed")
                 self._node.fail(request, error)
             elif state is TransferState.DONE:
+                outgoing.sent = outgoing.sent or now
                 if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
-                    outgoing.commit_sent = now
-                    self.peers.send(self._commit(request))
+                    self._commit(request, now)
             else:
                 busy = True
         return busy
 
-    def _commit(self, request: Request) -> Commit:
+    def _commit(self, request: Request, now: float) -> None:
+        """All bytes left for good: say so, once the digest is known too."""
         outgoing: Outgoing = request.hand_off
         assert outgoing.reservation is not None and outgoing.sender is not None
-        return Commit(
+        digest = b""
+        if outgoing.digest is not None:
+            if not outgoing.digest.done():
+                return  # its end wakes the control thread
+            try:
+                digest = Digests.result(outgoing.digest)
+            except TransferError as error:
+                self._node.fail(request, error)
+                return
+        outgoing.complete = outgoing.complete or now
+        outgoing.commit_sent = now
+        times = outgoing.times(request.times.arrived)
+        message = Commit(
             to=request.peer,
             sender=self._node.instance_id,
             room=request.room,
             epoch=outgoing.reservation.epoch,
             num_bytes=outgoing.sender.bytes_sent,
             first_tokens=outgoing.first_tokens,
-            digest=self._digest(request),
+            digest=digest,
+            wire_seconds=times.wire,
+            exposed_seconds=times.exposed,
         )
+        self.peers.send(message)
 
-    def _digest(self, request: Request) -> bytes:
+    def _start_digest(self, request: Request) -> None:
+        """Beside the last of the transfer: everything it reads is computed."""
         outgoing: Outgoing = request.hand_off
-        if not self._node.config.kv_digest:
-            return b""
-        if not outgoing.digest:
-            assert outgoing.reservation is not None
-            start, stop = outgoing.reservation.cached_prefix_len, len(request.prompt)
-            pages = request.sequence.pages
-            outgoing.digest = self._node.engine.pool.digest(pages, start, stop)
-        return outgoing.digest
+        if self._digests is None or outgoing.digest is not None:
+            return
+        assert outgoing.reservation is not None
+        start = outgoing.reservation.cached_prefix_len
+        outgoing.digest = self._digests.start(request.sequence.pages, start, len(request.prompt))
 
     def on_commit_ack(self, peer: str, room: bytes, epoch: int) -> None:
         """D has it all."""
@@ -270,7 +270,10 @@ class HandOff:
         if outgoing.reservation.epoch == epoch:
             outgoing.acknowledged = True
             metrics = self._node.metrics
-            metrics.transferred_bytes.inc(outgoing.sender.bytes_sent if outgoing.sender else 0)
+            num_bytes = outgoing.sender.bytes_sent if outgoing.sender else 0
+            metrics.transferred_bytes.inc(num_bytes)
+            backend = self._transfer.backend_of(peer)
+            metrics.transfers.observe(backend, num_bytes, outgoing.times(request.times.arrived))
             metrics.observe("transfer", time.monotonic() - (request.times.first_token or 0.0))
             self._node.finish(request)
 
@@ -309,9 +312,10 @@ class HandOff:
         self.peers.tell(self._abort(request.peer, request.room, epoch, _reason(request)))
 
     def may_release(self, request: Request) -> bool:
-        """Whether the sender has let go of the source pages."""
-        sender = request.hand_off.sender
-        return sender is None or bool(sender.drained())
+        """Whether the sender and the digest have let go of the source pages."""
+        outgoing: Outgoing = request.hand_off
+        sender = outgoing.sender
+        return Digests.over(outgoing.digest) and (sender is None or bool(sender.drained()))
 
     def released(self, request: Request) -> None:
         """Tell D that nothing of the epoch can land any more."""
@@ -347,6 +351,11 @@ class HandOff:
             if request.peer and request.peer not in self.peers and waited > LEASE_SECONDS:
                 error = NodeFailedError(f"decode node {request.peer} did not shake hands")
                 self._node.fail(request, error)
+
+    def close(self) -> None:
+        """Stop computing digests."""
+        if self._digests is not None:
+            self._digests.close()
 
     def _refuse(self, reservation: Reservation, error: ErrorInfo) -> None:
         to, room, epoch = reservation.sender, reservation.room, reservation.epoch

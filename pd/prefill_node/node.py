@@ -18,7 +18,7 @@ from pd.core.messages import (
 )
 from pd.core.request import Request, RequestState
 from pd.node.node import Node
-from pd.prefill_node.hand_off import HandOff, Outgoing
+from pd.prefill_node.hand_off import HandOff
 from pd.prefill_node.prefill import PrefillManager
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import NodeInfo
     from pd.engine.engine import Engine
     from pd.node.step import Work
+    from pd.prefill_node.outgoing import Outgoing
     from pd.transfer.base import TransferManager
 
 
@@ -210,4 +211,5 @@ class PrefillNode(Node):
 
     def stop(self) -> None:
         super().stop()
+        self.hand_off.close()
         self.transfer.close()
