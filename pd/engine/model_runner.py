@@ -40,6 +40,18 @@ class ForwardItem:
     num_logits: int = 1
 
 
+# What remains to be sent after the last layer is one group, so groups should be small; but each
+# costs a launch or a frame per request, so there should not be many.
+_LAYER_GROUP = 4
+_MAX_GROUPS = 32
+
+
+def layers_per_report(num_layers: int) -> int:
+    """How many layers make a group: 4, fewer in shallow models (at most four groups) and more in
+    models so deep that 4 would make more than 32 groups."""
+    return max(min(_LAYER_GROUP, -(-num_layers // 4)), -(-num_layers // _MAX_GROUPS))
+
+
 class ModelRunner:
     """A model, its pool and an attention backend, stepped together by one thread."""
 
@@ -49,13 +61,14 @@ class ModelRunner:
         pool: KVPool,
         attention_backend: AttentionBackend,
         *,
-        layer_group: int = 8,
+        layer_group: int | None = None,
     ) -> None:
-        """``layer_group``: layers between two reports of progress (see :meth:`forward`)."""
+        """``layer_group``: layers between two reports of progress (see :meth:`forward`); by default
+        :func:`layers_per_report`."""
         self.model = model
         self.pool = pool
         self.attention = attention_backend
-        self._layer_group = layer_group
+        self._layer_group = layer_group or layers_per_report(model.config.num_layers)
 
     @torch.inference_mode()
     def forward(
@@ -68,7 +81,8 @@ class ModelRunner:
         Args:
             items: at least one; no two may write the same page.
             on_layers_done: called with ``(first, stop)`` when this step's KV of those layers is in
-                the pool (on a GPU: is queued on the current stream).
+                the pool (on a GPU: is queued on the current stream). It must not wait for a GPU:
+                the layers after it are not launched until it returns.
 
         Returns:
             float32 logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, on the
@@ -79,18 +93,18 @@ class ModelRunner:
         self.attention.plan(AttentionBatch(starts, lengths, [item.pages for item in items]))
         ends = np.cumsum(lengths)
         positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+        wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
+        assert (wanted <= lengths).all(), "more logits wanted than tokens computed"
+        # NOTE: before the layers, because copying to a GPU waits for what it was given before.
+        rows = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())
+        chosen = self._tensor(rows) if len(rows) < ends[-1] else None
         hidden = self.model(
             self._tensor(np.concatenate([item.token_ids for item in items]).astype(np.int64)),
             self._tensor(positions),
             self.attention,
             self._reporter(on_layers_done),
         )
-        wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
-        assert (wanted <= lengths).all(), "more logits wanted than tokens computed"
-        rows = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())
-        if len(rows) < len(hidden):
-            hidden = hidden.index_select(0, self._tensor(rows))
-        return self.model.logits(hidden)
+        return self.model.logits(hidden if chosen is None else hidden.index_select(0, chosen))
 
     def _reporter(
         self, on_layers_done: Callable[[int, int], None] | None
