@@ -154,12 +154,7 @@ class Deployment:
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
         """Until the proxy can serve with every node."""
-
-        def all_up() -> bool:
-            workers = httpx.get(f"{self.proxy.url}/workers", timeout=5).json()
-            return len(ready_workers(workers)) == len(self.nodes)
-
-        wait_until(all_up, timeout, lambda: httpx.get(f"{self.proxy.url}/workers").text)
+        wait_ready(self.proxy, self.nodes, timeout)
 
     def wait_idle(self, timeout: float = 15.0) -> None:
         """Queues empty and ``free + cached = total`` on every node."""
@@ -178,9 +173,16 @@ class Deployment:
         return Stream(self.proxy.url, prompt, tokens, **extra)
 
 
-def ready_workers(listing: Any) -> list[Any]:
-    workers = listing["workers"] if isinstance(listing, dict) else listing
-    return [w for w in workers if w.get("ready") or w.get("state") == "ready"]
+def wait_ready(proxy: Process, nodes: Sequence[Process], timeout: float = START_TIMEOUT) -> None:
+    """Until the proxy can serve with these nodes as they are now: it may not have noticed yet that
+    one was killed and came back."""
+    instances = {node.ready()["instance_id"] for node in nodes}
+
+    def all_up() -> bool:
+        workers = httpx.get(f"{proxy.url}/workers", timeout=5).json()["workers"]
+        return {w["instance_id"] for w in workers if w["ready"]} == instances
+
+    wait_until(all_up, timeout, lambda: httpx.get(f"{proxy.url}/workers").text)
 
 
 def is_idle(info: Any) -> bool:

@@ -25,7 +25,7 @@ from processes import (
     Stream,
     free_port,
     is_idle,
-    ready_workers,
+    wait_ready,
     wait_until,
 )
 
@@ -89,8 +89,8 @@ class Hosts:
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        for proxy in (self.far, self.near):
-            wait_until(lambda p=proxy: both_ready(p), 60)
+        wait_ready(self.far, [self.prefill, self.decode])
+        wait_ready(self.near, [self.beside, self.decode])
 
     def _node(self, name: str, host: netns.Host, port: int, *command: str) -> Process:
         place = ["--host", "0.0.0.0", "--advertise-host", host.address, "--port", str(port)]
@@ -125,10 +125,6 @@ class Hosts:
     def describe(self) -> str:
         infos = [node.server_info() for node in self.nodes]
         return str([(i["role"], i["pages"], i["queues"]) for i in infos])
-
-
-def both_ready(proxy: Process) -> bool:
-    return len(ready_workers(httpx.get(f"{proxy.url}/workers", timeout=5).json())) == 2
 
 
 @pytest.fixture(scope="module")
