@@ -1,0 +1,292 @@
+"""P's side of the nvlink backend: stores into one peer's pool, launched by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import PDError, TransferError
+from pd.core.messages import LEASE_SECONDS
+from pd.transfer.base import Sender, TransferState
+from pd.transfer.nvlink_wire import Welcome
+from pd.transfer.ranges import Block
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd.transfer.base import IntArray
+    from pd.transfer.channel import Channel
+    from pd.transfer.channel_hub import ChannelHub
+    from pd.transfer.nvlink_device import Lane, Mapping, StoreDevice, Ticket
+    from pd.transfer.nvlink_wire import PeerPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """A block to store once what was queued before ``after`` is complete."""
+
+    sender: NvlinkSender
+    block: Block
+    after: object
+
+
+class NvlinkSender(Sender):
+    """The stores of one room. They complete in the order in which they are launched, so the last
+    one's ticket tells of all.
+
+    Args:
+        session: in which the destination is valid.
+        slots: int32 ``[2, tokens]``: each token's slot in the own pool and in the peer's.
+        tokens: which tokens these are.
+        cell_bytes: K and V of one token in one layer.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        session: int,
+        slots: IntArray,
+        tokens: range,
+        num_layers: int,
+        cell_bytes: int,
+    ) -> None:
+        self.error: PDError | None = None
+        self.session = session
+        self._link, self._slots = link, slots
+        self._tokens = tokens
+        self._num_layers, self._cell_bytes = num_layers, cell_bytes
+        self._table: torch.Tensor | None = None
+        self._state = TransferState.ACTIVE
+        self._finished = False
+        self._bytes = 0
+        self._last: Ticket | None = None
+        self.pending = 0
+        self.launching = False
+        self.waiting_since = time.monotonic()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes
+
+    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
+        if not self._tokens.start <= token_start <= token_stop <= self._tokens.stop:
+            raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {self._tokens}")
+        if not 0 <= layer_start <= layer_stop <= self._num_layers:
+            raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
+        block = Block(token_start, token_stop, layer_start, layer_stop)
+        if not block.cells or self._state is not TransferState.ACTIVE:
+            return
+        store = _Store(self, block, self._link.device.mark())
+        with self._link.changed:
+            if self._state is not TransferState.ACTIVE:
+                return
+            assert not self._finished, "send after finish"
+            self._bytes += block.cells * self._cell_bytes
+            self._link.enqueue(store)
+
+    def finish(self) -> None:
+        self._finished = True
+
+    def poll(self) -> TransferState:
+        with self._link.changed:
+            if self._state is TransferState.ACTIVE:
+                if self.pending:
+                    self._link.check_progress(self)
+                elif self._finished and self._quiet():
+                    self._state = TransferState.DONE
+                    self._link.forget(self)
+            return self._state
+
+    def abort(self) -> None:
+        self.fail(TransferError("aborted"))
+
+    def drained(self) -> bool:
+        with self._link.changed:
+            return self._state is not TransferState.ACTIVE and self._quiet()
+
+    def fail(self, error: PDError) -> None:
+        """Record the first error; what was launched completes, nothing more is launched."""
+        with self._link.changed:
+            if self._state is TransferState.ACTIVE:
+                self._state, self.error = TransferState.FAILED, error
+                self._link.forget(self)
+
+    def _quiet(self) -> bool:
+        return not self.launching and (self._last is None or self._last.done())
+
+    # ---- called by the link's thread, without the lock
+
+    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> None:
+        if self._table is None:
+            self._table = lane.table(self._slots)
+        first = self._tokens.start
+        columns = slice(store.block.token_start - first, store.block.token_stop - first)
+        own, theirs = self._table[0, columns], self._table[1, columns]
+        self._last = lane.store(store.after, own, peer, num_slots, theirs, store.block)
+
+
+class Link:
+    """One channel to a peer and the mapping of its pool, which exists only as long as the channel.
+
+    A link is used once: when it ended, the manager makes another. However it ends, its thread
+    launches nothing more, waits for what was launched, unmaps the pool and then closes the channel,
+    in this order: D takes the close as proof that nothing can land any more.
+    """
+
+    def __init__(self, hub: ChannelHub, peer: str, pool: PeerPool, device: StoreDevice) -> None:
+        self.peer, self.pool, self.device = peer, pool, device
+        # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
+        self.changed = threading.Condition(threading.RLock())
+        self.stopped: TransferError | None = None
+        self._channel: Channel | None = None
+        self._session: int | None = None
+        self._senders: set[NvlinkSender] = set()
+        self._stores: deque[_Store] = deque()
+        self._thread = threading.Thread(target=self._run, name="pd-nvlink", daemon=True)
+        with self.changed:
+            self._thread.start()
+            self._dial = hub.dial(peer, pool.address, self)
+
+    def add(self, sender: NvlinkSender) -> None:
+        """Raises TransferError when the link has ended or is for another session."""
+        with self.changed:
+            if self.stopped is not None:
+                raise self.stopped
+            if self._session not in (None, sender.session):
+                raise self._stale()
+            self._senders.add(sender)
+
+    def enqueue(self, store: _Store) -> None:
+        store.sender.pending += 1
+        store.sender.waiting_since = time.monotonic()
+        self._stores.append(store)
+        self.changed.notify_all()
+
+    def forget(self, sender: NvlinkSender) -> None:
+        self._senders.discard(sender)
+        if sender.pending:
+            self._stores = deque(s for s in self._stores if s.sender is not sender)
+            sender.pending = 0
+
+    def check_progress(self, sender: NvlinkSender) -> None:
+        """A store is launched at once but for a peer that does not answer."""
+        waited = time.monotonic() - sender.waiting_since
+        if self._session is None and waited > LEASE_SECONDS:
+            sender.fail(TransferError(f"{self.peer} did not open a channel for {waited:.1f} s"))
+
+    def stop(self, error: TransferError) -> None:
+        """End the link for this reason; returns at once."""
+        with self.changed:
+            if self.stopped is None:
+                self.stopped = error
+                for sender in list(self._senders):
+                    sender.fail(error)
+                self.changed.notify_all()
+        self._dial.cancel()
+
+    def join(self, timeout: float) -> bool:
+        """Whether the mapping is given up and the channel closed, after a wait."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _stale(self) -> TransferError:
+        return TransferError(f"{self.peer} reserved in a session that has ended")
+
+    # ---- events of the channel, on the hub's thread
+
+    def opened(self, channel: Channel) -> None:
+        with self.changed:
+            if self.stopped is None:
+                self._channel = channel
+                return
+        channel.close()
+
+    def unreachable(self, error: TransferError, final: bool) -> None:
+        with self.changed:
+            if final:
+                self.stop(error)
+            for sender in list(self._senders):
+                sender.fail(error)
+
+    def message(self, channel: Channel, message: Any) -> None:
+        assert isinstance(message, Welcome)
+        with self.changed:
+            if self._session is not None:
+                raise ValueError("it welcomed us twice")
+            self._session = message.session
+            for sender in list(self._senders):
+                if sender.session != message.session:
+                    sender.fail(self._stale())
+            self.changed.notify_all()
+
+    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+        self.stop(TransferError(f"the nvlink channel to {self.peer} ended: {reason}"))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        mapping: Mapping | None = None
+        lane: Lane | None = None
+        try:
+            if self._welcomed():
+                mapping, lane = (
+                    self.device.map(self.pool.handle, self.pool.offset),
+                    self.device.lane(),
+                )
+            while mapping is not None and lane is not None and (store := self._next()):
+                self._launch(lane, mapping, store)
+        except TransferError as error:
+            logger.warning("nvlink to %s: %s", self.peer, error)
+            self.stop(error)
+        except Exception as error:
+            # Say a CUDA error: it must not leave the rooms waiting.
+            logger.exception("nvlink to %s failed", self.peer)
+            self.stop(TransferError(f"cannot store to {self.peer}: {error}"))
+        try:
+            self._give_up(lane, mapping)
+        except Exception:
+            # The GPU failed: with its context, everything launched has ended.
+            logger.exception("cannot unmap the pool of %s", self.peer)
+        with self.changed:
+            channel = self._channel
+        if channel is not None:
+            channel.close()
+
+    def _welcomed(self) -> bool:
+        """Wait for D's word; False if the link ends first."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopped or self._session is not None)
+            return self.stopped is None
+
+    def _next(self) -> _Store | None:
+        """The next store, which the sender counts as launching; None when the link has ended."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopped or self._stores)
+            if self.stopped is not None:
+                return None
+            store = self._stores.popleft()
+            store.sender.pending -= 1
+            store.sender.launching = True
+            return store
+
+    def _launch(self, lane: Lane, mapping: Mapping, store: _Store) -> None:
+        try:
+            store.sender.launch(lane, mapping.address, self.pool.num_slots, store)
+        finally:
+            with self.changed:
+                store.sender.launching = False
+
+    def _give_up(self, lane: Lane | None, mapping: Mapping | None) -> None:
+        begun = time.monotonic()
+        if lane is not None:
+            lane.drain()
+        if mapping is not None:
+            mapping.close()
+            seconds = time.monotonic() - begun
+            logger.info("unmapped the pool of %s after %.3f s", self.peer, seconds)

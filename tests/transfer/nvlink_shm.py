@@ -1,0 +1,138 @@
+"""Shared memory in the place of GPUs: the nvlink backend between processes on a CPU.
+
+The pool is a file of /dev/shm that the peer maps, as it would map GPU memory: it outlives its
+owner until the peer unmaps it, and who touches it after unmapping dies of it. A lane stores in a
+thread of its own, as a stream would, and can be slowed down or held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transfer_helpers import Pool
+
+from pd.kernels.kv_copy import copy_to_peer
+from pd.transfer.nvlink_device import host_id
+
+if TYPE_CHECKING:
+    from pd.core.node_info import KVLayout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def shm_pool(layout: KVLayout, slots: int) -> tuple[Pool, Path]:
+    """A pool of zeros and its file, which the caller removes."""
+    shape = (layout.num_layers, 2, slots, layout.num_kv_heads, layout.head_dim)
+    size = slots * layout.token_bytes
+    file, name = tempfile.mkstemp(prefix="pd-test-", dir="/dev/shm")
+    os.ftruncate(file, size)
+    memory = mmap.mmap(file, size)
+    os.close(file)
+    buffer = torch.frombuffer(memory, dtype=_DTYPES[layout.dtype]).view(shape)
+    return Pool(buffer, layout), Path(name)
+
+
+class ShmMapping:
+    def __init__(self, device: ShmDevice, path: Path) -> None:
+        self._device = device
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        pointer = ctypes.c_char.from_buffer(self._memory)
+        self.address = ctypes.addressof(pointer)
+        del pointer
+        device.mapped += 1
+
+    def close(self) -> None:
+        self._memory.close()
+        self._device.mapped -= 1
+
+
+class ShmTicket:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def done(self) -> bool:
+        return self.event.is_set()
+
+
+class ShmLane:
+    def __init__(self, device: ShmDevice) -> None:
+        self._device = device
+        self._queue: queue.Queue = queue.Queue()
+        self._last: ShmTicket | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def table(self, slots) -> torch.Tensor:
+        return torch.from_numpy(slots)
+
+    def store(self, after, slots, peer, peer_num_slots, peer_slots, block) -> ShmTicket:
+        self._last = ShmTicket()
+        layers = block.layer_start, block.layer_stop
+        args = (self._device.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
+        self._device.launched += 1
+        self._queue.put((after, args, self._last))
+        return self._last
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last.event.wait()
+
+    def _run(self) -> None:
+        while True:
+            after, args, ticket = self._queue.get()
+            after.wait()
+            time.sleep(self._device.delay)
+            self._device.flows.wait()
+            copy_to_peer(*args)
+            ticket.event.set()
+
+
+class ShmDevice:
+    """Attributes:
+    delay: seconds that a store takes.
+    flows: while it is not set, launched stores stand still.
+    computed: while it is not set, what the forward pass queued is not complete.
+    """
+
+    def __init__(self, pool: Pool, path: Path, uuid: str = "GPU-0") -> None:
+        self.buffer = pool.buffer
+        self._path, self._uuid = path, uuid
+        self.delay = 0.0
+        self.flows = threading.Event()
+        self.flows.set()
+        self.computed = threading.Event()
+        self.computed.set()
+        self.mapped = 0
+        self.launched = 0
+        self.refuses = ""
+
+    def published(self) -> dict[str, str]:
+        return {
+            "host_id": host_id(),
+            "device": self._uuid,
+            "reachable": "GPU-0,GPU-1",
+            "handle": str(self._path).encode().hex(),
+            "offset": "0",
+        }
+
+    def map(self, handle: bytes, offset: int) -> ShmMapping:
+        from pd.core.errors import TransferError
+
+        if self.refuses:
+            raise TransferError(self.refuses)
+        return ShmMapping(self, Path(handle.decode()))
+
+    def mark(self) -> threading.Event:
+        return self.computed
+
+    def lane(self) -> ShmLane:
+        return ShmLane(self)
