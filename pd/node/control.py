@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -159,7 +160,9 @@ class ControlThread(threading.Thread):
         next_tick = time.monotonic()
         soon = False
         while self._running:
-            timeout = _FAST_POLL_MS if soon else max(0, int((next_tick - time.monotonic()) * 1000))
+            # NOTE: rounded up, or the last millisecond before a tick would be spent in a spin.
+            until_tick = math.ceil((next_tick - time.monotonic()) * 1000)
+            timeout = _FAST_POLL_MS if soon else max(0, until_tick)
             for ready, _ in self._poller.poll(timeout):
                 if ready == self._wake_reader.fileno():
                     self._wake_reader.recv(4096)
