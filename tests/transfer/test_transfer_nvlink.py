@@ -313,8 +313,9 @@ def test_a_pool_that_cannot_be_mapped_fails_its_rooms_and_is_tried_again(pair: P
     pair.p.manager.disconnect("D")
     pair.p.device.refuses = "the peer's KV pool cannot be mapped: out of memory"
     pair.introduce()
-    first = pair.d.manager._inbox.session("P")
-    wait_until(lambda: first.over, "the link to give up")
+    link, inbox = pair.p.manager._links["D"], pair.d.manager._inbox
+    wait_until(lambda: link.stopped is not None, "the link to give up")
+    wait_until(lambda: inbox.session("P").channel is None, "D to notice")
     room = pair.room()
     room.send_all()
     assert settled(room.sender) is TransferState.FAILED
