@@ -12,7 +12,7 @@ from pd.transfer.ranges import Block
 HEADER = struct.Struct(f"<4sI{ROOM_BYTES}sQIIIII")
 MAGIC = b"pdKV"
 DATA = 1
-MAX_PAYLOAD = 16 << 20
+MAX_PAYLOAD = 8 << 20
 
 
 class FrameError(Exception):

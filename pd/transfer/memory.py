@@ -89,17 +89,18 @@ class Stretches:
 
 
 class PoolMemory:
-    """Reads and writes blocks of a pool, in the order in which they travel: for each layer the
-    tokens' K, then their V.
+    """Blocks of a pool in the order in which they travel: for each layer the tokens' K, then their
+    V.
 
-    A pool in host memory is used in place. Any other (``staged``) goes through a host buffer per
-    frame, pinned when CUDA is there.
+    Sockets use a pool in host memory in place. Any other (``staged``) they reach by way of
+    :mod:`pd.transfer.tcp_staging`.
     """
 
     def __init__(self, pool: KVBuffer, *, staged: bool | None = None) -> None:
         buffer = pool.buffer
         if not buffer.is_contiguous() or buffer.dim() != 5:
             raise ValueError(f"a pool is one contiguous 5-D tensor, not {tuple(buffer.shape)}")
+        self.pool = pool
         self.num_layers = buffer.shape[0]
         self.num_slots = buffer.shape[2]
         self.page_size = pool.layout.page_size
@@ -110,93 +111,51 @@ class PoolMemory:
         flat = buffer.view(-1).view(torch.uint8)
         self._rows = flat.view(self.num_layers, 2, self.num_slots, self.width)
 
-    def outgoing(self, header: bytes, pages: IntArray, block: Block) -> Stretches:
-        """A header and the block's bytes, to be sent."""
-        if self.staged:
-            host = self._host(block)
-            host.copy_(self._gather(pages, block).view(-1))
-            addresses, lengths, owner = *_whole(host), host
-        else:
-            addresses, lengths = self._in_place(pages, block)
-            owner = self._rows
-        head = np.frombuffer(header, dtype=np.uint8)
-        return Stretches(
-            np.concatenate(([head.ctypes.data], addresses)),
-            np.concatenate(([len(head)], lengths)),
-            (head, owner),
-        )
-
-    def landing(self, pages: IntArray, block: Block) -> Landing:
-        """Where the block's bytes go."""
-        if self.staged:
-            return StagedLanding(self, pages, block, self._host(block))
-        return Landing(*self._in_place(pages, block), self._rows)
-
-    def read(self, pages: IntArray, block: Block) -> bytearray:
-        """A copy of the block's bytes."""
-        return bytearray(self._gather(pages, block).cpu().numpy().tobytes())
-
-    def write(self, slots: IntArray, layer_start: int, layer_stop: int, data: bytes) -> None:
-        """Write a block's bytes to slots given one by one; the caller checked that they exist."""
-        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._scatter(torch.from_numpy(slots.astype(np.int64)), layer_start, layer_stop, rows)
-
-    def store(self, pages: IntArray, block: Block, host: torch.Tensor) -> None:
-        """Write a staged block into the pool; returns when it is there."""
-        self._scatter(self._slots(pages, block), block.layer_start, block.layer_stop, host)
-
-    def _in_place(
-        self, pages: IntArray, block: Block
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Addresses and lengths of the block's stretches."""
+    def in_place(self, pages: IntArray, block: Block, header: bytes = b"") -> Stretches:
+        """The block's bytes where they lie, after a header if there is one."""
         starts, stops = slot_runs(pages, self.page_size, block.token_start, block.token_stop)
         planes = np.arange(2 * block.layer_start, 2 * block.layer_stop) * self.num_slots
         slots = planes[:, None] + starts[None, :]
         lengths = np.tile((stops - starts) * self.width, len(planes))
-        return self._rows.data_ptr() + slots.ravel() * self.width, lengths
+        addresses = self._rows.data_ptr() + slots.ravel() * self.width
+        return _after(header, addresses, lengths, self._rows)
 
-    def _slots(self, pages: IntArray, block: Block) -> torch.Tensor:
+    def read(self, pages: IntArray, block: Block) -> bytearray:
+        """A copy of the block's bytes."""
+        layers = self._rows[block.layer_start : block.layer_stop]
         tokens = np.arange(block.token_start, block.token_stop)
         slots = pages[tokens // self.page_size].astype(np.int64) * self.page_size
-        return torch.from_numpy(slots + tokens % self.page_size)
+        index = torch.from_numpy(slots + tokens % self.page_size).to(self._rows.device)
+        return bytearray(layers.index_select(2, index).cpu().numpy().tobytes())
 
-    def _gather(self, pages: IntArray, block: Block) -> torch.Tensor:
-        layers = self._rows[block.layer_start : block.layer_stop]
-        return layers.index_select(2, self._slots(pages, block).to(self._rows.device))
-
-    def _scatter(
-        self, slots: torch.Tensor, layer_start: int, layer_stop: int, data: torch.Tensor
-    ) -> None:
+    def write(self, slots: IntArray, layer_start: int, layer_stop: int, data: bytes) -> None:
+        """Write a block's bytes to slots given one by one; the caller checked that they exist.
+        Returns when they are there."""
         device = self._rows.device
-        rows = data.view(layer_stop - layer_start, 2, -1, self.width)
-        self._rows[layer_start:layer_stop].index_copy_(2, slots.to(device), rows.to(device))
+        index = torch.from_numpy(slots.astype(np.int64)).to(device)
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = rows.view(layer_stop - layer_start, 2, -1, self.width)
+        self._rows[layer_start:layer_stop].index_copy_(2, index, rows.to(device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-    def _host(self, block: Block) -> torch.Tensor:
-        pinned = self._rows.device.type == "cuda"
-        return torch.empty(block.cells * self.cell_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+def in_buffer(host: torch.Tensor, header: bytes = b"") -> Stretches:
+    """All of a host buffer (uint8, contiguous), after a header if there is one."""
+    return _after(header, np.array([host.data_ptr()]), np.array([host.numel()]), host)
 
 
-class Landing(Stretches):
-    """Where one frame's payload goes."""
-
-    def complete(self) -> None:
-        """All bytes are here: put them where they belong, if they are not there already."""
-
-
-class StagedLanding(Landing):
-    """A host buffer for one frame on its way to the pool."""
-
-    def __init__(
-        self, memory: PoolMemory, pages: IntArray, block: Block, host: torch.Tensor
-    ) -> None:
-        super().__init__(*_whole(host), host)
-        self._memory, self._pages, self._block, self._host = memory, pages, block, host
-
-    def complete(self) -> None:
-        self._memory.store(self._pages, self._block, self._host)
-
-
-def _whole(host: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    return np.array([host.data_ptr()]), np.array([host.numel()])
+def _after(
+    header: bytes,
+    addresses: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    owner: torch.Tensor,
+) -> Stretches:
+    if not header:
+        return Stretches(addresses, lengths, owner)
+    head = np.frombuffer(header, dtype=np.uint8)
+    return Stretches(
+        np.concatenate(([head.ctypes.data], addresses)),
+        np.concatenate(([len(head)], lengths)),
+        (head, owner),
+    )

@@ -29,6 +29,7 @@ from pd.transfer.memory import PoolMemory
 from pd.transfer.tcp_inbox import Inbox
 from pd.transfer.tcp_link import Link, TcpSender
 from pd.transfer.tcp_receiver import TcpReceiver
+from pd.transfer.tcp_staging import Computed
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
@@ -74,6 +75,8 @@ class TcpManager(TransferManager):
         self._host = advertise_host or host
         self._num_lanes = connections
         self._memory = PoolMemory(pool, staged=staged)
+        device = pool.buffer.device
+        self._computed = Computed(device) if device.type == "cuda" else None
         self._inbox = Inbox(self._memory, instance_id, host, self._key)
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
@@ -88,7 +91,9 @@ class TcpManager(TransferManager):
             old = self._links.get(peer.instance_id)
             if old is not None and old.address == address and old.refusal is None:
                 return
-            link = Link(self._instance, peer.instance_id, address, self._key, self._num_lanes)
+            link = Link(
+                self._instance, peer.instance_id, address, self._key, self._memory, self._num_lanes
+            )
             self._links[peer.instance_id] = link
         if old is not None:
             old.close(f"{peer.instance_id} has a new address")
@@ -117,6 +122,7 @@ class TcpManager(TransferManager):
         sender = TcpSender(
             link,
             self._memory,
+            self._computed,
             reservation.room,
             reservation.epoch,
             pages,
@@ -140,3 +146,5 @@ class TcpManager(TransferManager):
         for link in links:
             link.close("the transfer manager was closed")
         self._inbox.close()
+        if self._computed is not None:
+            self._computed.close()

@@ -1,4 +1,8 @@
-"""D's side of the tcp backend: one thread that reads every data connection into the pool."""
+"""D's side of the tcp backend: one thread that reads every data connection into the pool.
+
+Of a staged pool the thread begins copies and does not wait for them: a connection whose buffers are
+all being unpacked is parked, and the others go on.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,19 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.frames import HEADER, Frame, FrameError, decode_header
 from pd.transfer.greeting import GreetingError, Welcome
+from pd.transfer.tcp_landing import DirectLanding, StagedLanding
+from pd.transfer.tcp_staging import Scatters, Slots
 
 if TYPE_CHECKING:
-    from pd.transfer.memory import Landing, PoolMemory
+    from pd.transfer.memory import PoolMemory
+    from pd.transfer.tcp_landing import Landing
     from pd.transfer.tcp_receiver import TcpReceiver
 
 logger = logging.getLogger(__name__)
@@ -54,9 +62,10 @@ class _Connection:
         self.head = bytearray(welcome.needs)
         self.filled = 0
         self.frame: Frame | None = None
-        self.receiver: TcpReceiver | None = None
+        self.slots: Slots | None = None
         self.landing: Landing | None = None
         self.remaining = 0
+        self.parked = False
 
     def expect(self, size: int) -> None:
         self.head, self.filled = bytearray(size), 0
@@ -77,6 +86,8 @@ class Inbox:
         self._connections: dict[int, _Connection] = {}
         self._accepted = 0
         self._unwelcome: list[tuple[str, threading.Event]] = []
+        self._scatters = Scatters(memory.pool) if memory.staged else None
+        self._unparked: deque[_Connection] = deque()
         self._closing = False
         self._discard = memoryview(bytearray(1 << 20))
         self._next_log = 0.0
@@ -120,6 +131,8 @@ class Inbox:
         self._wake()
         self._thread.join()
         self._fail_all(TransferError("the transfer manager was closed"))
+        if self._scatters is not None:
+            self._scatters.close()
 
     def _fail_all(self, error: TransferError, peer: str | None = None) -> None:
         with self._lock:
@@ -141,6 +154,7 @@ class Inbox:
                     self._accept()
                 elif key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
+                    self._unpark()
                 else:
                     self._serve(key.data)
             self._hang_up()
@@ -186,6 +200,9 @@ class Inbox:
             return
         try:
             for _ in range(_READS_PER_TURN):
+                landing = connection.landing
+                if landing is not None and not self._may_read(connection, landing):
+                    return
                 if not self._read(connection):
                     self._drop(connection, "closed by the peer")
                     return
@@ -199,6 +216,26 @@ class Inbox:
             # Say a CUDA error: it must not end the thread.
             logger.exception("failed to receive from %s", connection)
             self._drop(connection, str(error))
+
+    def _may_read(self, connection: _Connection, landing: Landing) -> bool:
+        """If not, the connection is parked until it may."""
+
+        def unpark() -> None:
+            self._unparked.append(connection)
+            self._wake()
+
+        if landing.ready(unpark):
+            return True
+        self._selector.unregister(connection.sock)
+        connection.parked = True
+        return False
+
+    def _unpark(self) -> None:
+        while self._unparked:
+            connection = self._unparked.popleft()
+            if connection.number in self._connections:
+                connection.parked = False
+                self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _read(self, connection: _Connection) -> bool:
         """One read; False at the end of the stream."""
@@ -223,6 +260,8 @@ class Inbox:
         connection.expect(welcome.needs or HEADER.size)
         if not welcome.needs:
             connection.peer, connection.welcome = welcome.peer, None
+            if self._scatters is not None:
+                connection.slots = self._scatters.slots()
             self.counters.connections += 1
 
     def _begin_frame(self, connection: _Connection) -> None:
@@ -230,16 +269,18 @@ class Inbox:
         frame = decode_header(connection.head, memory.num_layers, memory.cell_bytes)
         with self._lock:
             receiver = self._receivers.get((frame.room, frame.epoch))
-        landing = None
-        if receiver is not None and receiver.peer == connection.peer:
-            landing = receiver.claim(frame.block, connection.number)
-            if landing is None:
-                self.counters.duplicate_frames += 1
         connection.frame, connection.remaining = frame, frame.payload
-        connection.receiver = receiver if landing is not None else None
-        connection.landing = landing
-        if landing is None:
-            self._turned_away(connection, frame)
+        if receiver is not None and receiver.peer == connection.peer:
+            if receiver.claim(frame.block, connection.number):
+                connection.landing = self._landing(connection, receiver, frame)
+                return
+            self.counters.duplicate_frames += 1
+        self._turned_away(connection, frame)
+
+    def _landing(self, connection: _Connection, receiver: TcpReceiver, frame: Frame) -> Landing:
+        if self._scatters is None or connection.slots is None:
+            return DirectLanding(self.memory, receiver, frame.block)
+        return StagedLanding(self._scatters, connection.slots, receiver, frame.block, frame.payload)
 
     def _turned_away(self, connection: _Connection, frame: Frame) -> None:
         self.counters.discarded_frames += 1
@@ -255,26 +296,19 @@ class Inbox:
             )
 
     def _read_payload(self, connection: _Connection) -> bool:
-        receiver, landing = connection.receiver, connection.landing
-        if receiver is None or landing is None or not receiver.enter():
+        landing = connection.landing
+        arrived = None if landing is None else landing.receive(connection.sock)
+        if arrived is None:
             # Ended, perhaps in the middle of the frame: the rest must not touch the pages.
-            connection.receiver = connection.landing = None
+            connection.landing = None
             arrived = connection.sock.recv_into(self._discard[: connection.remaining])
             self.counters.discarded_bytes += arrived
-        else:
-            whole = 0
-            try:
-                arrived = landing.receive(connection.sock)
-                if landing.done == landing.total:
-                    landing.complete()
-                    whole = landing.total
-                    self.counters.frames += 1
-                    self.counters.bytes += whole
-            finally:
-                receiver.leave(whole)
         connection.remaining -= arrived
         if not connection.remaining:
-            connection.frame = connection.receiver = connection.landing = None
+            if connection.landing is not None and connection.frame is not None:
+                self.counters.frames += 1
+                self.counters.bytes += connection.frame.payload
+            connection.frame = connection.landing = None
             connection.expect(HEADER.size)
         return arrived > 0
 
@@ -285,8 +319,11 @@ class Inbox:
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         del self._connections[connection.number]
-        self._selector.unregister(connection.sock)
+        if not connection.parked:
+            self._selector.unregister(connection.sock)
         connection.sock.close()
+        if connection.landing is not None:
+            connection.landing.abandon()
         if connection.frame is not None:
             self.counters.broken_connections += 1
         with self._lock:

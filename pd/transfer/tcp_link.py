@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -15,34 +12,40 @@ from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
 from pd.transfer.frames import encode_header
-from pd.transfer.greeting import RefusedError, greet
 from pd.transfer.ranges import Block, check_pages
-from pd.transfer.tcp_inbox import SERVICE
+from pd.transfer.tcp_lane import Lane
+from pd.transfer.tcp_staging import STAGED_FRAME_BYTES, Tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.transfer.base import IntArray
+    from pd.transfer.greeting import RefusedError
     from pd.transfer.memory import PoolMemory, Stretches
-
-logger = logging.getLogger(__name__)
+    from pd.transfer.tcp_staging import Computed
 
 # Large enough that headers and lookups vanish, small enough that rooms take turns on the link.
 FRAME_BYTES = 4 << 20
-# A blocked send returns this often to see whether it should go on.
-_SLICE_SECONDS = 0.25
-_GREETING_SECONDS = 2.0
-_MAX_BACKOFF = 1.0
 
 
 class TcpSender(Sender):
     """A queue of blocks. A block is read from the pool when its turn comes, and the pages are free
-    once the call that copies it into the kernel has returned."""
+    once that is over: the call that copies it into the kernel has returned or, of a staged pool,
+    the copy to the host was observed complete.
+
+    Args:
+        computed: delays blocks until they are there, for pools that a GPU computes.
+
+    Attributes:
+        in_hand: blocks that lanes have taken and not yet sent; ``reading``: those of them whose
+            pages are still read.
+    """
 
     def __init__(
         self,
         link: Link,
         memory: PoolMemory,
+        computed: Computed | None,
         room: bytes,
         epoch: int,
         pages: IntArray,
@@ -52,9 +55,11 @@ class TcpSender(Sender):
         self.room, self.epoch = room, epoch
         self.error: PDError | None = None
         self.lanes: set[int] = set()
-        self.in_hand = 0
-        self._link, self._memory = link, memory
-        self._pages, self._tokens = pages.copy(), tokens
+        self.in_hand = self.reading = 0
+        self.tables = Tables(pages.copy(), tokens.stop)
+        self._link, self._memory, self._computed = link, memory, computed
+        self._tokens = tokens
+        self._computing = 0
         self._blocks: deque[Iterator[Block]] = deque()
         self._state = TransferState.ACTIVE
         self._finished = False
@@ -82,8 +87,24 @@ class TcpSender(Sender):
                 return
             assert not self._finished, "send after finish"
             self._bytes += block.cells * self._memory.cell_bytes
-            self._blocks.append(block.split(max(1, FRAME_BYTES // self._memory.cell_bytes)))
-            self._link.enqueue(self)
+            if self._computed is None:
+                self._add(block)
+            else:
+                self._computing += 1
+                self._computed.then(lambda reason: self._is_there(block, reason))
+
+    def _is_there(self, block: Block, reason: str) -> None:
+        with self._link.changed:
+            self._computing -= 1
+            if reason:
+                self.fail(TransferError(f"the KV to be sent was not computed: {reason}"))
+            elif self._state is TransferState.ACTIVE:
+                self._add(block)
+
+    def _add(self, block: Block) -> None:
+        frame = STAGED_FRAME_BYTES if self._memory.staged else FRAME_BYTES
+        self._blocks.append(block.split(max(1, frame // self._memory.cell_bytes)))
+        self._link.enqueue(self)
 
     def finish(self) -> None:
         with self._link.changed:
@@ -100,7 +121,7 @@ class TcpSender(Sender):
 
     def drained(self) -> bool:
         with self._link.changed:
-            return self._state is not TransferState.ACTIVE and not self.in_hand
+            return self._state is not TransferState.ACTIVE and not self.reading
 
     def fail(self, error: PDError) -> None:
         """Record the first error and drop what is queued."""
@@ -122,24 +143,32 @@ class TcpSender(Sender):
 
     def settle(self) -> None:
         """DONE when nothing is left to send."""
-        idle = not self._blocks and not self.in_hand
+        idle = not self._blocks and not self._computing and not self.in_hand
         if self._state is TransferState.ACTIVE and self._finished and idle:
             self._state = TransferState.DONE
             self._link.forget(self)
 
     # ---- called by a lane, without the lock
 
-    def stretches(self, block: Block) -> Stretches:
+    def header(self, block: Block) -> bytes:
         payload = block.cells * self._memory.cell_bytes
-        header = encode_header(self.room, self.epoch, block, payload)
-        return self._memory.outgoing(header, self._pages, block)
+        return encode_header(self.room, self.epoch, block, payload)
+
+    def in_place(self, block: Block) -> Stretches:
+        return self._memory.in_place(self.tables.pages, block, self.header(block))
 
 
 class Link:
     """Everything on its way to one peer. Rooms take turns, a frame each."""
 
     def __init__(
-        self, own: str, peer: str, address: tuple[str, int], key: bytes | None, num_lanes: int
+        self,
+        own: str,
+        peer: str,
+        address: tuple[str, int],
+        key: bytes | None,
+        memory: PoolMemory,
+        num_lanes: int,
     ) -> None:
         self.own, self.peer, self.address, self.key = own, peer, address, key
         # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
@@ -149,7 +178,7 @@ class Link:
         self.progress = time.monotonic()
         self._senders: set[TcpSender] = set()
         self._queue: deque[TcpSender] = deque()
-        self._num_lanes = num_lanes
+        self._memory, self._num_lanes = memory, num_lanes
         self._in_hand = 0
         self._lanes: list[Lane] = []
 
@@ -157,7 +186,9 @@ class Link:
         """Open the connections. Not before somebody sends: a node that only receives needs none."""
         with self.changed:
             if not self._lanes and not self.closed:
-                self._lanes = [Lane(self, number) for number in range(self._num_lanes)]
+                self._lanes = [
+                    Lane(self, number, self._memory) for number in range(self._num_lanes)
+                ]
 
     def open(self, sender: TcpSender) -> None:
         self.start()
@@ -196,12 +227,19 @@ class Link:
                     continue
                 self._queue.append(sender)
                 sender.in_hand += 1
+                sender.reading += 1
                 self._in_hand += 1
                 sender.lanes.add(lane)
                 return sender, block
             return None
 
+    def copied(self, sender: TcpSender) -> None:
+        """The pages of a taken block are not read any more."""
+        with self.changed:
+            sender.reading -= 1
+
     def put_down(self, sender: TcpSender) -> None:
+        """A taken block has left or is given up."""
         with self.changed:
             sender.in_hand -= 1
             self._in_hand -= 1
@@ -250,113 +288,3 @@ class Link:
             lane.hang_up()
         with self.changed:
             self.changed.wait_for(lambda: not self._in_hand)
-
-
-class Lane:
-    """One connection to the peer and its thread."""
-
-    def __init__(self, link: Link, number: int) -> None:
-        self._link, self._number = link, number
-        self._sock: socket.socket | None = None
-        self._backoff = 0.0
-        threading.Thread(target=self._run, name=f"pd-tcp-lane-{number}", daemon=True).start()
-
-    def hang_up(self) -> None:
-        """Wake the thread from a blocked send; the link is closed already."""
-        sock = self._sock
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def _run(self) -> None:
-        # Connecting before there is work saves the first room a round trip or two.
-        self._connect()
-        while self._link.wait_for_work():
-            if not self._alive() and not self._connect():
-                continue
-            taken = self._link.take(self._number)
-            if taken is not None:
-                self._send(*taken)
-        self._close()
-
-    def _send(self, sender: TcpSender, block: Block) -> None:
-        try:
-            self._push(sender.stretches(block))
-        except OSError as error:
-            self._lost(error.strerror or str(error))
-        except Exception as error:
-            # Say a CUDA error: it ends the room only.
-            logger.exception("cannot read the pool for %s", self._link.peer)
-            sender.fail(TransferError(f"cannot read the pool: {error}"))
-        finally:
-            self._link.put_down(sender)
-
-    def _push(self, stretches: Stretches) -> None:
-        assert self._sock is not None
-        moved = time.monotonic()
-        while stretches.done < stretches.total:
-            try:
-                stretches.send(self._sock)
-                moved = self._link.progress = time.monotonic()
-            except BlockingIOError:
-                if self._link.closed or time.monotonic() - moved > LEASE_SECONDS:
-                    raise TimeoutError(f"it took nothing for {LEASE_SECONDS} s") from None
-
-    def _alive(self) -> bool:
-        """Whether the connection is up as far as this end knows. A peer never sends after the
-        greeting, so anything to read is its end."""
-        if self._sock is None:
-            return False
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError as error:
-            self._lost(error.strerror or str(error))
-            return False
-        self._lost("closed by the peer")
-        return False
-
-    def _connect(self) -> bool:
-        link = self._link
-        if self._backoff:
-            with link.changed:
-                link.changed.wait_for(lambda: link.closed, timeout=self._backoff)
-        self._backoff = min(_MAX_BACKOFF, self._backoff * 2 or 0.05)
-        if link.closed:
-            return False
-        try:
-            sock = socket.create_connection(link.address, timeout=_GREETING_SECONDS)
-        except (OSError, UnicodeError) as error:
-            # UnicodeError: a host that cannot be a name.
-            logger.info("cannot reach %s at %s:%d: %s", link.peer, *link.address, error)
-            if isinstance(error, ConnectionRefusedError):
-                link.nobody_listens()
-            return False
-        try:
-            greet(sock, SERVICE, link.own, link.peer, link.key)
-        except RefusedError as error:
-            sock.close()
-            logger.warning("%s", error)
-            link.refused(error)
-            return False
-        except OSError as error:
-            sock.close()
-            logger.info("cannot open a data connection to %s: %s", link.peer, error)
-            return False
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        seconds, fraction = divmod(_SLICE_SECONDS, 1)
-        timeout = struct.pack("@ll", int(seconds), int(fraction * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self._sock, self._backoff = sock, 0.0
-        return True
-
-    def _lost(self, reason: str) -> None:
-        self._close()
-        self._link.lane_lost(self._number, reason)
-
-    def _close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None

@@ -12,17 +12,21 @@ from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Receiver, TransferState
 from pd.transfer.frames import FrameError
-from pd.transfer.ranges import Block, check_pages
+from pd.transfer.ranges import check_pages
+from pd.transfer.tcp_staging import Tables
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
-    from pd.transfer.memory import Landing
+    from pd.transfer.ranges import Block
     from pd.transfer.tcp_inbox import Inbox
+
+_DRAIN_SECONDS = 1.0
 
 
 class TcpReceiver(Receiver):
-    """Counts every (layer, token) once. Only the inbox's thread writes to the pages, and only
-    between :meth:`enter` and :meth:`leave`, which is what makes :meth:`drained` a local fact."""
+    """Counts every (layer, token) once. Pages are written, by the inbox's thread or by copies that
+    it began, only between :meth:`enter` and :meth:`leave`, which is what makes :meth:`drained` a
+    local fact."""
 
     def __init__(
         self, inbox: Inbox, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
@@ -32,13 +36,14 @@ class TcpReceiver(Receiver):
         self.peer, self.room, self.epoch = peer, room, epoch
         self.error: PDError | None = None
         self._inbox = inbox
-        self._pages, self._tokens = pages.copy(), tokens
+        self.tables, self._tokens = Tables(pages.copy(), tokens.stop), tokens
         self._claimed = np.zeros((memory.num_layers, len(tokens)), dtype=np.bool_)
         self._expected = self._claimed.size * memory.cell_bytes
-        self._received = 0
+        # At this node, and of those the bytes that lie in the pages.
+        self._arrived = self._received = 0
         self._committed = False
         self._state = TransferState.ACTIVE
-        self._touching = False
+        self._touching = 0
         self._progress = time.monotonic()
         self._changed = threading.Condition()
         self._connections: set[int] = set()
@@ -90,17 +95,17 @@ class TcpReceiver(Receiver):
             return self._state is not TransferState.ACTIVE and not self._touching
 
     def wait_drained(self) -> None:
-        """After an end: the thread never waits while it writes, so this takes one system call."""
+        """After an end: writes wait for nothing but the pool, so this takes a moment."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._touching)
+            self._changed.wait_for(lambda: not self._touching, timeout=_DRAIN_SECONDS)
 
     def peer_drained(self) -> None:
         """Of no use here: D's own thread does the writing."""
 
     # ---- called by the inbox's thread
 
-    def claim(self, block: Block, connection: int) -> Landing | None:
-        """Where a frame goes; None for one that repeats what another frame claimed.
+    def claim(self, block: Block, connection: int) -> bool:
+        """Whether a frame is wanted; False for one that repeats what another frame claimed.
 
         Raises FrameError when the block is not of this reservation.
         """
@@ -115,31 +120,43 @@ class TcpReceiver(Receiver):
             block.token_start - start : block.token_stop - start,
         ]
         if cells.any():
-            return None
+            return False
         cells[:] = True
         self._connections.add(connection)
-        return self._inbox.memory.landing(self._pages, block)
+        return True
+
+    @property
+    def active(self) -> bool:
+        return self._state is TransferState.ACTIVE
+
+    def arrived(self, num_bytes: int) -> None:
+        """A frame is complete at this node; its connection is not needed for it any more."""
+        with self._changed:
+            self._arrived += num_bytes
+            self._progress = time.monotonic()
 
     def enter(self) -> bool:
         """Whether the pages may be written now; if so, :meth:`leave` must follow."""
         with self._changed:
-            self._touching = self._state is TransferState.ACTIVE
-            return self._touching
+            if self._state is not TransferState.ACTIVE:
+                return False
+            self._touching += 1
+            return True
 
-    def leave(self, arrived: int) -> None:
-        """The write is over; ``arrived`` bytes of a completed frame now count."""
+    def leave(self, written: int) -> None:
+        """A write is over, by any thread; ``written`` bytes of a completed frame now count."""
         with self._changed:
-            self._touching = False
-            self._received += arrived
+            self._touching -= 1
+            self._received += written
             self._progress = time.monotonic()
             if self._state is not TransferState.ACTIVE:
                 self._changed.notify_all()
-        if arrived:
+        if written:
             self._settle()
 
     def lost(self, connection: int, reason: str) -> None:
         """A connection ended; if this room lacks bytes, they may have been lost with it."""
-        if connection in self._connections and self._received < self._expected:
+        if connection in self._connections and self._arrived < self._expected:
             self.fail(TransferError(f"a data connection from {self.peer} was lost: {reason}"))
 
     def _settle(self) -> None:

@@ -12,8 +12,9 @@ import torch
 from transfer_helpers import SEED, make_pool, random_pages
 
 from pd.transfer import memory
-from pd.transfer.memory import PoolMemory, Stretches
+from pd.transfer.memory import PoolMemory, Stretches, in_buffer
 from pd.transfer.ranges import Block
+from pd.transfer.tcp_staging import Gathers, Scatters, Slots, Tables
 
 
 def stretches_of(buffer: np.ndarray, lengths: list[int]) -> Stretches:
@@ -94,8 +95,9 @@ def test_blocks_travel_in_the_same_order_in_place_and_staged(staged) -> None:
     pool, target = make_pool(64, 4), make_pool(64, 2, fill=-1.0)
     pages, into = random_pages(rng, pool, 30), random_pages(rng, target, 30)
     block = Block(3, 29, 1, 3)
-    out = PoolMemory(pool, staged=staged).outgoing(b"head", pages, block)
-    landing = PoolMemory(target, staged=not staged).landing(into, block)
+    out = staged_block(pool, pages, block) if staged else in_place_block(pool, pages, block)
+    buffer = torch.empty(out.total - 4, dtype=torch.uint8)
+    landing = PoolMemory(target).in_place(into, block) if staged else in_buffer(buffer)
     near, far = socket.socketpair()
     with near, far:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -104,6 +106,57 @@ def test_blocks_travel_in_the_same_order_in_place_and_staged(staged) -> None:
         assert far.recv(4, socket.MSG_WAITALL) == b"head"
         while landing.done < landing.total:
             landing.receive(far)
-    landing.complete()
+    if not staged:
+        unpack(target, into, block, buffer)
     assert torch.equal(target.tokens(into, 3, 29)[1:], pool.tokens(pages, 3, 29)[1:])
     assert bool((target.buffer[0] == -1.0).all())
+
+
+def in_place_block(pool, pages, block: Block) -> Stretches:
+    return PoolMemory(pool).in_place(pages, block, b"head")
+
+
+def staged_block(pool, pages, block: Block) -> Stretches:
+    host, ticket = Gathers(pool).begin(Tables(pages, block.token_stop), block)
+    ticket.wait()
+    return in_buffer(host, b"head")
+
+
+def unpack(pool, pages, block: Block, data: torch.Tensor) -> None:
+    scatters = Scatters(pool)
+    slot = scatters.slots().take(lambda: None)
+    assert slot is not None
+    slot[: len(data)] = data
+    reasons: list[str] = []
+    scatters.begin(Tables(pages, block.token_stop), block, slot, reasons.append)
+    scatters.close()
+    assert reasons == [""]
+
+
+def test_who_finds_no_free_buffer_is_called_when_there_is_one() -> None:
+    slots = Slots(torch.empty(2, 8, dtype=torch.uint8))
+    called: list[str] = []
+    first, second = (slots.take(lambda: called.append("early")) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert slots.take(lambda: called.append("now")) is None
+    assert called == []
+    slots.give_back(first)
+    assert called == ["now"]
+    assert slots.take(lambda: None) is first
+    slots.give_back(second)
+    assert called == ["now"]
+
+
+def test_a_copy_that_fails_is_reported_with_its_reason(caplog) -> None:
+    pool = make_pool(16, 4)
+    scatters = Scatters(pool)
+    reasons: list[str] = []
+    beyond = Tables(np.array([1000], dtype=np.int32), 4)
+    slot = scatters.slots().take(lambda: None)
+    assert slot is not None
+    scatters.begin(beyond, Block(0, 4, 0, 1), slot, reasons.append)
+    scatters.close()
+    assert len(reasons) == 1
+    assert "out of bounds" in reasons[0]
+    assert "cannot write to the pool" in caplog.text

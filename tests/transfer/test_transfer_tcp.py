@@ -25,7 +25,7 @@ from transfer_helpers import (
     wait_until,
 )
 
-from pd.transfer import tcp_inbox, tcp_link, tcp_receiver
+from pd.transfer import tcp_inbox, tcp_lane, tcp_link, tcp_receiver
 from pd.transfer.base import TransferState
 from pd.transfer.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
 from pd.transfer.greeting import greet
@@ -319,7 +319,8 @@ def test_what_was_complete_survives_the_end_of_its_connection(relayed, d) -> Non
 
 
 def test_a_stuck_connection_fails_its_rooms_after_a_lease(relayed, d, target, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_link, "LEASE_SECONDS", 0.5)
+    for module in (tcp_link, tcp_lane):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 0.5)
     relay, p = relayed
     transfer_works(p, d, target)
     relay.stall()
@@ -365,7 +366,8 @@ def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, 
 
 def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
     """Back-pressure: rooms wait as long as anything moves, longer than a lease in all."""
-    monkeypatch.setattr(tcp_link, "LEASE_SECONDS", 0.5)
+    for module in (tcp_link, tcp_lane):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 0.5)
     source = make_pool(20_000, 4, layers=LAYERS)
     target = make_pool(20_000, 4, layers=LAYERS, fill=0.0)
     d, p = TcpManager(target, "D"), TcpManager(source, "P", connections=1)
@@ -394,7 +396,8 @@ def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
 @pytest.mark.parametrize("connections", [1, 2, 4])
 @pytest.mark.parametrize("staged", [False, True])
 def test_connections_and_staging_do_not_change_the_bytes(connections, staged, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_link, "FRAME_BYTES", 4096)
+    for size in ("FRAME_BYTES", "STAGED_FRAME_BYTES"):
+        monkeypatch.setattr(tcp_link, size, 4096)
     rng = random.Random(SEED)
     source, target = make_pool(600, 2), make_pool(600, 4, fill=-1.0)
     p = TcpManager(source, "P", connections=connections, staged=staged)

@@ -1,0 +1,199 @@
+"""Host buffers between sockets and a pool that sockets cannot reach.
+
+A lane of P, and a connection on D, has two buffers, made once: while one is on the socket, the
+other is filled from the pool or emptied into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pd.transfer.frames import MAX_PAYLOAD
+from pd.transfer.staging_copy import copier_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.ranges import Block
+    from pd.transfer.staging_copy import Copier, Ticket
+
+logger = logging.getLogger(__name__)
+
+DEPTH = 2
+# Half the overhead per byte of frames that are sent in place; nobody else waits much longer.
+STAGED_FRAME_BYTES = MAX_PAYLOAD
+
+
+class Tables:
+    """A room's page table in the forms that the copies of different threads want."""
+
+    def __init__(self, pages: IntArray, num_tokens: int) -> None:
+        self.pages, self._num_tokens = pages, num_tokens
+        self._made: dict[Copier, Any] = {}
+
+    def of(self, copier: Copier) -> Any:
+        """Made when first asked for, by the thread that uses it."""
+        if copier not in self._made:
+            self._made[copier] = copier.table(self.pages, self._num_tokens)
+        return self._made[copier]
+
+
+class Gathers:
+    """P: packs blocks of a pool into host buffers; for one thread."""
+
+    def __init__(self, pool: KVBuffer) -> None:
+        self._copier = copier_for(pool)
+        self._slots = self._copier.make_slots(DEPTH, STAGED_FRAME_BYTES, on_device=False)
+        self._next = 0
+        self._computed = _passed(pool.buffer.device)
+
+    def begin(self, tables: Tables, block: Block) -> tuple[torch.Tensor, Ticket]:
+        """Pack values that are there (see :class:`Computed`).
+
+        Returns:
+            uint8, valid from the end of the ticket's wait until ``DEPTH`` calls later.
+        """
+        slot = self._slots[self._next][: block.cells * self._copier.cell_bytes]
+        self._next = (self._next + 1) % DEPTH
+        table = tables.of(self._copier)
+        return slot, self._copier.gather(table, block, slot, self._computed)
+
+
+def _passed(device: torch.device) -> torch.cuda.Event | None:
+    """What a gather waits for that has nothing to wait for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    event.synchronize()
+    return event
+
+
+class Slots:
+    """D: the buffers of one connection."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._free: deque[torch.Tensor] = deque(slots)
+        self._lock = threading.Lock()
+        self._waiting: Callable[[], None] | None = None
+
+    def take(self, otherwise: Callable[[], None]) -> torch.Tensor | None:
+        """A free one, or None: then ``otherwise`` is called, by another thread, when there is."""
+        with self._lock:
+            if self._free:
+                return self._free.popleft()
+            self._waiting = otherwise
+            return None
+
+    def give_back(self, slot: torch.Tensor) -> None:
+        with self._lock:
+            self._free.append(slot)
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting()
+
+
+class Scatters:
+    """D: unpacks host buffers into a pool. Begun by one thread; another one, of its own, waits for
+    the ends, in order."""
+
+    def __init__(self, pool: KVBuffer) -> None:
+        self._copier, self._device = copier_for(pool), pool.buffer.device
+        self._begun: queue.SimpleQueue[tuple[Ticket, Callable[[str], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="pd-tcp-scatters", daemon=True)
+        self._thread.start()
+
+    def slots(self) -> Slots:
+        return Slots(self._copier.make_slots(DEPTH, MAX_PAYLOAD, on_device=False))
+
+    def begin(
+        self, tables: Tables, block: Block, slot: torch.Tensor, over: Callable[[str], None]
+    ) -> None:
+        """Unpack a block; ``over`` is called when nothing of it can be written any more: with an
+        empty text when all of it was, else with what went wrong. Never raises."""
+        data = slot[: block.cells * self._copier.cell_bytes]
+        try:
+            ticket = self._copier.scatter(tables.of(self._copier), block, data)
+        except Exception as error:
+            # Whatever CUDA raises; it ends the room, not the thread.
+            logger.exception("cannot write to the pool")
+            ticket = _Failed(self._device, error)
+        self._begun.put((ticket, over))
+
+    def close(self) -> None:
+        """Returns when all that was begun is over."""
+        self._begun.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            ticket, over = begun
+            try:
+                ticket.wait()
+                reason = ""
+            except Exception as error:
+                # After an error CUDA does nothing more for this process.
+                logger.exception("cannot write to the pool")
+                reason = str(error)
+            over(reason)
+
+
+class _Failed:
+    """A copy of which nobody knows how much was begun."""
+
+    def __init__(self, device: torch.device, error: Exception) -> None:
+        self._device, self._error = device, error
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        raise self._error
+
+
+class Computed:
+    """P: calls back when values that were queued on the compute stream are there.
+
+    A thread waits for CUDA events in the order in which they were recorded, which is the order in
+    which they pass: a lane that took a block before would keep others that are there waiting.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: queue.SimpleQueue[tuple[Any, Callable[[str], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="pd-tcp-computed", daemon=True)
+        self._thread.start()
+
+    def then(self, call: Callable[[str], None]) -> None:
+        """Call, from another thread, when what the calling thread has queued on its current stream
+        is done: with an empty text, or with what went wrong. Does not block."""
+        # A blocking event: waiting for it takes no processor time.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.put((event, call))
+
+    def close(self) -> None:
+        self._marks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (mark := self._marks.get()) is not None:
+            event, call = mark
+            try:
+                event.synchronize()
+                reason = ""
+            except Exception as error:
+                # After an error CUDA does nothing more for this process.
+                logger.exception("the KV to be sent was not computed")
+                reason = str(error)
+            call(reason)
