@@ -124,6 +124,11 @@ class Inbox:
     def accept(self, channel: Channel) -> Session:
         """A prefill node opened a channel (the hub's thread)."""
         with self.changed:
+            if self._closed:
+                late = Session(channel.peer, self.changed)
+                late.channel = channel
+                late.retire(TransferError("the transfer manager was closed"))
+                return late
             session = self.session(channel.peer)
             if session.channel is not None:
                 # It has given up the old channel, of whose end we have not heard yet.

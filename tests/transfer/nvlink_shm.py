@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from transfer_helpers import Pool
 
+from pd.core.errors import TransferError
 from pd.kernels.kv_copy import copy_to_peer
 from pd.transfer.nvlink_device import host_id
 
@@ -85,12 +86,13 @@ class ShmLane:
     def drain(self) -> None:
         if self._last is not None:
             self._last.event.wait()
+        self._queue.put(None)
 
     def _run(self) -> None:
-        while True:
-            after, args, ticket = self._queue.get()
+        while (item := self._queue.get()) is not None:
+            after, args, ticket = item
             after.wait()
-            time.sleep(self._device.delay)
+            time.sleep(self._device.next_delay())
             self._device.flows.wait()
             copy_to_peer(*args)
             ticket.event.set()
@@ -115,6 +117,9 @@ class ShmDevice:
         self.launched = 0
         self.refuses = ""
 
+    def next_delay(self) -> float:
+        return self.delay
+
     def published(self) -> dict[str, str]:
         return {
             "host_id": host_id(),
@@ -125,8 +130,6 @@ class ShmDevice:
         }
 
     def map(self, handle: bytes, offset: int) -> ShmMapping:
-        from pd.core.errors import TransferError
-
         if self.refuses:
             raise TransferError(self.refuses)
         return ShmMapping(self, Path(handle.decode()))
