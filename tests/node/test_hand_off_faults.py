@@ -161,6 +161,8 @@ def test_quarantine_is_visible_while_the_drain_is_outstanding_and_ends_after(
         prefill, decode = cluster.pair
         request = sent(cluster)
         wait_until(lambda: queues(prefill)["in_flight"] and pages(decode)["reserved"], 5)
+        outgoing = prefill.node.requests[request.room].hand_off
+        wait_until(lambda: outgoing.first_sent is not None, 1)
         cluster.client.abort(request)
         wait_until(lambda: pages(decode)["quarantined"] == 10, 1.8, lambda: pages(decode))
         assert pages(prefill)["locked"] == 10, "the late write has yet to read its source"
