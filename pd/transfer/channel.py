@@ -126,6 +126,11 @@ class Channel:
         if self._output or self.failure:
             self._attend(self)
 
+    def give_up(self, reason: str) -> None:
+        """End the channel because of what the peer did; the owner is told as of a bad message."""
+        self.fail(reason)
+        self._attend(self)
+
     def half_close(self) -> None:
         """D: ask P to drain and close. P's close is reported by ``ended``."""
         assert self.inbound, "P's FIN says that it drained"

@@ -26,6 +26,8 @@ _GREETING_SECONDS = 5.0
 _DIAL_SECONDS = 2.0
 _MAX_BACKOFF = 1.0
 _MAX_STRANGERS = 256
+# Channels whose end would be a false promise.
+_KEPT: list[Channel] = []
 
 
 class _Stranger:
@@ -159,7 +161,8 @@ class ChannelHub:
             sock.close()
 
     def close(self) -> None:
-        """Close everything; the promise of :meth:`Channel.close` goes for all channels."""
+        """Close everything but P's channels that their owners did not close: those stay open for
+        the life of the process, since their end would say that P drained."""
         self._closing = True
         self.call(lambda: None)
         if threading.current_thread() is not self._thread:
@@ -182,7 +185,10 @@ class ChannelHub:
                 self._calls.popleft()()
             self._sweep()
         for channel in list(self._channels):
-            channel.close()
+            if channel.inbound:
+                channel.close()
+            elif not channel.closed:
+                _KEPT.append(channel)
             self._forget(channel)
         for stranger in list(self._strangers):
             self._refuse(stranger, "this node stopped")

@@ -91,12 +91,13 @@ class Mover(ABC):
     device_slots: bool = False
 
     @abstractmethod
-    def target(self, slots: torch.Tensor, peer: str) -> Target:
+    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
         """D: register slots and describe them.
 
         Args:
             slots: uint8 ``[count, slot_bytes]``, contiguous, kept alive until ``close`` returned.
             peer: instance id of P.
+            origin: IP address that P's channel comes from.
 
         Raises:
             MoverError: the library cannot.

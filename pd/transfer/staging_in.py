@@ -1,0 +1,241 @@
+"""D's end of a staged link."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from pd.transfer.staging_messages import VERSION, FilledSlots, Freed, Open, Ready, Refused, Waiting
+from pd.transfer.staging_mover import MoverError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd.transfer.channel import Channel
+    from pd.transfer.staging_messages import Filled
+    from pd.transfer.staging_mover import Target
+    from pd.transfer.staging_scatter import Incoming
+
+logger = logging.getLogger(__name__)
+
+# Longer than a kernel sends again what nobody acknowledged.
+QUARANTINE_SECONDS = 20 * 60.0
+_SHORT, _LONG = 100e-6, 20e-3
+# A call that took longer than this has moved something.
+_MOVED_SECONDS = 20e-6
+
+
+class InState(IntEnum):
+    """Of D's end. Only UP takes data; ENDING lasts until nothing can land in the slots."""
+
+    NEW = 0
+    UP = 1
+    ENDING = 2
+    OVER = 3
+
+
+class InLink:
+    """D's slots of one link.
+
+    Guarded by ``incoming.lock``; the library is called by the pump's thread only.
+    """
+
+    def __init__(self, incoming: Incoming, channel: Channel) -> None:
+        self.peer = channel.peer
+        self.state = InState.NEW
+        self.slots: torch.Tensor | None = None
+        self.max_cells = 0
+        self.landing: set[int] = set()
+        self.read: list[int] = []
+        self._incoming, self._channel = incoming, channel
+        self._target: Target | None = None
+        self._setting_up = False
+        self._proven = self._lost = self._broken = False
+        self._safe_at = float("inf")
+        self._peer_waits = True
+        self._moved_at = time.monotonic()
+
+    @property
+    def live(self) -> bool:
+        """Data may come over it."""
+        return self.state in (InState.NEW, InState.UP)
+
+    @property
+    def quarantined(self) -> int:
+        with self._incoming.lock:
+            ending = self.state is InState.ENDING and self.slots is not None
+            return len(self.slots) if ending and self.slots is not None else 0
+
+    def end(self) -> None:
+        """Any thread: ask P to drain. The slots stay until it says that it did, or is gone."""
+        with self._incoming.lock:
+            if self.state >= InState.ENDING:
+                return
+            self.state = InState.ENDING
+        self._channel.half_close()
+        self._incoming.pump.wake()
+
+    # ---- the hub's thread
+
+    def message(self, channel: Channel, message: Any) -> None:
+        if isinstance(message, FilledSlots):
+            self._filled(message.notes)
+        elif isinstance(message, Waiting):
+            self._peer_waits = message.waits
+            self._moved_at = time.monotonic()
+            self._incoming.pump.wake()
+        elif isinstance(message, Open):
+            self._open(message)
+        else:
+            raise ValueError(f"a prefill node does not send {type(message).__name__}")
+
+    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+        incoming = self._incoming
+        with incoming.lock:
+            self._proven = self._proven or proof
+            if not proof:
+                self._safe_at = time.monotonic() + QUARANTINE_SECONDS
+        # Behind the notes that came before.
+        incoming.end_of(self, reason)
+
+    def _filled(self, notes: list[Filled]) -> None:
+        incoming = self._incoming
+        with incoming.lock:
+            if self.state is InState.ENDING:
+                return
+            if self.state is not InState.UP or self.slots is None:
+                raise ValueError("slots were filled before there were any")
+            for note in notes:
+                if note.slot >= len(self.slots) or note.slot in self.landing:
+                    raise ValueError(f"slot {note.slot} is not P's to fill")
+                note.check(incoming.copier.num_layers, self.max_cells)
+                self.landing.add(note.slot)
+        incoming.land(self, notes)
+
+    def _open(self, message: Open) -> None:
+        if message.version != VERSION:
+            raise ValueError(f"it speaks version {message.version}, not {VERSION}")
+        if self._setting_up or self.state is not InState.NEW or self._target is not None:
+            raise ValueError("it opens the link twice")
+        refusal = self._incoming.refusal(self)
+        if refusal:
+            logger.warning("refused a link of %s: %s", self.peer, refusal)
+            self._channel.send(Refused(refusal))
+            return
+        self._setting_up = True
+        threading.Thread(target=self._set_up, args=(message,), daemon=True).start()
+
+    def _set_up(self, wishes: Open) -> None:
+        """On a thread of its own, since libraries take their time."""
+        incoming = self._incoming
+        try:
+            slots, device = incoming.make_slots(wishes)
+            origin = self._channel.origin.rpartition(":")[0]
+            target = incoming.mover.target(slots, self.peer, origin)
+        except Exception as error:
+            # MoverError, or whatever a library and torch raise without memory.
+            logger.exception("cannot make slots for %s", self.peer)
+            self._channel.send(Refused(f"cannot make slots: {error}"[:1000]))
+            with incoming.lock:
+                self._setting_up = False
+                if self._lost:
+                    self.finish_unused()
+            return
+        with incoming.lock:
+            self.slots, self._target = slots, target
+            self.max_cells = slots.shape[1] // incoming.copier.cell_bytes
+            if self.state is InState.NEW:
+                self.state = InState.UP
+            self._setting_up = False
+        incoming.pump.add(self)
+        count, size = slots.shape
+        self._channel.send(Ready(count, size, device, target.description))
+
+    # ---- the landing thread
+
+    def finish_unused(self) -> None:
+        """The channel has ended; without slots that is all."""
+        with self._incoming.lock:
+            self._lost = True
+            if self._target is not None or self._setting_up or self.state is InState.OVER:
+                return
+            self.state = InState.OVER
+        self._channel.close()
+        self._incoming.over(self)
+
+    @property
+    def many_read(self) -> bool:
+        """P should not wait longer for what was read."""
+        return 4 * len(self.read) >= len(self.landing) + len(self.read)
+
+    def reject(self, reason: str) -> None:
+        """P broke the rules."""
+        self._channel.give_up(reason)
+
+    def done_reading(self, slot: int) -> None:
+        """The block was taken or discarded."""
+        self.read.append(slot)
+
+    def acknowledge(self) -> None:
+        """P may write these slots again."""
+        freed, self.read = self.read, []
+        if freed:
+            with self._incoming.lock:
+                self.landing.difference_update(freed)
+            self._channel.send(Freed(freed))
+            if not self.live:
+                self._incoming.pump.wake()
+
+    # ---- the pump's thread
+
+    def drive(self) -> float | None:
+        target = self._target
+        assert target is not None
+        if self.state is InState.ENDING and self._may_go():
+            self._close(target)
+            return None
+        if not self._peer_waits and self.state is InState.UP:
+            return None
+        begun = time.monotonic()
+        if not self._broken:
+            self._progress(target)
+        now = time.monotonic()
+        if now - begun > _MOVED_SECONDS:
+            self._moved_at = now
+            return 0.0
+        # Less and less often while nothing comes.
+        idle = now - self._moved_at
+        return min(_LONG, max(_SHORT, idle * 0.02))
+
+    def _progress(self, target: Target) -> None:
+        try:
+            target.progress()
+        except MoverError as error:
+            # The slots stay until P has ended the link, as always.
+            logger.warning("the link from %s failed: %s", self.peer, error)
+            self._broken = True
+            self.end()
+            self._incoming.end_of(self, str(error))
+
+    def failed(self, error: Exception) -> None:
+        """The library broke a promise: its slots stay in quarantine for good."""
+        self.end()
+        self._incoming.end_of(self, str(error))
+
+    def _may_go(self) -> bool:
+        with self._incoming.lock:
+            proven = self._proven or time.monotonic() > self._safe_at
+            return proven and not self.landing
+
+    def _close(self, target: Target) -> None:
+        incoming = self._incoming
+        incoming.pump.remove(self)
+        target.close()
+        with incoming.lock:
+            self._target = self.slots = None
+            self.state = InState.OVER
+        self._channel.close()
+        incoming.over(self)

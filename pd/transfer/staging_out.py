@@ -1,0 +1,354 @@
+"""P's end of a staged link."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import TransferError
+from pd.core.messages import LEASE_SECONDS
+from pd.transfer.staging_messages import Filled, FilledSlots, Freed, Ready, Waiting
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd.transfer.channel import Channel
+    from pd.transfer.channel_hub import Dial
+    from pd.transfer.ranges import Block
+    from pd.transfer.staging_gather import Outgoing
+    from pd.transfer.staging_mover import Path
+    from pd.transfer.staging_sender import StagedSender
+
+logger = logging.getLogger(__name__)
+
+# After this long without D's help a write is taken to need it.
+_ALONE_SECONDS = 1e-3
+
+
+class OutState(IntEnum):
+    """Of P's end. Only UP carries rooms' data; ENDING lasts until nothing can land at D."""
+
+    DIALLING = 0
+    OPENING = 1
+    UP = 2
+    ENDING = 3
+    OVER = 4
+
+
+class OutLink:
+    """The slots of one link, what lies in them, and the rooms that wait for one.
+
+    A slot goes round: free → gathered into → flying (the library writes it) → held (D reads it) →
+    free. ``changed`` guards this and the senders; the library is called by the pump's thread only.
+    """
+
+    def __init__(self, outgoing: Outgoing, peer: str, address: tuple[str, int]) -> None:
+        self.peer, self.address = peer, address
+        self.changed = outgoing.changed
+        self.state = OutState.DIALLING
+        self.refusal: TransferError | None = None
+        self.progress = self.up_since = time.monotonic()
+        self.gathering = 0
+        self.slots: torch.Tensor | None = None
+        self.max_cells = 1
+        self._outgoing = outgoing
+        self._dial: Dial | None = None
+        self._channel: Channel | None = None
+        self._path: Path | None = None
+        self._setting_up = False
+        self._senders: set[StagedSender] = set()
+        self._queue: deque[StagedSender] = deque()
+        self._free: list[int] = []
+        self._filled: deque[tuple[int, StagedSender, Block]] = deque()
+        self._flying: dict[int, tuple[StagedSender, Block] | None] = {}
+        self._held: set[int] = set()
+        self._flying_since = 0.0
+        # D helps from the start until it is told that nothing is waited for.
+        self._said_waiting = True
+        self._to_probe = True
+
+    # ---- any thread
+
+    def start(self, delay: float = 0.0) -> None:
+        """Open the channel. Not before somebody sends: a node that only receives needs none."""
+        with self.changed:
+            if self._dial is None and self.state is OutState.DIALLING:
+                hub = self._outgoing.hub
+                self._dial = hub.dial(self.peer, self.address, self, delay)
+
+    def open(self, sender: StagedSender) -> None:
+        self.start()
+        with self.changed:
+            if self.refusal is not None:
+                raise self.refusal
+            if self.state >= OutState.ENDING:
+                raise TransferError(f"{self.peer} is not connected")
+            self._senders.add(sender)
+
+    def enqueue(self, sender: StagedSender) -> None:
+        if sender not in self._queue:
+            self._queue.append(sender)
+            sender.waiting_since = time.monotonic()
+            self.changed.notify_all()
+
+    def queued(self, sender: StagedSender) -> bool:
+        return sender in self._queue
+
+    def forget(self, sender: StagedSender) -> None:
+        self._senders.discard(sender)
+        with contextlib.suppress(ValueError):
+            self._queue.remove(sender)
+
+    def check_progress(self, sender: StagedSender) -> None:
+        with self.changed:
+            if sender not in self._queue and not sender.unsaid:
+                return
+            idle = time.monotonic() - max(self.progress, sender.waiting_since)
+            if idle > LEASE_SECONDS:
+                sender.fail(
+                    TransferError(f"no KV data could be sent to {self.peer} for {idle:.1f} s")
+                )
+
+    def end(self, reason: str) -> None:
+        """Stop issuing; the link is over when nothing of it can land any more."""
+        with self.changed:
+            if self.state >= OutState.ENDING:
+                return
+            self.state = OutState.ENDING
+            if self._dial is not None:
+                self._dial.cancel()
+            for sender in list(self._senders):
+                sender.fail(TransferError(reason))
+            self._outgoing.ending(self)
+            self.changed.notify_all()
+            if self._path is None and not self._setting_up:
+                self._finish()
+        self._outgoing.pump.wake()
+
+    @property
+    def quarantined(self) -> int:
+        """Slots of a link that lost its peer while they were being written."""
+        return len(self._flying) if self.state is OutState.ENDING else 0
+
+    # ---- the hub's thread
+
+    def opened(self, channel: Channel) -> None:
+        with self.changed:
+            if self.state is not OutState.DIALLING:
+                channel.close()
+                return
+            self.state, self._channel = OutState.OPENING, channel
+        channel.send(self._outgoing.wishes())
+
+    def unreachable(self, error: TransferError, final: bool) -> None:
+        """Who waits for the peer ends now: an instance listens as long as it lives."""
+        with self.changed:
+            if final:
+                self.refusal = error
+            for sender in list(self._senders if final else self._queue):
+                sender.fail(error)
+
+    def message(self, channel: Channel, message: Any) -> None:
+        if isinstance(message, Freed):
+            self._freed(message.slots)
+        elif isinstance(message, Ready):
+            with self.changed:
+                if self.state is not OutState.OPENING or self._setting_up:
+                    raise ValueError("slots that were not asked for")
+                self._setting_up = True
+            threading.Thread(target=self._set_up, args=(message,), daemon=True).start()
+        else:
+            reason = getattr(message, "reason", "")
+            if not reason:
+                raise ValueError(f"a decode node does not send {type(message).__name__}")
+            logger.warning("%s refused a link: %s", self.peer, reason)
+            self.end(f"{self.peer} refused a link: {reason}")
+
+    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+        self.end(f"the link to {self.peer} was lost: {reason}")
+
+    def _freed(self, slots: list[int]) -> None:
+        with self.changed:
+            if not self._held.issuperset(slots) or len(set(slots)) < len(slots):
+                raise ValueError(f"it freed slots {slots} of which it holds only {self._held}")
+            self._held.difference_update(slots)
+            # The slot used last is taken first: it is still in the cache.
+            self._free.extend(slots)
+            self.progress = time.monotonic()
+            self.changed.notify_all()
+
+    def _set_up(self, ready: Ready) -> None:
+        """On a thread of its own, since libraries take their time."""
+        outgoing = self._outgoing
+        try:
+            slots = outgoing.make_slots(ready)
+            path = outgoing.mover.path(slots, ready.description, self.peer, outgoing.pump.wake)
+        except Exception as error:
+            # MoverError, or whatever a library and torch raise without memory.
+            logger.exception("cannot open a link to %s", self.peer)
+            with self.changed:
+                self._setting_up = False
+                if self.state is OutState.ENDING:
+                    self._finish()
+            self.end(f"cannot open a link to {self.peer}: {error}")
+            return
+        with self.changed:
+            self.slots, self._path, self._setting_up = slots, path, False
+            self.max_cells = slots.shape[1] // outgoing.copier.cell_bytes
+        outgoing.pump.add(self)
+
+    # ---- the gatherer's thread, with the lock
+
+    def take(self) -> tuple[StagedSender, Block, Any, int] | None:
+        """The next block and a slot for it, until :meth:`gathered` or :meth:`dropped`."""
+        while self.state is OutState.UP and self._free and self._queue:
+            sender = self._queue.popleft()
+            taken = sender.next_block(self.max_cells)
+            if taken is None:
+                sender.settle()
+                continue
+            self._queue.append(sender)
+            sender.reading += 1
+            sender.unsaid += 1
+            self.gathering += 1
+            return sender, *taken, self._free.pop()
+        return None
+
+    def gathered(self, sender: StagedSender, block: Block, slot: int, *, good: bool) -> None:
+        """The pool is not read any more; a room that ended meanwhile needs no write."""
+        self.gathering -= 1
+        sender.reading -= 1
+        self.progress = time.monotonic()
+        if good and sender.active and self.state is OutState.UP:
+            self._filled.append((slot, sender, block))
+        else:
+            self._free.append(slot)
+            sender.said()
+        self._outgoing.pump.wake()
+
+    # ---- the pump's thread
+
+    def drive(self) -> float | None:
+        path = self._path
+        assert path is not None
+        if self._to_probe and self.state is OutState.OPENING:
+            # A first write, of which D is not told, shows that the way is open.
+            self._to_probe, self._flying_since = False, time.monotonic()
+            self._flying[0] = None
+            path.write(0, 1)
+        if self.state is OutState.UP:
+            self._write(path)
+        self._collect(path)
+        self._ask_for_help(path)
+        if self.state is OutState.ENDING:
+            with self.changed:
+                idle = not self._flying and not self.gathering
+                if idle:
+                    self._drop_filled()
+            if idle:
+                self._close(path)
+                return None
+        if not self._flying or path.poll_seconds is None:
+            return None
+        return path.poll_seconds * (1 + min(100.0, 20.0 * self._stuck()))
+
+    def failed(self, error: Exception) -> None:
+        """The library broke a promise: what it still does is unknown, so the channel stays open
+        and the slots are never used again."""
+        self.end(f"the link to {self.peer} failed: {error}")
+
+    def _stuck(self) -> float:
+        return time.monotonic() - self._flying_since
+
+    def _write(self, path: Path) -> None:
+        while self._filled:
+            slot, sender, block = self._filled.popleft()
+            if not self._flying:
+                self._flying_since = time.monotonic()
+            self._flying[slot] = (sender, block)
+            path.write(slot, block.cells * self._outgoing.copier.cell_bytes)
+
+    def _collect(self, path: Path) -> None:
+        """Tell D of what has arrived."""
+        notes, told, errors = [], [], []
+        for written in path.poll():
+            job = self._flying.pop(written.slot)
+            self._flying_since = time.monotonic()
+            if written.error:
+                errors.append(written.error)
+            elif job is None:
+                self._came_up()
+            else:
+                sender, block = job
+                told.append((sender, written.slot))
+                notes.append(
+                    Filled(
+                        written.slot,
+                        sender.room,
+                        sender.epoch,
+                        block.token_start,
+                        block.token_stop,
+                        block.layer_start,
+                        block.layer_stop,
+                    )
+                )
+        if notes:
+            self._tell(notes, told)
+        if errors:
+            self.end(f"the link to {self.peer} was lost: {errors[0]}")
+
+    def _came_up(self) -> None:
+        with self.changed:
+            assert self.slots is not None
+            self._free = list(reversed(range(len(self.slots))))
+            if self.state is OutState.OPENING:
+                self.state, self.progress = OutState.UP, time.monotonic()
+                self.up_since = self.progress
+            self.changed.notify_all()
+        logger.info("the %s link to %s is up", self._outgoing.mover.name, self.peer)
+
+    def _tell(self, notes: list[Filled], told: list[tuple[StagedSender, int]]) -> None:
+        assert self._channel is not None
+        with self.changed:
+            self._held.update(slot for _, slot in told)
+        self._channel.send(FilledSlots(notes))
+        with self.changed:
+            self.progress = time.monotonic()
+            for sender, _ in told:
+                sender.said()
+
+    def _ask_for_help(self, path: Path) -> None:
+        """D's part of the library's work, in case it has one."""
+        waits = path.needs_peer and bool(self._flying)
+        waits = waits and (self._said_waiting or self._stuck() > _ALONE_SECONDS)
+        if waits != self._said_waiting:
+            assert self._channel is not None
+            self._channel.send(Waiting(waits))
+            self._said_waiting = waits
+
+    def _drop_filled(self) -> None:
+        while self._filled:
+            _, sender, _ = self._filled.popleft()
+            sender.said()
+
+    def _close(self, path: Path) -> None:
+        self._outgoing.pump.remove(self)
+        path.close()
+        with self.changed:
+            self._path = self.slots = None
+            self._finish()
+
+    # ---- with the lock
+
+    def _finish(self) -> None:
+        """Nothing can land any more, which closing the channel says."""
+        self.state = OutState.OVER
+        if self._channel is not None:
+            self._channel.close()
+        self._outgoing.over(self)
+        self.changed.notify_all()

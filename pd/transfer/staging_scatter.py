@@ -1,0 +1,274 @@
+"""D's side of a staged manager: its links, receivers, and the thread that empties slots."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd.core.errors import TransferError
+from pd.transfer.frames import FrameError
+from pd.transfer.staging_in import InLink
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd.transfer.channel import Channel
+    from pd.transfer.staging_copy import Copier, Ticket
+    from pd.transfer.staging_gather import SlotShape
+    from pd.transfer.staging_messages import Filled, Open
+    from pd.transfer.staging_mover import Mover
+    from pd.transfer.staging_pump import Pump
+    from pd.transfer.staging_receiver import StagedReceiver
+
+logger = logging.getLogger(__name__)
+
+MAX_ZOMBIES = 4
+_LOG_INTERVAL = 1.0
+
+
+@dataclass
+class StagingCounters:
+    """What arrived and what was turned away, since the start."""
+
+    links: int = 0
+    frames: int = 0
+    bytes: int = 0
+    discarded_frames: int = 0
+    duplicate_frames: int = 0
+
+
+@dataclass(slots=True)
+class _Scatter:
+    link: InLink
+    note: Filled
+    receiver: StagedReceiver
+    ticket: Ticket
+
+
+class Incoming:
+    """Links from every P and the receivers that they may write for."""
+
+    def __init__(self, copier: Copier, mover: Mover, pump: Pump, shape: SlotShape) -> None:
+        self.copier, self.mover, self.pump, self.shape = copier, mover, pump, shape
+        self.counters = StagingCounters()
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._receivers: dict[tuple[bytes, int], StagedReceiver] = {}
+        self._links: set[InLink] = set()
+        # A note to land, or why the link is over.
+        self._queue: deque[tuple[InLink, Filled | str]] = deque()
+        self._closing = self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._next_log = 0.0
+
+    # ---- any thread
+
+    def add(self, receiver: StagedReceiver) -> None:
+        with self.lock:
+            key = (receiver.room, receiver.epoch)
+            if self._closing or key in self._receivers:
+                reason = "closed" if self._closing else "a receiver of this room and epoch exists"
+                raise TransferError(f"cannot receive from {receiver.peer}: {reason}")
+            self._receivers[key] = receiver
+
+    def remove(self, receiver: StagedReceiver) -> None:
+        with self.lock:
+            self._receivers.pop((receiver.room, receiver.epoch), None)
+
+    def disconnect(self, peer: str) -> None:
+        """Fail the peer's receivers and have it drain; returns when its pages are safe."""
+        self._fail_all(TransferError(f"{peer} was disconnected"), peer)
+        with self.lock:
+            links = [link for link in self._links if link.peer == peer]
+        for link in links:
+            link.end()
+
+    def close(self, seconds: float) -> list[InLink]:
+        """End all links; returns those in whose slots something may still land after this time."""
+        with self.lock:
+            self._closing = True
+            links = list(self._links)
+        self._fail_all(TransferError("the transfer manager was closed"))
+        for link in links:
+            link.end()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._links, timeout=seconds)
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        return list(self._links)
+
+    @property
+    def quarantined(self) -> int:
+        """Slots into which a lost peer may still write."""
+        with self.lock:
+            return sum(link.quarantined for link in self._links)
+
+    def _fail_all(self, error: TransferError, peer: str | None = None) -> None:
+        with self.lock:
+            ended = [r for r in self._receivers.values() if peer in (None, r.peer)]
+        for receiver in ended:
+            receiver.fail(error)
+            receiver.wait_drained()
+
+    # ---- the hub's thread
+
+    def accept(self, channel: Channel) -> InLink:
+        """A peer that opens another link has given the last one up."""
+        with self.lock:
+            old = [link for link in self._links if link.peer == channel.peer]
+            link = InLink(self, channel)
+            self._links.add(link)
+            self.counters.links += 1
+            if self._thread is None:
+                name = f"pd-{self.mover.name}-land"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+        for other in old:
+            other.end()
+        if self._closing:
+            link.end()
+        return link
+
+    def land(self, link: InLink, notes: list[Filled]) -> None:
+        with self._changed:
+            self._queue.extend((link, note) for note in notes)
+            self._changed.notify_all()
+
+    def end_of(self, link: InLink, reason: str) -> None:
+        with self._changed:
+            self._queue.append((link, reason))
+            self._changed.notify_all()
+
+    def refusal(self, link: InLink) -> str:
+        """Why a peer gets no more slots; empty if it does."""
+        with self.lock:
+            lost = [x for x in self._links if x.peer == link.peer and x.quarantined]
+        if len(lost) < MAX_ZOMBIES:
+            return ""
+        return f"the slots of {len(lost)} lost links of {link.peer} are still in quarantine"
+
+    # ---- set-up threads and the pump's
+
+    def make_slots(self, wishes: Open) -> tuple[torch.Tensor, bool]:
+        """Slots as the peer wishes, if that is not more than our own shape."""
+        own = self.shape
+        count = min(wishes.count, own.count)
+        size = max(min(wishes.slot_bytes, own.slot_bytes), self.copier.cell_bytes)
+        device = own.device and wishes.device and own.host == wishes.host
+        return self.copier.make_slots(count, size, on_device=device), device
+
+    def over(self, link: InLink) -> None:
+        with self._changed:
+            self._links.discard(link)
+            self._changed.notify_all()
+
+    # ---- the landing thread
+
+    def _run(self) -> None:
+        begun: deque[_Scatter] = deque()
+        dirty: set[InLink] = set()
+        while True:
+            item = self._next(wait=not begun)
+            if item is not None:
+                scatter = self._handle(*item, begun)
+                dirty.add(item[0])
+                if scatter is not None:
+                    begun.append(scatter)
+            elif not begun:
+                return
+            if begun and (item is None or len(begun) >= self.copier.depth):
+                self._complete(begun.popleft())
+            idle = not self._queue
+            for link in dirty:
+                if idle or link.many_read:
+                    link.acknowledge()
+            if idle:
+                dirty = {scatter.link for scatter in begun}
+
+    def _next(self, *, wait: bool) -> tuple[InLink, Filled | str] | None:
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._queue or self._stopping)
+            return self._queue.popleft() if self._queue else None
+
+    def _handle(self, link: InLink, item: Filled | str, begun: deque[_Scatter]) -> _Scatter | None:
+        if isinstance(item, str):
+            while begun:
+                self._complete(begun.popleft())
+            link.acknowledge()
+            self._lost(link, item)
+            return None
+        try:
+            return self._begin(link, item)
+        except FrameError as error:
+            link.reject(str(error))
+        except Exception as error:
+            # Say a CUDA error: it must not end the thread.
+            logger.exception("failed to take a block of %s", link.peer)
+            link.reject(str(error))
+        link.done_reading(item.slot)
+        return None
+
+    def _begin(self, link: InLink, note: Filled) -> _Scatter | None:
+        with self.lock:
+            receiver = self._receivers.get((note.room, note.epoch))
+            slots = link.slots
+        block = note.block
+        good = False
+        if receiver is not None and receiver.peer == link.peer:
+            good = receiver.claim(block, link)
+            self.counters.duplicate_frames += not good
+        if not good or slots is None or receiver is None or not receiver.enter():
+            self._turned_away(link, note)
+            link.done_reading(note.slot)
+            return None
+        try:
+            ticket = self.copier.scatter(receiver.table, block, slots[note.slot])
+        except BaseException:
+            receiver.leave(0)
+            raise
+        return _Scatter(link, note, receiver, ticket)
+
+    def _complete(self, scatter: _Scatter) -> None:
+        arrived = scatter.note.block.cells * self.copier.cell_bytes
+        try:
+            scatter.ticket.wait()
+            self.counters.frames += 1
+            self.counters.bytes += arrived
+        except Exception as error:
+            logger.exception("failed to take a block of %s", scatter.link.peer)
+            scatter.receiver.fail(TransferError(f"cannot write to the pool: {error}"))
+            arrived = 0
+        finally:
+            scatter.receiver.leave(arrived)
+            scatter.link.done_reading(scatter.note.slot)
+
+    def _turned_away(self, link: InLink, note: Filled) -> None:
+        self.counters.discarded_frames += 1
+        if time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _LOG_INTERVAL
+            logger.info(
+                "discarded a block of %s: room %s, epoch %d is unknown, over or has it already "
+                "(%d discarded so far)",
+                link.peer,
+                note.room.hex(),
+                note.epoch,
+                self.counters.discarded_frames,
+            )
+
+    def _lost(self, link: InLink, reason: str) -> None:
+        """Its rooms end, and those that have no other link to wait for."""
+        with self.lock:
+            others = [x for x in self._links if x.peer == link.peer and x is not link and x.live]
+            receivers = [r for r in self._receivers.values() if r.peer == link.peer]
+        link.end()
+        for receiver in receivers:
+            if not others or link in receiver.links:
+                receiver.lost(reason)
+        link.finish_unused()

@@ -1,0 +1,158 @@
+"""P's side of one room over a staged link."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import PDError, TransferError
+from pd.transfer.base import Sender, TransferState
+from pd.transfer.ranges import Block, check_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.core.messages import Reservation
+    from pd.transfer.base import IntArray
+    from pd.transfer.staging_copy import Copier
+    from pd.transfer.staging_out import OutLink
+
+
+def pieces(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
+    """Parts of at most ``max_cells`` cells, of several layers if all tokens fit, that end between
+    pages where that is possible: whole pages are faster to copy."""
+    tokens = block.token_stop - block.token_start
+    if tokens <= max_cells:
+        layers = max_cells // tokens
+        for layer in range(block.layer_start, block.layer_stop, layers):
+            stop = min(layer + layers, block.layer_stop)
+            yield Block(block.token_start, block.token_stop, layer, stop)
+        return
+    for layer in range(block.layer_start, block.layer_stop):
+        start = block.token_start
+        while start < block.token_stop:
+            stop = start + max_cells
+            if stop >= block.token_stop:
+                stop = block.token_stop
+            elif stop // page_size * page_size > start:
+                stop = stop // page_size * page_size
+            yield Block(start, stop, layer, layer + 1)
+            start = stop
+
+
+class StagedSender(Sender):
+    """A queue of blocks that take turns with those of other rooms.
+
+    Attributes:
+        reading: blocks whose copy from the pool into a slot is under way.
+        unsaid: blocks that were taken from the queue and of which D was not told yet.
+    """
+
+    def __init__(
+        self,
+        link: OutLink,
+        copier: Copier,
+        reservation: Reservation,
+        pages: IntArray,
+        tokens: range,
+    ) -> None:
+        check_pages(pages, copier.page_size, copier.num_slots, tokens.start, tokens.stop)
+        self.room, self.epoch = reservation.room, reservation.epoch
+        self.error: PDError | None = None
+        self.reading = self.unsaid = 0
+        self.waiting_since = 0.0
+        self._link, self._copier = link, copier
+        self._changed = link.changed
+        self._pages, self._tokens = pages.copy(), tokens
+        self._table: Any = None
+        self._ranges: deque[tuple[Block, Any]] = deque()
+        self._blocks: Iterator[Block] = iter(())
+        self._after: Any = None
+        self._state = TransferState.ACTIVE
+        self._finished = False
+        self._bytes = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes
+
+    @property
+    def active(self) -> bool:
+        return self._state is TransferState.ACTIVE
+
+    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
+        if not self._tokens.start <= token_start <= token_stop <= self._tokens.stop:
+            raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {self._tokens}")
+        if not 0 <= layer_start <= layer_stop <= self._copier.num_layers:
+            raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
+        block = Block(token_start, token_stop, layer_start, layer_stop)
+        if not block.cells or not self.active:
+            return
+        after = self._copier.mark()
+        with self._changed:
+            if not self.active:
+                return
+            assert not self._finished, "send after finish"
+            self._bytes += block.cells * self._copier.cell_bytes
+            self._ranges.append((block, after))
+            self._link.enqueue(self)
+
+    def finish(self) -> None:
+        with self._changed:
+            self._finished = True
+            self.settle()
+
+    def poll(self) -> TransferState:
+        if self.active:
+            self._link.check_progress(self)
+        return self._state
+
+    def abort(self) -> None:
+        self.fail(TransferError("aborted"))
+
+    def drained(self) -> bool:
+        with self._changed:
+            return not self.active and not self.reading
+
+    def fail(self, error: PDError) -> None:
+        """Record the first error and drop what is queued."""
+        with self._changed:
+            if self.active:
+                self._state, self.error = TransferState.FAILED, error
+                self._ranges.clear()
+                self._blocks = iter(())
+                self._link.forget(self)
+
+    # ---- called by the link and the gatherer, with the lock
+
+    def next_block(self, max_cells: int) -> tuple[Block, Any] | None:
+        """A block and what its gather has to wait for."""
+        while True:
+            block = next(self._blocks, None)
+            if block is not None:
+                return block, self._after
+            if not self._ranges:
+                return None
+            whole, self._after = self._ranges.popleft()
+            self._blocks = pieces(whole, max_cells, self._copier.page_size)
+
+    def said(self) -> None:
+        """D was told of a block, or it was dropped."""
+        self.unsaid -= 1
+        self.waiting_since = time.monotonic()
+        self.settle()
+
+    def settle(self) -> None:
+        """DONE when nothing is left to send."""
+        if self.active and self._finished and not self.unsaid and not self._link.queued(self):
+            self._state = TransferState.DONE
+            self._link.forget(self)
+
+    # ---- called by the gatherer only
+
+    @property
+    def table(self) -> Any:
+        if self._table is None:
+            self._table = self._copier.table(self._pages, self._tokens.stop)
+        return self._table
