@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -13,7 +14,6 @@ from pd.commands.parser import Parser
 from pd.core.errors import PDError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Sequence
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -130,7 +130,7 @@ def bench(argv: Sequence[str] | None = None) -> int:
     name = arguments[0] if arguments and arguments[0] in programs else ""
 
     def measure() -> int:
-        args = parser.parse_args(arguments)
+        args = parser.parse_args(arguments, argparse.Namespace(command_line=arguments))
         return programs[args.command][0].run(args)
 
     return _guarded(f"pd-bench {name}".strip(), measure)

@@ -72,6 +72,8 @@ def purpose(command: str) -> str:
     if not words:
         return ""
     module = words[1] if words[0] == "-m" else ""
+    if words[0] == "pd-bench":
+        module = f"pd.bench.{words[1]}"
     path = ROOT / (module.replace(".", "/") + ".py" if module else words[0])
     if not path.is_file():
         return ""

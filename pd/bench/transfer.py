@@ -128,7 +128,10 @@ def _positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write. Returns 1 if a measurement failed; the others count."""
+    """Measure, print and write. Returns 1 if a measurement failed; the others count.
+
+    ``args`` has also the whole ``command_line``, as it was typed.
+    """
     logging.basicConfig(stream=sys.stderr, level="WARNING")
     key = _cluster_key(args.cluster_key_file)
     if args.listen:
@@ -149,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         devices.update(measured["devices"])
         print(_line(rows[-1]), flush=True)
         if args.output is not None:
-            _write(args.output, rows, sorted(devices))
+            _write(args, rows, sorted(devices))
     return int(failed > 0)
 
 
@@ -328,13 +331,12 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _write(path: Path, rows: list[dict[str, Any]], devices: list[str]) -> None:
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]], devices: list[str]) -> None:
     from pd.bench.report import write_report
 
-    command = shlex.join(["pd-bench", "transfer", *sys.argv[sys.argv.index("transfer") + 1 :]])
     write_report(
-        path,
-        command,
+        args.output,
+        shlex.join(["pd-bench", *args.command_line]),
         rows,
         measured=["pd/bench", "pd/transfer", "pd/kernels"],
         machine={"gpu": ", ".join(devices)} if devices else None,

@@ -1,0 +1,170 @@
+"""`pd-bench transfer` moves real bytes, says where numbers come from and explains its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd import cli
+from pd.bench import transfer_control
+from pd.bench.transfer_ends import SourceEnd, TargetEnd
+from pd.bench.transfer_spec import Spec, load_shape
+from pd.core.errors import TransferError, UsageError
+
+SMALL = ["--model", "embedded", "--tokens", "200", "--repeats", "2"]
+FIELDS = {"backend", "device", "gb_s", "page_size", "tokens", "ceiling_gb_s", "ceiling", "layout"}
+
+
+def spec(**changes) -> Spec:
+    settings = dict(
+        backend="tcp",
+        shape=load_shape("embedded", "auto"),
+        page_size=16,
+        tokens=200,
+        layout="scattered",
+        source_device="cpu",
+        target_device="cpu",
+        connections=0,
+        repeats=1,
+    )
+    return Spec(**{**settings, **changes})
+
+
+def test_measures_several_backends_and_page_sizes_into_one_file(tmp_path, capfd) -> None:
+    output = tmp_path / "transfer.json"
+    flags = ["--backend", "tcp,fake", "--page-size", "16", "--output", str(output)]
+    assert cli.bench(["transfer", *SMALL, *flags]) == 0
+    report = json.loads(output.read_text())
+    assert {"command", "commit", "machine", "date", "results"} == set(report)
+    assert report["command"].startswith("pd-bench transfer --model embedded --tokens 200")
+    assert [row["backend"] for row in report["results"]] == ["tcp", "fake"]
+    for row in report["results"]:
+        assert set(row) >= FIELDS
+        assert row["device"] == "cpu"
+        assert row["bytes"] == 200 * 6 * 2 * 2 * 64 * 2
+        assert 0 < row["gb_s"] <= row["best_gb_s"]
+        assert 0 < row["ceiling_gb_s"] <= row["best_ceiling_gb_s"]
+    assert report["results"][0]["ceiling"] == "2 plain sockets"
+    shown = capfd.readouterr()
+    assert len(shown.out.splitlines()) == 3
+    assert "tcp, embedded, cpu, page size 16: 2/2" in shown.err
+
+
+def test_a_backend_that_cannot_work_fails_and_the_others_count(tmp_path, capfd) -> None:
+    output = tmp_path / "transfer.json"
+    flags = ["--backend", "nvlink", "--backend", "tcp", "--output", str(output)]
+    assert cli.bench(["transfer", *SMALL, *flags]) == 1
+    assert [row["backend"] for row in json.loads(output.read_text())["results"]] == ["tcp"]
+    assert "pd-bench transfer: nvlink, embedded, cpu, page size 16:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--backend", "ucx"], "unknown backend 'ucx'; choose from tcp, nixl"),
+        (["--model", "nowhere"], "--model nowhere is neither a model directory"),
+        (["--device", "gpu"], "--device is cpu, cuda or cuda:N, or two of them: P,D; not 'gpu'"),
+        (["--page-size", "0"], "--page-size 0 is not a whole number above 0"),
+        (["--listen", "0.0.0.0:0"], "--listen 0.0.0.0 is not a loopback address"),
+        (["--connect", "127.0.0.1:1"], "start pd-bench transfer --listen there first"),
+        (["--connect", "somewhere"], "an address is HOST:PORT, not 'somewhere'"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> None:
+    assert cli.bench(["transfer", *flags]) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("pd-bench transfer: ")
+    assert complaint in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named(capsys) -> None:
+    assert cli.bench(["transfer", *SMALL, "--device", "cpu,cuda:1"]) == 1
+    assert "--device cuda:1: torch sees no CUDA device here" in capsys.readouterr().err
+
+
+def test_shapes_come_from_a_name_a_directory_or_a_config(tmp_path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for given in (tmp_path, tmp_path / "config.json"):
+        shape = load_shape(str(given), "auto")
+        assert (shape.layers, shape.kv_heads, shape.head_dim) == (3, 2, 16)
+        assert (shape.name, shape.dtype) == (tmp_path.name, "float16")
+    assert load_shape("llama-3.1-8b", "float32").dtype == "float32"
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be used"):
+        load_shape(str(tmp_path), "auto")
+
+
+class CorruptTarget(TargetEnd):
+    """Loses one bit of what it received."""
+
+    def _commit(self, message):
+        answer = super()._commit(message)
+        self._opened.pool.buffer.view(torch.int16)[3, 1, int(self._pages[2]) * 16] ^= 1
+        return answer
+
+
+def test_bytes_that_differ_fail_the_measurement() -> None:
+    listener = transfer_control.listen("127.0.0.1", 0, None)
+    threading.Thread(target=_serve_corrupt, args=(listener,), daemon=True).start()
+    sock = transfer_control.connect_socket("127.0.0.1", listener.getsockname()[1], None)
+    control = transfer_control.Control(sock)
+    source = SourceEnd(spec(), control, None)
+    try:
+        with pytest.raises(TransferError, match="the received bytes differ"):
+            source.measure(lambda line: None)
+    finally:
+        control.close()
+        source.manager.close()
+        listener.close()
+
+
+def _serve_corrupt(listener) -> None:
+    control = transfer_control.Control(transfer_control.accept_socket(listener, None))
+    CorruptTarget(control, "cpu", None).serve()
+
+
+@pytest.mark.parametrize("same_key", [True, False])
+def test_two_hosts_measure_with_the_same_key_only(tmp_path, capsys, same_key) -> None:
+    keys = [tmp_path / "ours", tmp_path / "theirs"]
+    for number, path in enumerate(keys):
+        path.write_text("secret of at least 16 bytes" + str(0 if same_key else number))
+    command = [sys.executable, "-m", "pd.bench", "transfer", "--listen", "127.0.0.1:0"]
+    command += ["--cluster-key-file", str(keys[1])]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as decode:
+        try:
+            assert decode.stdout is not None
+            ready = json.loads(decode.stdout.readline())
+            assert (ready["event"], ready["role"]) == ("ready", "decode")
+            flags = ["--connect", ready["address"], "--cluster-key-file", str(keys[0])]
+            status = cli.bench(["transfer", *SMALL, *flags])
+            if same_key:
+                assert status == 0
+                assert decode.wait(timeout=30) == 0
+                assert "tcp       cpu" in capsys.readouterr().out
+            else:
+                assert status == 1
+                assert "the cluster key" in capsys.readouterr().err
+        finally:
+            decode.kill()
