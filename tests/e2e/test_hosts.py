@@ -186,7 +186,7 @@ def assert_failed(stream: Stream, by: float) -> None:
     stream.join(30)
     assert stream.error is not None and not stream.done, stream
     assert stream.error["type"] == "node_failed_error", stream.error
-    assert any(word in stream.error["message"] for word in ("node", "peer", "reach")), stream.error
+    assert any(word in stream.error["message"] for word in ("node", "link", "reach")), stream.error
     assert stream.ended_at is not None
     assert stream.ended_at < by, f"{stream.ended_at - by:.1f} s too late"
 
