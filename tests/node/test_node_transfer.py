@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 from cluster import random_prompts
 from hand_off_helpers import scripted_cluster
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,8 +16,6 @@ from pd.transfer import factory
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from pd.launch import NodeServer
 
@@ -131,3 +130,14 @@ def test_a_prompt_that_the_decode_node_holds_already_moves_no_bytes() -> None:
             assert found["pd_transfer_bytes_total"] == len(PROMPT) * TOKEN_BYTES
             assert found["pd_transfer_reservation_wait_seconds_count"] == 2
             assert found["pd_transfer_wire_seconds_count"] == 1
+
+
+def test_auto_uses_nixl_where_it_is_installed() -> None:
+    pytest.importorskip("nixl", reason="the library nixl is not installed")
+    with tiny_cluster() as cluster:
+        expected = cluster.client.generate(PROMPT, cluster.pair).tokens()
+    with tiny_cluster(transfer_backend="auto", kv_digest=True) as cluster:
+        assert cluster.client.generate(PROMPT, cluster.pair).tokens() == expected
+        for server in cluster.pair:
+            assert shown(server)[:2] == ("nixl", ["nixl", "tcp"])
+        cluster.wait_idle()
