@@ -63,6 +63,13 @@ def _obstacle(name: str, device: str) -> str | None:
         return obstacle
     if name in ("nixl", "mooncake") and importlib.util.find_spec(name) is None:
         return f"the library is missing: pip install 'pd-serve[{name}]', or use tcp"
+    if name == "mooncake":
+        from pd.transfer.mooncake_library import load_library
+
+        try:
+            load_library()
+        except SetupError as error:
+            return error.message
     if importlib.util.find_spec(_MANAGERS[name].partition(":")[0]) is None:
         return "not available in this version; use tcp"
     return None

@@ -1,0 +1,306 @@
+"""Mooncake's transfer engine, loaded, watched at its ports and never destroyed.
+
+What the library does by itself and what is done about it here:
+
+- It listens on all addresses, and whoever connects may read and write what is registered. Its
+  sockets get a packet filter before anything is registered: only admitted addresses get through.
+- One peer that does not answer the first request for its description stops the whole engine. So
+  P takes an engine for each peer.
+- It remembers that description for good by ``host:port``, and keeps connections that have ended
+  until they are used. An engine meets each ``host:port`` only once.
+- Ending an engine takes up to a second with Python's global lock held. Engines are kept for the
+  next link instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+import threading
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# The first that acknowledges a tcp write when it is in the receiver's memory.
+_OLDEST = (0, 3, 13)
+_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
+_INSTALL = (
+    "pip install mooncake-transfer-engine-non-cuda (on GPU machines "
+    "mooncake-transfer-engine-cuda13) and Debian's libibverbs1 and librdmacm1"
+)
+# Read by the library; what the operator set stays.
+DEFAULTS = {
+    "MC_LOG_LEVEL": "ERROR",
+    # Seconds without progress after which a write fails. A room is lost after a lease of 5 s
+    # anyway, and the slots of its link are free sooner.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_SLICE_SIZE": "1048576",
+}
+
+_ATTACH_FILTER = 26
+_MAX_ADMITTED = 200
+# D takes turns among as many, so that P, which cannot meet one of them again, needs few.
+_TURNS = 6
+_MAX_IDLE = 64
+# Of the batch interface; an error is reported in one of these ways.
+_NO_BATCH = (0, -1, (1 << 64) - 1)
+
+
+def load_library() -> type[Any]:
+    """``TransferEngine`` of the library. Fast, and imports no torch.
+
+    Raises:
+        SetupError: what is missing, too old or set wrongly, and what to do.
+    """
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("MC_TCP_PROTO") == "1":
+        raise SetupError("MC_TCP_PROTO=1 makes mooncake report writes that have not arrived; unset")
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise SetupError(f"mooncake cannot be loaded ({error}): {_INSTALL}") from error
+    found = library_version()
+    if _numbers(found) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise SetupError(f"mooncake {found or '(unknown version)'} is older than {oldest}; upgrade")
+    return TransferEngine  # type: ignore[no-any-return]
+
+
+def library_version() -> str:
+    """Of the installed package; empty if there is none."""
+    names = [*_PACKAGES, *metadata.packages_distributions().get("mooncake", ())]
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
+
+
+def is_supported(version: str) -> bool:
+    """Whether a peer's library reports a write only when it has arrived."""
+    return _numbers(version) >= _OLDEST
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+
+
+class Engine:
+    """One engine of the library.
+
+    Attributes:
+        name: ``host:port`` by which peers find it.
+        protocol: what the library chose: ``rdma`` if it found a device (and ``MC_FORCE_TCP`` is not
+            set), else ``tcp``.
+
+    Raises:
+        SetupError: it cannot listen, or its sockets cannot be guarded.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._library = load_library()()
+        # Python would end it when the process exits, a second for each.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._library))
+        before = {number for number, _ in _wildcard_listeners()}
+        if self._library.initialize(host, "P2PHANDSHAKE", "tcp", ""):
+            raise SetupError(f"mooncake cannot listen on {host}")
+        listeners = [(n, port) for n, port in _wildcard_listeners() if n not in before]
+        self._listeners = [number for number, _ in listeners]
+        self._ports = {port for _, port in listeners}
+        port = self._library.get_rpc_port()
+        if port not in self._ports:
+            raise SetupError(f"mooncake's socket on port {port} was not found among this process's")
+        self.name = f"{host}:{port}"
+        # Over rdma only the descriptions are asked for over tcp.
+        self.protocol = "tcp" if len(self._ports) > 1 else "rdma"
+        # Names of engines to which this one has written.
+        self.met: set[str] = set()
+        self.admit(())
+
+    def admit(self, addresses: tuple[str, ...]) -> None:
+        """Let only these IPv4 addresses connect; connections from others are cut."""
+        code = _only_from(addresses)
+        for number in self._listeners:
+            with _borrowed(number) as sock:
+                _attach(sock, code)
+        for sock in self._accepted():
+            with contextlib.suppress(OSError):
+                if sock.getpeername()[0].removeprefix("::ffff:") not in addresses:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Let admitted peers write there. Raises SetupError."""
+        if status := self._library.register_memory(address, num_bytes):
+            raise SetupError(f"mooncake cannot register {num_bytes} bytes: {status}")
+
+    def unregister(self, address: int) -> None:
+        """Refuse new writes there. Over tcp one that has begun goes on, see :meth:`hang_up`."""
+        self._library.unregister_memory(address)
+
+    def hang_up(self, seconds: float) -> bool:
+        """Admit nobody and wait until the library has closed every connection to this engine.
+
+        True: nothing is written any more to what was unregistered before. The library looks at the
+        address of a write once, before its bytes; so a write that goes on belongs to a connection
+        that was here when ``unregister`` returned, and ends with it.
+        """
+        self.admit(())
+        deadline = time.monotonic() + seconds
+        while any(True for _ in self._accepted()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def destroy(self) -> None:
+        """The engine is of no use any more. See the module's docstring for what it costs."""
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._library))
+        del self._library
+
+    def _accepted(self) -> Iterator[socket.socket]:
+        """Duplicates of the connections to this engine, each open until the next is asked for."""
+        for _, sock, port in _sockets():
+            if port in self._ports and not _listens(sock):
+                yield sock
+
+    def submit(self, target: str, source: int, destination: int, num_bytes: int) -> int:
+        """Start a write to the engine named ``target``; returns its number, 0 if it failed.
+
+        The first for a target asks it for its description and waits for the answer (5 s if nobody
+        answers, 60 s if the process is stopped), and so do all other calls of this engine
+        meanwhile. Later ones do not wait.
+        """
+        batch: int = self._library.transfer_submit_write(target, source, destination, num_bytes)
+        return 0 if batch in _NO_BATCH else batch
+
+    def poll(self, batch: int) -> bool | None:
+        """True: it arrived. False: it failed, and what the kernel was given may still arrive. None:
+        neither yet. Not to be asked again after an answer."""
+        if not batch:
+            return False
+        status: int = self._library.transfer_check_status(batch)
+        return None if status == 0 else status > 0
+
+    def result(self, batch: int, pause: float) -> bool:
+        """Wait for what :meth:`poll` says in the end, asking every ``pause`` seconds."""
+        while (arrived := self.poll(batch)) is None:
+            time.sleep(pause)
+        return arrived
+
+
+class EnginePool:
+    """Engines of this process that are in nobody's hands, for use by the next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[tuple[str, Engine]] = []
+
+    def take(self, host: str, target: str = "") -> Engine:
+        """An engine that admits nobody, registers nothing and has not met ``target``, if one is
+        given. Raises SetupError."""
+        with self._lock:
+            fit = [x for x in self._idle if x[0] == host and target not in x[1].met]
+            if fit and (target or len(fit) >= _TURNS):
+                self._idle.remove(fit[0])
+                engine = fit[0][1]
+            else:
+                # With the lock held: two that listen at once could not be told apart.
+                engine = Engine(host)
+        if target:
+            engine.met.add(target)
+        return engine
+
+    def give_back(self, host: str, engine: Engine) -> None:
+        """Nothing of it is under way or registered."""
+        engine.admit(())
+        with self._lock:
+            self._idle.append((host, engine))
+            if len(self._idle) > _MAX_IDLE:
+                # Rare, so it may hold up the process for a second.
+                self._idle.pop(0)[1].destroy()
+
+
+ENGINES = EnginePool()
+
+
+# ---- sockets of the library
+
+
+def _only_from(addresses: tuple[str, ...]) -> list[tuple[int, int, int, int]]:
+    """A packet filter (classic BPF) that lets IPv4 packets from ``addresses`` pass."""
+    if len(addresses) > _MAX_ADMITTED:
+        raise SetupError(f"mooncake cannot admit more than {_MAX_ADMITTED} hosts")
+    network_header = (1 << 32) - 0x100000
+    code = [
+        (0x30, 0, 0, network_header),  # load the byte with the version of IP
+        (0x54, 0, 0, 0xF0),
+        (0x15, 1, 0, 0x40),  # 4: go on, else drop
+        (0x06, 0, 0, 0),
+        (0x20, 0, 0, network_header + 12),  # load the source address
+    ]
+    for index, address in enumerate(addresses):
+        code.append((0x15, len(addresses) - index, 0, int(ipaddress.IPv4Address(address))))
+    code += [(0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)]
+    return code
+
+
+def _attach(sock: socket.socket, code: list[tuple[int, int, int, int]]) -> None:
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in code))
+    try:
+        sock.setsockopt(
+            socket.SOL_SOCKET,
+            _ATTACH_FILTER,
+            struct.pack("@HP", len(code), ctypes.addressof(program)),
+        )
+    except OSError as error:
+        raise SetupError(
+            f"mooncake listens on all addresses and this kernel refuses to filter who connects "
+            f"({error.strerror}); use another transfer backend"
+        ) from error
+
+
+def _wildcard_listeners() -> list[tuple[int, int]]:
+    """File descriptors and ports of this process's sockets that listen on all addresses."""
+    return [
+        (number, port)
+        for number, sock, port in _sockets()
+        if _listens(sock) and sock.getsockname()[0] in ("::", "0.0.0.0")
+    ]
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[tuple[int, socket.socket, int]]:
+    """This process's TCP sockets: descriptor, a duplicate that is open until the next step, port.
+
+    Other threads open and close descriptors meanwhile, so what is looked at is the duplicate.
+    """
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with _borrowed(int(entry)) as sock:
+                inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and sock.type == socket.SOCK_STREAM:
+                    yield int(entry), sock, sock.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """Somebody else's socket, which stays open."""
+    sock = socket.socket(fileno=os.dup(number))
+    try:
+        yield sock
+    finally:
+        sock.close()
