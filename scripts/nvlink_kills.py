@@ -1,0 +1,297 @@
+"""Kill the decode node again and again while KV is on its way to it.
+
+    python scripts/nvlink_kills.py --output FILE
+
+One prefill node, one decode node and a proxy, with a checkpoint whose KV cache has Llama-3.1-8B's
+shape (32 layers, 8 heads of 128, bfloat16) and pools of an 8B deployment's size, but hardly any
+weights, so that nodes start within seconds. Clients keep long prompts coming; the decode node is
+killed at random moments (SIGKILL) and started again at once, and must get a pool of the same size.
+Two such pools do not fit its GPU, so that works only if the prefill node gave up its mapping of the
+old one. A request must succeed after each restart, on the prefill process that was there from the
+start. Exit status 1 if any of it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from checkpoints import write_tokenizer  # noqa: E402
+from processes import Process, free_port, is_idle, wait_ready, wait_until  # noqa: E402
+
+VOCAB_SIZE = 512
+OUTPUT_TOKENS = 2
+# KV heads, layers, width and hidden size, context.
+SHAPES = {"8b": (8, 32, 128, 256, 40960), "tiny": (2, 2, 8, 32, 2048)}
+_UNMAPPED = re.compile(r"unmapped the pool of \S+ after ([0-9.]+) s")
+
+
+def write_model(shape: str, directory: Path) -> Path:
+    """``config.json`` and a tokenizer; weights are dummies."""
+    heads, layers, width, hidden, context = SHAPES[shape]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": width,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 254,
+        "eos_token_id": 255,
+        "tie_word_embeddings": False,
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory)
+    return directory
+
+
+class Load:
+    """Clients that ask for long prompts all the time, whatever happens to their requests."""
+
+    def __init__(
+        self, url: str, clients: int, lengths: tuple[int, int], rng: random.Random
+    ) -> None:
+        self._url, self._lengths, self._rng = url, lengths, rng
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.in_flight = self.succeeded = self.failed = 0
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            with self._lock:
+                length = self._rng.randint(*self._lengths)
+                first = self._rng.randrange(VOCAB_SIZE // 2)
+                self.in_flight += 1
+            good = ask(self._url, length, first) is None
+            with self._lock:
+                self.in_flight -= 1
+                self.succeeded += good
+                self.failed += not good
+            if not good:
+                self._over.wait(0.2)  # nobody can serve while the decode node starts
+
+
+def ask(url: str, length: int, first: int) -> str | None:
+    """Send a prompt that no other shares a page with; the error, or None if it was answered."""
+    rng = random.Random(first * 100003 + length)
+    prompt = [first, *(rng.randrange(250) for _ in range(length - 1))]
+    params = {"max_new_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params}
+    try:
+        answer = httpx.post(f"{url}/generate", json=body, timeout=60)
+    except httpx.HTTPError as error:
+        return repr(error)
+    if answer.status_code != 200:
+        return answer.text
+    tokens = answer.json()["output_ids"]
+    return None if len(tokens) == OUTPUT_TOKENS else f"{len(tokens)} tokens: {answer.text}"
+
+
+class Trial:
+    """The processes, and what is asserted of them after each kill."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+        self._args, self._directory = args, directory
+        self._rng = random.Random(args.seed)
+        model = write_model(args.shape, directory / "model")
+        flags = ["--model", str(model), "--load-format", "dummy"]
+        flags += ["--kv-cache-tokens", str(args.kv_cache_tokens)]
+        flags += ["--transfer-backend", args.transfer_backend]
+        prefill = ["--port", str(free_port()), "--bootstrap-port", str(free_port())]
+        self.prefill = self._process("prefill", *prefill, "--device", args.prefill_device, *flags)
+        decode = ["--port", str(free_port()), "--device", args.decode_device]
+        self.decode = self._process("decode", *decode, *flags)
+        workers = ["--prefill", self.prefill.url, "--decode", self.decode.url]
+        self.proxy = self._process("proxy", "--port", str(free_port()), *workers)
+        wait_ready(self.proxy, [self.prefill, self.decode], 120)
+        self._instance = self.prefill.server_info()["instance_id"]
+        self._pages = self.decode.server_info()["pages"]["total"]
+
+    def _process(self, role: str, *flags: str) -> Process:
+        return Process(role, *flags, log=self._directory / f"{role}.log")
+
+    def run(self) -> list[dict[str, Any]]:
+        """All kills under load; what was seen of each."""
+        lengths = (self._args.min_prompt, self._args.max_prompt)
+        self._succeeds()
+        load = Load(self.proxy.url, self._args.clients, lengths, self._rng)
+        try:
+            seen = [self._kill(number, load) for number in range(1, self._args.kills + 1)]
+        finally:
+            load.stop()
+        for node in (self.prefill, self.decode):
+            wait_until(lambda n=node: is_idle(n.server_info()), 30, node.server_info)
+        print(f"requests: {load.succeeded} succeeded, {load.failed} lost with a decode node")
+        return seen
+
+    def _kill(self, number: int, load: Load) -> dict[str, Any]:
+        before = load.failed
+        wait_until(lambda: load.in_flight > 0, 10)
+        time.sleep(self._rng.uniform(*self._args.run_seconds))
+        wait_until(lambda: load.in_flight > 0, 10)
+        in_flight = load.in_flight
+        self.decode.kill()
+        began = time.monotonic()
+        self.decode.restart()
+        started = time.monotonic() - began
+        pages = self.decode.server_info()["pages"]["total"]
+        assert pages == self._pages, f"a pool of {pages} pages, not {self._pages}"
+        wait_ready(self.proxy, [self.prefill, self.decode], 60)
+        self._succeeds()
+        recovered = time.monotonic() - began
+        assert self.prefill.child.poll() is None, "the prefill node ended"
+        assert self.prefill.server_info()["instance_id"] == self._instance
+        seen = {
+            "kill": number,
+            "in_flight": in_flight,
+            "lost": load.failed - before,
+            "restart_s": round(started, 2),
+            "recovered_s": round(recovered, 2),
+            "pool_tokens": pages * self.decode.server_info()["page_size"],
+        }
+        print(seen, flush=True)
+        return seen
+
+    def _succeeds(self) -> None:
+        """A request does, within a few tries: the proxy may have to find the node again."""
+        errors: list[str | None] = []
+
+        def answered() -> bool:
+            length = self._args.min_prompt
+            errors.append(ask(self.proxy.url, length, VOCAB_SIZE // 2 + len(errors)))
+            return errors[-1] is None
+
+        wait_until(answered, 30, lambda: errors[-1])
+
+    def unmapped_seconds(self) -> list[float]:
+        """How long the prefill node took to drain and unmap a pool, each time."""
+        return [float(s) for s in _UNMAPPED.findall(self.prefill.log.read_text())]
+
+    def stop(self) -> None:
+        for process in (self.proxy, self.decode, self.prefill):
+            process.stop()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--output", type=Path, help="result file (JSON)")
+    add("--kills", type=int, default=20)
+    add("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    add("--shape", choices=SHAPES, default="8b")
+    add("--transfer-backend", default="nvlink")
+    add("--prefill-device", default="cuda:0")
+    add("--decode-device", default="", help="default: the second GPU, or the same if there is one")
+    add("--kv-cache-tokens", type=int, default=0, help="default: more than half of a GPU's memory")
+    add("--min-prompt", type=int, default=8192)
+    add("--max-prompt", type=int, default=32768)
+    add("--clients", type=int, default=4)
+    add("--run-seconds", type=float, nargs=2, default=(0.3, 1.5), help="of load before a kill")
+    add("--logs", type=Path, help="keep the processes' logs in this directory")
+    args = parser.parse_args(arguments)
+    if not args.decode_device:
+        args.decode_device = "cuda:1" if len(gpus()) > 1 else "cuda:0"
+    if not args.kv_cache_tokens:
+        # 98 GiB of an H200's 140, or 49 if both nodes share it.
+        shared = args.decode_device == args.prefill_device
+        args.kv_cache_tokens = 400_000 if shared else 800_000
+    return args
+
+
+def commit() -> str:
+    """Of the working tree; given by PD_COMMIT where there is no repository."""
+    if "PD_COMMIT" in os.environ:
+        return os.environ["PD_COMMIT"]
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def gpus() -> list[str]:
+    """Name and driver of each."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    except OSError:
+        return []
+    return listed.stdout.strip().splitlines()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    print(f"seed {args.seed}")
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-kills-")))
+        if args.logs is not None:
+            args.logs.mkdir(parents=True, exist_ok=True)
+        trial = Trial(args, directory)
+        error = ""
+        kills: list[dict[str, Any]] = []
+        try:
+            kills = trial.run()
+        except AssertionError as failure:
+            error = str(failure) or repr(failure)
+        trial.stop()
+        unmapped = trial.unmapped_seconds()
+        for log in directory.glob("*.log"):
+            if args.logs is not None:
+                (args.logs / log.name).write_bytes(log.read_bytes())
+            elif error:
+                print(f"--- {log.name}", log.read_text()[-3000:], sep="\n", file=sys.stderr)
+    if unmapped and max(unmapped) > 1.0:
+        error = error or f"a mapping was given up only after {max(unmapped)} s"
+    document = {
+        "benchmark": "nvlink_kills",
+        "command": " ".join(["python", "scripts/nvlink_kills.py", *(arguments or sys.argv[1:])]),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"gpus": gpus(), "cores": os.cpu_count()},
+        "settings": {k: v for k, v in vars(args).items() if k not in ("output", "logs")},
+        "passed": not error,
+        "error": error,
+        "seconds": round(time.monotonic() - began, 1),
+        "slowest_unmap_s": max(unmapped, default=None),
+        "unmaps": len(unmapped),
+        "results": kills,
+    }
+    if args.output is not None:
+        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"{'passed' if not error else 'FAILED: ' + error}; {len(kills)} kills", flush=True)
+    return 1 if error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
