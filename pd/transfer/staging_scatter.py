@@ -123,6 +123,10 @@ class Incoming:
         with self.lock:
             old = [link for link in self._links if link.peer == channel.peer]
             link = InLink(self, channel)
+            if self._closing:
+                # It has no slots yet.
+                channel.close()
+                return link
             self._links.add(link)
             self.counters.links += 1
             if self._thread is None:
@@ -131,8 +135,6 @@ class Incoming:
                 self._thread.start()
         for other in old:
             other.end()
-        if self._closing:
-            link.end()
         return link
 
     def land(self, link: InLink, notes: list[Filled]) -> None:

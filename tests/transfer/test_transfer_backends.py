@@ -11,6 +11,7 @@ import pytest
 import torch
 from transfer_helpers import (
     SEED,
+    backends,
     hand_off,
     introduce,
     make_pool,
@@ -28,7 +29,7 @@ from pd.transfer.base import TransferState
 if TYPE_CHECKING:
     from pd.transfer.base import TransferManager
 
-BACKENDS = ["tcp", "fake"]
+BACKENDS = backends("tcp", "fake", "nixl")
 
 
 @pytest.fixture(params=BACKENDS)

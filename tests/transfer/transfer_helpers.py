@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 from pd.core.messages import Reservation
@@ -25,6 +27,23 @@ if TYPE_CHECKING:
 
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake"}
+
+
+def backends(*names: str) -> list[Any]:
+    """Parameters of a test; those without their library are skipped with a reason."""
+    return [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                name in _LIBRARIES and importlib.util.find_spec(_LIBRARIES[name]) is None,
+                reason=f"the library {name} is not installed",
+            ),
+        )
+        for name in names
+    ]
 
 
 @dataclass
