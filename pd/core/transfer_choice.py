@@ -31,13 +31,13 @@ def nvlink_obstacle(prefill: Published, decode: Published) -> str | None:
     if prefill["host_id"] != decode["host_id"]:
         return (
             "the nodes are not on one host with shared pid and ipc namespaces "
-            f"({prefill['host_id']} and {decode['host_id']})"
+            f"({prefill['host_id']:.100} and {decode['host_id']:.100})"
         )
     device = decode["device"]
     if device != prefill["device"] and device not in prefill.get("reachable", "").split(","):
         return (
-            f"the prefill node (on GPU {prefill['device']}) cannot map the decode node's GPU "
-            f"{device}: it must see that GPU and have peer access to it"
+            f"the prefill node (on GPU {prefill['device']:.100}) cannot map the decode node's GPU "
+            f"{device:.100}: it must see that GPU and have peer access to it"
         )
     return None
 

@@ -10,9 +10,14 @@ if TYPE_CHECKING:
 
 def transfer_info(node: Node) -> dict[str, object]:
     """Backends: what is offered, what each pair uses, and the one in use to sum it up (before the
-    first peer: the one that this node likes best)."""
+    first peer: the one that this node likes best). Staging slots that wait for a lost link."""
     if node.transfer is None:
-        return {"transfer_backend": "none", "transfer_backends": [], "peers": []}
+        return {
+            "transfer_backend": "none",
+            "transfer_backends": [],
+            "peers": [],
+            "staging": {"quarantined": 0},
+        }
     offered = list(node.transfer.addresses())
     peers = [
         {
@@ -24,7 +29,12 @@ def transfer_info(node: Node) -> dict[str, object]:
     ]
     used = {peer["transfer_backend"] for peer in peers}
     best = next((backend for backend in offered if backend in used), offered[0])
-    return {"transfer_backend": best, "transfer_backends": offered, "peers": peers}
+    return {
+        "transfer_backend": best,
+        "transfer_backends": offered,
+        "peers": peers,
+        "staging": {"quarantined": node.transfer.quarantined_slots},
+    }
 
 
 def server_info(node: Node) -> dict[str, object]:

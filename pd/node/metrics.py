@@ -111,8 +111,15 @@ class NodeMetrics:
             pages, queues = self._node.memory.counts(), self._node.queues()
             del pages["total"]  # their sum
             radix = self._node.memory.radix
+            transfer = self._node.transfer
+            slots = transfer.quarantined_slots if transfer else 0
             lookups = {"looked_up": radix.lookup_tokens, "hit": radix.hit_tokens}
         yield _gauge("pd_pages", "Pages by owner", "state", pages)
+        yield GaugeMetricFamily(
+            "pd_transfer_quarantined_slots",
+            "Staging slots that a transfer of a lost link may still touch",
+            value=slots,
+        )
         yield _gauge("pd_queue_length", "Requests by queue", "queue", queues)
         yield _gauge("pd_radix_tokens", "Tokens looked up and found cached", "kind", lookups)
 

@@ -185,6 +185,12 @@ class TransferManager(ABC):
                 ``token_start // page_size`` are never written.
         """
 
+    @property
+    def quarantined_slots(self) -> int:
+        """Staging slots, on either side of a link, that a transfer may still read or write after
+        its link was lost; shown by the node. 0 for a backend without staging."""
+        return 0
+
     def reservation_delay(self) -> float:
         """D: seconds by which to hold back the next ``Reservation`` without blocking anything else.
 

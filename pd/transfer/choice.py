@@ -86,6 +86,10 @@ class ChoosingManager(TransferManager):
     ) -> Receiver:
         return self._of(peer).receiver(peer, room, epoch, pages, token_start, token_stop)
 
+    @property
+    def quarantined_slots(self) -> int:
+        return sum(manager.quarantined_slots for manager in self._managers.values())
+
     def close(self) -> None:
         for manager in self._managers.values():
             manager.close()

@@ -47,6 +47,7 @@ INFO_FIELDS = {
     "transfer_backend": "none",
     "transfer_backends": [],
     "peers": [],
+    "staging": {"quarantined": 0},
     "attention_backend": "torch",
     "context_length": 1024,
     "vocab_size": 256,

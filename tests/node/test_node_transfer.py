@@ -10,9 +10,10 @@ import pytest
 from cluster import random_prompts
 from hand_off_helpers import scripted_cluster
 from prometheus_client.parser import text_string_to_metric_families
-from tiny import TOKEN_BYTES, tiny_cluster
+from tiny import TOKEN_BYTES, tiny_cluster, tiny_node
 
 from pd.transfer import factory
+from pd.transfer.tcp import TcpManager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,3 +142,14 @@ def test_auto_uses_nixl_where_it_is_installed() -> None:
         for server in cluster.pair:
             assert shown(server)[:2] == ("nixl", ["nixl", "tcp"])
         cluster.wait_idle()
+
+
+def test_staging_slots_in_quarantine_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "AUTO", ("fake", "tcp"))
+    monkeypatch.setattr(TcpManager, "quarantined_slots", 3)
+    server = tiny_node("decode", transfer_backend="auto")
+    try:
+        assert httpx.get(f"{server.url}/server_info").json()["staging"] == {"quarantined": 3}
+        assert "\npd_transfer_quarantined_slots 3.0\n" in httpx.get(f"{server.url}/metrics").text
+    finally:
+        server.stop()

@@ -148,6 +148,17 @@ class TestRouter:
                 "d2",
             )
 
+    def test_one_transfer_backend_in_common_is_enough(self) -> None:
+        """What each node shows as its backend is only the one that it likes best."""
+        router = self.router(
+            worker("prefill", "p", transfer_backend="nvlink", transfer_backends=["nvlink", "nixl"]),
+            worker("decode", "d1", transfer_backend="tcp", transfer_backends=["tcp"]),
+            worker("decode", "d2", transfer_backend="nixl", transfer_backends=["nixl", "tcp"]),
+        )
+        for _ in range(4):
+            decode = router.route("m", LONG, needs_decode=True).decode
+            assert decode is not None and decode.instance_id == "d2"
+
     def test_unified_nodes_need_no_partner(self) -> None:
         router = self.router(worker("unified", "u"), worker("decode", "d"))
         assert router.ready()
