@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,3 +66,29 @@ def test_both_nodes_must_use_it(checkpoint: Callable[[str], Path]) -> None:
         request = cluster.client.generate(prompt(1), cluster.pair)
         with pytest.raises(NodeFailedError, match=r"--kv-digest differs.*True.*False"):
             request.tokens()
+
+
+@over(IN_PROCESS)
+def test_aborts_at_any_moment_leave_nothing_behind_and_hurt_nobody(
+    checkpoint: Callable[[str], Path], backend: Backend, seed: int
+) -> None:
+    rng = random.Random(seed)
+    settings = {"transfer_backend": backend.flag, "kv_digest": True}
+    with Cluster(checkpoint("qwen3"), unified=1, **settings) as cluster:
+        prompts = [prompt(seed + number, rng.randrange(40, 200)) for number in range(8)]
+        expected = [cluster.client.generate(p, cluster.unified).tokens() for p in prompts]
+        kept = []
+        for _ in range(24):
+            index = rng.randrange(len(prompts))
+            # Without a shared prefix each transfer is whole.
+            request = cluster.client.generate(
+                prompts[index], cluster.pair, namespace=str(rng.random())
+            )
+            if rng.random() < 0.3:
+                kept.append((index, request))
+            else:
+                time.sleep(rng.random() * 0.03)
+                cluster.client.abort(request)
+        for index, request in kept:
+            assert request.tokens() == expected[index], f"prompt {index}, seed {seed}"
+        cluster.wait_idle()
