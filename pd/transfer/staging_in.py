@@ -116,6 +116,8 @@ class InLink:
         incoming.land(self, notes)
 
     def _open(self, message: Open) -> None:
+        if self.state is InState.ENDING:
+            return
         if message.version != VERSION:
             raise ValueError(f"it speaks version {message.version}, not {VERSION}")
         if self._setting_up or self.state is not InState.NEW or self._target is not None:

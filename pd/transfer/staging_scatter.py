@@ -265,12 +265,14 @@ class Incoming:
             )
 
     def _lost(self, link: InLink, reason: str) -> None:
-        """Its rooms end, and those that have no other link to wait for."""
+        """Its rooms end, and those that have no other link to wait for. A link that we ended is
+        not what later rooms wait for."""
         with self.lock:
+            awaited = link.live
             others = [x for x in self._links if x.peer == link.peer and x is not link and x.live]
             receivers = [r for r in self._receivers.values() if r.peer == link.peer]
         link.end()
         for receiver in receivers:
-            if not others or link in receiver.links:
+            if (awaited and not others) or link in receiver.links:
                 receiver.lost(reason)
         link.finish_unused()
