@@ -4,7 +4,7 @@ Two processes (or two hosts) have a pool each; P pushes rooms through the real t
 prefill does, by chunks and groups of layers, into pages that lie scattered on both sides. The clock
 runs from the first `send` until D has committed everything and P's pages are free. Transfers and
 their ceiling take turns, so that noise of the machine hits both; GB/s are medians, the best stands
-beside them. The last transfer's bytes are compared at both ends.
+beside them. In the end one more transfer's bytes are compared.
 
 The ceiling of `tcp` and `fake` is as many plain sockets; of `nixl` and `mooncake` the library with
 large blocks between the same kinds of memory; of `nvlink` a copy between the two GPUs.
@@ -101,7 +101,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="of tcp, and of the plain sockets beside it (default: the backend's)",
     )
-    add("--repeats", type=_positive, default=7, help="timed transfers, each (default: 7)")
+    add("--repeats", type=_positive, default=7, help="timed transfers, at least (default: 7)")
+    add(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="go on for so long, with up to 100 transfers, if they are short (default: 2)",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--listen", metavar="HOST:PORT", help="be the decode side for another host")
     where.add_argument("--connect", metavar="HOST:PORT", help="the decode side, on another host")
@@ -298,6 +304,7 @@ def _specs(args: argparse.Namespace) -> list[Spec]:
             target_device=target,
             connections=args.connections,
             repeats=args.repeats,
+            seconds=args.seconds,
         )
         for model in args.model.split(",")
         for page_size in _page_sizes(args.page_size)

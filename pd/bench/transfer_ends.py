@@ -33,6 +33,7 @@ _ROOM = b"pd-bench-transfe"
 _POLL_SHARE = 1 / 200
 _POLL_SECONDS = (50e-6, 2e-3)
 _MAX_SECONDS = 60.0
+_MAX_REPEATS = 100
 
 
 class End:
@@ -92,7 +93,8 @@ class SourceEnd(End):
         self._interval = 1e-3
 
     def measure(self, progress: Callable[[str], None]) -> Found:
-        """Transfers and their ceiling in turns, after one of each that is not counted."""
+        """Transfers and their ceiling in turns, after one of each that is not counted, and in the
+        end another one whose bytes are compared."""
         spec, control = self.spec, self._control
         opened = control.call("open", spec=msgspec.to_builtins(spec))
         self.manager.connect(msgspec.convert(opened["info"], NodeInfo))
@@ -104,13 +106,18 @@ class SourceEnd(End):
         ceiling.measure()
         rates: list[float] = []
         ceilings: list[float] = []
-        for number in range(1, spec.repeats + 1):
+        begun = time.monotonic()
+        while len(rates) < spec.repeats or (
+            len(rates) < _MAX_REPEATS and time.monotonic() - begun < spec.seconds
+        ):
             ceilings.append(ceiling.measure())
-            rates.append(self.push(verify=number == spec.repeats))
-            progress(
-                f"{spec}: {number}/{spec.repeats}: {rates[-1]:.2f} GB/s, "
-                f"{ceiling.name} {ceilings[-1]:.2f}"
-            )
+            rates.append(self.push(verify=False))
+            if len(rates) <= spec.repeats:
+                progress(
+                    f"{spec}: {len(rates)}/{spec.repeats}: {rates[-1]:.2f} GB/s, "
+                    f"{ceiling.name} {ceilings[-1]:.2f}"
+                )
+        self.push(verify=True)
         ceiling.close()
         self.manager.close()
         devices = sorted({describe_device(spec.source_device), opened["device"]} - {""})

@@ -81,6 +81,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         source_device, target_device: of P's and D's pool.
         connections: of tcp; 0 is the backend's default.
+        repeats: timed transfers at least; more if they take less than ``seconds`` in all.
         layer_group: layers that P sends together, as the model runner reports them.
         chunk: tokens of a prefill chunk.
     """
@@ -94,6 +95,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_device: str
     connections: int
     repeats: int
+    seconds: float = 2.0
     layer_group: int = 8
     chunk: int = 8192
 
@@ -144,7 +146,7 @@ def row(spec: Spec, found: Found) -> dict[str, Any]:
         "layout": spec.layout,
         "bytes": spec.num_bytes,
         "connections": found.connections,
-        "repeats": spec.repeats,
+        "repeats": len(found.rates),
         "gb_s": gb_s,
         "best_gb_s": max(found.rates),
         "ceiling": found.ceiling,

@@ -17,7 +17,7 @@ from pd.bench.transfer_ends import SourceEnd, TargetEnd
 from pd.bench.transfer_spec import Spec, load_shape
 from pd.core.errors import TransferError, UsageError
 
-SMALL = ["--model", "embedded", "--tokens", "200", "--repeats", "2"]
+SMALL = ["--model", "embedded", "--tokens", "200", "--repeats", "2", "--seconds", "0"]
 FIELDS = {"backend", "device", "gb_s", "page_size", "tokens", "ceiling_gb_s", "ceiling", "layout"}
 
 
@@ -32,6 +32,7 @@ def spec(**changes) -> Spec:
         target_device="cpu",
         connections=0,
         repeats=1,
+        seconds=0.0,
     )
     return Spec(**{**settings, **changes})
 
