@@ -1,0 +1,25 @@
+"""What a message may not say."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from pd.core.messages import Commit, decode, encode
+
+
+def commit(**fields: float) -> bytes:
+    message = Commit(to="D", sender="P", room=bytes(16), epoch=1, num_bytes=8, first_tokens=[])
+    return encode(msgspec.structs.replace(message, **fields))
+
+
+@pytest.mark.parametrize("field", ["wire_seconds", "exposed_seconds"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e9])
+def test_durations_that_would_spoil_the_receivers_metrics_are_refused(
+    field: str, value: float
+) -> None:
+    assert decode(commit(**{field: 0.5})) == decode(commit(**{field: 0.5}))
+    with pytest.raises(msgspec.ValidationError, match=field):
+        decode(commit(**{field: value}))
