@@ -30,7 +30,10 @@ class Ticket(Protocol):
     """Of something that was launched."""
 
     def done(self) -> bool:
-        """Whether it was observed complete."""
+        """Whether it is complete; does not wait."""
+
+    def wait(self) -> None:
+        """Until it is complete, asleep."""
 
 
 class Lane(Protocol):
@@ -55,9 +58,6 @@ class Lane(Protocol):
             after: from :meth:`StoreDevice.mark`: what must be complete before.
             slots, peer_slots: parts of a :meth:`table`.
         """
-
-    def drain(self) -> None:
-        """Wait, asleep, until all that was launched is complete."""
 
 
 class StoreDevice(Protocol):
@@ -99,11 +99,16 @@ class CudaMapping(Mapping):
 class CudaTicket(Ticket):
     """An event after the launch."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # blocking: who waits for it sleeps.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
 
     def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class CudaLane(Lane):
@@ -113,7 +118,6 @@ class CudaLane(Lane):
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._last: CudaTicket | None = None
 
     def table(self, slots: IntArray) -> torch.Tensor:
         host = torch.from_numpy(slots).pin_memory()
@@ -135,15 +139,7 @@ class CudaLane(Lane):
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
-            # blocking: who waits for it sleeps.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        self._last = CudaTicket(event)
-        return self._last
-
-    def drain(self) -> None:
-        if self._last is not None:
-            self._last.event.synchronize()
+        return CudaTicket(self._stream)
 
 
 class CudaDevice(StoreDevice):

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Stores launched and not complete at most. Enough that the GPU always has one at hand; few, because
+# they cannot be called back when their room is aborted or the peer dies, and a store waits for the
+# layers that it carries.
+LAUNCHED_AHEAD = 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Store:
@@ -122,13 +127,14 @@ class NvlinkSender(Sender):
 
     # ---- called by the link's thread, without the lock
 
-    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> None:
+    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> Ticket:
         if self._table is None:
             self._table = lane.table(self._slots)
         first = self._tokens.start
         columns = slice(store.block.token_start - first, store.block.token_stop - first)
         own, theirs = self._table[0, columns], self._table[1, columns]
         self._last = lane.store(store.after, own, peer, num_slots, theirs, store.block)
+        return self._last
 
 
 class Link:
@@ -148,6 +154,8 @@ class Link:
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
         self._stores: deque[_Store] = deque()
+        # The thread's own.
+        self._tickets: deque[Ticket] = deque()
         self._thread = threading.Thread(target=self._run, name="pd-nvlink", daemon=True)
         with self.changed:
             self._thread.start()
@@ -232,15 +240,10 @@ class Link:
 
     def _run(self) -> None:
         mapping: Mapping | None = None
-        lane: Lane | None = None
         try:
             if self._welcomed():
-                mapping, lane = (
-                    self.device.map(self.pool.handle, self.pool.offset),
-                    self.device.lane(),
-                )
-            while mapping is not None and lane is not None and (store := self._next()):
-                self._launch(lane, mapping, store)
+                mapping = self.device.map(self.pool.handle, self.pool.offset)
+                self._store_all(mapping)
         except TransferError as error:
             logger.warning("nvlink to %s: %s", self.peer, error)
             self.stop(error)
@@ -249,7 +252,7 @@ class Link:
             logger.exception("nvlink to %s failed", self.peer)
             self.stop(TransferError(f"cannot store to {self.peer}: {error}"))
         try:
-            self._give_up(lane, mapping)
+            self._give_up(mapping)
         except Exception:
             # The GPU failed: with its context, everything launched has ended.
             logger.exception("cannot unmap the pool of %s", self.peer)
@@ -275,17 +278,24 @@ class Link:
             store.sender.launching = True
             return store
 
-    def _launch(self, lane: Lane, mapping: Mapping, store: _Store) -> None:
-        try:
-            store.sender.launch(lane, mapping.address, self.pool.num_slots, store)
-        finally:
-            with self.changed:
-                store.sender.launching = False
+    def _store_all(self, mapping: Mapping) -> None:
+        """Launch what is queued until the link ends."""
+        lane = self.device.lane()
+        while (store := self._next()) is not None:
+            try:
+                ticket = store.sender.launch(lane, mapping.address, self.pool.num_slots, store)
+            finally:
+                with self.changed:
+                    store.sender.launching = False
+            self._tickets.append(ticket)
+            if len(self._tickets) >= LAUNCHED_AHEAD:
+                self._tickets.popleft().wait()
 
-    def _give_up(self, lane: Lane | None, mapping: Mapping | None) -> None:
+    def _give_up(self, mapping: Mapping | None) -> None:
         begun = time.monotonic()
-        if lane is not None:
-            lane.drain()
+        if self._tickets:
+            # Stores complete in the order of their launches.
+            self._tickets[-1].wait()
         if mapping is not None:
             mapping.close()
             seconds = time.monotonic() - begun

@@ -64,36 +64,38 @@ class ShmTicket:
     def done(self) -> bool:
         return self.event.is_set()
 
+    def wait(self) -> None:
+        self.event.wait()
+
 
 class ShmLane:
     def __init__(self, device: ShmDevice) -> None:
         self._device = device
         self._queue: queue.Queue = queue.Queue()
-        self._last: ShmTicket | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        # It does not keep the lane alive: its end is the end of the thread.
+        threading.Thread(target=self._run, args=(device, self._queue), daemon=True).start()
 
     def table(self, slots) -> torch.Tensor:
         return torch.from_numpy(slots)
 
     def store(self, after, slots, peer, peer_num_slots, peer_slots, block) -> ShmTicket:
-        self._last = ShmTicket()
+        ticket = ShmTicket()
         layers = block.layer_start, block.layer_stop
         args = (self._device.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         self._device.launched += 1
-        self._queue.put((after, args, self._last))
-        return self._last
+        self._queue.put((after, args, ticket))
+        return ticket
 
-    def drain(self) -> None:
-        if self._last is not None:
-            self._last.event.wait()
+    def __del__(self) -> None:
         self._queue.put(None)
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+    @staticmethod
+    def _run(device: ShmDevice, stores: queue.Queue) -> None:
+        while (item := stores.get()) is not None:
             after, args, ticket = item
             after.wait()
-            time.sleep(self._device.next_delay())
-            self._device.flows.wait()
+            time.sleep(device.next_delay())
+            device.flows.wait()
             copy_to_peer(*args)
             ticket.event.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -196,6 +197,20 @@ def test_after_an_abort_what_was_launched_completes_and_nothing_more_is(pair: Pa
     room.receiver.peer_drained()
     assert room.receiver.drained()
     assert sender.poll() is room.receiver.poll() is TransferState.FAILED
+
+
+def test_few_stores_are_launched_ahead_since_they_cannot_be_called_back(pair: Pair) -> None:
+    pair.p.device.flows.clear()
+    room = pair.room()
+    sender = room.open()
+    for token in range(0, 50, 5):
+        sender.send(token, token + 5, 0, 3)
+    wait_until(lambda: pair.p.device.launched == nvlink_link.LAUNCHED_AHEAD, "the launches")
+    time.sleep(0.05)
+    sender.abort()
+    pair.p.device.flows.set()
+    wait_until(sender.drained, "the drain")
+    assert pair.p.device.launched == nvlink_link.LAUNCHED_AHEAD
 
 
 def test_an_abort_leaves_other_rooms_alone(pair: Pair) -> None:
