@@ -216,16 +216,11 @@ class Schedule:
     def _start(self, node: Node) -> None:
         self._lives += 1
         node.instance = f"{node.role}-{self._lives}"
-        pool, instance = node.pages.pool, node.instance
         if self._backend == "fake":
-            node.manager = FakeManager(pool, instance, script=self._script)
-        elif self._backend == "tcp":
-            node.manager = TcpManager(pool, instance)
+            script = self._script
+            node.manager = FakeManager(node.pages.pool, node.instance, script=script)
         else:
-            from pd.transfer.nixl import NixlManager
-
-            # Rooms need several slots, and wait for them.
-            node.manager = NixlManager(pool, instance, slots=2, slot_bytes=64)
+            node.manager = TcpManager(node.pages.pool, node.instance)
 
     def _introduce(self) -> None:
         """The handshake."""

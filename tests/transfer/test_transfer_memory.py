@@ -34,7 +34,7 @@ def spaced(rng: random.Random, lengths: list[int], gap: bytes) -> np.ndarray:
 def test_every_byte_arrives_at_its_place_whatever_one_call_moves(
     call_bytes, trial, monkeypatch
 ) -> None:
-    monkeypatch.setattr(memory, "CALL_BYTES", call_bytes)
+    monkeypatch.setattr(memory, "_CALL_BYTES", call_bytes)
     rng = random.Random(f"{SEED}/{call_bytes}/{trial}")
     total = 5_000 if call_bytes < 1000 else 1_000_000
     sent = [rng.randint(1, total // rng.choice([3, 50, 3000])) for _ in range(1500)]

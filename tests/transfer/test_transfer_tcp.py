@@ -396,7 +396,8 @@ def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
 @pytest.mark.parametrize("connections", [1, 2, 4])
 @pytest.mark.parametrize("staged", [False, True])
 def test_connections_and_staging_do_not_change_the_bytes(connections, staged, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_link, "FRAME_BYTES", 4096)
+    for size in ("FRAME_BYTES", "STAGED_FRAME_BYTES"):
+        monkeypatch.setattr(tcp_link, size, 4096)
     rng = random.Random(SEED)
     source, target = make_pool(600, 2), make_pool(600, 4, fill=-1.0)
     p = TcpManager(source, "P", connections=connections, staged=staged)
