@@ -20,6 +20,6 @@ def commit(**fields: float) -> bytes:
 def test_durations_that_would_spoil_the_receivers_metrics_are_refused(
     field: str, value: float
 ) -> None:
-    assert decode(commit(**{field: 0.5})) == decode(commit(**{field: 0.5}))
+    assert getattr(decode(commit(**{field: 0.5})), field) == 0.5
     with pytest.raises(msgspec.ValidationError, match=field):
         decode(commit(**{field: value}))
