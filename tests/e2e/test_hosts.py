@@ -257,6 +257,42 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     assert all(node.child.poll() is None for node in hosts.nodes)
 
 
+@over(ACROSS_HOSTS, sample=[])
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.timeout(280)
+def test_a_node_is_killed_while_the_link_is_cut(
+    hosts: Hosts, model: Path, seed: int, victim: str
+) -> None:
+    """What its kernel still holds is sent when the link returns, and must hit nobody."""
+    asked, short_prompts = prompts(seed, 4, LONG_PROMPT), prompts(seed + 1, 40, 500)
+    expected = reference_generate(model, asked, SHORT_OUTPUT)
+    shorts = reference_generate(model, short_prompts, SHORT_OUTPUT)
+    ask(hosts.far, asked[0], expected[0])
+    ask(hosts.near, short_prompts[0], shorts[0])
+    process: Process = getattr(hosts, victim)
+
+    def cut_and_kill(_: Stream) -> None:
+        hosts.net.cut()
+        process.kill()
+
+    hosts.net.slow(MEGABITS)
+    stream, killed_at = stopped_in_the_middle(hosts, asked[1], cut_and_kill)
+    assert_failed(stream, killed_at + ERROR_WITHIN)
+    process.restart()
+    hosts.wait_ready()
+    traffic = Traffic(hosts.near.url, short_prompts, shorts)
+    time.sleep(max(0.0, killed_at + OUTAGE / 2 - time.monotonic()))
+    hosts.net.restore()
+    hosts.net.fast()
+    until = time.monotonic() + AFTERMATH
+    for number in itertools.cycle(range(4)):
+        ask(hosts.far, asked[number], expected[number])
+        if time.monotonic() > until:
+            break
+    assert traffic.stop() > 10
+    wait_until(hosts.idle, 60, hosts.describe)
+
+
 def is_over(node: Process) -> bool:
     """Nobody waits for a transfer any more; its pages may still be in quarantine."""
     queues = node.server_info()["queues"]
