@@ -230,6 +230,7 @@ class Outgoing:
             return
         with self.changed:
             gather.link.gathered(gather.sender, gather.block, gather.slot, good=True)
+        gather.link.push()
 
     def _failed(
         self, link: OutLink, sender: StagedSender, block: Block, slot: int, error: Exception

@@ -8,7 +8,16 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from pd.transfer.staging_messages import VERSION, FilledSlots, Freed, Open, Ready, Refused, Waiting
+from pd.transfer.staging_messages import (
+    VERSION,
+    FilledSlots,
+    Freed,
+    Leaving,
+    Open,
+    Ready,
+    Refused,
+    Waiting,
+)
 from pd.transfer.staging_mover import MoverError
 
 if TYPE_CHECKING:
@@ -89,6 +98,8 @@ class InLink:
             self._incoming.pump.wake()
         elif isinstance(message, Open):
             self._open(message)
+        elif isinstance(message, Leaving):
+            self._incoming.end_of(self, message.reason)
         else:
             raise ValueError(f"a prefill node does not send {type(message).__name__}")
 

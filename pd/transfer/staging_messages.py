@@ -84,6 +84,12 @@ class FilledSlots(_Note):
     notes: Annotated[list[Filled], msgspec.Meta(min_length=1, max_length=MAX_SLOTS)]
 
 
+class Leaving(_Note):
+    """P gave the link up; the channel's end follows when nothing can land any more."""
+
+    reason: _Text
+
+
 # ---- D to P
 
 
@@ -114,6 +120,6 @@ class Freed(_Note):
     slots: Annotated[list[_Slot], msgspec.Meta(min_length=1, max_length=MAX_SLOTS)]
 
 
-ToDecode: TypeAlias = Open | Waiting | FilledSlots
+ToDecode: TypeAlias = Open | Waiting | FilledSlots | Leaving
 ToPrefill: TypeAlias = Ready | Refused | Freed
 AnyMessage: TypeAlias = ToDecode | ToPrefill

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
 from pd.core.messages import LEASE_SECONDS
-from pd.transfer.staging_messages import Filled, FilledSlots, Freed, Ready, Waiting
+from pd.transfer.staging_messages import Filled, FilledSlots, Freed, Leaving, Ready, Waiting
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,7 @@ class OutLink:
         self._flying_since = 0.0
         # D helps from the start until it is told that nothing is waited for.
         self._said_waiting = True
+        self._library = threading.Lock()
         self._to_probe = True
 
     # ---- any thread
@@ -128,6 +129,8 @@ class OutLink:
             self.changed.notify_all()
             if self._path is None and not self._setting_up:
                 self._finish()
+            elif self._channel is not None:
+                self._channel.send(Leaving(reason[:1024]))
         self._outgoing.pump.wake()
 
     @property
@@ -229,11 +232,30 @@ class OutLink:
         else:
             self._free.append(slot)
             sender.said()
-        self._outgoing.pump.wake()
+        if self.state is OutState.ENDING:
+            self._outgoing.pump.wake()
+
+    # ---- the gatherer's thread, without the lock
+
+    def push(self) -> None:
+        """Begin the writes of what was gathered, and see which are over already."""
+        with self._library:
+            path = self._path
+            if path is None or self.state is not OutState.UP:
+                return
+            self._write(path)
+            self._collect(path)
+            flying = bool(self._flying)
+        if flying:
+            self._outgoing.pump.wake()
 
     # ---- the pump's thread
 
     def drive(self) -> float | None:
+        with self._library:
+            return self._drive()
+
+    def _drive(self) -> float | None:
         path = self._path
         assert path is not None
         if self._to_probe and self.state is OutState.OPENING:

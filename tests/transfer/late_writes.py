@@ -216,11 +216,16 @@ class Schedule:
     def _start(self, node: Node) -> None:
         self._lives += 1
         node.instance = f"{node.role}-{self._lives}"
+        pool, instance = node.pages.pool, node.instance
         if self._backend == "fake":
-            script = self._script
-            node.manager = FakeManager(node.pages.pool, node.instance, script=script)
+            node.manager = FakeManager(pool, instance, script=self._script)
+        elif self._backend == "tcp":
+            node.manager = TcpManager(pool, instance)
         else:
-            node.manager = TcpManager(node.pages.pool, node.instance)
+            from pd.transfer.nixl import NixlManager
+
+            # Rooms need several slots, and wait for them.
+            node.manager = NixlManager(pool, instance, slots=2, slot_bytes=64)
 
     def _introduce(self) -> None:
         """The handshake."""

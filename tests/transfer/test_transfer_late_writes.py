@@ -9,7 +9,7 @@ import time
 
 import pytest
 from late_writes import ForeignBytes, Schedule
-from transfer_helpers import SEED
+from transfer_helpers import SEED, backends
 
 _WIDTH = 8
 
@@ -42,8 +42,13 @@ def run_all(backend: str, count: int, *, careless: str = "", series: str = "") -
     return done
 
 
-@pytest.mark.parametrize(("backend", "count"), [("fake", 1000), ("tcp", 100)])
-def test_no_room_sees_a_foreign_byte(backend, count) -> None:
+COUNTS = {"fake": 1000, "tcp": 100, "nixl": 20}
+MANY = {"fake": 5000, "tcp": 1000, "nixl": 200}
+
+
+@pytest.mark.parametrize("backend", backends(*COUNTS))
+def test_no_room_sees_a_foreign_byte(backend) -> None:
+    count = COUNTS[backend]
     done = run_all(backend, count)
     # The schedules are worth something: all that they are about happened.
     assert sum(s.committed for s in done) > count
@@ -52,9 +57,9 @@ def test_no_room_sees_a_foreign_byte(backend, count) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "count"), [("fake", 5000), ("tcp", 1000)])
-def test_no_room_sees_a_foreign_byte_in_many_schedules(backend, count) -> None:
-    run_all(backend, count, series="many")
+@pytest.mark.parametrize("backend", backends(*MANY))
+def test_no_room_sees_a_foreign_byte_in_many_schedules(backend) -> None:
+    run_all(backend, MANY[backend], series="many")
 
 
 def test_the_same_schedules_notice_a_decode_node_without_quarantine() -> None:

@@ -1,0 +1,104 @@
+"""A transfer library in this process, whose writes a test can hold back, fail or watch."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd.transfer.staging_mover import Mover, MoverError, Path, Target, Written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+class HeldTarget(Target):
+    """Knows where its slots are, as long as they are registered."""
+
+    def __init__(self, mover: HeldMover, slots: torch.Tensor, peer: str) -> None:
+        self.slots, self.peer, self._mover = slots, peer, mover
+        self.closed = False
+        self.progressed = 0
+
+    @property
+    def description(self) -> bytes:
+        return msgspec.msgpack.encode((self.slots.data_ptr(), *self.slots.shape))
+
+    def progress(self) -> None:
+        self.progressed += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class HeldPath(Path):
+    """Writes at once, or when the mover lets go."""
+
+    poll_seconds = 0.001
+    needs_peer = True
+
+    def __init__(self, mover: HeldMover, slots: torch.Tensor, description: bytes) -> None:
+        self.slots, self._mover = slots, mover
+        self.address, count, size = msgspec.msgpack.decode(description)
+        if (count, size) != slots.shape:
+            raise MoverError("slots of another shape")
+        self.flying: dict[int, int] = {}
+        self.closed = False
+
+    def write(self, slot: int, num_bytes: int) -> None:
+        assert slot not in self.flying, "a slot is written twice"
+        self.flying[slot] = num_bytes
+        self._mover.written.append((slot, num_bytes))
+
+    def poll(self) -> list[Written]:
+        # A first write opens the link; what a test holds back comes after it.
+        if self._mover.held and self in self._mover.open:
+            return []
+        self._mover.open.add(self)
+        over = [self._land(slot) for slot in list(self.flying)]
+        return over
+
+    def close(self) -> None:
+        assert not self.flying
+        self.closed = True
+
+    def _land(self, slot: int) -> Written:
+        num_bytes = self.flying.pop(slot)
+        if self._mover.error:
+            return Written(slot, self._mover.error)
+        size = self.slots.shape[1]
+        source = self.slots.data_ptr() + slot * size
+        ctypes.memmove(self.address + slot * size, source, num_bytes)
+        return Written(slot)
+
+
+class HeldMover(Mover):
+    """``held``: writes do not end. ``error``: they end with this. ``written``: all that began."""
+
+    name = "held"
+
+    def __init__(self) -> None:
+        self.held = False
+        self.error = ""
+        self.refuses = ""
+        self.written: list[tuple[int, int]] = []
+        self.targets: list[HeldTarget] = []
+        self.paths: list[HeldPath] = []
+        self.open: set[HeldPath] = set()
+        self._lock = threading.Lock()
+
+    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
+        if self.refuses:
+            raise MoverError(self.refuses)
+        self.targets.append(HeldTarget(self, slots, peer))
+        return self.targets[-1]
+
+    def path(
+        self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
+    ) -> Path:
+        self.paths.append(HeldPath(self, slots, description))
+        return self.paths[-1]

@@ -1,0 +1,419 @@
+"""Staged links, over a library whose writes the test holds in its hand."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from held_mover import HeldMover
+from transfer_helpers import (
+    SEED,
+    hand_off,
+    introduce,
+    make_pool,
+    random_pages,
+    reservation,
+    settled,
+    wait_until,
+)
+
+from pd.core.errors import TransferError
+from pd.transfer import staging_in
+from pd.transfer.base import TransferState
+from pd.transfer.greeting import greet
+from pd.transfer.ranges import Block
+from pd.transfer.staging import StagedManager
+from pd.transfer.staging_messages import AnyMessage, Filled, FilledSlots, Freed, Open, Ready
+from pd.transfer.staging_sender import pieces
+
+SLOTS, TOKENS = 4, 64
+CELL = 2 * 2 * 4 * 4
+
+
+class Pair:
+    """P and D in this process, each with a library of its own."""
+
+    def __init__(self, slot_bytes: int = 16 * CELL) -> None:
+        self.source = make_pool(256, 4)
+        self.target = make_pool(256, 16, fill=-1.0)
+        self.out, self.into = HeldMover(), HeldMover()
+        kwargs = {"slots": SLOTS, "slot_bytes": slot_bytes}
+        self.p = StagedManager(self.source, "P", "127.0.0.1", mover=self.out, **kwargs)
+        self.d = StagedManager(self.target, "D", "127.0.0.1", mover=self.into, **kwargs)
+        self.epoch = 0
+        self.pages = np.arange(TOKENS // 4, dtype=np.int32)[::-1].copy()
+        self.rooms = 0
+
+    def introduce(self) -> None:
+        introduce(self.p, "P", self.d, "D", self.source)
+
+    def room(self):
+        """A sender and a receiver of a room of its own pages."""
+        self.epoch += 1
+        into = np.arange(4, dtype=np.int32) + 4 * (self.epoch % 4)
+        receiver = self.d.receiver("P", bytes(16), self.epoch, into, 0, TOKENS)
+        asked = reservation(receiver, bytes(16), self.epoch, 0)
+        return self.p.sender("D", asked, self.pages, TOKENS), receiver, into
+
+    def transfer(self) -> None:
+        sender, receiver, into = self.room()
+        sender.send(0, TOKENS, 0, 3)
+        hand_off(sender, receiver)
+        arrived = self.target.tokens(into, 0, TOKENS)
+        assert torch.equal(arrived, self.source.tokens(self.pages, 0, TOKENS))
+
+
+@pytest.fixture
+def pair():
+    made: list[Pair] = []
+
+    def make(**kwargs) -> Pair:
+        made.append(Pair(**kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.out.held = False
+        one.p.close()
+        one.d.close()
+
+
+def test_a_room_larger_than_all_slots_goes_through_them(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    for _ in range(3):
+        nodes.transfer()
+    # 3 layers of 64 tokens in slots of 16 cells, after the first write of the link.
+    assert nodes.out.written == [(0, 1)] + [(s, 16 * CELL) for s, _ in nodes.out.written[1:]]
+    assert len(nodes.out.written) == 1 + 3 * 12
+    assert nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0
+
+
+def test_rooms_take_turns_and_a_small_one_does_not_wait_for_a_full_slot(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    nodes.out.held = True
+    large, large_into, _ = nodes.room()
+    large.send(0, TOKENS, 0, 3)
+    wait_until(lambda: len(nodes.out.paths[0].flying) == SLOTS, "the slots to fill")
+    small, small_into, _ = nodes.room()
+    small.send(0, 2, 0, 1)
+    nodes.out.held = False
+    wait_until(lambda: small_into.bytes_received == 2 * CELL, "the small room")
+    after = nodes.out.written[1 + 12 :]
+    assert after.index(next(w for w in after if w[1] == 2 * CELL)) <= SLOTS + 1
+    for end in (large, small, large_into, small_into):
+        end.abort()
+
+
+def test_the_pages_are_free_while_a_write_is_held(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    nodes.out.held = True
+    sender, receiver, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    wait_until(lambda: nodes.out.paths[0].flying, "the write")
+    assert not sender.drained()
+    sender.abort()
+    receiver.abort()
+    assert sender.drained()
+    assert receiver.drained()
+    nodes.target.buffer.fill_(7.0)
+    nodes.source.buffer.fill_(3.0)
+    nodes.out.held = False
+    wait_until(lambda: nodes.d.counters.discarded_frames == 1, "the late block")
+    assert bool((nodes.target.buffer == 7.0).all())
+    nodes.transfer()
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_slots(pair, who) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    nodes.out.held = True
+    sender, receiver, _ = nodes.room()
+    sender.send(0, TOKENS, 0, 3)
+    wait_until(lambda: len(nodes.out.paths[0].flying) == SLOTS, "the writes")
+    if who == "D":
+        nodes.d.disconnect("P")
+    else:
+        nodes.p.disconnect("D")
+    wait_until(lambda: settled(sender) is TransferState.FAILED and sender.drained(), "the sender")
+    wait_until(lambda: settled(receiver) is TransferState.FAILED, "the receiver")
+    assert receiver.drained()
+    wait_until(lambda: nodes.p.quarantined_slots == SLOTS, "P's quarantine")
+    wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "D's quarantine")
+    # They shake hands again, and a new link works beside the old one's writes.
+    nodes.introduce()
+    wait_until(lambda: len(nodes.out.paths) == 2, "the new link")
+    old, new = nodes.into.targets
+    assert old.slots.data_ptr() != new.slots.data_ptr()
+    assert not old.closed
+    nodes.target.buffer.fill_(7.0)
+    before = new.slots.clone()
+    late = nodes.out.paths[0]
+    flying = dict(late.flying)
+    for slot in flying:
+        late._land(slot)
+    late.flying.update(flying)
+    assert bool((nodes.target.buffer == 7.0).all())
+    assert torch.equal(new.slots, before)
+    nodes.out.held = False
+    wait_until(lambda: nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0, "the end")
+    assert late.closed
+    assert old.closed
+    nodes.transfer()
+
+
+def test_an_end_without_proof_keeps_the_slots_for_long(pair, monkeypatch) -> None:
+    monkeypatch.setattr(staging_in, "QUARANTINE_SECONDS", 0.5)
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    nodes.out.held = True
+    sender, _, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    wait_until(lambda: nodes.out.paths[0].flying, "the write")
+    (link,) = nodes.d._incoming._links
+    begun = time.monotonic()
+    link.ended(link._channel, "Connection timed out", False)
+    wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "the quarantine")
+    wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of the quarantine")
+    assert time.monotonic() - begun >= 0.5
+
+
+def test_lost_links_are_counted_and_one_too_many_is_refused(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    for _ in range(4):
+        nodes.out.held = False
+        nodes.out.open.update(nodes.out.paths)
+        wait_until(lambda: nodes.p._outgoing.link("D").state.name == "UP", "a link")
+        nodes.out.held = True
+        sender, _, _ = nodes.room()
+        sender.send(0, 16, 0, 1)
+        wait_until(lambda: nodes.out.paths[-1].flying, "the write")
+        # Lost as far as P can tell; the writes stay in the air.
+        path = nodes.out.paths[-1]
+        path.poll = lambda: []
+        nodes.p._outgoing.link("D").end("the link to D was lost: a test")
+    with pytest.raises(TransferError, match="4 links to D were lost while something was being"):
+        nodes.room()
+    assert nodes.p.quarantined_slots == 4
+    for path in nodes.out.paths:
+        del path.poll
+    nodes.out.held = False
+    wait_until(lambda: nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0, "the end")
+    nodes.transfer()
+
+
+def test_a_failed_write_ends_its_rooms_and_the_next_works(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    nodes.out.error = "the peer is gone"
+    sender, receiver, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    assert settled(sender) is TransferState.FAILED
+    assert str(sender.error) == "the link to D was lost: the peer is gone"
+    assert settled(receiver) is TransferState.FAILED
+    assert "the link from P was lost" in str(receiver.error)
+    nodes.out.error = ""
+    nodes.transfer()
+
+
+def test_a_library_that_cannot_make_slots_is_reported(pair) -> None:
+    nodes = pair()
+    nodes.into.refuses = "no memory can be registered"
+    nodes.introduce()
+    sender, receiver, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    assert settled(sender) is TransferState.FAILED
+    assert "D refused a link: cannot make slots: no memory can be registered" in str(sender.error)
+    nodes.into.refuses = ""
+    receiver.abort()
+    wait_until(lambda: nodes.out.paths, "the next link")
+    nodes.transfer()
+
+
+def test_d_helps_only_while_p_waits(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    (target,) = nodes.into.targets
+    nodes.out.held = True
+    sender, _, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    before = target.progressed
+    wait_until(lambda: target.progressed > before, "help")
+    nodes.out.held = False
+    sender.finish()
+    assert settled(sender) is TransferState.DONE
+    wait_until(lambda: not next(iter(nodes.d._incoming._links))._peer_waits, "the end of it")
+    time.sleep(0.05)
+    before = target.progressed
+    time.sleep(0.2)
+    assert target.progressed == before
+
+
+def test_a_manager_that_cannot_drain_closes_but_does_not_say_that_it_drained(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    nodes.out.held = True
+    sender, _, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    wait_until(lambda: nodes.out.paths[0].flying, "the write")
+    begun = time.monotonic()
+    nodes.p.close()
+    assert time.monotonic() - begun < 4.0
+    assert not nodes.out.paths[0].closed
+    (link,) = nodes.d._incoming._links
+    assert not link._proven
+
+
+# ---- a peer that breaks the rules
+
+
+class RawP:
+    """P by hand, over a socket."""
+
+    def __init__(self, port: int) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout=10.0)
+        greet(self.sock, "held", "P", "D", None)
+        self.send(Open(1, SLOTS, 16 * CELL, False, ""))
+        self.ready = self.receive()
+        assert isinstance(self.ready, Ready)
+
+    def send(self, message) -> None:
+        body = msgspec.msgpack.encode(message)
+        self.sock.sendall(struct.pack("<I", len(body)) + body)
+
+    def receive(self):
+        head = self.sock.recv(4, socket.MSG_WAITALL)
+        if not head:
+            return None
+        body = self.sock.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL)
+        return msgspec.msgpack.decode(body, type=AnyMessage)
+
+    def filled(self, slot: int, epoch: int, block: Block, room: bytes = bytes(16)) -> None:
+        ends = (block.token_start, block.token_stop, block.layer_start, block.layer_stop)
+        self.send(FilledSlots([Filled(slot, room, epoch, *ends)]))
+
+
+@pytest.fixture
+def raw(pair):
+    nodes = pair()
+    raw = RawP(nodes.d._hub.port)
+    yield nodes, raw
+    raw.sock.close()
+
+
+def test_repeated_and_unknown_blocks_are_discarded_and_acknowledged(raw) -> None:
+    nodes, p = raw
+    into = np.arange(4, dtype=np.int32)
+    receiver = nodes.d.receiver("P", bytes(16), 1, into, 0, TOKENS)
+    p.filled(0, 1, Block(0, 16, 0, 1))
+    assert p.receive() == Freed([0])
+    assert receiver.bytes_received == 16 * CELL
+    # A repeat, in whole or in part; a room that is not; an epoch that is not.
+    nodes.target.buffer.fill_(7.0)
+    for slot, epoch, block, room in [
+        (0, 1, Block(0, 16, 0, 1), bytes(16)),
+        (1, 1, Block(15, 17, 0, 1), bytes(16)),
+        (2, 1, Block(16, 32, 0, 1), b"x" * 16),
+        (3, 2, Block(16, 32, 0, 1), bytes(16)),
+    ]:
+        p.filled(slot, epoch, block, room)
+        assert p.receive() == Freed([slot])
+    assert bool((nodes.target.buffer == 7.0).all())
+    assert receiver.bytes_received == 16 * CELL
+    assert nodes.d.counters.discarded_frames == 4
+    assert nodes.d.counters.duplicate_frames == 2
+    assert receiver.poll() is TransferState.ACTIVE
+
+
+@pytest.mark.parametrize(
+    ("slot", "block", "reason"),
+    [
+        (SLOTS, Block(0, 1, 0, 1), f"slot {SLOTS} is not P's to fill"),
+        (0, Block(0, 17, 0, 1), "17 tokens of 1 layers do not fit in a slot"),
+        (0, Block(0, 1, 2, 4), "are no block of 3 layers"),
+        (0, Block(4, 4, 0, 1), "are no block of 3 layers"),
+        (0, Block(60, 65, 0, 1), "tokens [60, 65) are outside the reserved [0, 64)"),
+    ],
+)
+def test_a_block_that_cannot_be_ends_the_link(raw, caplog, slot, block, reason) -> None:
+    nodes, p = raw
+    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), 0, TOKENS)
+    nodes.target.buffer.fill_(7.0)
+    p.filled(slot, 1, block)
+    assert settled(receiver) is TransferState.FAILED
+    assert reason in str(receiver.error)
+    assert "gave up the held channel of P (127.0.0.1:" in caplog.text
+    assert bool((nodes.target.buffer == 7.0).all())
+    # Its slots stay until it is gone.
+    while p.receive() is not None:
+        pass
+    assert nodes.d.quarantined_slots == SLOTS
+    p.sock.close()
+    wait_until(lambda: nodes.d.quarantined_slots == 0, "the proof")
+
+
+def test_a_slot_cannot_be_filled_again_before_it_was_freed(raw) -> None:
+    nodes, p = raw
+    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), 0, TOKENS)
+    one = Filled(0, bytes(16), 1, 0, 16, 0, 1)
+    p.send(FilledSlots([one, one]))
+    assert settled(receiver) is TransferState.FAILED
+    assert "slot 0 is not P's to fill" in str(receiver.error)
+
+
+def test_pieces_cover_the_block_once_and_end_between_pages() -> None:
+    rng = random.Random(SEED)
+    for _ in range(300):
+        start, layers = rng.randint(0, 50), rng.randint(1, 6)
+        block = Block(start, start + rng.randint(1, 400), 0, layers)
+        cells, page = rng.randint(1, 200), rng.choice([1, 4, 16])
+        seen = np.zeros((layers, block.token_stop), dtype=int)
+        for piece in pieces(block, cells, page):
+            assert 0 < piece.cells <= cells
+            if piece.token_stop != block.token_stop and cells >= 2 * page:
+                assert piece.token_stop % page == 0
+            seen[piece.layer_start : piece.layer_stop, piece.token_start : piece.token_stop] += 1
+        assert (seen[:, start:] == 1).all()
+        assert not seen[:, :start].any()
+
+
+def test_host_copies_agree_with_the_definition_for_any_range() -> None:
+    from pd.transfer.staging_copy import HostCopier
+
+    rng = random.Random(SEED)
+    for _ in range(200):
+        page = rng.choice([1, 2, 4, 16])
+        pool, other = make_pool(128, page, seed=1), make_pool(128, page, fill=-1.0)
+        stop = rng.randint(1, 100)
+        start, layer = rng.randint(0, stop - 1), rng.randint(0, 2)
+        block = Block(start, stop, layer, rng.randint(layer + 1, 3))
+        pages = random_pages(rng, pool, stop)
+        into = random_pages(rng, other, stop)
+        near, far = HostCopier(pool), HostCopier(other)
+        slot = near.make_slots(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
+        near.gather(near.table(pages, stop), block, slot, near.mark()).wait()
+        layers = slice(block.layer_start, block.layer_stop)
+        packed = slot[: block.cells * near.cell_bytes].view(torch.float32)
+        assert torch.equal(packed, pool.tokens(pages, start, stop)[layers].reshape(-1))
+        far.scatter(far.table(into, stop), block, slot).wait()
+        assert torch.equal(
+            other.tokens(into, start, stop)[layers], pool.tokens(pages, start, stop)[layers]
+        )
+        assert int((other.buffer != -1.0).sum()) == packed.numel()
