@@ -29,7 +29,7 @@ from pd.transfer.base import TransferState
 if TYPE_CHECKING:
     from pd.transfer.base import TransferManager
 
-BACKENDS = backends("tcp", "fake", "nixl")
+BACKENDS = backends("tcp", "fake", "nixl", "mooncake")
 
 
 @pytest.fixture(params=BACKENDS)

@@ -11,7 +11,7 @@ from transfer_process import LAYERS, NodeProcess
 from pd.transfer.base import TransferState
 
 
-@pytest.fixture(params=backends("tcp", "fake", "nixl"))
+@pytest.fixture(params=backends("tcp", "fake", "nixl", "mooncake"))
 def backend(request) -> str:
     return request.param
 
