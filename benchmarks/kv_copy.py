@@ -111,26 +111,30 @@ class Case:
             raise AssertionError(f"{self.name}: the peer's pool is wrong")
 
 
-def seconds(work: Callable[[], Any], device: torch.device, repeat: int = 8) -> float:
-    """Device time of one call, the median of ``repeat``."""
+def seconds(work: Callable[[], Any], device: torch.device, calls: int = 8) -> float:
+    """Device time of one call, the median of three times ``calls`` in a row, so that the time of
+    the launches themselves does not count."""
     work()
     times = []
-    for _ in range(repeat):
+    for _ in range(3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        work()
+        for _ in range(calls):
+            work()
         stop.record()
         torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(stop) / 1e3)
-    return sorted(times)[repeat // 2]
+        times.append(start.elapsed_time(stop) / 1e3 / calls)
+    return sorted(times)[1]
 
 
 def sweep(case: Case, what: str, device: torch.device) -> list[dict[str, Any]]:
-    """Every launch shape for one of push, gather, scatter; prints a table, best last."""
+    """Every launch shape for one of push, gather, scatter; prints a table."""
     ceiling = case.plain if what == "push" else case.plain_local
     ceiling_gb_s = case.num_bytes / seconds(ceiling, device) / 1e9
     rows = []
-    for tile, warps, programs in itertools.product(TILES, WARPS, PROGRAMS):
+    # Each tile and number of warps is a kernel to compile, so small rows try one tile only.
+    tiles = TILES if case.name == "llama-8b" else (PEER_SHAPE.tile_bytes,)
+    for tile, warps, programs in itertools.product(tiles, WARPS, PROGRAMS):
         shape = LaunchShape(programs, tile, warps)
         if what == "push":
             case.peer.zero_()
@@ -152,7 +156,7 @@ def sweep(case: Case, what: str, device: torch.device) -> list[dict[str, Any]]:
         )
     print(f"{case.name} {what}: plain copy {ceiling_gb_s:.0f} GB/s")
     print("  tile warps " + "".join(f"{p:>7}" for p in PROGRAMS))
-    for tile, warps in itertools.product(TILES, WARPS):
+    for tile, warps in itertools.product(tiles, WARPS):
         line = [r["gb_s"] for r in rows if (r["tile_bytes"], r["num_warps"]) == (tile, warps)]
         print(f"{tile:>6} {warps:>5} " + "".join(f"{gb_s:>7.0f}" for gb_s in line), flush=True)
     return rows
@@ -162,7 +166,7 @@ def interference(case: Case, device: torch.device, shape: LaunchShape) -> dict[s
     """What pushing 1 GiB adds to matrix products that run at the same time."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     b, out = torch.randn_like(a), torch.empty_like(a)
-    side = torch.cuda.Stream(device)
+    side = torch.cuda.Stream(device, priority=-1)
     pushes = 4
 
     def products() -> None:
@@ -176,8 +180,8 @@ def interference(case: Case, device: torch.device, shape: LaunchShape) -> dict[s
                 case.push(shape)
         products()
 
-    alone = seconds(products, device)
-    together = seconds(both, device)
+    alone = seconds(products, device, 1)
+    together = seconds(both, device, 1)
     lost_ms = (together - alone) * 1e3 / (pushes * case.num_bytes / (1 << 30))
     return {
         "case": case.name,
@@ -204,8 +208,6 @@ def main() -> None:
         case = Case(shape_name, source, target)
         for what in ("push", "gather", "scatter"):
             results += sweep(case, what, source)
-            if what == "gather":
-                torch.cuda.synchronize(source)
         if shape_name == "llama-8b":
             for programs in (16, 32, 64, 132):
                 shape = LaunchShape(programs, PEER_SHAPE.tile_bytes, PEER_SHAPE.num_warps)
