@@ -187,9 +187,8 @@ class NvlinkManager(TransferManager):
         drained = [link.join(max(0.0, deadline - time.monotonic())) for link in links]
         self._inbox.close(_PEER_SECONDS)
         if not all(drained):
-            # NOTE: closing the channels would promise what is not so. They end with the process.
-            logger.error("stores did not complete within %g s; channels stay open", _DRAIN_SECONDS)
-            return
+            # The hub leaves their channels open: their end would promise what is not so.
+            logger.error("stores did not complete within %g s", _DRAIN_SECONDS)
         self._hub.close()
 
     # ---- with the lock held

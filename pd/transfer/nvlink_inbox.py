@@ -115,11 +115,15 @@ class Inbox:
                 raise TransferError("the transfer manager was closed")
             current = self._current.get(peer)
             if current is None or current.over:
+                self._forget_quiet()
                 if current is not None:
                     self._ending.append(current)
-                self._ending = [s for s in self._ending if not s.quiet()]
                 current = self._current[peer] = Session(peer, self.changed)
             return current
+
+    def _forget_quiet(self) -> None:
+        self._current = {p: s for p, s in self._current.items() if not s.quiet()}
+        self._ending = [session for session in self._ending if not session.quiet()]
 
     def accept(self, channel: Channel) -> Session:
         """A prefill node opened a channel (the hub's thread)."""
