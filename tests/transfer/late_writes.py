@@ -8,6 +8,7 @@ the commit until the room ends exactly its value.
 
 from __future__ import annotations
 
+import importlib
 import random
 import time
 from collections import deque
@@ -222,10 +223,10 @@ class Schedule:
         elif self._backend == "tcp":
             node.manager = TcpManager(pool, instance)
         else:
-            from pd.transfer.nixl import NixlManager
-
+            module = importlib.import_module(f"pd.transfer.{self._backend}")
+            staged = getattr(module, f"{self._backend.capitalize()}Manager")
             # Rooms need several slots, and wait for them.
-            node.manager = NixlManager(pool, instance, slots=2, slot_bytes=64)
+            node.manager = staged(pool, instance, slots=2, slot_bytes=64)
 
     def _introduce(self) -> None:
         """The handshake."""

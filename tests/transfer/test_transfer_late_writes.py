@@ -42,8 +42,8 @@ def run_all(backend: str, count: int, *, careless: str = "", series: str = "") -
     return done
 
 
-COUNTS = {"fake": 1000, "tcp": 100, "nixl": 20}
-MANY = {"fake": 5000, "tcp": 1000, "nixl": 200}
+COUNTS = {"fake": 1000, "tcp": 100, "nixl": 20, "mooncake": 20}
+MANY = {"fake": 5000, "tcp": 1000, "nixl": 200, "mooncake": 200}
 
 
 @pytest.mark.parametrize("backend", backends(*COUNTS))
