@@ -79,10 +79,10 @@ class NodeServer:
         """Accept nothing more and wait for what runs; False when the time-out passed first."""
         self.node.drain()
         deadline = time.monotonic() + self.config.drain_timeout
-        drained = self._is_idle()
+        drained = self._has_finished()
         while not drained and time.monotonic() < deadline:
             time.sleep(0.05)
-            drained = self._is_idle()
+            drained = self._has_finished()
         # Not before: what was accepted may still have to shake hands with its decode node.
         if self._registry is not None:
             self._registry.set_draining()
@@ -91,9 +91,9 @@ class NodeServer:
             logger.warning("%d requests did not finish within --drain-timeout %g s", left, limit)
         return drained
 
-    def _is_idle(self) -> bool:
+    def _has_finished(self) -> bool:
         with self.node.lock:
-            return self.node.idle
+            return self.node.finished
 
     def stop(self) -> None:
         """End at once."""

@@ -133,6 +133,13 @@ class Node(ABC):
         """Nothing is anywhere."""
         return not self.requests and not self._closing
 
+    @property
+    def finished(self) -> bool:
+        """Nobody waits for this node. Pages may still wait for a peer that is out of reach."""
+        recently = time.monotonic() - _DRAIN_SECONDS
+        live = any(not request.state.terminal for request in self.requests.values())
+        return not live and all(ended < recently for ended, _ in self._closing)
+
     # ---- a step
 
     @abstractmethod

@@ -10,6 +10,8 @@ import pytest
 from cluster import is_idle, wait_until
 from decode_helpers import PROMPT, ask, lose
 from prefill_peer import PrefillPeer
+from raw_peer import proxy_of
+from tiny import tiny_node
 
 from pd.core.messages import AbortRoom, CommitAck, Drained, Failed, Reservation
 
@@ -117,3 +119,23 @@ def test_a_long_quarantine_costs_no_turns_of_the_control_thread(
     assert quarantined(decode) == PAGES
     zombies.drained.set()
     wait_until(lambda: is_idle(decode), 2)
+
+
+def test_a_node_that_drains_does_not_wait_for_a_peer_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode = tiny_node("decode", drain_timeout=20.0)
+    try:
+        zombies = Zombies(decode, monkeypatch)
+        with PrefillPeer(decode) as prefill, proxy_of(decode) as proxy:
+            ask(proxy, decode, prefill)
+            prefill.receive(Reservation)
+            lose(decode, prefill)
+            proxy.receive(Failed)
+            begun = time.monotonic()
+            assert decode.drain()
+            assert time.monotonic() - begun < 10
+            assert quarantined(decode) == PAGES
+        assert not zombies.drained.is_set()
+    finally:
+        decode.stop()
