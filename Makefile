@@ -15,9 +15,11 @@ demo: $(VENV)/.installed
 	$(BIN)/pd-launch demo
 
 test: $(VENV)/.installed
+	@sh scripts/system_packages.sh
 	$(BIN)/python -m pytest $(PARALLEL) -m "not full"
 
 test-all: $(VENV)/.installed
+	@sh scripts/system_packages.sh
 	$(BIN)/python -m pytest $(PARALLEL)
 
 check: $(VENV)/.installed

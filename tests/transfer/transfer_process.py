@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,16 +22,19 @@ if TYPE_CHECKING:
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "pd.transfer.tcp", "pd.transfer.fake"])
 
-SLOTS, PAGE, LAYERS = 4096, 4, 4
+SLOTS, PAGE, LAYERS, PARTS = 4096, 4, 4, 8
 
 
 class NodeProcess:
     """Calls the methods of :class:`_Node` in another process, one at a time."""
 
-    def __init__(self, backend: str, instance: str, role: str) -> None:
+    def __init__(
+        self, backend: str, instance: str, role: str, env: dict[str, str] | None = None, **kw: Any
+    ) -> None:
+        """``kw``: of the manager."""
         self._pipe, theirs = _context.Pipe()
         self._process = _context.Process(
-            target=_serve, args=(theirs, backend, instance, role), daemon=True
+            target=_serve, args=(theirs, backend, instance, role, env or {}, kw), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -56,10 +60,15 @@ class NodeProcess:
 class _Node:
     """Rooms are numbered; room n uses all pages in order, and P's pool is random by seed 0."""
 
-    def __init__(self, backend: str, instance: str, role: str) -> None:
+    def __init__(self, backend: str, instance: str, role: str, kw: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.pool = make_pool(SLOTS, PAGE, layers=LAYERS, fill=None if role == "prefill" else -1.0)
-        self.manager = make_transfer_manager(backend, self.pool, instance)
+        if backend == "nixl" and kw:
+            from pd.transfer.nixl import NixlManager
+
+            self.manager = NixlManager(self.pool, instance, **kw)
+        else:
+            self.manager = make_transfer_manager(backend, self.pool, instance)
         self.instance, self.role = instance, role
         self.ends: dict[int, Any] = {}
 
@@ -76,6 +85,40 @@ class _Node:
         end = self.manager.receiver(peer, room.to_bytes(16), room, _pages(), 0, SLOTS)
         self.ends[room] = end
         return reservation(end, room.to_bytes(16), room, 0)
+
+    def receive_part(self, peer: str, room: int) -> Any:
+        """Room n uses one of the parts of the pool."""
+        part, tokens = _part(room)
+        end = self.manager.receiver(peer, room.to_bytes(16), room, part, 0, tokens)
+        self.ends[room] = end
+        return reservation(end, room.to_bytes(16), room, 0)
+
+    def send_part(self, peer: str, asked: Any) -> int:
+        part, tokens = _part(asked.epoch)
+        end = self.ends[asked.epoch] = self.manager.sender(peer, asked, part, tokens)
+        for layer in range(LAYERS):
+            end.send(0, tokens, layer, layer + 1)
+        end.finish()
+        return end.bytes_sent
+
+    def abort(self, room: int) -> None:
+        self.ends[room].abort()
+
+    def wipe(self, room: int) -> None:
+        """The room's pages belong to somebody else now."""
+        self.pool.buffer[:, :, _slots(room)] = 7.0
+
+    def wiped(self, room: int) -> bool:
+        return bool((self.pool.buffer[:, :, _slots(room)] == 7.0).all())
+
+    def values(self, room: int) -> Any:
+        return self.pool.buffer[:, :, _slots(room)].numpy().copy()
+
+    def quarantined(self) -> int:
+        return getattr(self.manager, "quarantined_slots", 0)
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
 
     def send(self, peer: str, asked: Any, layer_start: int, layer_stop: int) -> None:
         if asked.epoch not in self.ends:
@@ -104,8 +147,28 @@ def _pages() -> Any:
     return np.arange(SLOTS // PAGE, dtype=np.int32)
 
 
-def _serve(pipe: Connection, backend: str, instance: str, role: str) -> None:
-    node = _Node(backend, instance, role)
+def _part(room: int) -> Any:
+    """Page table and tokens."""
+    pages = SLOTS // PAGE // PARTS
+    first = room % PARTS * pages
+    return np.arange(first, first + pages, dtype=np.int32)[::-1].copy(), pages * PAGE
+
+
+def _slots(room: int) -> slice:
+    size = SLOTS // PARTS
+    return slice(room % PARTS * size, (room % PARTS + 1) * size)
+
+
+def _serve(
+    pipe: Connection,
+    backend: str,
+    instance: str,
+    role: str,
+    env: dict[str, str],
+    kw: dict[str, Any],
+) -> None:
+    os.environ.update(env)
+    node = _Node(backend, instance, role, kw)
     while True:
         method, args = pipe.recv()
         try:
