@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ _IOV_MAX = 1024
 _IOVEC_BYTES = 16
 # More at once is slower: what the peer's kernel wrote is then no longer in the cache when it is
 # copied on (2.9 GB/s with this, 2.4 with all that is ready; page size 1, loopback).
-_CALL_BYTES = 512 << 10
+CALL_BYTES = 512 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.readv, _libc.writev):
@@ -46,12 +47,15 @@ class Stretches:
     def __init__(
         self, addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], owner: object
     ) -> None:
-        self._table = np.stack((addresses, lengths), axis=1)
-        self._ends = np.cumsum(lengths)
+        self._table = np.stack((addresses, lengths), axis=1, dtype=np.int64)
+        # The same memory: plain integers are quicker to read and write than numpy's.
+        self._cells = memoryview(self._table.data).cast("B").cast("q")
+        self._address = self._table.ctypes.data
+        self._ends: list[int] = np.cumsum(lengths).tolist()
         self._owner = owner
         self._index = 0
         self.done = 0
-        self.total = int(self._ends[-1])
+        self.total = self._ends[-1]
 
     def send(self, sock: socket.socket) -> int:
         """Hand the kernel what it takes of the rest; returns how many bytes. Raises OSError."""
@@ -63,17 +67,17 @@ class Stretches:
         return self._move(_libc.readv, sock)
 
     def _move(self, call: ctypes._NamedFuncPointer, sock: socket.socket) -> int:
-        table, first = self._table, self._index
-        last = int(np.searchsorted(self._ends, self.done + _CALL_BYTES))
-        last = min(last, first + _IOV_MAX - 1, len(table) - 1)
+        ends, cells, first = self._ends, self._cells, self._index
+        limit = self.done + CALL_BYTES
+        last = min(bisect_left(ends, limit, first), first + _IOV_MAX - 1, len(ends) - 1)
         # What the call must leave of its last stretch.
-        spare = max(0, int(self._ends[last]) - self.done - _CALL_BYTES)
-        table[last, 1] -= spare
-        address = table.ctypes.data + first * _IOVEC_BYTES
-        moved: int = call(sock.fileno(), address, last - first + 1)
+        spare = max(0, ends[last] - limit)
+        cells[2 * last + 1] -= spare
+        address, count = self._address + first * _IOVEC_BYTES, last - first + 1
+        moved: int = call(sock.fileno(), address, count)
         while moved < 0 and ctypes.get_errno() == errno.EINTR:
-            moved = call(sock.fileno(), address, last - first + 1)
-        table[last, 1] += spare
+            moved = call(sock.fileno(), address, count)
+        cells[2 * last + 1] += spare
         if moved < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._advance(moved)
@@ -81,11 +85,11 @@ class Stretches:
 
     def _advance(self, num_bytes: int) -> None:
         self.done += num_bytes
-        self._index = int(np.searchsorted(self._ends, self.done, side="right"))
-        if self._index < len(self._table):
-            left = self._ends[self._index] - self.done
-            self._table[self._index, 0] += self._table[self._index, 1] - left
-            self._table[self._index, 1] = left
+        index = self._index = bisect_right(self._ends, self.done, self._index)
+        if index < len(self._ends):
+            left = self._ends[index] - self.done
+            self._cells[2 * index] += self._cells[2 * index + 1] - left
+            self._cells[2 * index + 1] = left
 
 
 class PoolMemory:

@@ -14,11 +14,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.frames import HEADER, Frame, FrameError, decode_header
 from pd.transfer.greeting import GreetingError, Welcome
+from pd.transfer.memory import CALL_BYTES
 from pd.transfer.tcp_landing import DirectLanding, StagedLanding
 from pd.transfer.tcp_staging import Scatters, Slots
 
@@ -49,6 +51,10 @@ class ReceiveCounters:
     discarded_frames: int = 0
     discarded_bytes: int = 0
     duplicate_frames: int = 0
+
+
+class _ClosedError(Exception):
+    """The end of a stream."""
 
 
 class _Connection:
@@ -201,13 +207,15 @@ class Inbox:
         try:
             for _ in range(_READS_PER_TURN):
                 landing = connection.landing
-                if landing is not None and not self._may_read(connection, landing):
+                if landing is not None and not landing.ready():
+                    self._park(connection)
                     return
                 if not self._read(connection):
-                    self._drop(connection, "closed by the peer")
                     return
         except BlockingIOError:
             return
+        except _ClosedError:
+            self._drop(connection, "closed by the peer")
         except (FrameError, GreetingError) as error:
             self._refuse(connection, str(error))
         except OSError as error:
@@ -217,18 +225,15 @@ class Inbox:
             logger.exception("failed to receive from %s", connection)
             self._drop(connection, str(error))
 
-    def _may_read(self, connection: _Connection, landing: Landing) -> bool:
-        """If not, the connection is parked until it may."""
-
-        def unpark() -> None:
-            self._unparked.append(connection)
-            self._wake()
-
-        if landing.ready(unpark):
-            return True
+    def _park(self, connection: _Connection) -> None:
+        """Until its landing is ready, of which :meth:`_call_back` is told."""
         self._selector.unregister(connection.sock)
         connection.parked = True
-        return False
+
+    def _call_back(self, connection: _Connection) -> None:
+        """By any thread."""
+        self._unparked.append(connection)
+        self._wake()
 
     def _unpark(self) -> None:
         while self._unparked:
@@ -238,18 +243,21 @@ class Inbox:
                 self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _read(self, connection: _Connection) -> bool:
-        """One read; False at the end of the stream."""
+        """One read; False when it took all there is, so that the next one would be in vain. Raises
+        _ClosedError at the end of the stream."""
         if connection.frame is not None:
             return self._read_payload(connection)
         view = memoryview(connection.head)[connection.filled :]
         arrived = connection.sock.recv_into(view)
+        if not arrived:
+            raise _ClosedError
         connection.filled += arrived
         if connection.filled == len(connection.head):
             if connection.welcome is not None:
                 self._greet(connection, connection.welcome)
             else:
                 self._begin_frame(connection)
-        return arrived > 0
+        return arrived == len(view)
 
     def _greet(self, connection: _Connection, welcome: Welcome) -> None:
         answer, refusal = welcome.feed(bytes(connection.head))
@@ -261,7 +269,7 @@ class Inbox:
         if not welcome.needs:
             connection.peer, connection.welcome = welcome.peer, None
             if self._scatters is not None:
-                connection.slots = self._scatters.slots()
+                connection.slots = self._scatters.slots(partial(self._call_back, connection))
             self.counters.connections += 1
 
     def _begin_frame(self, connection: _Connection) -> None:
@@ -296,13 +304,15 @@ class Inbox:
             )
 
     def _read_payload(self, connection: _Connection) -> bool:
-        landing = connection.landing
+        landing, asked = connection.landing, min(CALL_BYTES, connection.remaining)
         arrived = None if landing is None else landing.receive(connection.sock)
         if arrived is None:
             # Ended, perhaps in the middle of the frame: the rest must not touch the pages.
             connection.landing = None
             arrived = connection.sock.recv_into(self._discard[: connection.remaining])
             self.counters.discarded_bytes += arrived
+        if not arrived:
+            raise _ClosedError
         connection.remaining -= arrived
         if not connection.remaining:
             if connection.landing is not None and connection.frame is not None:
@@ -310,7 +320,7 @@ class Inbox:
                 self.counters.bytes += connection.frame.payload
             connection.frame = connection.landing = None
             connection.expect(HEADER.size)
-        return arrived > 0
+        return arrived >= asked
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
         self.counters.refused_connections += 1

@@ -9,7 +9,6 @@ from pd.transfer.memory import in_buffer
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
     import torch
 
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
 class Landing(Protocol):
     """For the inbox's thread."""
 
-    def ready(self, otherwise: Callable[[], None]) -> bool:
-        """Whether :meth:`receive` may be called. If not, ``otherwise`` is called, by another
-        thread, when it may."""
+    def ready(self) -> bool:
+        """Whether :meth:`receive` may be called. If not, the connection's :class:`Slots` call back
+        when it may."""
 
     def receive(self, sock: socket.socket) -> int | None:
         """Take what has arrived: how many bytes, 0 at the end of the stream, None when the room is
@@ -41,7 +40,7 @@ class DirectLanding:
         self._receiver = receiver
         self._stretches = memory.in_place(receiver.tables.pages, block)
 
-    def ready(self, otherwise: Callable[[], None]) -> bool:
+    def ready(self) -> bool:
         return True
 
     def receive(self, sock: socket.socket) -> int | None:
@@ -72,9 +71,9 @@ class StagedLanding:
         self._slot: torch.Tensor | None = None
         self._stretches: Stretches | None = None
 
-    def ready(self, otherwise: Callable[[], None]) -> bool:
+    def ready(self) -> bool:
         if self._slot is None:
-            self._slot = self._slots.take(otherwise)
+            self._slot = self._slots.take()
             if self._slot is None:
                 return False
             self._stretches = in_buffer(self._slot[: self._size])

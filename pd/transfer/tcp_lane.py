@@ -59,7 +59,13 @@ class Lane:
 
     def _run(self) -> None:
         if self._memory.staged:
-            self._gathers = Gathers(self._memory.pool)
+            try:
+                self._gathers = Gathers(self._memory.pool)
+            except Exception as error:
+                # Say that there is no memory to pin: rooms must not wait for this lane.
+                logger.exception("cannot stage KV for %s", self._link.peer)
+                self._link.refused(RefusedError(f"cannot stage KV in host memory: {error}"))
+                return
         # Connecting before there is work saves the first room a round trip or two.
         self._connect()
         while self._ahead or self._link.wait_for_work():

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
-from pd.transfer.frames import encode_header
+from pd.transfer.frames import MAX_PAYLOAD, encode_header
 from pd.transfer.ranges import Block, check_pages
 from pd.transfer.tcp_lane import Lane
-from pd.transfer.tcp_staging import STAGED_FRAME_BYTES, Tables
+from pd.transfer.tcp_staging import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pd.transfer.tcp_staging import Computed
 
 # Large enough that headers and lookups vanish, small enough that rooms take turns on the link.
-FRAME_BYTES = 4 << 20
+FRAME_BYTES = MAX_PAYLOAD
 
 
 class TcpSender(Sender):
@@ -102,8 +102,7 @@ class TcpSender(Sender):
                 self._add(block)
 
     def _add(self, block: Block) -> None:
-        frame = STAGED_FRAME_BYTES if self._memory.staged else FRAME_BYTES
-        self._blocks.append(block.split(max(1, frame // self._memory.cell_bytes)))
+        self._blocks.append(block.split(max(1, FRAME_BYTES // self._memory.cell_bytes)))
         self._link.enqueue(self)
 
     def finish(self) -> None:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEPTH = 2
-# Half the overhead per byte of frames that are sent in place; nobody else waits much longer.
-STAGED_FRAME_BYTES = MAX_PAYLOAD
 
 
 class Tables:
@@ -50,7 +48,7 @@ class Gathers:
 
     def __init__(self, pool: KVBuffer) -> None:
         self._copier = copier_for(pool)
-        self._slots = self._copier.make_slots(DEPTH, STAGED_FRAME_BYTES, on_device=False)
+        self._slots = self._copier.make_slots(DEPTH, MAX_PAYLOAD, on_device=False)
         self._next = 0
         self._computed = _passed(pool.buffer.device)
 
@@ -77,27 +75,32 @@ def _passed(device: torch.device) -> torch.cuda.Event | None:
 
 
 class Slots:
-    """D: the buffers of one connection."""
+    """D: the buffers of one connection.
 
-    def __init__(self, slots: torch.Tensor) -> None:
+    Args:
+        call_back: called when one is free again after :meth:`take` found none; by any thread.
+    """
+
+    def __init__(self, slots: torch.Tensor, call_back: Callable[[], None]) -> None:
         self._free: deque[torch.Tensor] = deque(slots)
         self._lock = threading.Lock()
-        self._waiting: Callable[[], None] | None = None
+        self._call_back = call_back
+        self._wanted = False
 
-    def take(self, otherwise: Callable[[], None]) -> torch.Tensor | None:
-        """A free one, or None: then ``otherwise`` is called, by another thread, when there is."""
+    def take(self) -> torch.Tensor | None:
+        """A free one, if there is."""
         with self._lock:
             if self._free:
                 return self._free.popleft()
-            self._waiting = otherwise
+            self._wanted = True
             return None
 
     def give_back(self, slot: torch.Tensor) -> None:
         with self._lock:
             self._free.append(slot)
-            waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting()
+            wanted, self._wanted = self._wanted, False
+        if wanted:
+            self._call_back()
 
 
 class Scatters:
@@ -112,8 +115,8 @@ class Scatters:
         self._thread = threading.Thread(target=self._run, name="pd-tcp-scatters", daemon=True)
         self._thread.start()
 
-    def slots(self) -> Slots:
-        return Slots(self._copier.make_slots(DEPTH, MAX_PAYLOAD, on_device=False))
+    def slots(self, call_back: Callable[[], None]) -> Slots:
+        return Slots(self._copier.make_slots(DEPTH, MAX_PAYLOAD, on_device=False), call_back)
 
     def begin(
         self, tables: Tables, block: Block, slot: torch.Tensor, over: Callable[[str], None]

@@ -34,7 +34,7 @@ def spaced(rng: random.Random, lengths: list[int], gap: bytes) -> np.ndarray:
 def test_every_byte_arrives_at_its_place_whatever_one_call_moves(
     call_bytes, trial, monkeypatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CALL_BYTES", call_bytes)
+    monkeypatch.setattr(memory, "CALL_BYTES", call_bytes)
     rng = random.Random(f"{SEED}/{call_bytes}/{trial}")
     total = 5_000 if call_bytes < 1000 else 1_000_000
     sent = [rng.randint(1, total // rng.choice([3, 50, 3000])) for _ in range(1500)]
@@ -124,7 +124,7 @@ def staged_block(pool, pages, block: Block) -> Stretches:
 
 def unpack(pool, pages, block: Block, data: torch.Tensor) -> None:
     scatters = Scatters(pool)
-    slot = scatters.slots().take(lambda: None)
+    slot = scatters.slots(lambda: None).take()
     assert slot is not None
     slot[: len(data)] = data
     reasons: list[str] = []
@@ -134,18 +134,18 @@ def unpack(pool, pages, block: Block, data: torch.Tensor) -> None:
 
 
 def test_who_finds_no_free_buffer_is_called_when_there_is_one() -> None:
-    slots = Slots(torch.empty(2, 8, dtype=torch.uint8))
     called: list[str] = []
-    first, second = (slots.take(lambda: called.append("early")) for _ in range(2))
+    slots = Slots(torch.empty(2, 8, dtype=torch.uint8), lambda: called.append("back"))
+    first, second = slots.take(), slots.take()
     assert first is not None
     assert second is not None
-    assert slots.take(lambda: called.append("now")) is None
+    assert slots.take() is None
     assert called == []
     slots.give_back(first)
-    assert called == ["now"]
-    assert slots.take(lambda: None) is first
+    assert called == ["back"]
+    assert slots.take() is first
     slots.give_back(second)
-    assert called == ["now"]
+    assert called == ["back"]
 
 
 def test_a_copy_that_fails_is_reported_with_its_reason(caplog) -> None:
@@ -153,7 +153,7 @@ def test_a_copy_that_fails_is_reported_with_its_reason(caplog) -> None:
     scatters = Scatters(pool)
     reasons: list[str] = []
     beyond = Tables(np.array([1000], dtype=np.int32), 4)
-    slot = scatters.slots().take(lambda: None)
+    slot = scatters.slots(lambda: None).take()
     assert slot is not None
     scatters.begin(beyond, Block(0, 4, 0, 1), slot, reasons.append)
     scatters.close()

@@ -25,6 +25,7 @@ from transfer_helpers import (
     wait_until,
 )
 
+from pd.core.errors import TransferError
 from pd.transfer import tcp_inbox, tcp_lane, tcp_link, tcp_receiver
 from pd.transfer.base import TransferState
 from pd.transfer.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
@@ -261,8 +262,6 @@ def test_an_abort_in_the_middle_of_a_frame_keeps_the_rest_out(p, d, target, open
 
 
 def test_a_room_and_epoch_has_one_receiver(d) -> None:
-    from pd.core.errors import TransferError
-
     d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
     with pytest.raises(TransferError, match="a receiver of this room and epoch exists"):
         d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
@@ -396,8 +395,7 @@ def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
 @pytest.mark.parametrize("connections", [1, 2, 4])
 @pytest.mark.parametrize("staged", [False, True])
 def test_connections_and_staging_do_not_change_the_bytes(connections, staged, monkeypatch) -> None:
-    for size in ("FRAME_BYTES", "STAGED_FRAME_BYTES"):
-        monkeypatch.setattr(tcp_link, size, 4096)
+    monkeypatch.setattr(tcp_link, "FRAME_BYTES", 4096)
     rng = random.Random(SEED)
     source, target = make_pool(600, 2), make_pool(600, 4, fill=-1.0)
     p = TcpManager(source, "P", connections=connections, staged=staged)

@@ -1,0 +1,182 @@
+"""The tcp backend when copies between host buffers and the pool take their time, or fail."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from transfer_helpers import (
+    hand_off,
+    introduce,
+    make_pool,
+    node_info,
+    reservation,
+    settled,
+    wait_until,
+)
+
+from pd.core.errors import TransferError
+from pd.transfer import tcp_link, tcp_staging
+from pd.transfer.base import TransferState
+from pd.transfer.staging_copy import HostCopier
+from pd.transfer.tcp import TcpManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOM = b"r" * 16
+PAGES = np.arange(2, dtype=np.int32)
+TOKENS = 8
+LAYERS = 3
+
+
+@pytest.fixture
+def target():
+    return make_pool(64, 4, layers=LAYERS, fill=-1.0)
+
+
+class GatedCopier(HostCopier):
+    """Copies at once, but lets nobody see the end before the gate is opened."""
+
+    gate: threading.Event
+
+    def gather(self, table, block, slot, after):
+        super().gather(table, block, slot, after)
+        return GatedTicket(self.gate)
+
+    def scatter(self, table, block, slot):
+        super().scatter(table, block, slot)
+        return GatedTicket(self.gate)
+
+
+class GatedTicket:
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    def wait(self) -> None:
+        assert self._gate.wait(20.0)
+
+
+@pytest.fixture
+def gate(monkeypatch) -> threading.Event:
+    """Managers made after this, with ``staged``, have copies that end when it is set."""
+    gate = threading.Event()
+    monkeypatch.setattr(GatedCopier, "gate", gate, raising=False)
+    monkeypatch.setattr(tcp_staging, "copier_for", GatedCopier)
+    monkeypatch.setattr(tcp_link, "FRAME_BYTES", 256)
+    return gate
+
+
+@contextlib.contextmanager
+def pair(target, *, p_staged: bool, d_staged: bool) -> Iterator[tuple[TcpManager, TcpManager]]:
+    source = make_pool(64, 4, layers=LAYERS)
+    p = TcpManager(source, "P", connections=1, staged=p_staged)
+    d = TcpManager(target, "D", staged=d_staged)
+    try:
+        introduce(p, "P", d, "D", target)
+        yield p, d
+    finally:
+        p.close()
+        d.close()
+
+
+def test_staged_bytes_count_when_the_copy_into_the_pool_is_over(gate, target) -> None:
+    """Six frames, two buffers: the connection waits for a buffer and goes on when there is one."""
+    with pair(target, p_staged=False, d_staged=True) as (p, d):
+        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        sender.send(0, TOKENS, 0, LAYERS)
+        sender.finish()
+        assert settled(sender) is TransferState.DONE
+        wait_until(lambda: d.counters.frames == 2, "both buffers to be full")
+        receiver.commit(sender.bytes_sent)
+        assert receiver.poll() is TransferState.ACTIVE
+        assert receiver.bytes_received == 0
+        gate.set()
+        assert settled(receiver) is TransferState.DONE
+        assert receiver.drained()
+        assert d.counters.frames == 6
+
+
+def test_an_aborted_room_is_not_drained_while_a_copy_into_its_pages_is_under_way(
+    gate, target
+) -> None:
+    with pair(target, p_staged=False, d_staged=True) as (p, d):
+        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        sender.send(0, TOKENS, 0, LAYERS)
+        wait_until(lambda: d.counters.frames == 2, "both buffers to be full")
+        receiver.abort()
+        assert not receiver.drained()
+        gate.set()
+        wait_until(receiver.drained, "the receiver to drain")
+        assert receiver.bytes_received == 2 * 256
+        # The connection was parked; it discards the rest and carries the next room.
+        transfer_works(p, d, target)
+        assert d.counters.discarded_frames + d.counters.frames >= 6
+
+
+def test_source_pages_are_in_hand_until_the_copy_out_of_them_is_over(gate, target) -> None:
+    with pair(target, p_staged=True, d_staged=False) as (p, d):
+        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        sender.send(0, TOKENS, 0, LAYERS)
+        wait_until(lambda: sender.reading == 2, "both buffers to be filled")
+        sender.abort()
+        assert not sender.drained()
+        gate.set()
+        wait_until(sender.drained, "the sender to drain")
+        assert receiver.bytes_received == 0
+        receiver.abort()
+        transfer_works(p, d, target)
+
+
+def test_a_copy_out_of_the_pool_that_fails_ends_its_room_only(target, monkeypatch, caplog) -> None:
+    class Failing(HostCopier):
+        fails = True
+
+        def gather(self, table, block, slot, after):
+            if Failing.fails:
+                raise RuntimeError("an illegal memory access was encountered")
+            return super().gather(table, block, slot, after)
+
+    monkeypatch.setattr(tcp_staging, "copier_for", Failing)
+    with pair(target, p_staged=True, d_staged=False) as (p, d):
+        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        sender.send(0, TOKENS, 0, LAYERS)
+        assert settled(sender) is TransferState.FAILED
+        assert "cannot read the pool: an illegal memory access" in str(sender.error)
+        wait_until(sender.drained, "the sender to drain")
+        Failing.fails = False
+        receiver.abort()
+        transfer_works(p, d, target)
+
+
+def test_no_memory_for_buffers_ends_the_rooms_of_the_link(target, monkeypatch, caplog) -> None:
+    def no_memory(pool):
+        raise RuntimeError("out of memory")
+
+    with pair(target, p_staged=True, d_staged=False) as (p, d):
+        p.disconnect("D")
+        monkeypatch.setattr(tcp_staging, "copier_for", no_memory)
+        p.connect(node_info("D", "decode", d, target))
+        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        with contextlib.suppress(TransferError):
+            sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+            assert settled(sender) is TransferState.FAILED
+        with pytest.raises(TransferError, match="cannot stage KV in host memory: out of memory"):
+            p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+
+
+def transfer_works(p: TcpManager, d: TcpManager, target) -> None:
+    """A good room, after whatever happened."""
+    pages = np.array([14, 15], dtype=np.int32)
+    receiver = d.receiver("P", b"good" * 4, 99, pages, 0, TOKENS)
+    sender = p.sender("D", reservation(receiver, b"good" * 4, 99, 0), PAGES, TOKENS)
+    sender.send(0, TOKENS, 0, LAYERS)
+    hand_off(sender, receiver)
+    assert bool((target.tokens(pages, 0, TOKENS) != -1.0).all())
