@@ -98,7 +98,7 @@ def test_staged_bytes_count_when_the_copy_into_the_pool_is_over(gate, target) ->
         gate.set()
         assert settled(receiver) is TransferState.DONE
         assert receiver.drained()
-        assert d.counters.frames == 6
+        wait_until(lambda: d.counters.frames == 6, "the last frame to be counted")
 
 
 def test_an_aborted_room_is_not_drained_while_a_copy_into_its_pages_is_under_way(
