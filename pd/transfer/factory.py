@@ -78,13 +78,13 @@ def _obstacle(name: str, device: str) -> str | None:
 def _nvlink_obstacle(device: str) -> str | None:
     if device == "cpu":
         return "the KV cache is on the CPU; use --device cuda, or tcp"
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(variable, "").lower():
+            return f"memory of expandable segments cannot be mapped by peers; unset {variable}"
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return "this machine has no NVIDIA driver (libcuda.so.1); use tcp"
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(variable, "").lower():
-            return f"memory of expandable segments cannot be mapped by peers; unset {variable}"
     return None
 
 

@@ -125,6 +125,18 @@ def test_a_missing_library_ends_an_explicit_choice_with_what_to_do(
         check_backend(library)
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_nvlink_refuses_expandable_segments_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(SetupError, match=f"nvlink: .*expandable segments.*unset {variable}"):
+        check_backend("nvlink")
+    monkeypatch.setenv(variable, "expandable_segments:False")
+    with pytest.raises(SetupError, match="nvlink: the KV cache is on the CPU"):
+        check_backend("nvlink", device="cpu")
+
+
 def test_auto_leaves_out_what_cannot_work_and_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
