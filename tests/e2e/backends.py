@@ -26,11 +26,13 @@ class Backend:
         name: in the names of tests.
         flag: of ``--transfer-backend``.
         env: what its processes need in their environment.
+        keeps: descriptors and threads that its library keeps for the next peer, at most.
     """
 
     name: str
     flag: str
     env: dict[str, str] = field(default_factory=dict, hash=False)
+    keeps: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         return self.name
@@ -60,7 +62,8 @@ NIXL = Backend("nixl", "nixl")
 # UCX reads it once for each process. Without it shared memory is used on one machine, even between
 # network namespaces.
 NIXL_TCP = Backend("nixl-tcp", "nixl", {"UCX_TLS": "tcp"})
-MOONCAKE = Backend("mooncake", "mooncake")
+# Its engines are never destroyed: a node that loses peers comes to have eight or so.
+MOONCAKE = Backend("mooncake", "mooncake", keeps=(64, 24))
 
 IN_PROCESS = (TCP, FAKE, NIXL, MOONCAKE)
 PROCESSES = (TCP, NIXL, NIXL_TCP, MOONCAKE)

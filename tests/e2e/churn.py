@@ -229,10 +229,10 @@ class Footprint:
         resident = int(status["VmRSS"].split()[0]) * 1024
         return cls(len(os.listdir(proc / "fd")), int(status["Threads"]), resident)
 
-    def has_grown_from(self, before: Footprint) -> bool:
-        """Beyond what other requests and new connections explain."""
+    def has_grown_from(self, before: Footprint, keeps: tuple[int, int]) -> bool:
+        """Beyond what other requests, new connections and the library's habits explain."""
         return (
-            self.descriptors > before.descriptors + 16
-            or self.threads > before.threads + 8
+            self.descriptors > before.descriptors + 16 + keeps[0]
+            or self.threads > before.threads + 8 + keeps[1]
             or self.resident > before.resident * 1.3 + (64 << 20)
         )
