@@ -241,7 +241,7 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     assert all(node.healthy() for node in hosts.nodes)
     time.sleep(max(0.0, cut_at + OUTAGE - time.monotonic()))
     done_before = traffic.right
-    assert done_before > 10 and not traffic.wrong, (done_before, traffic.wrong)
+    assert done_before > 2 and not traffic.wrong, (done_before, traffic.wrong)
 
     # The link returns, and with it whatever was under way: nobody's pages may take it.
     hosts.net.restore()
@@ -289,7 +289,7 @@ def test_a_node_is_killed_while_the_link_is_cut(
         ask(hosts.far, asked[number], expected[number])
         if time.monotonic() > until:
             break
-    assert traffic.stop() > 10
+    assert traffic.stop() > 2
     wait_until(hosts.idle, 60, hosts.describe)
 
 
@@ -324,7 +324,7 @@ def test_a_client_gone_and_nodes_killed_during_a_transfer(
     hosts.prefill.restart()
     hosts.wait_ready()
     ask(hosts.far, asked[3], expected[3])
-    assert traffic.stop() > 10
+    assert traffic.stop() > 2
 
     stream, killed_at = stopped_in_the_middle(hosts, asked[4], lambda _: hosts.decode.kill())
     assert_failed(stream, killed_at + ERROR_WITHIN)
