@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import time
@@ -63,10 +64,10 @@ class _Node:
     def __init__(self, backend: str, instance: str, role: str, kw: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.pool = make_pool(SLOTS, PAGE, layers=LAYERS, fill=None if role == "prefill" else -1.0)
-        if backend == "nixl" and kw:
-            from pd.transfer.nixl import NixlManager
-
-            self.manager = NixlManager(self.pool, instance, **kw)
+        if kw:
+            module = importlib.import_module(f"pd.transfer.{backend}")
+            manager = getattr(module, f"{backend.capitalize()}Manager")
+            self.manager = manager(self.pool, instance, **kw)
         else:
             self.manager = make_transfer_manager(backend, self.pool, instance)
         self.instance, self.role = instance, role
@@ -100,6 +101,9 @@ class _Node:
             end.send(0, tokens, layer, layer + 1)
         end.finish()
         return end.bytes_sent
+
+    def sent(self, room: int) -> int:
+        return self.ends[room].bytes_sent
 
     def abort(self, room: int) -> None:
         self.ends[room].abort()

@@ -1,0 +1,189 @@
+"""Mooncake between processes that are killed, stopped and parted in the middle of writes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import msgspec
+import pytest
+import torch
+from staged_nodes import Nodes, play
+from transfer_helpers import SEED, make_pool, wait_until
+
+from pd.core.errors import SetupError
+from pd.transfer.base import TransferState
+from pd.transfer.mooncake import MooncakeManager, MooncakeMover
+from pd.transfer.mooncake_library import DEFAULTS, load_library
+from pd.transfer.staging_mover import MoverError, Target
+
+try:
+    load_library()
+except SetupError as error:
+    if os.environ.get("CI"):
+        raise
+    pytest.skip(error.message, allow_module_level=True)
+
+HOST = "127.0.0.1"
+STALL = float(DEFAULTS["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+
+
+@pytest.fixture
+def nodes():
+    made = Nodes("mooncake")
+    yield made
+    made.close()
+
+
+def test_pages_never_change_after_their_release(nodes) -> None:
+    print(f"PD_TEST_SEED={SEED}")
+    play(nodes, random.Random(f"{SEED}/mooncake"), 12)
+
+
+@pytest.mark.full
+def test_pages_never_change_after_their_release_in_many_rounds(nodes) -> None:
+    print(f"PD_TEST_SEED={SEED}")
+    play(nodes, random.Random(f"{SEED}/mooncake/many"), 150)
+
+
+def test_a_killed_peer_is_noticed_at_once(nodes) -> None:
+    nodes.complete(*nodes.begin())
+    room, _ = nodes.begin()
+    nodes.p.kill()
+    begun = time.monotonic()
+    assert nodes.end(nodes.d, room) is TransferState.FAILED
+    assert time.monotonic() - begun < 2.0
+
+
+def test_a_peer_that_stands_still_holds_slots_until_the_library_gives_up(nodes) -> None:
+    """Then both sides are at rest without anybody's help, and the next room arrives."""
+    nodes.complete(*nodes.begin())
+    nodes.d.signal(signal.SIGSTOP)
+    room = nodes.room + 1
+    asked = reservation_of(room)
+    nodes.p.call("send_part", nodes.d.info.instance_id, asked)
+    wait_until(lambda: nodes.p.call("sent", room), "a write that does not end")
+    nodes.p.call("disconnect", nodes.d.info.instance_id)
+    nodes.end(nodes.p, room)
+    assert nodes.p.call("quarantined") > 0
+    begun = time.monotonic()
+    wait_until(lambda: nodes.p.call("quarantined") == 0, "the library to give up", 4 * STALL)
+    assert time.monotonic() - begun < 2 * STALL
+    nodes.d.signal(signal.SIGCONT)
+    nodes.d.call("disconnect", nodes.p.info.instance_id)
+    nodes.introduce()
+    nodes.at_rest()
+
+
+def test_idle_nodes_cost_nothing(nodes) -> None:
+    nodes.complete(*nodes.begin())
+    time.sleep(0.5)
+    before = [node.call("cpu_seconds") for node in (nodes.p, nodes.d)]
+    time.sleep(2.0)
+    after = [node.call("cpu_seconds") for node in (nodes.p, nodes.d)]
+    for start, stop in zip(before, after, strict=True):
+        assert stop - start < 0.02
+
+
+# ---- one end at a time
+
+
+@pytest.fixture
+def mover() -> MooncakeMover:
+    return MooncakeMover(HOST)
+
+
+@pytest.fixture
+def slots() -> torch.Tensor:
+    return torch.zeros(4, 4096, dtype=torch.uint8)
+
+
+@pytest.fixture
+def target(mover, slots):
+    made = mover.target(slots, "P", HOST)
+    yield made
+    made.close()
+
+
+def changed(target: Target, **values: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(target.description) | values)
+
+
+def test_slots_arrive_in_the_slots_of_the_same_number(mover, target, slots) -> None:
+    own = torch.arange(4 * 4096).view(4, 4096).to(torch.uint8)
+    path = mover.path(own, target.description, "D", lambda: None)
+    for slot in (2, 0):
+        path.write(slot, 4000)
+    over: set[int] = set()
+    while len(over) < 2:
+        for written in path.poll():
+            assert not written.error
+            over.add(written.slot)
+    for slot in range(4):
+        arrived = 4000 if slot in (2, 0) else 0
+        assert torch.equal(slots[slot, :arrived], own[slot, :arrived])
+        assert not slots[slot, arrived:].any()
+    path.close()
+
+
+def test_a_write_to_a_closed_target_fails(mover, slots) -> None:
+    target = mover.target(slots, "P", HOST)
+    path = mover.path(torch.ones_like(slots), target.description, "D", lambda: None)
+    slots.zero_()
+    target.close()
+    path.write(1, 4096)
+    over = []
+    while not over:
+        over = path.poll()
+    assert "failed to write" in over[0].error
+    assert not slots.any()
+    path.close()
+
+
+def test_links_one_after_another_use_the_engines_again(mover, slots) -> None:
+    threads = set()
+    for _ in range(30):
+        target = mover.target(slots, "P", HOST)
+        path = mover.path(torch.ones_like(slots), target.description, "D", lambda: None)
+        path.close()
+        target.close()
+        threads.add(len(os.listdir("/proc/self/task")))
+    assert max(threads) - min(threads) < 60, "a link has two engines of three threads"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"protocol": "rdma"}, "tcp here and rdma there"),
+        ({"version": "0.3.12"}, "0.3.12 there is too old"),
+        ({"engine": "a host/../:1"}, "bad name"),
+        ({"engine": f"{HOST}:1"}, "does not answer"),
+        ({"slots": 4096}, "does not answer"),
+        ({"slots": -1}, "bad description"),
+        ({"more": 1}, "bad description"),
+    ],
+)
+def test_descriptions_are_checked(mover, target, slots, values, message) -> None:
+    with pytest.raises(MoverError, match=message):
+        mover.path(slots, changed(target, **values), "D", lambda: None)
+
+
+def test_only_the_address_of_the_channel_reaches_the_slots(mover, slots) -> None:
+    target = mover.target(slots, "P", "127.0.0.9")
+    with pytest.raises(MoverError, match="firewall"):
+        mover.path(torch.ones_like(slots), target.description, "D", lambda: None)
+    assert not slots.any()
+    target.close()
+
+
+def test_ipv6_is_refused() -> None:
+    with pytest.raises(SetupError, match="works over IPv4, not at ::1"):
+        MooncakeManager(make_pool(16, 4), "P", "::1")
+
+
+def reservation_of(room: int):
+    from pd.core.messages import Reservation
+
+    return Reservation(to="P", sender="D", room=room.to_bytes(16), epoch=room, cached_prefix_len=0)
