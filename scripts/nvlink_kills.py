@@ -14,7 +14,6 @@ start. Exit status 1 if any of it fails.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -123,10 +122,20 @@ def ask(url: str, length: int, first: int) -> str | None:
 class Trial:
     """The processes, and what is asserted of them after each kill."""
 
+    prefill: Process
+    decode: Process
+    proxy: Process
+
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self._args, self._directory = args, directory
         self._rng = random.Random(args.seed)
-        model = write_model(args.shape, directory / "model")
+        self._processes: list[Process] = []
+        self.kills: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """The processes, until they can serve."""
+        args = self._args
+        model = write_model(args.shape, self._directory / "model")
         flags = ["--model", str(model), "--load-format", "dummy"]
         flags += ["--kv-cache-tokens", str(args.kv_cache_tokens)]
         flags += ["--transfer-backend", args.transfer_backend]
@@ -141,21 +150,23 @@ class Trial:
         self._pages = self.decode.server_info()["pages"]["total"]
 
     def _process(self, role: str, *flags: str) -> Process:
-        return Process(role, *flags, log=self._directory / f"{role}.log")
+        process = Process(role, *flags, log=self._directory / f"{role}.log")
+        self._processes.append(process)
+        return process
 
-    def run(self) -> list[dict[str, Any]]:
-        """All kills under load; what was seen of each."""
+    def run(self) -> None:
+        """All kills under load; ``kills`` has what was seen of each."""
         lengths = (self._args.min_prompt, self._args.max_prompt)
         self._succeeds()
         load = Load(self.proxy.url, self._args.clients, lengths, self._rng)
         try:
-            seen = [self._kill(number, load) for number in range(1, self._args.kills + 1)]
+            for number in range(1, self._args.kills + 1):
+                self.kills.append(self._kill(number, load))
         finally:
             load.stop()
         for node in (self.prefill, self.decode):
             wait_until(lambda n=node: is_idle(n.server_info()), 30, node.server_info)
         print(f"requests: {load.succeeded} succeeded, {load.failed} lost with a decode node")
-        return seen
 
     def _kill(self, number: int, load: Load) -> dict[str, Any]:
         before = load.failed
@@ -198,10 +209,12 @@ class Trial:
 
     def unmapped_seconds(self) -> list[float]:
         """How long the prefill node took to drain and unmap a pool, each time."""
-        return [float(s) for s in _UNMAPPED.findall(self.prefill.log.read_text())]
+        log = self._directory / "prefill.log"
+        text = log.read_text() if log.exists() else ""
+        return [float(seconds) for seconds in _UNMAPPED.findall(text)]
 
     def stop(self) -> None:
-        for process in (self.proxy, self.decode, self.prefill):
+        for process in reversed(self._processes):
             process.stop()
 
 
@@ -249,30 +262,38 @@ def gpus() -> list[str]:
     return listed.stdout.strip().splitlines()
 
 
+def attempt(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any]], str, Trial]:
+    """All kills; what went wrong, if anything did. Every process has ended."""
+    trial = Trial(args, directory)
+    error = ""
+    try:
+        trial.start()
+        trial.run()
+    except (AssertionError, httpx.HTTPError, subprocess.SubprocessError) as failure:
+        error = str(failure) or repr(failure)
+    finally:
+        trial.stop()
+    unmapped = trial.unmapped_seconds()
+    if not error and args.transfer_backend == "nvlink" and len(unmapped) < args.kills:
+        error = f"only {len(unmapped)} pools were unmapped"
+    if not error and max(unmapped, default=0.0) > 1.0:
+        error = f"a pool was unmapped only after {max(unmapped)} s"
+    return trial.kills, error, trial
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if arguments is None else arguments)
     print(f"seed {args.seed}")
     began = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-kills-")))
-        if args.logs is not None:
-            args.logs.mkdir(parents=True, exist_ok=True)
-        trial = Trial(args, directory)
-        error = ""
-        kills: list[dict[str, Any]] = []
-        try:
-            kills = trial.run()
-        except AssertionError as failure:
-            error = str(failure) or repr(failure)
-        trial.stop()
+    with tempfile.TemporaryDirectory(prefix="pd-kills-") as name:
+        kills, error, trial = attempt(args, Path(name))
         unmapped = trial.unmapped_seconds()
-        for log in directory.glob("*.log"):
+        for log in Path(name).glob("*.log"):
             if args.logs is not None:
+                args.logs.mkdir(parents=True, exist_ok=True)
                 (args.logs / log.name).write_bytes(log.read_bytes())
             elif error:
                 print(f"--- {log.name}", log.read_text()[-3000:], sep="\n", file=sys.stderr)
-    if unmapped and max(unmapped) > 1.0:
-        error = error or f"a mapping was given up only after {max(unmapped)} s"
     document = {
         "benchmark": "nvlink_kills",
         "command": " ".join(["python", "scripts/nvlink_kills.py", *(arguments or sys.argv[1:])]),
