@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ _IOVEC_BYTES = 16
 # More at once is slower: what the peer's kernel wrote is then no longer in the cache when it is
 # copied on (2.9 GB/s with this, 2.4 with all that is ready; page size 1, loopback).
 CALL_BYTES = 512 << 10
+# Stretches that a room remembers the places of, a few megabytes at most.
+_PLANNED_STRETCHES = 1 << 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.readv, _libc.writev):
@@ -42,16 +44,22 @@ class Stretches:
     Args:
         addresses, lengths: int64, one for each stretch; no length is 0.
         owner: kept alive as long as this is, since it owns the memory.
+        ends: sums of the lengths, if they are known.
     """
 
     def __init__(
-        self, addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], owner: object
+        self,
+        addresses: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        owner: object,
+        ends: list[int] | None = None,
     ) -> None:
-        self._table = np.stack((addresses, lengths), axis=1, dtype=np.int64)
+        self._table = np.empty((len(addresses), 2), dtype=np.int64)
+        self._table[:, 0], self._table[:, 1] = addresses, lengths
         # The same memory: plain integers are quicker to read and write than numpy's.
         self._cells = memoryview(self._table.data).cast("B").cast("q")
         self._address = self._table.ctypes.data
-        self._ends: list[int] = np.cumsum(lengths).tolist()
+        self._ends: list[int] = np.cumsum(lengths).tolist() if ends is None else ends
         self._owner = owner
         self._index = 0
         self.done = 0
@@ -96,8 +104,8 @@ class PoolMemory:
     """Blocks of a pool in the order in which they travel: for each layer the tokens' K, then their
     V.
 
-    Sockets use a pool in host memory in place. Any other (``staged``) they reach by way of
-    :mod:`pd.transfer.tcp_staging`.
+    Sockets use a pool in host memory in place (:class:`InPlace`). Any other (``staged``) they reach
+    by way of :mod:`pd.transfer.tcp_staging`.
     """
 
     def __init__(self, pool: KVBuffer, *, staged: bool | None = None) -> None:
@@ -114,15 +122,12 @@ class PoolMemory:
         self.staged = buffer.device.type != "cpu" if staged is None else staged
         flat = buffer.view(-1).view(torch.uint8)
         self._rows = flat.view(self.num_layers, 2, self.num_slots, self.width)
+        self._address = buffer.data_ptr()
+        self._layer_bytes = self.num_slots * self.cell_bytes
 
-    def in_place(self, pages: IntArray, block: Block, header: bytes = b"") -> Stretches:
-        """The block's bytes where they lie, after a header if there is one."""
-        starts, stops = slot_runs(pages, self.page_size, block.token_start, block.token_stop)
-        planes = np.arange(2 * block.layer_start, 2 * block.layer_stop) * self.num_slots
-        slots = planes[:, None] + starts[None, :]
-        lengths = np.tile((stops - starts) * self.width, len(planes))
-        addresses = self._rows.data_ptr() + slots.ravel() * self.width
-        return _after(header, addresses, lengths, self._rows)
+    def layer_address(self, layer: int) -> int:
+        """Where a layer's K begins."""
+        return self._address + layer * self._layer_bytes
 
     def read(self, pages: IntArray, block: Block) -> bytearray:
         """A copy of the block's bytes."""
@@ -144,22 +149,64 @@ class PoolMemory:
             torch.cuda.current_stream(device).synchronize()
 
 
+class _Plan(NamedTuple):
+    """Some tokens of any layers: offsets from the first layer's K, lengths and their sums."""
+
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    ends: list[int]
+
+
+class InPlace:
+    """A room's blocks where they lie in the pool, each after a header if it has a length."""
+
+    def __init__(self, memory: PoolMemory, pages: IntArray, header_bytes: int = 0) -> None:
+        self._memory, self._pages, self._header_bytes = memory, pages, header_bytes
+        # All layers' blocks of the same tokens look alike.
+        self._plans: dict[tuple[int, int, int], _Plan] = {}
+        self._planned = 0
+
+    def stretches(self, block: Block, header: bytes = b"") -> Stretches:
+        memory = self._memory
+        offsets, lengths, ends = self._plan(block)
+        addresses = offsets + memory.layer_address(block.layer_start)
+        if not header:
+            return Stretches(addresses, lengths, memory, ends)
+        head = np.frombuffer(header, dtype=np.uint8)
+        addresses[0] = head.ctypes.data
+        return Stretches(addresses, lengths, (memory, head), ends)
+
+    def _plan(self, block: Block) -> _Plan:
+        num_layers = block.layer_stop - block.layer_start
+        key = (block.token_start, block.token_stop, num_layers)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(block.token_start, block.token_stop, num_layers)
+            if self._planned < _PLANNED_STRETCHES:
+                self._plans[key] = plan
+                self._planned += len(plan.ends)
+        return plan
+
+    def _make(self, token_start: int, token_stop: int, num_layers: int) -> _Plan:
+        memory = self._memory
+        starts, stops = slot_runs(self._pages, memory.page_size, token_start, token_stop)
+        planes = np.arange(2 * num_layers) * memory.num_slots
+        offsets = (planes[:, None] + starts[None, :]).ravel() * memory.width
+        lengths = np.tile((stops - starts) * memory.width, len(planes))
+        if self._header_bytes:
+            offsets = np.concatenate(([0], offsets))
+            lengths = np.concatenate(([self._header_bytes], lengths))
+        return _Plan(offsets, lengths, np.cumsum(lengths).tolist())
+
+
 def in_buffer(host: torch.Tensor, header: bytes = b"") -> Stretches:
     """All of a host buffer (uint8, contiguous), after a header if there is one."""
-    return _after(header, np.array([host.data_ptr()]), np.array([host.numel()]), host)
-
-
-def _after(
-    header: bytes,
-    addresses: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    owner: torch.Tensor,
-) -> Stretches:
+    addresses, lengths = np.array([host.data_ptr()]), np.array([host.numel()])
     if not header:
-        return Stretches(addresses, lengths, owner)
+        return Stretches(addresses, lengths, host)
     head = np.frombuffer(header, dtype=np.uint8)
     return Stretches(
         np.concatenate(([head.ctypes.data], addresses)),
         np.concatenate(([len(head)], lengths)),
-        (head, owner),
+        (head, host),
     )

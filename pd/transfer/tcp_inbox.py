@@ -287,7 +287,7 @@ class Inbox:
 
     def _landing(self, connection: _Connection, receiver: TcpReceiver, frame: Frame) -> Landing:
         if self._scatters is None or connection.slots is None:
-            return DirectLanding(self.memory, receiver, frame.block)
+            return DirectLanding(receiver, frame.block)
         return StagedLanding(self._scatters, connection.slots, receiver, frame.block, frame.payload)
 
     def _turned_away(self, connection: _Connection, frame: Frame) -> None:

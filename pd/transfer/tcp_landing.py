@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pd.transfer.memory import PoolMemory, Stretches
+    from pd.transfer.memory import Stretches
     from pd.transfer.ranges import Block
     from pd.transfer.tcp_receiver import TcpReceiver
     from pd.transfer.tcp_staging import Scatters, Slots
@@ -36,9 +36,9 @@ class Landing(Protocol):
 class DirectLanding:
     """Into the pages, in place."""
 
-    def __init__(self, memory: PoolMemory, receiver: TcpReceiver, block: Block) -> None:
+    def __init__(self, receiver: TcpReceiver, block: Block) -> None:
         self._receiver = receiver
-        self._stretches = memory.in_place(receiver.tables.pages, block)
+        self._stretches = receiver.in_place.stretches(block)
 
     def ready(self) -> bool:
         return True

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
-from pd.transfer.frames import MAX_PAYLOAD, encode_header
+from pd.transfer.frames import HEADER, MAX_PAYLOAD, encode_header
+from pd.transfer.memory import InPlace
 from pd.transfer.ranges import Block, check_pages
 from pd.transfer.tcp_lane import Lane
 from pd.transfer.tcp_staging import Tables
@@ -56,7 +57,9 @@ class TcpSender(Sender):
         self.error: PDError | None = None
         self.lanes: set[int] = set()
         self.in_hand = self.reading = 0
-        self.tables = Tables(pages.copy(), tokens.stop)
+        pages = pages.copy()
+        self.tables = Tables(pages, tokens.stop)
+        self._in_place = InPlace(memory, pages, HEADER.size)
         self._link, self._memory, self._computed = link, memory, computed
         self._tokens = tokens
         self._computing = 0
@@ -154,7 +157,7 @@ class TcpSender(Sender):
         return encode_header(self.room, self.epoch, block, payload)
 
     def in_place(self, block: Block) -> Stretches:
-        return self._memory.in_place(self.tables.pages, block, self.header(block))
+        return self._in_place.stretches(block, self.header(block))
 
 
 class Link:

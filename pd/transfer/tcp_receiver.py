@@ -12,6 +12,7 @@ from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Receiver, TransferState
 from pd.transfer.frames import FrameError
+from pd.transfer.memory import InPlace
 from pd.transfer.ranges import check_pages
 from pd.transfer.tcp_staging import Tables
 
@@ -36,7 +37,9 @@ class TcpReceiver(Receiver):
         self.peer, self.room, self.epoch = peer, room, epoch
         self.error: PDError | None = None
         self._inbox = inbox
-        self.tables, self._tokens = Tables(pages.copy(), tokens.stop), tokens
+        pages = pages.copy()
+        self.tables, self.in_place = Tables(pages, tokens.stop), InPlace(memory, pages)
+        self._tokens = tokens
         self._claimed = np.zeros((memory.num_layers, len(tokens)), dtype=np.bool_)
         self._expected = self._claimed.size * memory.cell_bytes
         # At this node, and of those the bytes that lie in the pages.

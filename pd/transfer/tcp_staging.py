@@ -33,13 +33,13 @@ class Tables:
     """A room's page table in the forms that the copies of different threads want."""
 
     def __init__(self, pages: IntArray, num_tokens: int) -> None:
-        self.pages, self._num_tokens = pages, num_tokens
+        self._pages, self._num_tokens = pages, num_tokens
         self._made: dict[Copier, Any] = {}
 
     def of(self, copier: Copier) -> Any:
         """Made when first asked for, by the thread that uses it."""
         if copier not in self._made:
-            self._made[copier] = copier.table(self.pages, self._num_tokens)
+            self._made[copier] = copier.table(self._pages, self._num_tokens)
         return self._made[copier]
 
 

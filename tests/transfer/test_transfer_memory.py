@@ -12,7 +12,7 @@ import torch
 from transfer_helpers import SEED, make_pool, random_pages
 
 from pd.transfer import memory
-from pd.transfer.memory import PoolMemory, Stretches, in_buffer
+from pd.transfer.memory import InPlace, PoolMemory, Stretches, in_buffer
 from pd.transfer.ranges import Block
 from pd.transfer.tcp_staging import Gathers, Scatters, Slots, Tables
 
@@ -97,7 +97,7 @@ def test_blocks_travel_in_the_same_order_in_place_and_staged(staged) -> None:
     block = Block(3, 29, 1, 3)
     out = staged_block(pool, pages, block) if staged else in_place_block(pool, pages, block)
     buffer = torch.empty(out.total - 4, dtype=torch.uint8)
-    landing = PoolMemory(target).in_place(into, block) if staged else in_buffer(buffer)
+    landing = InPlace(PoolMemory(target), into).stretches(block) if staged else in_buffer(buffer)
     near, far = socket.socketpair()
     with near, far:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -112,8 +112,27 @@ def test_blocks_travel_in_the_same_order_in_place_and_staged(staged) -> None:
     assert bool((target.buffer[0] == -1.0).all())
 
 
+def test_layers_of_the_same_tokens_lie_at_the_same_offsets(monkeypatch) -> None:
+    """Places are computed once for each range of tokens, as many as are worth remembering."""
+    rng = random.Random(SEED)
+    pool = make_pool(64, 4)
+    pages = random_pages(rng, pool, 30)
+    for planned in (0, 1 << 16):
+        monkeypatch.setattr(memory, "_PLANNED_STRETCHES", planned)
+        room = InPlace(PoolMemory(pool), pages)
+        for layer, start, stop in [(0, 0, 30), (2, 0, 30), (1, 5, 21), (0, 5, 21), (2, 0, 30)]:
+            out = room.stretches(Block(start, stop, layer, layer + 1))
+            near, far = socket.socketpair()
+            with near, far:
+                while out.done < out.total:
+                    out.send(near)
+                data = far.recv(out.total, socket.MSG_WAITALL)
+            expected = pool.tokens(pages, start, stop)[layer]
+            assert data == expected.contiguous().numpy().tobytes()
+
+
 def in_place_block(pool, pages, block: Block) -> Stretches:
-    return PoolMemory(pool).in_place(pages, block, b"head")
+    return InPlace(PoolMemory(pool), pages, 4).stretches(block, b"head")
 
 
 def staged_block(pool, pages, block: Block) -> Stretches:
