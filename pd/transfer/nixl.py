@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 
 from pd.core.errors import SetupError
 from pd.transfer import staging_mover
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
-    import torch
 
     from pd.transfer.base import KVBuffer
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 # Two processes on two cores, host memory: a gather, a write and a scatter of 1 MiB stay in the
 # caches, where UCX copies 9 GB/s, against 5.4 in blocks of 16 MiB. Larger ones save calls on a GPU.
 HOST_SLOTS, HOST_SLOT_BYTES = 8, 1 << 20
-CUDA_SLOTS, CUDA_SLOT_BYTES = 8, 16 << 20
+CUDA_SLOTS, CUDA_SLOT_BYTES = 6, 32 << 20
 
 # A write is rounded up to one of these parts of a slot, each of which is prepared once.
 _SIZES_PER_DOUBLING = 8
@@ -73,8 +73,8 @@ class _Description(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
 
 
 def _api() -> Any:
-    """NIXL's Python module, silent unless something is wrong."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    """NIXL's Python module. What it and UCX would write when a peer dies, our own log says."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     if not _has_rdma():
         # Of no use here, and dangerous: its module loads Debian's libibverbs beside the wheel's
@@ -101,6 +101,16 @@ def _has_rdma() -> bool:
     return devices.is_dir() and any(devices.iterdir())
 
 
+def _can_share_device_memory() -> bool:
+    """Whether UCX may open a peer's CUDA memory: its transport is allowed, and torch allocates
+    memory that has a handle. Otherwise slots in host memory are faster than UCX's detour."""
+    transports = os.environ.get("UCX_TLS", "all")
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = "".join(os.environ.get(name, "") for name in names).lower()
+    allowed = any(name in transports for name in ("all", "cuda", "^"))
+    return allowed and "expandable_segments:true" not in settings.replace(" ", "")
+
+
 def check_library() -> None:
     """Raise SetupError if NIXL cannot be used."""
     _api()
@@ -123,6 +133,8 @@ class _Agent:
         self.memory = "VRAM" if slots.is_cuda else "DRAM"
         self.device = slots.device.index or 0 if slots.is_cuda else 0
         self.count, self.slot_bytes = slots.shape
+        self._bound = threading.local()
+        self.bind()
         try:
             # NOTE: two agents of one name would take each other for the same.
             unique = f"{name}/{secrets.token_hex(4)}"
@@ -132,6 +144,12 @@ class _Agent:
             self._registration = self.nixl.register_memory([region], self.memory)
         except Exception as error:
             raise MoverError(f"NIXL cannot register slots: {_text(error)}") from error
+
+    def bind(self) -> None:
+        """UCX's CUDA transports use the calling thread's context."""
+        if self.memory == "VRAM" and not hasattr(self._bound, "yes"):
+            torch.cuda.set_device(self.device)
+            self._bound.yes = True
 
     def table(self, address: int, device: int, sizes: list[int]) -> npt.NDArray[np.uint64]:
         """Descriptors of the first bytes of each slot, for each size."""
@@ -174,6 +192,7 @@ class NixlTarget(Target):
         return self._description
 
     def progress(self) -> None:
+        self._agent.bind()
         try:
             # Drives UCX until it has nothing more to do; nobody sends notifications.
             self._agent.nixl.get_new_notifs()
@@ -212,6 +231,7 @@ class NixlPath(staging_mover.Path):
         self._over: list[Written] = []
 
     def write(self, slot: int, num_bytes: int) -> None:
+        self._agent.bind()
         index = slot * len(self._sizes) + int(np.searchsorted(self._sizes, num_bytes))
         try:
             handle = self._handles.get(index)
@@ -228,6 +248,7 @@ class NixlPath(staging_mover.Path):
         self._settle(slot, handle, state)
 
     def poll(self) -> list[Written]:
+        self._agent.bind()
         for slot, handle in list(self._flying.items()):
             try:
                 state = self._agent.nixl.check_xfer_state(handle)
@@ -277,9 +298,7 @@ class NixlMover(Mover):
         check_library()
         if loopback:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
-        # Without CUDA's transport device memory would go through the host, slowly.
-        transports = os.environ.get("UCX_TLS", "all")
-        self.device_slots = any(name in transports for name in ("all", "cuda", "^"))
+        self.device_slots = _can_share_device_memory()
         self._instance = instance_id
         # UCX reads its environment and probes devices for the first agent; one at a time.
         self._starting = threading.Lock()

@@ -140,16 +140,17 @@ class Outgoing:
             raise MoverError("this pool is not in CUDA memory")
         return self.copier.make_slots(ready.count, ready.slot_bytes, on_device=ready.device)
 
-    def ending(self, link: OutLink) -> None:
-        """With the lock. A peer that is still wanted gets a new link."""
+    def ending(self, link: OutLink) -> OutLink | None:
+        """With the lock. A peer that is still wanted gets a new link, which is returned if it can
+        be waited for."""
         self._ending.add(link)
         if self._links.get(link.peer) is not link or link.refusal is not None:
-            return
+            return None
         lived = time.monotonic() - link.up_since
         settled = link.slots is not None and lived > _SETTLED_SECONDS
         delay = 0.0 if settled else min(_MAX_DELAY, 2 * self._delays.get(link.peer, 0.0) or 0.05)
         self._delays[link.peer] = delay
-        self._renew(link.peer, link.address, delay)
+        return self._renew(link.peer, link.address, delay)
 
     def over(self, link: OutLink) -> None:
         """With the lock."""
@@ -158,7 +159,7 @@ class Outgoing:
         if current is not None and isinstance(current.refusal, TooManyZombies):
             self._renew(link.peer, link.address, 0.0)
 
-    def _renew(self, peer: str, address: tuple[str, int], delay: float) -> None:
+    def _renew(self, peer: str, address: tuple[str, int], delay: float) -> OutLink | None:
         self._links[peer] = link = OutLink(self, peer, address)
         zombies = [z for z in self._ending if z.peer == peer and z.quarantined]
         if len(zombies) >= MAX_ZOMBIES:
@@ -166,8 +167,9 @@ class Outgoing:
                 f"{len(zombies)} links to {peer} were lost while something was being written; "
                 "another has to wait until one of them is over"
             )
-        else:
-            link.start(delay)
+            return None
+        link.start(delay)
+        return link
 
     # ---- the thread
 

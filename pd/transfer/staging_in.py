@@ -99,6 +99,8 @@ class InLink:
         elif isinstance(message, Open):
             self._open(message)
         elif isinstance(message, Leaving):
+            if message.returns:
+                self.end()
             self._incoming.end_of(self, message.reason)
         else:
             raise ValueError(f"a prefill node does not send {type(message).__name__}")

@@ -85,9 +85,13 @@ class FilledSlots(_Note):
 
 
 class Leaving(_Note):
-    """P gave the link up; the channel's end follows when nothing can land any more."""
+    """P gave the link up; the channel's end follows when nothing can land any more.
+
+    ``returns``: rooms of which nothing was sent will be sent over another link.
+    """
 
     reason: _Text
+    returns: bool
 
 
 # ---- D to P

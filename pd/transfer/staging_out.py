@@ -91,6 +91,12 @@ class OutLink:
                 raise TransferError(f"{self.peer} is not connected")
             self._senders.add(sender)
 
+    def adopt(self, sender: StagedSender, *, queued: bool) -> None:
+        """A room that waited for the last link."""
+        self._senders.add(sender)
+        if queued:
+            self.enqueue(sender)
+
     def enqueue(self, sender: StagedSender) -> None:
         if sender not in self._queue:
             self._queue.append(sender)
@@ -115,22 +121,29 @@ class OutLink:
                     TransferError(f"no KV data could be sent to {self.peer} for {idle:.1f} s")
                 )
 
-    def end(self, reason: str) -> None:
-        """Stop issuing; the link is over when nothing of it can land any more."""
+    def end(self, reason: str, *, move: bool = False) -> None:
+        """Stop issuing; the link is over when nothing of it can land any more.
+
+        ``move``: rooms of which nothing was begun wait for the next link instead of failing.
+        """
         with self.changed:
             if self.state >= OutState.ENDING:
                 return
             self.state = OutState.ENDING
             if self._dial is not None:
                 self._dial.cancel()
+            next_link = self._outgoing.ending(self)
             for sender in list(self._senders):
-                sender.fail(TransferError(reason))
-            self._outgoing.ending(self)
+                if move and next_link is not None and not sender.begun:
+                    self.forget(sender)
+                    sender.move(next_link)
+                else:
+                    sender.fail(TransferError(reason))
             self.changed.notify_all()
             if self._path is None and not self._setting_up:
                 self._finish()
             elif self._channel is not None:
-                self._channel.send(Leaving(reason[:1024]))
+                self._channel.send(Leaving(reason[:1000], move and next_link is not None))
         self._outgoing.pump.wake()
 
     @property
@@ -173,7 +186,7 @@ class OutLink:
             self.end(f"{self.peer} refused a link: {reason}")
 
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
-        self.end(f"the link to {self.peer} was lost: {reason}")
+        self.end(f"the link to {self.peer} was lost: {reason}", move=True)
 
     def _freed(self, slots: list[int]) -> None:
         with self.changed:
@@ -322,7 +335,7 @@ class OutLink:
         if notes:
             self._tell(notes, told)
         if errors:
-            self.end(f"the link to {self.peer} was lost: {errors[0]}")
+            self.end(f"the link to {self.peer} was lost: {errors[0]}", move=True)
 
     def _came_up(self) -> None:
         with self.changed:

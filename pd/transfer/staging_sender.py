@@ -70,7 +70,7 @@ class StagedSender(Sender):
         self._blocks: Iterator[Block] = iter(())
         self._after: Any = None
         self._state = TransferState.ACTIVE
-        self._finished = False
+        self._finished = self._begun = False
         self._bytes = 0
 
     @property
@@ -126,11 +126,22 @@ class StagedSender(Sender):
 
     # ---- called by the link and the gatherer, with the lock
 
+    @property
+    def begun(self) -> bool:
+        """Something of it was taken by its link."""
+        return self._begun
+
+    def move(self, link: OutLink) -> None:
+        """Wait for another link; nothing was begun on the last."""
+        self._link = link
+        link.adopt(self, queued=bool(self._ranges))
+
     def next_block(self, max_cells: int) -> tuple[Block, Any] | None:
         """A block and what its gather has to wait for."""
         while True:
             block = next(self._blocks, None)
             if block is not None:
+                self._begun = True
                 return block, self._after
             if not self._ranges:
                 return None
