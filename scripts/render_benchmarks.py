@@ -97,11 +97,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     names = [name for name in names if any(row.get(name) is not None for row in rows)]
     numeric = {n for n in names if all(is_number(row.get(n)) for row in rows if row.get(n))}
     lines = [
-        "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "| " + " | ".join(map(title, names)) + " |",
         "|" + "|".join("---:" if name in numeric else "---" for name in names) + "|",
     ]
     lines += ["| " + " | ".join(cell(name, row.get(name)) for name in names) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def title(name: str) -> str:
+    return name.replace("gb_s", "GB/s").replace("_", " ")
 
 
 def is_number(value: object) -> bool:

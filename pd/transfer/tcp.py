@@ -13,6 +13,10 @@ What it guarantees and on what that rests:
   the commit.
 - ``Sender.drained`` says that the source pages are no longer read. Bytes on the wire may still
   reach D, where the first point deals with them.
+- A pool that a GPU holds goes through pinned host buffers, two for each connection and side
+  (:mod:`pd.transfer.tcp_staging`). Bytes count as received, and a receiver or sender as drained,
+  only when the copies into or out of the pool were observed complete on the host: not when they
+  were queued. Nothing waits for them on the stream of the forward pass, nor that stream for them.
 - The openings are authenticated with the cluster key (:mod:`pd.transfer.greeting`); without one,
   both ends must be loopback addresses. Data is not encrypted.
 """
@@ -36,12 +40,8 @@ if TYPE_CHECKING:
     from pd.core.node_info import NodeInfo
     from pd.transfer.base import IntArray, KVBuffer
 
-# Two processes on two cores, loopback, 16 layers of 8 heads x 64 in float32, 8,192 scattered tokens
-# (512 MiB), medians in GB/s from tests/transfer/measure_tcp.py while the cores were otherwise idle:
-#   page size 16: plain socket 3.37; 1 connection 2.68, 2 connections 3.25, 4 connections 3.17
-#   page size 64: plain socket 3.42; 1 connection 3.01, 2 connections 2.92, 4 connections 3.46
-# A second connection fills the gaps that the first leaves between frames; more change nothing, and
-# on busy cores all are the same.
+# A second connection fills the gaps that the first leaves between frames; more change nothing
+# (`pd-bench transfer --backend tcp --connections N`; docs/benchmarks.md).
 DEFAULT_CONNECTIONS = 2
 
 
