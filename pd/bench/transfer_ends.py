@@ -95,6 +95,12 @@ class SourceEnd(End):
     def measure(self, progress: Callable[[str], None]) -> Found:
         """Transfers and their ceiling in turns, after one of each that is not counted, and in the
         end another one whose bytes are compared."""
+        try:
+            return self._measure(progress)
+        finally:
+            self.manager.close()
+
+    def _measure(self, progress: Callable[[str], None]) -> Found:
         spec, control = self.spec, self._control
         opened = control.call("open", spec=msgspec.to_builtins(spec))
         self.manager.connect(msgspec.convert(opened["info"], NodeInfo))
@@ -119,7 +125,6 @@ class SourceEnd(End):
                 )
         self.push(verify=True)
         ceiling.close()
-        self.manager.close()
         devices = sorted({describe_device(spec.source_device), opened["device"]} - {""})
         control.call("close")
         return Found(ceiling.name, rates, ceilings, connections, devices)
