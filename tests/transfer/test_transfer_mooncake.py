@@ -64,7 +64,8 @@ def test_a_peer_that_stands_still_holds_slots_until_the_library_gives_up(nodes) 
     room = nodes.room + 1
     asked = reservation_of(room)
     nodes.p.call("send_part", nodes.d.info.instance_id, asked)
-    wait_until(lambda: nodes.p.call("sent", room), "a write that does not end")
+    # Nothing tells when the library has the first block; it takes milliseconds.
+    time.sleep(1.0)
     nodes.p.call("disconnect", nodes.d.info.instance_id)
     nodes.end(nodes.p, room)
     assert nodes.p.call("quarantined") > 0

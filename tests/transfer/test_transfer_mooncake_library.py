@@ -217,6 +217,17 @@ def test_a_stopped_peer_holds_up_only_its_own_engine(engine, children) -> None:
     ENGINES.give_back(HOST, waiting)
 
 
+def test_a_kernel_without_filters_is_refused_unless_the_ports_may_be_open(monkeypatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(92, "Protocol not available")
+
+    monkeypatch.setattr("socket.socket.setsockopt", refuse)
+    with pytest.raises(SetupError, match="refuses to filter who connects"):
+        Engine(HOST)
+    monkeypatch.setenv("PD_MOONCAKE_OPEN_PORTS", "1")
+    assert Engine(HOST).name.startswith(HOST)
+
+
 def test_an_engine_meets_each_name_once() -> None:
     pool = EnginePool()
     first = pool.take(HOST, "somebody:1")

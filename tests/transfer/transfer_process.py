@@ -102,9 +102,6 @@ class _Node:
         end.finish()
         return end.bytes_sent
 
-    def sent(self, room: int) -> int:
-        return self.ends[room].bytes_sent
-
     def abort(self, room: int) -> None:
         self.ends[room].abort()
 
