@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 # caches, where UCX copies 9 GB/s, against 5.4 in blocks of 16 MiB. Larger ones save calls on a GPU.
 HOST_SLOTS, HOST_SLOT_BYTES = 8, 1 << 20
 CUDA_SLOTS, CUDA_SLOT_BYTES = 6, 32 << 20
+PINNED_SLOTS, PINNED_SLOT_BYTES = 8, 4 << 20
 
 # A write is rounded up to one of these parts of a slot, each of which is prepared once.
 _SIZES_PER_DOUBLING = 8
@@ -332,14 +333,18 @@ class NixlManager(StagedManager):
         slots: int | None = None,
         slot_bytes: int | None = None,
     ) -> None:
-        on_gpu = pool.buffer.device.type == "cuda"
+        mover = NixlMover(instance_id, loopback=is_loopback(advertise_host or host))
+        shape = (HOST_SLOTS, HOST_SLOT_BYTES)
+        if pool.buffer.device.type == "cuda":
+            pinned = (PINNED_SLOTS, PINNED_SLOT_BYTES)
+            shape = (CUDA_SLOTS, CUDA_SLOT_BYTES) if mover.device_slots else pinned
         super().__init__(
             pool,
             instance_id,
             host,
-            mover=NixlMover(instance_id, loopback=is_loopback(advertise_host or host)),
-            slots=slots or (CUDA_SLOTS if on_gpu else HOST_SLOTS),
-            slot_bytes=slot_bytes or (CUDA_SLOT_BYTES if on_gpu else HOST_SLOT_BYTES),
+            mover=mover,
+            slots=slots or shape[0],
+            slot_bytes=slot_bytes or shape[1],
             advertise_host=advertise_host,
             cluster_key=cluster_key,
         )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pd.kernels.kv_copy import gather, scatter
+from pd.transfer.ranges import Block
 from pd.transfer.staging_copy import Copier, Ticket
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.transfer.base import IntArray, KVBuffer
-    from pd.transfer.ranges import Block
 
 
 class _Event(Ticket):
@@ -43,22 +41,19 @@ class _Table:
         return self._device[block.token_start : block.token_stop]
 
 
-@dataclass
 class _Lane:
-    """A side stream and the device memory through which pinned slots go, used in turns: the stream
-    keeps a buffer's next use behind its last."""
+    """A side stream and the device memory through which pinned slots go: on one stream, its next
+    use comes after its last."""
 
-    stream: torch.cuda.Stream
-    buffers: deque[torch.Tensor]
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffer: torch.Tensor | None = None
 
     def buffer(self, size: int) -> torch.Tensor:
-        if not self.buffers or len(self.buffers[0]) < size:
-            self.buffers.clear()
-            with torch.cuda.stream(self.stream):
-                device = self.stream.device
-                self.buffers.append(torch.empty(size, dtype=torch.uint8, device=device))
-        self.buffers.rotate(1)
-        return self.buffers[0][:size]
+        """To be called with the stream current, to which the memory then belongs."""
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.stream.device)
+        return self._buffer[:size]
 
 
 class CudaCopier(Copier):
@@ -72,9 +67,8 @@ class CudaCopier(Copier):
         super().__init__(pool)
         self._buffer = pool.buffer
         self._device = pool.buffer.device
-        # Behind the forward pass where they compete: it is what a request waits for.
-        self._out = _Lane(self._stream(), deque())
-        self._in = _Lane(self._stream(), deque())
+        self._out, self._in = _Lane(self._device), _Lane(self._device)
+        self._warm_up()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -118,5 +112,15 @@ class CudaCopier(Copier):
                 return slots
         return torch.zeros((count, size), dtype=torch.uint8, pin_memory=True)
 
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+    def _warm_up(self) -> None:
+        """Compile the kernels now: the first room could not wait for it. The values of a few slots
+        are read and written back, of a pool that nobody uses yet."""
+        tokens = min(16, self.num_slots)
+        pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
+        table = self.table(pages, tokens)
+        slot = self.make_slots(1, tokens * self.cell_bytes, on_device=True)[0]
+        for start in {0, tokens // 3}:
+            block = Block(start, tokens, 0, 1)
+            self.gather(table, block, slot, self.mark()).wait()
+            self._in.stream.wait_stream(self._out.stream)
+            self.scatter(table, block, slot).wait()

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ZOMBIES = 4
 _LOG_INTERVAL = 1.0
+_PINNED_SLOT_BYTES = 4 << 20
 
 
 @dataclass
@@ -163,6 +164,9 @@ class Incoming:
         count = min(wishes.count, own.count)
         size = max(min(wishes.slot_bytes, own.slot_bytes), self.copier.cell_bytes)
         device = own.device and wishes.device and own.host == wishes.host
+        if not device and (own.device or wishes.device):
+            # Sized for another path.
+            size = max(min(size, _PINNED_SLOT_BYTES), self.copier.cell_bytes)
         return self.copier.make_slots(count, size, on_device=device), device
 
     def over(self, link: InLink) -> None:

@@ -94,7 +94,7 @@ def test_a_send_waits_for_what_was_queued_before_it_and_does_not_block(pair) -> 
 
 
 def test_pages_are_safe_when_an_aborted_receiver_says_that_it_drained(pair) -> None:
-    source, target, p, d = pair
+    _, target, p, d = pair
     pages, into = np.arange(256, dtype=np.int32), np.arange(1024, dtype=np.int32)
     for epoch in range(1, 30):
         receiver = d.receiver("P", ROOM, epoch, into, 0, 4096)
