@@ -52,6 +52,8 @@ _MAX_ADMITTED = 200
 # D takes turns among as many, so that P, which cannot meet one of them again, needs few.
 _TURNS = 6
 _MAX_IDLE = 64
+# It keeps four dead connections of each.
+_MAX_MET = 32
 # Of the batch interface; an error is reported in one of these ways.
 _NO_BATCH = (0, -1, (1 << 64) - 1)
 
@@ -223,11 +225,15 @@ class EnginePool:
     def give_back(self, host: str, engine: Engine) -> None:
         """Nothing of it is under way or registered."""
         engine.admit(())
+        worn = engine
         with self._lock:
-            self._idle.append((host, engine))
-            if len(self._idle) > _MAX_IDLE:
-                # Rare, so it may hold up the process for a second.
-                self._idle.pop(0)[1].destroy()
+            if len(engine.met) < _MAX_MET:
+                self._idle.append((host, engine))
+                if len(self._idle) <= _MAX_IDLE:
+                    return
+                worn = self._idle.pop(0)[1]
+        # Rare, so it may hold up the process for a second.
+        worn.destroy()
 
 
 ENGINES = EnginePool()

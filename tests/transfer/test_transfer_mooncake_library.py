@@ -238,6 +238,21 @@ def test_an_engine_meets_each_name_once() -> None:
     assert pool.take(HOST, "somebody else:1") is first
 
 
+def test_an_engine_that_met_many_is_destroyed() -> None:
+    pool = EnginePool()
+    pool.give_back(HOST, pool.take(HOST, "somebody:0"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(1, 32):
+        engine = pool.take(HOST, f"somebody:{number}")
+        pool.give_back(HOST, engine)
+    assert len(engine.met) == 32
+    assert len(os.listdir("/proc/self/fd")) < descriptors
+    del engine
+    fresh = pool.take(HOST, "somebody:32")
+    assert fresh.met == {"somebody:32"}
+    pool.give_back(HOST, fresh)
+
+
 def test_an_engine_that_is_not_in_use_costs_no_processor_time(engine) -> None:
     before = time.process_time()
     time.sleep(1.0)
