@@ -9,7 +9,7 @@ import httpx
 import pytest
 from backends import PROCESSES, TCP, Backend, over
 from churn import Case, Churn, Footprint, make_cases
-from processes import Deployment, deployment
+from processes import Deployment, deployment, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,12 @@ def calm_round(running: Deployment, cases: list[Case]) -> None:
 
 def footprints(running: Deployment) -> dict[str, Footprint]:
     return {p.log.stem: Footprint.of(p) for p in (running.proxy, *running.nodes)}
+
+
+def proxy_is_idle(running: Deployment) -> bool:
+    """As the proxy sees it, a heartbeat later than the nodes."""
+    workers = httpx.get(f"{running.proxy.url}/workers").json()["workers"]
+    return all(w["running"] == w["queued_tokens"] == 0 for w in workers)
 
 
 @over(PROCESSES, sample=[TCP])
@@ -73,5 +79,4 @@ def test_churn(
         print(before, after)
         keeps = backend.keeps
         assert not [n for n, now in after.items() if now.has_grown_from(before[n], keeps)]
-        workers = httpx.get(f"{running.proxy.url}/workers").json()
-        assert all(w["running"] == w["queued_tokens"] == 0 for w in workers["workers"]), workers
+        wait_until(lambda: proxy_is_idle(running), 10)
