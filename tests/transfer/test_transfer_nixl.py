@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from staged_nodes import Nodes, play
@@ -99,3 +100,19 @@ def test_the_library_neither_speaks_nor_crashes_at_the_end() -> None:
     assert done.stdout == ""
     assert "NIXL" not in done.stderr
     assert "UCX" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["test_transfer_backends.py", "test_transfer_late_writes.py"])
+def test_the_tests_of_every_backend_pass_over_sockets_too(name) -> None:
+    """In a process of their own: UCX reads its environment once."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    chosen = ["-m", "not full", "-k", "nixl", str(Path(__file__).parent / name)]
+    done = subprocess.run(
+        command + chosen,
+        env=os.environ | {"UCX_TLS": "tcp"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
