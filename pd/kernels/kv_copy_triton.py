@@ -48,7 +48,7 @@ _ANY_VALUE = (
     "target_stride",
 )
 
-PEER_SHAPE = LaunchShape(programs=64, tile_bytes=16384, num_warps=8)
+PEER_SHAPE = LaunchShape(programs=132, tile_bytes=16384, num_warps=8)
 LOCAL_SHAPE = LaunchShape(programs=264, tile_bytes=16384, num_warps=8)
 
 

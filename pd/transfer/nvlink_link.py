@@ -1,4 +1,4 @@
-"""P's side of the nvlink backend: stores into one peer's pool, launched by a thread of its own."""
+"""P's side of the nvlink backend: stores into one peer's pool."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ class NvlinkSender(Sender):
                 return
             assert not self._finished, "send after finish"
             self._bytes += block.cells * self._cell_bytes
-            self._link.enqueue(store)
+            lane = self._link.enqueue(store)
+        if lane is not None:
+            self._link.launch_queued(lane)
 
     def finish(self) -> None:
         self._finished = True
@@ -125,11 +127,16 @@ class NvlinkSender(Sender):
     def _quiet(self) -> bool:
         return not self.launching and (self._last is None or self._last.done())
 
-    # ---- called by the link's thread, without the lock
+    # ---- called by whoever launches for the link, without the lock
 
-    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> Ticket:
+    def prepare(self, lane: Lane) -> None:
+        """Put the slot numbers on the device, while nothing waits for them."""
         if self._table is None:
             self._table = lane.table(self._slots)
+
+    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> Ticket:
+        self.prepare(lane)
+        assert self._table is not None
         first = self._tokens.start
         columns = slice(store.block.token_start - first, store.block.token_stop - first)
         own, theirs = self._table[0, columns], self._table[1, columns]
@@ -143,6 +150,10 @@ class Link:
     A link is used once: when it ended, the manager makes another. However it ends, its thread
     launches nothing more, waits for what was launched, unmaps the pool and then closes the channel,
     in this order: D takes the close as proof that nothing can land any more.
+
+    A store is launched by the thread that sends it if none waits before it, since waking another
+    takes as long as the launch; by the link's thread while the pool is not mapped yet or enough is
+    launched. One of them launches at a time.
     """
 
     def __init__(self, hub: ChannelHub, peer: str, pool: PeerPool, device: StoreDevice) -> None:
@@ -154,7 +165,10 @@ class Link:
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
         self._stores: deque[_Store] = deque()
-        # The thread's own.
+        self._lane: Lane | None = None
+        self._address = 0
+        self._launching = False
+        # Of what was launched; touched by who launches.
         self._tickets: deque[Ticket] = deque()
         self._thread = threading.Thread(target=self._run, name="pd-nvlink", daemon=True)
         with self.changed:
@@ -169,12 +183,31 @@ class Link:
             if self._session not in (None, sender.session):
                 raise self._stale()
             self._senders.add(sender)
+            lane = self._lane
+        if lane is not None:
+            sender.prepare(lane)
 
-    def enqueue(self, store: _Store) -> None:
+    def enqueue(self, store: _Store) -> Lane | None:
+        """With the lock. Returns the lane if the caller is to call :meth:`launch_queued`."""
         store.sender.pending += 1
         store.sender.waiting_since = time.monotonic()
         self._stores.append(store)
-        self.changed.notify_all()
+        if self._lane is None or self._launching or self.stopped is not None:
+            return None
+        self._launching = True
+        return self._lane
+
+    def launch_queued(self, lane: Lane) -> None:
+        """Launch until nothing is queued or enough is launched; the rest is the thread's."""
+        try:
+            while (store := self._next()) is not None:
+                self._launch(lane, store)
+        except Exception as error:  # noqa: BLE001 - named and handled in _failed
+            self._failed(error)
+        finally:
+            with self.changed:
+                self._launching = False
+                self.changed.notify_all()
 
     def forget(self, sender: NvlinkSender) -> None:
         self._senders.discard(sender)
@@ -243,14 +276,9 @@ class Link:
         try:
             if self._welcomed():
                 mapping = self.device.map(self.pool.handle, self.pool.offset)
-                self._store_all(mapping)
-        except TransferError as error:
-            logger.warning("nvlink to %s: %s", self.peer, error)
-            self.stop(error)
-        except Exception as error:
-            # Say a CUDA error: it must not leave the rooms waiting.
-            logger.exception("nvlink to %s failed", self.peer)
-            self.stop(TransferError(f"cannot store to {self.peer}: {error}"))
+                self._serve(mapping, self.device.lane())
+        except Exception as error:  # noqa: BLE001 - named and handled in _failed
+            self._failed(error)
         try:
             self._give_up(mapping)
         except Exception:
@@ -267,32 +295,57 @@ class Link:
             self.changed.wait_for(lambda: self.stopped or self._session is not None)
             return self.stopped is None
 
-    def _next(self) -> _Store | None:
-        """The next store, which the sender counts as launching; None when the link has ended."""
+    def _serve(self, mapping: Mapping, lane: Lane) -> None:
+        """Launch what senders leave, until the link ends."""
         with self.changed:
-            self.changed.wait_for(lambda: self.stopped or self._stores)
-            if self.stopped is not None:
+            self._address, self._lane = mapping.address, lane
+        while True:
+            with self.changed:
+                self.changed.wait_for(
+                    lambda: self.stopped or (self._stores and not self._launching)
+                )
+                if self.stopped is not None:
+                    return
+                self._launching = True
+            if len(self._tickets) >= LAUNCHED_AHEAD:
+                self._tickets[0].wait()
+            self.launch_queued(lane)
+
+    def _next(self) -> _Store | None:
+        """The next store, which the sender counts as launching; None if there is none, enough is
+        launched, or the link has ended."""
+        while self._tickets and self._tickets[0].done():
+            self._tickets.popleft()
+        with self.changed:
+            enough = len(self._tickets) >= LAUNCHED_AHEAD
+            if self.stopped is not None or enough or not self._stores:
                 return None
             store = self._stores.popleft()
             store.sender.pending -= 1
             store.sender.launching = True
             return store
 
-    def _store_all(self, mapping: Mapping) -> None:
-        """Launch what is queued until the link ends."""
-        lane = self.device.lane()
-        while (store := self._next()) is not None:
-            try:
-                ticket = store.sender.launch(lane, mapping.address, self.pool.num_slots, store)
-            finally:
-                with self.changed:
-                    store.sender.launching = False
+    def _launch(self, lane: Lane, store: _Store) -> None:
+        try:
+            ticket = store.sender.launch(lane, self._address, self.pool.num_slots, store)
             self._tickets.append(ticket)
-            if len(self._tickets) >= LAUNCHED_AHEAD:
-                self._tickets.popleft().wait()
+        finally:
+            with self.changed:
+                store.sender.launching = False
+
+    def _failed(self, error: Exception) -> None:
+        """Say a CUDA error: it must not leave the rooms waiting, nor end the forward pass."""
+        if isinstance(error, TransferError):
+            logger.warning("nvlink to %s: %s", self.peer, error)
+            self.stop(error)
+        else:
+            logger.error("nvlink to %s failed", self.peer, exc_info=error)
+            self.stop(TransferError(f"cannot store to {self.peer}: {error}"))
 
     def _give_up(self, mapping: Mapping | None) -> None:
         begun = time.monotonic()
+        with self.changed:
+            self.changed.wait_for(lambda: not self._launching)
         if self._tickets:
             # Stores complete in the order of their launches.
             self._tickets[-1].wait()

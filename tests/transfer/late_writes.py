@@ -266,7 +266,6 @@ class Schedule:
             assert node.manager is not None
             if node.peer:
                 node.manager.disconnect(node.peer)
-            node.undrained = {}
             # The other side learns by the new handshake that its rooms are gone. What D committed
             # lives on.
             other = self._d if node is self._p else self._p
