@@ -2,9 +2,10 @@
 
 Two processes (or two hosts) have a pool each; P pushes rooms through the real transfer manager as
 prefill does, by chunks and groups of layers, into pages that lie scattered on both sides. The clock
-runs from the first `send` until D has committed everything and P's pages are free. Transfers and
-their ceiling take turns, so that noise of the machine hits both; GB/s are medians, the best stands
-beside them. In the end one more transfer's bytes are compared.
+runs from the first `send` until everything is in D's pages, as D says, or as P has observed where
+stores are one-sided (`nvlink`, `fake`). Transfers and their ceiling take turns, so that noise of
+the machine hits both; GB/s are medians, the best stands beside them. In the end one more transfer's
+bytes are compared.
 
 The ceiling of `tcp` and `fake` is as many plain sockets; of `nixl` and `mooncake` the library with
 large blocks between the same kinds of memory; of `nvlink` a copy between the two GPUs.

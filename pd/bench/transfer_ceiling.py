@@ -31,6 +31,8 @@ SOCKET_CALL = 512 << 10
 # Beside a pool in GPU memory sockets use a host buffer, as small as what backends stage through.
 HOST_BUFFER = 16 << 20
 _MOONCAKE_BATCH = 256
+_NIXL_ARRIVED = b"arrived"
+_NIXL_NAP, _NIXL_SECONDS = 50e-6, 60.0
 
 
 class Ceiling(Protocol):
@@ -70,7 +72,7 @@ def ceiling_of(
         return PeerCopy(spec, pool)
     described = control.call("ceiling", connections=connections)
     if spec.backend == "nixl":
-        return NixlWrites(spec, pool, described)
+        return NixlWrites(spec, pool, control, described)
     if spec.backend == "mooncake":
         return MooncakeWrites(spec, pool, control.host, described)
     return PlainSockets(spec, pool, control, key, connections, described)
@@ -221,7 +223,9 @@ class _NixlAgent:
         self.spec, self.address = spec, pool.buffer.data_ptr()
         self.kind = "VRAM" if pool.buffer.is_cuda else "DRAM"
         self.device_index = (pool.buffer.device.index or 0) if pool.buffer.is_cuda else 0
-        self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        # Its own thread spins: on two cores it costs most of the rate.
+        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self.agent = nixl_agent(name, config)
         region = [(self.address, spec.num_bytes, self.device_index, "")]
         self._registered = self.agent.register_memory(region, self.kind)
 
@@ -242,8 +246,10 @@ class NixlWrites:
 
     name = f"nixl, blocks of {LARGE_BLOCK >> 20} MiB"
 
-    def __init__(self, spec: Spec, pool: KVPool, described: dict[str, Any]) -> None:
-        self._spec = spec
+    def __init__(
+        self, spec: Spec, pool: KVPool, control: Control, described: dict[str, Any]
+    ) -> None:
+        self._spec, self._control = spec, control
         self._nixl = _NixlAgent(spec, pool, "ceiling-P")
         self._peer = self._nixl.agent.add_remote_agent(described["metadata"])
         if isinstance(self._peer, bytes):
@@ -254,17 +260,21 @@ class NixlWrites:
             self._nixl.descriptors(self._nixl.address, self._nixl.device_index, self._nixl.kind),
             self._nixl.descriptors(*theirs),
             self._peer,
+            _NIXL_ARRIVED,
         )
 
     def measure(self) -> float:
+        self._control.send({"op": "step"})
         begun = time.perf_counter()
         state = self._nixl.agent.transfer(self._handle)
         while state == "PROC":
-            time.sleep(50e-6)
+            time.sleep(_NIXL_NAP)
             state = self._nixl.agent.check_xfer_state(self._handle)
+        seconds = time.perf_counter() - begun
         if state != "DONE":
             raise SetupError(f"a plain nixl write ended as {state}")
-        return self._spec.num_bytes / (time.perf_counter() - begun) / 1e9
+        self._control.answer()
+        return self._spec.num_bytes / seconds / 1e9
 
     def close(self) -> None:
         self._nixl.agent.release_xfer_handle(self._handle)
@@ -273,7 +283,7 @@ class NixlWrites:
 
 
 class NixlTarget:
-    """Memory to write to; the agent's own thread does the rest."""
+    """Memory to write to. Connecting, and writes over sockets, need D's calls."""
 
     def __init__(self, spec: Spec, pool: KVPool) -> None:
         self._nixl = _NixlAgent(spec, pool, "ceiling-D")
@@ -288,7 +298,11 @@ class NixlTarget:
         }
 
     def step(self) -> None:
-        """Writes are one-sided."""
+        deadline = time.monotonic() + _NIXL_SECONDS
+        while not self._nixl.agent.get_new_notifs():
+            if time.monotonic() > deadline:
+                raise SetupError(f"a plain nixl write did not arrive within {_NIXL_SECONDS:g} s")
+            time.sleep(_NIXL_NAP)
 
     def close(self) -> None:
         self._nixl.close()

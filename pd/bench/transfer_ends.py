@@ -130,7 +130,11 @@ class SourceEnd(End):
         return Found(ceiling.name, rates, ceilings, connections, devices)
 
     def push(self, *, verify: bool) -> float:
-        """One room, from the first ``send`` until D has it and P's pages are free; GB/s."""
+        """One room, from the first ``send`` until all of it is in D's pages; GB/s.
+
+        That is when D says so. Over a backend whose stores D cannot see it is when P has observed
+        the last one complete, which is what the base class promises by DONE.
+        """
         spec, pages = self.spec, self.pages()
         reserved = self._control.call("reserve", clear=verify)["reservation"]
         asked = msgspec.convert(reserved, Reservation)
@@ -143,10 +147,12 @@ class SourceEnd(End):
                 sender.send(start, stop, layer, min(layer + spec.layer_group, spec.shape.layers))
         sender.finish()
         wait_done(sender, self._interval)
-        self._control.call("commit", num_bytes=sender.bytes_sent, interval=self._interval)
+        stored = time.perf_counter() - begun
+        fields = {"num_bytes": sender.bytes_sent, "interval": self._interval}
+        seen = self._control.call("commit", **fields)["bytes_received"]
+        seconds = time.perf_counter() - begun if seen else stored
         while not sender.drained():
             time.sleep(self._interval)
-        seconds = time.perf_counter() - begun
         low, high = _POLL_SECONDS
         self._interval = min(max(seconds * _POLL_SHARE, low), high)
         if verify and self._control.call("digest")["digest"] != self.digest(pages):
@@ -215,7 +221,7 @@ class TargetEnd:
         assert self._receiver is not None
         self._receiver.commit(message["num_bytes"])
         wait_done(self._receiver, message["interval"])
-        return {}
+        return {"bytes_received": self._receiver.bytes_received}
 
     def _digest(self, _: dict[str, Any]) -> dict[str, Any]:
         return {"digest": self._opened.digest(self._pages)}

@@ -58,10 +58,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# On a CPU what is gathered is still in the cache when the library sends it; for a GPU fewer calls
-# count more.
-DEFAULT_SLOTS = 8
-HOST_SLOT_BYTES, CUDA_SLOT_BYTES = 2 << 20, 4 << 20
+# What is gathered is still in the cache when the library sends it. For pools on a GPU, slots of
+# 4 MiB are no better.
+DEFAULT_SLOTS, DEFAULT_SLOT_BYTES = 8, 2 << 20
 _HANG_UP_SECONDS = 2.0
 _POLL_SECONDS = 200e-6
 # Slots in which something may land until the process ends.
@@ -84,16 +83,15 @@ class MooncakeManager(StagedManager):
         advertise_host: str = "",
         cluster_key: bytes | None = None,
         slots: int = DEFAULT_SLOTS,
-        slot_bytes: int = 0,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
     ) -> None:
-        on_host = pool.buffer.device.type == "cpu"
         super().__init__(
             pool,
             instance_id,
             host,
             mover=MooncakeMover(advertise_host or host),
             slots=slots,
-            slot_bytes=slot_bytes or (HOST_SLOT_BYTES if on_host else CUDA_SLOT_BYTES),
+            slot_bytes=slot_bytes,
             advertise_host=advertise_host,
             cluster_key=cluster_key,
         )
