@@ -47,11 +47,13 @@ def write_report(
 def describe_commit(measured: Sequence[str]) -> str:
     """The commit of this code, marked if the measured files differ from it; else "unknown".
 
-    A copy without its history may say what it is in the environment: ``PD_COMMIT``.
+    A copy whose history is not its own says what it is in the environment: ``PD_COMMIT``.
     """
+    if "PD_COMMIT" in os.environ:
+        return os.environ["PD_COMMIT"]
     head = _git("rev-parse", "HEAD")
     if not head:
-        return os.environ.get("PD_COMMIT", "unknown")
+        return "unknown"
     changed = _git("status", "--porcelain", "--", *measured)
     return f"{head}{'-dirty' if changed else ''}"
 

@@ -18,8 +18,8 @@ slot holds, D's own thread scatters it into the pages and gives the slot back. W
 - A killed peer is noticed by the end of its channel, and the rooms of the link fail at once.
 
 Why not write where the pages are: the libraries take 6 µs for each descriptor, and a page of one
-layer is 32 KiB. Slots of a megabyte cost a gather and a scatter, which run beside the library's
-copy and in the processor's cache.
+layer is 32 KiB. Slots of megabytes cost a gather and a scatter, which run beside the library's
+copy.
 """
 
 from __future__ import annotations
