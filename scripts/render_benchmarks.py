@@ -1,7 +1,7 @@
 """Write docs/benchmarks.md from benchmarks/results/*.json; with --check only compare.
 
 A result file names the ``command`` that made it, the ``commit``, ``date`` and ``machine`` (and
-``settings``, if any), and has ``results``: a list of rows. What the numbers mean is said by the
+``settings`` and a ``note``, if any), and has ``results``: a list of rows. What the numbers mean is said by the
 docstring of the program that the command runs.
 """
 
@@ -57,6 +57,7 @@ def section(path: Path) -> str:
     facts.append(f"- date: {report['date'][:10]}")
     given = [name for name in ("machine", "settings") if report.get(name)]
     facts += [f"- {name}: {inline(report[name])}" for name in given]
+    facts += [f"- note: {report['note']}"] if report.get("note") else []
     parts = [
         f"## {path.stem}",
         purpose(report["command"]),
