@@ -1,8 +1,8 @@
 """Write docs/benchmarks.md from benchmarks/results/*.json; with --check only compare.
 
 A result file names the ``command`` that made it, the ``commit``, ``date`` and ``machine`` (and
-``settings`` and a ``note``, if any), and has ``results``: a list of rows. What the numbers mean is said by the
-docstring of the program that the command runs.
+``settings`` and a ``note``, if any), and has ``results``: a list of rows. What the numbers mean is
+said by the docstring of the program that the command runs.
 """
 
 from __future__ import annotations
