@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from backends import FAKE, IN_PROCESS, TCP, Backend, over
+from backends import IN_PROCESS, Backend, over
 from cluster import Cluster
 from embedded.heldout import Example, is_right, recall_examples
 from embedded.text import Message, render
@@ -50,7 +50,7 @@ def settings(**more: Any) -> dict[str, Any]:
     return {"kv_cache_tokens": 32768, "chunked_prefill_size": 512, **more}
 
 
-@over(IN_PROCESS, sample=[TCP, FAKE])
+@over(IN_PROCESS)
 @pytest.mark.parametrize("prompts", [20, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.timeout(600)
 def test_recall_survives_the_split(backend: Backend, prompts: int) -> None:
