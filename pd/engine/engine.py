@@ -44,6 +44,16 @@ class Engine:
         """Shape of the pool."""
         return self.pool.layout
 
+    def overlaps(self, setting: str) -> bool:
+        """Whether steps are planned ahead under ``--overlap-schedule``; by default on GPUs. A CPU
+        computes a step before its launch returns, so that it would only deliver tokens later."""
+        return setting == "on" or (setting == "auto" and self.pool.buffer.is_cuda)
+
+    def synchronize(self) -> None:
+        """Wait until nothing that was launched touches the pool any more."""
+        if self.pool.buffer.is_cuda:
+            torch.cuda.synchronize(self.pool.buffer.device)
+
     @classmethod
     def build(cls, config: NodeConfig) -> Engine:
         """Load the model and allocate the pool.
@@ -62,7 +72,9 @@ class Engine:
                 f"{model_config.context_length}"
             )
         # Before the model, which may take minutes to load.
-        attention = find_attention_backend(config.attention_backend)
+        attention = find_attention_backend(
+            config.attention_backend, device, DTYPES[dtype], model_config.head_dim
+        )
         model = load_model(
             config.model,
             model_config,
@@ -94,9 +106,9 @@ class Engine:
             model_config=model_config,
             model_id=model_config.fingerprint(config.model, config.load_format, config.seed),
             context_length=context_length,
-            attention_backend="torch",
+            attention_backend=attention.name,
             pool=pool,
-            runner=ModelRunner(model, pool, attention(pool)),
+            runner=ModelRunner(model, pool, attention(pool, model_config.num_heads)),
             sampler=Sampler(model_config.vocab_size, device),
         )
 

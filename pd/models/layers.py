@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from pd.kernels.activation import silu_and_mul
+from pd.kernels.kv_store import store_kv
 from pd.kernels.linear import linear, pack_weight
 from pd.kernels.norm import rms_norm
 from pd.kernels.rope import apply_rope, inverse_frequencies, rotations
@@ -22,7 +23,7 @@ from pd.kernels.rope import apply_rope, inverse_frequencies, rotations
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd.kernels.attention import AttentionBackend
+    from pd.kernels.attention import PlannedAttention
     from pd.models.config import ModelConfig
 
     NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -95,7 +96,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, attention: AttentionBackend
+        self, x: torch.Tensor, cos_sin: torch.Tensor, attention: PlannedAttention
     ) -> torch.Tensor:
         heads = self.qkv(x).view(len(x), -1, self._head_dim)
         q, k, v = heads.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
@@ -104,7 +105,9 @@ class Attention(nn.Module):
         else:
             rotated = apply_rope(heads[:, : self._heads + self._kv_heads], cos_sin)
             q, k = rotated.split((self._heads, self._kv_heads), dim=1)
-        return self.output(attention.forward(self._layer, q, k, v).flatten(1))
+        keys, values = attention.pool.key(self._layer), attention.pool.value(self._layer)
+        store_kv(keys, values, attention.slots, k, v)
+        return self.output(attention.attend(self._layer, q, k, v).flatten(1))
 
     def checkpoint_tensors(self) -> NamedTensors:
         yield from self.qkv.checkpoint_tensors()
@@ -194,7 +197,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attention: AttentionBackend
+        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attention: PlannedAttention
     ) -> torch.Tensor:
         """Update the residual stream ``hidden`` in place and return it."""
         hidden += self.attention(self.attention_norm(hidden), cos_sin, attention)
@@ -246,7 +249,7 @@ class CausalLM(nn.Module):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionBackend,
+        attention: PlannedAttention,
         layer_done: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Hidden states ``[tokens, hidden_size]`` before the last norm.

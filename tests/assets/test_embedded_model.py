@@ -53,7 +53,7 @@ def ours_greedy(model: torch.nn.Module, config: ModelConfig, prompt: list[int]) 
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", PAGE_SIZE)
     pages = (len(prompt) + NEW_TOKENS) // PAGE_SIZE + 1
     pool = KVPool(layout, pages, "cpu")
-    runner = ModelRunner(model, pool, make_attention_backend("auto", pool))
+    runner = ModelRunner(model, pool, make_attention_backend("auto", pool, config.num_heads))
     table = np.random.default_rng(0).permutation(pages).astype(np.int32)
     tokens = np.array(prompt, np.int32)
     found: list[int] = []

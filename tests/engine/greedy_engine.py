@@ -27,7 +27,8 @@ def make_runner(
     model = load_model(path, config, dtype=getattr(torch, dtype), device="cpu")
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size)
     pool = KVPool(layout, num_tokens // page_size, "cpu")
-    return ModelRunner(model, pool, make_attention_backend("auto", pool), layer_group=2)
+    attention = make_attention_backend("auto", pool, config.num_heads)
+    return ModelRunner(model, pool, attention, layer_group=2)
 
 
 @dataclass

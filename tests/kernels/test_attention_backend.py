@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pd.core.errors import UsageError
 from pd.kernels.attention import AttentionBatch, make_attention_backend
 from pd.kernels.attention import torch_backend as implementation
+from pd.kernels.kv_store import store_kv
 
 torch.set_num_threads(1)
 LAYERS, HEAD_DIM = 2, 16
@@ -92,9 +93,10 @@ class Case:
 
 
 def attend(case: Case, layer: int = 1) -> torch.Tensor:
-    backend = make_attention_backend("torch", case.pool)
+    backend = make_attention_backend("torch", case.pool, case.q.shape[1])
     backend.plan(case.batch)
-    return backend.forward(layer, case.q, case.k, case.v)
+    store_kv(case.pool.key(layer), case.pool.value(layer), backend.slots, case.k, case.v)
+    return backend.attend(layer, case.q, case.k, case.v)
 
 
 sequence_shapes = st.one_of(
@@ -185,9 +187,9 @@ class TestIndependence:
 
 class TestChoice:
     def test_auto_finds_one(self) -> None:
-        assert make_attention_backend("auto", Case([(0, 1)], 1).pool).name == "torch"
+        assert make_attention_backend("auto", Case([(0, 1)], 1).pool, 4).name == "torch"
 
     @pytest.mark.parametrize("name", ["flashinfer", "made-up"])
     def test_others_are_refused_saying_what_there_is(self, name: str) -> None:
         with pytest.raises(UsageError, match=f"'{name}' is not available here; use one of: auto"):
-            make_attention_backend(name, Case([(0, 1)], 1).pool)
+            make_attention_backend(name, Case([(0, 1)], 1).pool, 4)

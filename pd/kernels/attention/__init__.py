@@ -1,12 +1,20 @@
 """Attention over the paged KV pool: one interface, several backends."""
 
-from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
+from pd.kernels.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    DecodeAttention,
+    PagedKV,
+    PlannedAttention,
+)
 from pd.kernels.attention.registry import find_attention_backend, make_attention_backend
 
 __all__ = [
     "AttentionBackend",
     "AttentionBatch",
+    "DecodeAttention",
     "PagedKV",
+    "PlannedAttention",
     "find_attention_backend",
     "make_attention_backend",
 ]

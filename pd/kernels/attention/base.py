@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 IntArray = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 class PagedKV(Protocol):
@@ -22,7 +23,8 @@ class PagedKV(Protocol):
 
     Token t of a sequence whose page table is ``pages`` lies in slot
     ``pages[t // page_size] * page_size + t % page_size``. One page more than callers may use lies
-    at the end of every layer; what is written there is never read.
+    at the end of every layer, page ``num_pages``: padding is written there, and nothing but padding
+    reads it.
     """
 
     page_size: int
@@ -45,36 +47,84 @@ class AttentionBatch:
         pages: page table of each, int32, covering ``starts[i] + lengths[i]`` tokens at least.
     """
 
-    starts: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    starts: Int64Array
+    lengths: Int64Array
     pages: Sequence[IntArray]
 
 
-class AttentionBackend(ABC):
-    """Causal grouped-query attention of one batch at a time over one pool.
+class PlannedAttention(ABC):
+    """Causal grouped-query attention of one planned step: what a model's forward pass gets.
 
-    ``plan`` once per step, then ``forward`` once per layer in any order.
+    Per layer, write the step's new keys and values into ``pool`` at ``slots``, then call
+    :meth:`attend`; layers in any order.
+
+    Attributes:
+        slots: where each new token's K and V go, int64 ``[tokens]`` on the pool's device.
     """
 
-    name: str
+    pool: PagedKV
+    slots: torch.Tensor
 
     @abstractmethod
-    def plan(self, batch: AttentionBatch) -> None:
-        """Prepare whatever does not depend on the layer."""
-
-    @abstractmethod
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Write the new keys and values into the pool and attend to everything up to each token.
-
-        The page of a sequence's last new token must be that sequence's alone: slots behind the
-        token may be cleared.
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend to everything up to each token.
 
         Args:
-            q: ``[tokens, heads, head_dim]``, rotated, in the pool's dtype and on its device.
-            k, v: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
+            q: ``[tokens, heads, head_dim]``, rotated, in the pool's dtype and on its device; the
+                last two dimensions contiguous (so a slice of fused projections will do).
+            k, v: the new tokens', ``[tokens, kv_heads, head_dim]``, likewise; already in the pool.
 
         Returns:
             ``[tokens, heads, head_dim]``, contiguous: softmax(q·kᵀ / √head_dim)·v.
         """
+
+
+class DecodeAttention(PlannedAttention):
+    """One new token for each of a fixed number of rows, for a CUDA graph.
+
+    Everything :meth:`attend` touches on the device keeps its address, and it neither waits for the
+    GPU nor launches differently from one plan to the next: captured once, replayed after every
+    :meth:`plan`. All of one backend share memory, so a plan is for the replay that follows it on
+    the same stream.
+    """
+
+    @abstractmethod
+    def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
+        """Queue the copies that prepare the next replay.
+
+        May be called while an earlier step still runs; waits for the GPU only if two plans before
+        this one are still to be copied.
+
+        Args:
+            starts: tokens in the pool already, int64 ``[n]``, at most ``rows``. Rows from n on are
+                padding: their token goes to the pool's extra page, which is all they attend to.
+            pages: as in :class:`AttentionBatch`, ``n`` of them.
+        """
+
+
+class AttentionBackend(PlannedAttention):
+    """Attention of batches of any shape over one pool: ``plan`` once per step."""
+
+    name: str
+
+    @abstractmethod
+    def __init__(self, pool: PagedKV, num_heads: int) -> None:
+        """``num_heads``: query heads of the model, a multiple of the pool's."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare whatever does not depend on the layer.
+
+        The page of a sequence's last new token must be that sequence's alone: slots behind the
+        token may be cleared.
+        """
+
+    def decode_graph(self, rows: int, max_context: int) -> DecodeAttention | None:
+        """Attention for a CUDA graph over ``rows`` sequences, or None if this backend has none.
+
+        Graphs share buffers as large as the largest asked for so far; ask for the largest first.
+
+        Args:
+            max_context: tokens of a sequence, the new one included.
+        """
+        return None

@@ -8,15 +8,19 @@ from pd.core.errors import UsageError
 from pd.kernels.attention.torch_backend import TorchAttention
 
 if TYPE_CHECKING:
+    import torch
+
     from pd.kernels.attention.base import AttentionBackend, PagedKV
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention}
 
 
-def find_attention_backend(name: str) -> type[AttentionBackend]:
-    """The class called ``name``; ``auto`` picks the best that is available.
+def find_attention_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> type[AttentionBackend]:
+    """The class called ``name``; ``auto`` picks the best that is available and fits.
 
-    Raises UsageError, naming what is available, for any other name.
+    Raises UsageError, naming what would work, for a backend that is missing or does not fit.
     """
     backend = _BACKENDS.get("torch" if name == "auto" else name)
     if backend is None:
@@ -27,6 +31,8 @@ def find_attention_backend(name: str) -> type[AttentionBackend]:
     return backend
 
 
-def make_attention_backend(name: str, pool: PagedKV) -> AttentionBackend:
+def make_attention_backend(name: str, pool: PagedKV, num_heads: int) -> AttentionBackend:
     """The backend called ``name``, over ``pool``; see :func:`find_attention_backend`."""
-    return find_attention_backend(name)(pool)
+    sample = pool.key(0)
+    backend = find_attention_backend(name, sample.device, sample.dtype, sample.shape[-1])
+    return backend(pool, num_heads)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,9 +14,9 @@ from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd.kernels.attention.base import IntArray
+    import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+    from pd.kernels.attention.base import Int64Array, IntArray
 
 # Queries of a chunk are attended in blocks of this many, which bounds the mask's memory and skips
 # most of the keys that causality hides.
@@ -91,22 +90,22 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
 
-    def __init__(self, pool: PagedKV) -> None:
-        self._pool = pool
+    def __init__(self, pool: PagedKV, num_heads: int) -> None:
+        self.pool = pool
         sample = pool.key(0)
         self._device, self._dtype = sample.device, sample.dtype
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self.slots = torch.empty(0, dtype=torch.int64)
         self._stale: torch.Tensor | None = None
         self._buckets: list[_DecodeBucket] = []
         self._chunks: list[_Chunk] = []
         self._causal: torch.Tensor | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        tables = _PageTables(batch.pages, self._pool.page_size)
+        tables = _PageTables(batch.pages, self.pool.page_size)
         totals = batch.starts + batch.lengths
         firsts = np.cumsum(batch.lengths) - batch.lengths
         everyone = np.arange(len(totals))
-        self._slots = self._tensor(tables.slots(everyone, batch.starts, batch.lengths))
+        self.slots = self._tensor(tables.slots(everyone, batch.starts, batch.lengths))
         single = batch.lengths == 1
         decode = np.flatnonzero(single)
         # The rest of a last page is hidden by the mask, but what an earlier owner left there may
@@ -124,12 +123,8 @@ class TorchAttention(AttentionBackend):
             self._chunks.append(_Chunk(first, first + length, start, pages))
         self._causal = self._causal_mask([chunk for chunk in self._chunks if chunk.start])
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        keys, values = self._pool.key(layer), self._pool.value(layer)
-        keys.index_copy_(0, self._slots, k)
-        values.index_copy_(0, self._slots, v)
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = self.pool.key(layer), self.pool.value(layer)
         if self._stale is not None:
             keys.index_fill_(0, self._stale, 0)
             values.index_fill_(0, self._stale, 0)
@@ -230,7 +225,7 @@ class TorchAttention(AttentionBackend):
 
     def _gather(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
-        paged = layer.view(-1, self._pool.page_size * layer.shape[1] * layer.shape[2])
+        paged = layer.view(-1, self.pool.page_size * layer.shape[1] * layer.shape[2])
         return paged.index_select(0, pages).view(-1, *layer.shape[1:])
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
