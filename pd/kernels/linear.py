@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from pd.kernels.activation import silu_and_mul
+
 # Rows for which packed weights are laid out. They serve other numbers of rows as well: with this
 # layout 1 row and 256 are as fast as with one made for them, 4 to 32 half as fast again.
 _PACKED_ROWS = 16
@@ -60,3 +62,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
     return functional.linear(x, weight, bias)
+
+
+def gate_up_silu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:func:`pd.kernels.activation.silu_and_mul` of :func:`linear`.
+
+    Args:
+        x: ``[rows, inputs]``.
+        weight: ``[2 * size, inputs]``, gate then up, contiguous or from :func:`pack_weight`.
+        bias: ``[2 * size]``.
+
+    Returns:
+        ``[rows, size]``.
+    """
+    return silu_and_mul(linear(x, weight, bias))

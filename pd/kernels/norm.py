@@ -22,3 +22,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return wide.mul_(scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """``residual += x`` in place, rounded to its dtype, and :func:`rms_norm` of the sum.
+
+    Args:
+        residual: ``[..., size]``, float32, bfloat16 or float16.
+        x: like ``residual``, left as it is.
+        weight: ``[size]``, same dtype.
+
+    Returns:
+        A new tensor like ``x``.
+    """
+    residual += x
+    return rms_norm(residual, weight, eps)

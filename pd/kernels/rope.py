@@ -6,6 +6,9 @@ import math
 
 import torch
 
+from pd.kernels.kv_store import store_kv
+from pd.kernels.norm import rms_norm
+
 
 def inverse_frequencies(
     head_dim: int,
@@ -70,3 +73,42 @@ def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
     return out.to(x.dtype)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What lies between the fused projection and attention: the RMS norm of each head of q and k
+    where the model has one (Qwen3), their rotation, and the write of k and v into the pool.
+
+    Args:
+        qkv: contiguous ``[tokens, num_heads + 2 * num_kv_heads, head_dim]``; not to be used
+            afterwards, it may hold the results.
+        cos_sin: from :func:`rotations`.
+        keys, values: a layer's pool, contiguous ``[slots, num_kv_heads, head_dim]``.
+        slots: int64 ``[tokens]``, each inside the pool (on a GPU that is not checked).
+        q_weight, k_weight: ``[head_dim]``, both or neither.
+        eps: of the norm.
+
+    Returns:
+        q ``[tokens, num_heads, head_dim]``, k and v ``[tokens, num_kv_heads, head_dim]``, of which
+        the last two dimensions are contiguous.
+    """
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
+        q = apply_rope(rms_norm(q, q_weight, eps), cos_sin)
+        k = apply_rope(rms_norm(k, k_weight, eps), cos_sin)
+    else:
+        rotated = apply_rope(qkv[:, : num_heads + num_kv_heads], cos_sin)
+        q, k = rotated.split((num_heads, num_kv_heads), dim=1)
+    store_kv(keys, values, slots, k, v)
+    return q, k, v

@@ -14,6 +14,8 @@ _MASK = (1 << 32) - 1
 _MIX_A, _MIX_B, _SPREAD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
 # Likeliest tokens that top-p tries first; where they are not enough, 16 times as many, and so on.
 _CANDIDATES = 256
+# Dividing by less would overflow float32; at this temperature sampling is greedy in all but name.
+_MIN_TEMPERATURE = 1e-5
 
 
 def _signed(value: int) -> int:
@@ -125,3 +127,63 @@ def _threshold(
     keeps_all = (top_k >= vocab_size) & (top_p >= 1)
     threshold = values.gather(1, count[:, None] - 1)
     return threshold.masked_fill_(keeps_all[:, None], float("-inf")), is_final | keeps_all
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    keys: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    any_random: bool = True,
+    any_filter: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample a token for each row; on a GPU nothing waits for it.
+
+    Logits are divided by the temperature; top-k, then top-p (see :func:`filter_threshold`), and
+    min-p exclude tokens; of the others the one whose logit plus :func:`gumbel_noise` is the
+    largest is taken, the first of several. At temperature 0 it is the largest logit.
+
+    Args:
+        logits: float32 or bfloat16 ``[rows, vocab_size]``, left as they are. Tokens that must not
+            be sampled may be -inf.
+        temperatures: float32 ``[rows]``; 0 is greedy.
+        keys: int32 ``[rows, 2]`` from :func:`noise_keys`.
+        top_k: int64 ``[rows]``, at least 1; ``vocab_size`` keeps all.
+        top_p: float32 ``[rows]``; 1 or more keeps all.
+        min_p: float32 ``[rows]``, the least share of the likeliest token's probability; 0 keeps
+            all.
+        any_random: whether any temperature may differ from 0; otherwise no noise is computed.
+        any_filter: whether any of the last three may exclude something.
+
+    Returns:
+        tokens, int64 ``[rows]``, always inside the vocabulary; and bool ``[rows]``: False where the
+        row has a NaN, +inf, or nothing above -inf, so that its token means nothing.
+    """
+    best, tokens = logits.float().max(dim=-1)
+    finite = torch.isfinite(best)
+    if any_random:
+        rows = torch.nonzero(temperatures > 0).flatten()
+        scaled = logits[rows].float() / temperatures[rows].clamp(min=_MIN_TEMPERATURE)[:, None]
+        if any_filter:
+            _filter(scaled, top_k[rows], top_p[rows], min_p[rows])
+        drawn = scaled.add_(gumbel_noise(keys[rows], logits.shape[1])).argmax(dim=-1)
+        tokens = tokens.index_copy(0, rows, drawn)
+    return tokens, finite
+
+
+def _filter(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> None:
+    """In place: what top-k, top-p and min-p exclude becomes -inf."""
+    is_cut = (top_k < scaled.shape[1]) | (top_p < 1)
+    rows = torch.nonzero(is_cut | (min_p > 0)).flatten()
+    if len(rows) == 0:
+        return
+    mine = scaled[rows]
+    # log(0) is -inf: a min_p of 0 excludes nothing.
+    threshold = min_p[rows, None].log() + mine.amax(-1, keepdim=True)
+    if bool(is_cut.any()):
+        threshold = torch.maximum(threshold, filter_threshold(mine, top_k[rows], top_p[rows]))
+    scaled[rows] = mine.masked_fill_(mine < threshold, float("-inf"))

@@ -1,0 +1,63 @@
+"""A mixture of gated MLPs, of which each token uses a few (Shazeer et al., 2017)."""
+
+from __future__ import annotations
+
+import torch
+
+from pd.kernels.linear import gate_up_silu, linear
+
+
+def route(
+    router_logits: torch.Tensor, top_k: int, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token.
+
+    Args:
+        router_logits: ``[tokens, experts]``.
+        top_k: experts of a token.
+        normalize: scale the weights of a token to sum to 1, which makes them a softmax over the
+            chosen experts alone. Without it they are probabilities of a softmax over all.
+
+    Returns:
+        weights in the dtype of the logits and ids int64, both ``[tokens, top_k]``, likeliest first.
+    """
+    probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
+    weights, ids = probabilities.topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(router_logits.dtype), ids
+
+
+def moe_mlp(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, ``down(silu(gate(x)) * up(x))`` each.
+
+    Args:
+        x: ``[tokens, hidden]``.
+        weights, ids: from :func:`route`; the ids of a token differ.
+        gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous.
+        down: ``[experts, hidden, size]``, contiguous.
+
+    Returns:
+        A new tensor like ``x``.
+    """
+    top_k = ids.shape[1]
+    # Assignments (token, expert) ordered by expert, so that each expert's are one slice.
+    assigned, order = ids.flatten().sort(stable=True)
+    tokens, weights = order // top_k, weights.flatten()[order, None]
+    counts = torch.bincount(assigned, minlength=len(down)).tolist()
+    out = torch.zeros_like(x)
+    stop = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        start, stop = stop, stop + count
+        mine = tokens[start:stop]
+        result = linear(gate_up_silu(x[mine], gate_up[expert]), down[expert])
+        out.index_add_(0, mine, result.mul_(weights[start:stop]))
+    return out
