@@ -45,6 +45,8 @@ def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
     # PD_TEST_DEVICE=cuda runs the same tests on a GPU, still in float32.
     settings.setdefault("device", os.environ.get("PD_TEST_DEVICE", "cpu"))
     settings.setdefault("dtype", "float32")
+    # PD_TEST_OVERLAP=on runs them with steps planned ahead, as on a GPU.
+    settings.setdefault("overlap_schedule", os.environ.get("PD_TEST_OVERLAP", "auto"))
     # What a node chooses by itself depends on what is installed here.
     settings.setdefault("transfer_backend", "tcp")
     server = NodeServer(NodeConfig(role=role, model=model, **settings))

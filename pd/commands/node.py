@@ -209,6 +209,12 @@ def _add_backends(parser: argparse.ArgumentParser) -> None:
         help="default: auto, the best there is here",
     )
     add(
+        "--overlap-schedule",
+        default="auto",
+        choices=choices.OVERLAP_SCHEDULES,
+        help="plan the next step while one is computed (default: auto, on GPUs)",
+    )
+    add(
         "--transfer-backend",
         default="auto",
         choices=choices.TRANSFER_BACKENDS,

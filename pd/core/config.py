@@ -17,6 +17,7 @@ LOAD_FORMATS = ("auto", "dummy")
 SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
+OVERLAP_SCHEDULES = ("auto", "on", "off")
 TRANSFER_BACKENDS = ("auto", "tcp", "nixl", "mooncake", "nvlink", "fake")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 
@@ -51,6 +52,7 @@ class NodeConfig:
     max_overtakes: int = 64
     eviction_policy: str = "lru"
     attention_backend: str = "auto"
+    overlap_schedule: str = "auto"
     transfer_backend: str = "auto"
     fake_script: Path | None = None
     kv_digest: bool = False

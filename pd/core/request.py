@@ -57,7 +57,8 @@ class Sequence:
             ``handle`` keeps it there).
         handle: locked end of the cached prefix in the radix tree, or None.
         sampling: ``pd.engine.sampler.SamplingState`` of the choice.
-        in_step: part of a launched step; its pages must not change owner until it completed.
+        launched: the last ``pd.node.step.Work`` of this sequence that was launched, or None once
+            its step is accounted for. Until then its pages must not change owner.
         host_kv: KV of a retracted sequence (tokens ``[0, num_computed)``), or None.
     """
 
@@ -70,7 +71,7 @@ class Sequence:
     pages: IntArray = field(default_factory=lambda: _NO_PAGES)
     owned: BoolArray = field(default_factory=lambda: _NO_FLAGS)
     handle: Any = None
-    in_step: bool = False
+    launched: Any = None
     finished: bool = False
     host_kv: Any = None
 
@@ -82,6 +83,11 @@ class Sequence:
             self.tokens = grown
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a launched step still uses its pages."""
+        return self.launched is not None
 
     @property
     def ids(self) -> IntArray:

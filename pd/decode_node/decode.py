@@ -106,17 +106,39 @@ class DecodeManager:
         """One token of every running sequence, after admitting who fits."""
         self._admit()
         works: dict[Sequence, Work] = {}
+        retracted = len(self.retracted)
         for sequence in list(self.running):
-            if sequence not in self.running:
+            if len(self.retracted) > retracted and sequence not in self.running:
                 continue  # retracted for another
-            stop = min(sequence.num_tokens, sequence.num_computed + RECOMPUTE_CHUNK)
-            if not self._secure(sequence, stop, works):
-                continue
-            samples = [sequence.sampling] if stop == sequence.num_tokens else []
-            works[sequence] = Work(sequence, sequence.num_computed, stop, samples)
-        for sequence in works:
-            sequence.in_step = True
+            work = self._next(sequence)
+            if work is not None and self._secure(sequence, work.stop, works):
+                works[sequence] = work
+        for sequence, work in works.items():
+            sequence.launched = work
         return list(works.values())
+
+    def _next(self, sequence: Sequence) -> Work | None:
+        """What to compute of a sequence; None if it may end with what is launched already."""
+        launched: Work | None = sequence.launched
+        if launched is None:
+            stop = min(sequence.num_tokens, sequence.num_computed + RECOMPUTE_CHUNK)
+            samples = [sequence.sampling] if stop == sequence.num_tokens else []
+            return Work(sequence, sequence.num_computed, stop, samples)
+        limit = sequence.request.params.max_tokens
+        if sequence.finished or sequence.sampling.num_output_tokens + 1 >= limit:
+            return None
+        start = launched.stop
+        return Work(sequence, start, start + 1, [sequence.sampling], follows=launched)
+
+    def may_plan_ahead(self, launched: list[Work]) -> bool:
+        """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
+        works brings one token that nothing but the next forward pass needs to know, and nobody has
+        to be retracted."""
+        if self.retracted or self._memory.available < len(self.running):
+            return False
+        if not all(work.is_decode for work in launched):
+            return False
+        return not any(sequence.sampling.has_penalties for sequence in self.running)
 
     def _admit(self) -> None:
         for queue in (self.retracted, self.waiting):
@@ -161,8 +183,10 @@ class DecodeManager:
         return True
 
     def _secure(self, sequence: Sequence, num_tokens: int, works: dict[Sequence, Work]) -> bool:
-        """Pages for ``num_tokens``, retracting others as needed; False if it was retracted."""
+        """Pages for ``num_tokens``, retracting others as needed; False if it has to wait."""
         while not self._memory.grow(sequence, num_tokens):
+            if any(other.in_step for other in self.running):
+                return False  # once the launched step is accounted for, somebody may be retracted
             victim = min(self.running, key=lambda other: (other.num_computed, -other.num_tokens))
             self._retract(victim)
             works.pop(victim, None)
@@ -195,11 +219,13 @@ class DecodeManager:
         """Account for a completed step."""
         for work in works:
             sequence = work.sequence
-            sequence.in_step = False
+            if sequence.launched is work:
+                sequence.launched = None
             if sequence.request.state.terminal:
                 continue
-            if sequence.finished:  # the proxy ended this choice during the step
-                self._leave(sequence)
+            if sequence.finished:  # by the proxy, or by the step before: this token is not wanted
+                if not sequence.in_step:
+                    self._leave(sequence)
                 continue
             sequence.num_computed = work.stop
             if work.sampled:
@@ -214,7 +240,9 @@ class DecodeManager:
         finish = sequence.sampling.observe(sampled.token_id)
         self._emit(sequence, sampled.token_id, finish, sampled.logprobs)
         if finish is not None:
-            self._leave(sequence)
+            sequence.finished = True
+            if not sequence.in_step:
+                self._leave(sequence)
 
     def _emit(
         self, sequence: Sequence, token: int, finish: Finish | None, logprobs: object
@@ -249,7 +277,7 @@ class DecodeManager:
         self._drop(sequence)
         self._memory.cache(sequence)
         self._memory.release(sequence)
-        if all(other.finished for other in sequence.request.sequences):
+        if all(other.finished and not other.in_step for other in sequence.request.sequences):
             self._node.finish(sequence.request)
 
     def _drop(self, sequence: Sequence) -> None:

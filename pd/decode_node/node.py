@@ -51,6 +51,9 @@ class DecodeNode(Node):
     def plan(self) -> list[Work]:
         return self.decode.plan()
 
+    def may_plan_ahead(self, launched: list[Work]) -> bool:
+        return self.decode.may_plan_ahead(launched)
+
     def process(self, works: list[Work]) -> None:
         self.decode.process(works)
         self.receiving.pump()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd.engine.device_copy import to_device
 from pd.kernels.attention import AttentionBatch
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class ForwardItem:
     """One sequence's part of a step.
 
     Attributes:
-        token_ids: new tokens to compute, int32, at least one.
+        token_ids: new tokens to compute, int32, at least one. ``-1 - row`` stands for a token that the
+            host does not know yet (see :meth:`ModelRunner.forward`).
         start: tokens whose KV is in the pool already; the position of ``token_ids[0]``.
         pages: page table, int32, covering ``start + len(token_ids)`` tokens at least.
         num_logits: of how many of the last new tokens logits are wanted; 0 for a chunk that does
@@ -75,6 +77,7 @@ class ModelRunner:
         self,
         items: Sequence[ForwardItem],
         on_layers_done: Callable[[int, int], None] | None = None,
+        previous_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute new tokens, leaving their KV in the pool.
 
@@ -83,6 +86,7 @@ class ModelRunner:
             on_layers_done: called with ``(first, stop)`` when this step's KV of those layers is in
                 the pool (on a GPU: is queued on the current stream). It must not wait for a GPU:
                 the layers after it are not launched until it returns.
+            previous_tokens: int64 ``[rows]`` on the model's device, where negative token ids look.
 
         Returns:
             float32 logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, on the
@@ -98,8 +102,12 @@ class ModelRunner:
         # NOTE: before the layers, because copying to a GPU waits for what it was given before.
         rows = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())
         chosen = self._tensor(rows) if len(rows) < ends[-1] else None
+        token_ids = self._tensor(np.concatenate([item.token_ids for item in items]))
+        if previous_tokens is not None:
+            known = previous_tokens[(-1 - token_ids).clamp_(min=0)]
+            token_ids = torch.where(token_ids < 0, known, token_ids)
         hidden = self.model(
-            self._tensor(np.concatenate([item.token_ids for item in items]).astype(np.int64)),
+            token_ids,
             self._tensor(positions),
             self.attention,
             self._reporter(on_layers_done),
@@ -119,5 +127,5 @@ class ModelRunner:
 
         return layer_done
 
-    def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.pool.buffer.device)
+    def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        return to_device(array, torch.int64, self.pool.buffer.device)

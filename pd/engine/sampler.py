@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pd.core.messages import TokenLogprobs
+from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.sampling_state import SamplingState
 from pd.kernels.sampling import filter_threshold, gumbel_noise, noise_keys
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-__all__ = ["SampledToken", "Sampler", "SamplingState"]
+__all__ = ["SampledToken", "Sampler", "Samples", "SamplingState"]
 
 # Dividing by less would overflow float32; at this temperature sampling is greedy in all but name.
 _MIN_TEMPERATURE = 1e-5
@@ -40,6 +41,71 @@ class SampledToken:
     error: str | None = None
 
 
+class Samples:
+    """Tokens of a step: on the device, and on their way to the host.
+
+    Attributes:
+        tokens: int64 ``[rows]`` on the device; a valid id even where the logits were not finite.
+    """
+
+    def __init__(
+        self, tokens: torch.Tensor, finite: torch.Tensor, logprobs: _RowLogprobs | None
+    ) -> None:
+        self.tokens = tokens
+        self._logprobs = logprobs
+        wanted = [] if logprobs is None else logprobs.tensors
+        self._copy = HostCopy([torch.where(finite, tokens, -1), *wanted])
+
+    def result(self) -> list[SampledToken]:
+        """One for each row; waits for the device."""
+        tokens, *wanted = self._copy.wait()
+        logprobs = {} if self._logprobs is None else self._logprobs.read(wanted)
+        return [
+            SampledToken(token, logprobs.get(i))
+            if token >= 0
+            else SampledToken(-1, error="the model's logits are not finite")
+            for i, token in enumerate(tokens.tolist())
+        ]
+
+
+@dataclass(frozen=True)
+class _RowLogprobs:
+    """Log probabilities of some rows, under raw logits.
+
+    Attributes:
+        rows: which of the step's rows, ``[n]`` of them.
+        counts: how many of the likeliest tokens each wants.
+        tensors: tokens int64 ``[n]``, their log probabilities ``[n]``, and of the likeliest tokens
+            log probabilities and ids ``[n, max(counts)]``.
+    """
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        rows: Sequence[int],
+        counts: Sequence[int],
+    ) -> _RowLogprobs:
+        """``logits`` and ``tokens`` are those of ``rows`` alone."""
+        logprobs = torch.log_softmax(logits, dim=-1)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        top = logprobs.topk(min(max(counts, default=0), logits.shape[1]), dim=-1)
+        return cls(rows, counts, [tokens, chosen, top.values, top.indices])
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> dict[int, TokenLogprobs]:
+        """By row, from the copies of :attr:`tensors` on the host."""
+        tokens, chosen, values, ids = (tensor.tolist() for tensor in tensors)
+        return {
+            row: TokenLogprobs(tokens[i], chosen[i], ids[i][:count], values[i][:count])
+            for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True))
+        }
+
+
 class Sampler:
     """Samples one token for each row of a step.
 
@@ -52,33 +118,39 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
 
-    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """Choose a token for each row. States are read, not changed (see ``observe``).
+        """:meth:`launch`, and its result."""
+        return self.launch(logits, states).result()
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplingState],
+        ahead: Sequence[int] | None = None,
+    ) -> Samples:
+        """Choose a token for each row; on a GPU this is only queued. States are read, not changed
+        (see ``observe``).
 
         Args:
             logits: float32 ``[n, vocab_size]``, left as they are.
             states: ``n`` states, in the order of the rows.
+            ahead: how many tokens of each row were sampled and not observed yet, by default none.
+                Rows with penalties cannot be ahead.
         """
         assert logits.shape == (len(states), self._vocab_size)
+        ahead = ahead or [0] * len(states)
         # A sum is finite exactly if all its terms are: one pass, and no mask of the vocabulary.
-        finite = torch.isfinite(logits.sum(dim=-1)).tolist()
-        adjusted = self._adjust(logits, states)
+        finite = torch.isfinite(logits.sum(dim=-1))
+        adjusted = self._adjust(logits, states, ahead)
         tokens = adjusted.argmax(dim=-1)
         random = [i for i, state in enumerate(states) if not state.params.greedy]
         if random:
             rows = None if len(random) == len(states) else self._index(random)
             scaled = adjusted if rows is None else adjusted.index_select(0, rows)
-            drawn = self._draw(scaled, [states[i] for i in random])
+            drawn = self._draw(scaled, [states[i] for i in random], [ahead[i] for i in random])
             tokens = drawn if rows is None else tokens.index_copy(0, rows, drawn)
-        token_ids = tokens.tolist()
-        logprobs = self._logprobs(logits, tokens, states)
-        return [
-            SampledToken(token, logprobs.get(i))
-            if finite[i]
-            else SampledToken(-1, error="the model's logits are not finite")
-            for i, token in enumerate(token_ids)
-        ]
+        return Samples(tokens, finite, self._logprobs(logits, tokens, states))
 
     @torch.inference_mode()
     def prompt_logprobs(
@@ -91,25 +163,28 @@ class Sampler:
             targets: int32 ``[n]``, the prompt's tokens.
             top_n: how many likeliest tokens to report beside each.
         """
-        chosen = torch.from_numpy(targets.astype(np.int64)).to(self._device)
-        return _token_logprobs(logits, chosen, [top_n] * len(targets))
+        chosen = self._index(targets)
+        rows = range(len(targets))
+        found = _RowLogprobs.of(logits, chosen, rows, [top_n] * len(targets))
+        return list(found.read(found.tensors).values())
 
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, states: Sequence[SamplingState]
-    ) -> dict[int, TokenLogprobs]:
+    ) -> _RowLogprobs | None:
         asked = [i for i, state in enumerate(states) if state.params.logprobs]
         if not asked:
-            return {}
+            return None
         rows = self._index(asked)
         counts = [states[i].params.top_logprobs for i in asked]
-        found = _token_logprobs(logits.index_select(0, rows), tokens[rows], counts)
-        return dict(zip(asked, found, strict=True))
+        return _RowLogprobs.of(logits.index_select(0, rows), tokens[rows], asked, counts)
 
-    def _adjust(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+    def _adjust(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], ahead: Sequence[int]
+    ) -> torch.Tensor:
         """Penalties, bias and minimum length: a few entries of the rows that ask for them."""
         penalized = [(i, state) for i, state in enumerate(states) if state.has_penalties]
         biased = [(i, s) for i, s in enumerate(states) if s.params.logit_bias]
-        shortest = [(i, s) for i, s in enumerate(states) if s.must_continue]
+        shortest = [(i, s) for i, s in enumerate(states) if s.must_continue(ahead[i])]
         if not (penalized or biased or shortest):
             return logits
         logits = logits.clone()
@@ -142,15 +217,20 @@ class Sampler:
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits[index] = values - frequency * counts - presence * (counts > 0)
 
-    def _draw(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], ahead: Sequence[int]
+    ) -> torch.Tensor:
         """int64 tokens of rows that are not greedy."""
         params = [state.params for state in states]
         temperatures = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
         scaled = logits / self._floats(temperatures)[:, None]
         self._filter(scaled, states)
-        keys = [noise_keys(state.seed, state.position) for state in states]
-        keys_tensor = torch.tensor(keys, dtype=torch.int32, device=self._device)
-        return scaled.add_(gumbel_noise(keys_tensor, self._vocab_size)).argmax(dim=-1)
+        keys = [
+            noise_keys(state.seed, state.position(count))
+            for state, count in zip(states, ahead, strict=True)
+        ]
+        noise = gumbel_noise(to_device(keys, torch.int32, self._device), self._vocab_size)
+        return scaled.add_(noise).argmax(dim=-1)
 
     def _filter(self, scaled: torch.Tensor, states: Sequence[SamplingState]) -> None:
         """In place: what top-k, top-p and min-p exclude becomes -inf."""
@@ -173,25 +253,8 @@ class Sampler:
             threshold = torch.maximum(threshold, filter_threshold(mine, top_k, top_p))
         scaled.index_copy_(0, index, mine.masked_fill_(mine < threshold, float("-inf")))
 
-    def _index(self, values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).to(self._device)
+    def _index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
+        return to_device(values, torch.int64, self._device)
 
     def _floats(self, values: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.float32).to(self._device)
-
-
-def _token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, top_counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """One entry per row of raw logits; ``top_counts`` of the likeliest tokens in each."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    width = min(max(top_counts, default=0), logits.shape[1])
-    top = logprobs.topk(width, dim=-1)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    return [
-        TokenLogprobs(token, logprob, ids[i][:count], values[i][:count])
-        for i, (token, logprob, count) in enumerate(
-            zip(tokens.tolist(), chosen, top_counts, strict=True)
-        )
-    ]
+        return to_device(values, torch.float32, self._device)

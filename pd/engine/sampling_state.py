@@ -26,7 +26,7 @@ class SamplingState:
         num_output_tokens: as observed so far.
         has_penalties: whether any penalty changes logits.
         bias_ids, bias: int64 and float32 arrays of the request's ``logit_bias``.
-        stop_ids: int64 ids that end the choice, masked while :attr:`must_continue`.
+        stop_ids: int64 ids that end the choice, masked while :meth:`must_continue`.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class SamplingState:
         self._seen_counts = np.zeros(self._num_seen, np.int32)
         self._seen_at = {int(token): at for at, token in enumerate(self._seen_ids)}
 
-    @property
-    def position(self) -> int:
-        """Index of the next token in prompt and output together."""
-        return len(self._prompt) + self.num_output_tokens
+    def position(self, ahead: int = 0) -> int:
+        """Index in prompt and output together of the token after the next ``ahead`` ones."""
+        return len(self._prompt) + self.num_output_tokens + ahead
 
-    @property
-    def must_continue(self) -> bool:
-        """Whether the next token may not end the choice (``min_tokens``)."""
-        return self.num_output_tokens < self.params.min_tokens and len(self.stop_ids) > 0
+    def must_continue(self, ahead: int = 0) -> bool:
+        """Whether the token after the next ``ahead`` may not end the choice (``min_tokens``)."""
+        if len(self.stop_ids) == 0:
+            return False
+        return self.num_output_tokens + ahead < self.params.min_tokens
 
     @property
     def seen_ids(self) -> IntArray:

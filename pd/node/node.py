@@ -90,7 +90,7 @@ class Node(ABC):
         self._next_heartbeat = 0.0
         self.control = ControlThread(self, config.host, config.cluster_key)
         self.outbox = Outbox(instance_id, self.control.post)
-        self._scheduler = Scheduler(self)
+        self._scheduler = Scheduler(self, overlap=engine.overlaps(config.overlap_schedule))
         self._handlers: dict[type, Callable[[bytes, AnyMessage], None]] = {
             Generate: self._on_generate,
             Abort: self._on_abort,
@@ -145,6 +145,11 @@ class Node(ABC):
     @abstractmethod
     def plan(self) -> list[Work]:
         """What to compute next; empty when there is nothing. Holds the lock."""
+
+    def may_plan_ahead(self, launched: list[Work]) -> bool:
+        """Whether :meth:`plan` may be called while a step is launched and not accounted for.
+        Holds the lock."""
+        return False
 
     @abstractmethod
     def process(self, works: list[Work]) -> None:

@@ -7,11 +7,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError
-from pd.node.step import execute
+from pd.node.step import LaunchedStep, Work, launch
 
 if TYPE_CHECKING:
     from pd.node.node import Node
-    from pd.node.step import Work
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +18,18 @@ _IDLE_WAIT = 0.05
 
 
 class Scheduler(threading.Thread):
-    """Plans a step under the node's lock, computes it without, accounts for it under the lock."""
+    """Plans a step under the node's lock, computes it without, accounts for it under the lock.
 
-    def __init__(self, node: Node) -> None:
+    With overlap, the next step is planned and launched before the last one is accounted for, as
+    long as the node says that it may be (:meth:`pd.node.node.Node.may_plan_ahead`): while the GPU
+    computes one step the CPU is busy with its neighbours. At most two steps are launched.
+    """
+
+    def __init__(self, node: Node, *, overlap: bool) -> None:
         super().__init__(name="scheduler", daemon=True)
         self._node = node
+        self._overlap = overlap
+        self._launched: LaunchedStep | None = None
         self._stopping = False
         self._broken = False
 
@@ -44,6 +50,8 @@ class Scheduler(threading.Thread):
         try:
             while not self._stopping:
                 self._step()
+            if self._launched is not None:
+                self._account(self._launched)
         except Exception as error:
             # The node's books are wrong and nothing here can mend them: it is not ready any more.
             logger.critical("the scheduler failed", exc_info=True)
@@ -51,28 +59,52 @@ class Scheduler(threading.Thread):
             self._fail_all(NodeFailedError(f"the scheduler failed: {error!r}"))
 
     def _step(self) -> None:
-        node = self._node
+        node, last = self._node, self._launched
+        works: list[Work] = []
         with node.lock:
-            works = node.plan()
-            if not works:
+            if last is None or node.may_plan_ahead(last.works):
+                works = node.plan()
+            if not works and last is None:
                 node.work_available.wait(_IDLE_WAIT)
                 return
+        self._launched = self._launch(works, last) if works else None
+        if last is not None:
+            self._account(last)
+        if self._launched is not None and not self._overlap:
+            self._account(self._launched)
+            self._launched = None
+
+    def _launch(self, works: list[Work], last: LaunchedStep | None) -> LaunchedStep | None:
+        node, engine = self._node, self._node.engine
         try:
-            execute(node.engine.runner, node.engine.sampler, works, node.on_layers_done(works))
+            return launch(engine.runner, engine.sampler, works, node.on_layers_done(works), last)
         except Exception as error:
             logger.exception("a step failed")
             self._step_failed(works, NodeFailedError(f"the step failed: {error}"))
+            return None
+
+    def _account(self, step: LaunchedStep) -> None:
+        node = self._node
+        try:
+            step.complete()
+        except Exception as error:
+            logger.exception("a step failed")
+            self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
         with node.lock:
-            node.process(works)
+            node.process(step.works)
             node.close_ended()
             node.outbox.flush()
 
     def _step_failed(self, works: list[Work], error: NodeFailedError) -> None:
         """Requests of a step that could not be computed fail; the node goes on."""
+        # NOTE: before any page changes its owner. On a GPU that is broken this raises, and the node
+        # is not ready any more.
+        self._node.engine.synchronize()
         with self._node.lock:
             for work in works:
-                work.sequence.in_step = False
+                if work.sequence.launched is work:
+                    work.sequence.launched = None
             for work in works:
                 self._node.fail(work.sequence.request, error)
 

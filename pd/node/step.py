@@ -1,10 +1,15 @@
-"""One forward pass over chunks of sequences, and the sampling after it."""
+"""One forward pass over chunks of sequences, and the sampling after it.
+
+On a GPU both are only queued when :func:`launch` returns, so that the next step can be planned and
+queued meanwhile; the tokens that it needs stay on the GPU.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pd.core.messages import TokenLogprobs
@@ -12,10 +17,9 @@ from pd.engine.model_runner import ForwardItem, ModelRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from collections.abc import Sequence as Seq
 
     from pd.core.request import Sequence
-    from pd.engine.sampler import SampledToken, Sampler, SamplingState
+    from pd.engine.sampler import SampledToken, Sampler, Samples, SamplingState
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +30,8 @@ class Work:
         samples: who draws a token from the last position; empty for a chunk that does not end
             what is known of the sequence.
         logprobs_from: prompt log probabilities are wanted of tokens from this position on.
+        follows: launched before and not accounted for: the one token to compute is what it samples.
+        row: of the step's samples, which is the first of this work's; set when launched.
         sampled: result, one per entry of ``samples``.
         prompt_logprobs: result, of tokens ``max(start + 1, logprobs_from) .. stop`` of the prompt.
     """
@@ -35,6 +41,8 @@ class Work:
     stop: int
     samples: list[SamplingState] = field(default_factory=list)
     logprobs_from: int | None = None
+    follows: Work | None = None
+    row: int = -1
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -42,42 +50,78 @@ class Work:
     def num_logits(self) -> int:
         """Positions at the end of the range whose logits are needed."""
         if self.logprobs_from is not None:
-            return min(self.stop - self.start, self.stop - max(self.logprobs_from - 1, 0))
+            return max(0, min(self.stop - self.start, self.stop - max(self.logprobs_from - 1, 0)))
         return 1 if self.samples else 0
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it brings a running sequence one token further."""
+        is_last = self.stop - self.start == 1 and bool(self.samples)
+        return is_last and self.sequence.sampling is not None
 
-def execute(
+    @property
+    def item(self) -> ForwardItem:
+        """What the model runner computes."""
+        sequence = self.sequence
+        if self.follows is None:
+            token_ids = sequence.tokens[self.start : self.stop]
+        else:
+            token_ids = np.array([-1 - self.follows.row], dtype=np.int32)
+        return ForwardItem(token_ids, self.start, sequence.pages, self.num_logits)
+
+
+@dataclass(eq=False, slots=True)
+class LaunchedStep:
+    """A step whose forward pass and sampling are under way.
+
+    Attributes:
+        works: not to be changed until :meth:`complete` has returned.
+        samples: of all works, in their order; None if nobody samples.
+    """
+
+    works: list[Work]
+    samples: Samples | None
+
+    def complete(self) -> None:
+        """Wait for the step and fill in what its works sampled."""
+        if self.samples is None:
+            return
+        sampled = self.samples.result()
+        for work in self.works:
+            work.sampled = sampled[work.row : work.row + len(work.samples)]
+
+
+def launch(
     runner: ModelRunner,
     sampler: Sampler,
-    works: Seq[Work],
+    works: list[Work],
     on_layers_done: Callable[[int, int], None] | None = None,
-) -> None:
-    """Compute all works in one forward pass and fill in their results."""
-    items = [
-        ForwardItem(
-            work.sequence.tokens[work.start : work.stop],
-            work.start,
-            work.sequence.pages,
-            max(work.num_logits, 0),
-        )
-        for work in works
-    ]
-    logits = runner.forward(items, on_layers_done)
+    previous: LaunchedStep | None = None,
+) -> LaunchedStep:
+    """Begin to compute all works in one forward pass.
+
+    Args:
+        previous: the step that works with ``follows`` continue; launched, maybe not complete.
+    """
+    known = None if previous is None or previous.samples is None else previous.samples.tokens
+    items = [work.item for work in works]
+    logits = runner.forward(items, on_layers_done, known)
     rows: list[int] = []
     states: list[SamplingState] = []
+    ahead: list[int] = []
     offset = 0
     for work, item in zip(works, items, strict=True):
         if work.logprobs_from is not None:
             work.prompt_logprobs = _prompt_logprobs(sampler, work, logits, offset, item.num_logits)
         offset += item.num_logits
+        work.row = len(rows)
         rows += [offset - 1] * len(work.samples)
         states += work.samples
+        ahead += [0 if work.follows is None else 1] * len(work.samples)
     if not states:
-        return
+        return LaunchedStep(works, None)
     chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows)]
-    sampled = iter(sampler.sample(chosen, states))
-    for work in works:
-        work.sampled = [next(sampled) for _ in work.samples]
+    return LaunchedStep(works, sampler.launch(chosen, states, ahead))
 
 
 def _prompt_logprobs(

@@ -137,8 +137,8 @@ class PrefillManager:
             return 0
         # A parked request computes its prompt again but has its token 1.
         samples = request.choices if stop == length and not request.times.first_token else []
-        works.append(Work(sequence, start, stop, list(samples), logprobs_from))
-        sequence.in_step = True
+        sequence.launched = Work(sequence, start, stop, list(samples), logprobs_from)
+        works.append(sequence.launched)
         return stop - start
 
     def process(self, works: list[Work]) -> list[Work]:
@@ -146,7 +146,7 @@ class PrefillManager:
         completed = []
         for work in works:
             sequence, request = work.sequence, work.sequence.request
-            sequence.in_step = False
+            sequence.launched = None
             if request.state.terminal:
                 continue
             sequence.num_computed = work.stop

@@ -47,6 +47,9 @@ class UnifiedNode(Node):
         room = self.config.max_running_requests - len(self.decode.running)
         return works + self.prefill.plan(budget, room)
 
+    def may_plan_ahead(self, launched: list[Work]) -> bool:
+        return self.decode.may_plan_ahead(launched)
+
     def process(self, works: list[Work]) -> None:
         chunks = [w for w in works if w.sequence.sampling is None]
         self.decode.process([w for w in works if w.sequence.sampling is not None])

@@ -353,18 +353,18 @@ def test_outputs_of_one_step_travel_in_one_message_per_proxy() -> None:
         server = cluster.unified[0]
         posted: list[tuple[int, bytes]] = []
         steps = 0
-        post, forward = server.node.outbox._post, server.node.engine.runner.forward
+        post, process = server.node.outbox._post, server.node.process
 
-        def count_step(*args: Any) -> Any:
+        def count_step(works: Any) -> None:
             nonlocal steps
             steps += 1
-            return forward(*args)
+            process(works)
 
         def watch(identity: bytes, message: Any) -> None:
             posted.append((steps, identity))
             post(identity, message)
 
-        server.node.engine.runner.forward, server.node.outbox._post = count_step, watch
+        server.node.process, server.node.outbox._post = count_step, watch
         prompts = list(random_prompts(0, [8, 9, 10, 11]))
         sent = [cluster.client.generate(p, cluster.unified, max_tokens=20) for p in prompts]
         ask(other, server, np.arange(12), params={"max_tokens": 20})

@@ -178,9 +178,9 @@ class CountedTokens:
         runner = cluster.nodes[0].node.engine.runner
         forward = runner.forward
 
-        def counting(items: Any, on_layers_done: Any = None) -> Any:
+        def counting(items: Any, *rest: Any) -> Any:
             self.count += sum(len(item.token_ids) for item in items)
-            return forward(items, on_layers_done)
+            return forward(items, *rest)
 
         runner.forward = counting
 

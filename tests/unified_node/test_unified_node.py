@@ -21,9 +21,9 @@ class Steps:
         runner = cluster.unified[0].node.engine.runner
         forward = runner.forward
 
-        def watching(items: Any, on_layers_done: Any = None) -> Any:
+        def watching(items: Any, *rest: Any) -> Any:
             self.sizes.append([len(item.token_ids) for item in items])
-            return forward(items, on_layers_done)
+            return forward(items, *rest)
 
         runner.forward = watching
 
