@@ -1,0 +1,51 @@
+"""Copies between host and device that do not wait for the device.
+
+A copy from or to ordinary host memory waits until everything queued on the stream is done; one that
+uses page-locked memory is only queued. Torch keeps page-locked memory until the copies that use it
+are over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+
+def to_device(
+    values: npt.NDArray[Any] | Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of host values on ``device``; on a GPU its content arrives in stream order."""
+    host = torch.as_tensor(np.asarray(values), dtype=dtype)
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Tensors on their way to the host: the copies are queued when this is made."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if not (tensors and tensors[0].is_cuda):
+            self._tensors = list(tensors)
+            return
+        self._tensors = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors
+        ]
+        for host, tensor in zip(self._tensors, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait until they are here (other threads may run meanwhile) and return them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
