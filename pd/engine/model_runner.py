@@ -28,7 +28,7 @@ class ForwardItem:
     """One sequence's part of a step.
 
     Attributes:
-        token_ids: new tokens to compute, int32, at least one. ``-1 - row`` stands for a token that the
+        token_ids: new tokens to compute, int32, at least one. ``-1 - row`` stands for one that the
             host does not know yet (see :meth:`ModelRunner.forward`).
         start: tokens whose KV is in the pool already; the position of ``token_ids[0]``.
         pages: page table, int32, covering ``start + len(token_ids)`` tokens at least.
@@ -89,8 +89,8 @@ class ModelRunner:
             previous_tokens: int64 ``[rows]`` on the model's device, where negative token ids look.
 
         Returns:
-            float32 logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, on the
-            model's device.
+            Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
+            and on its device.
         """
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         starts = np.fromiter((item.start for item in items), np.int64, len(items))

@@ -11,7 +11,7 @@ import torch
 from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.sampling_state import SamplingState
-from pd.kernels.sampling import filter_threshold, gumbel_noise, noise_keys
+from pd.kernels.sampling import noise_keys, sample_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 __all__ = ["SampledToken", "Sampler", "Samples", "SamplingState"]
-
-# Dividing by less would overflow float32; at this temperature sampling is greedy in all but name.
-_MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class _RowLogprobs:
         counts: Sequence[int],
     ) -> _RowLogprobs:
         """``logits`` and ``tokens`` are those of ``rows`` alone."""
-        logprobs = torch.log_softmax(logits, dim=-1)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         top = logprobs.topk(min(max(counts, default=0), logits.shape[1]), dim=-1)
         return cls(rows, counts, [tokens, chosen, top.values, top.indices])
@@ -133,23 +130,14 @@ class Sampler:
         (see ``observe``).
 
         Args:
-            logits: float32 ``[n, vocab_size]``, left as they are.
+            logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
             states: ``n`` states, in the order of the rows.
             ahead: how many tokens of each row were sampled and not observed yet, by default none.
                 Rows with penalties cannot be ahead.
         """
         assert logits.shape == (len(states), self._vocab_size)
         ahead = ahead or [0] * len(states)
-        # A sum is finite exactly if all its terms are: one pass, and no mask of the vocabulary.
-        finite = torch.isfinite(logits.sum(dim=-1))
-        adjusted = self._adjust(logits, states, ahead)
-        tokens = adjusted.argmax(dim=-1)
-        random = [i for i, state in enumerate(states) if not state.params.greedy]
-        if random:
-            rows = None if len(random) == len(states) else self._index(random)
-            scaled = adjusted if rows is None else adjusted.index_select(0, rows)
-            drawn = self._draw(scaled, [states[i] for i in random], [ahead[i] for i in random])
-            tokens = drawn if rows is None else tokens.index_copy(0, rows, drawn)
+        tokens, finite = self._draw(self._adjust(logits, states, ahead), states, ahead)
         return Samples(tokens, finite, self._logprobs(logits, tokens, states))
 
     @torch.inference_mode()
@@ -159,7 +147,7 @@ class Sampler:
         """Log probabilities of prompt tokens.
 
         Args:
-            logits: float32 ``[n, vocab_size]``; row i follows the token before ``targets[i]``.
+            logits: as in :meth:`launch`; row i follows the token before ``targets[i]``.
             targets: int32 ``[n]``, the prompt's tokens.
             top_n: how many likeliest tokens to report beside each.
         """
@@ -187,7 +175,7 @@ class Sampler:
         shortest = [(i, s) for i, s in enumerate(states) if s.must_continue(ahead[i])]
         if not (penalized or biased or shortest):
             return logits
-        logits = logits.clone()
+        logits = logits.to(torch.float32, copy=True)
         if penalized:
             self._penalize(logits, penalized)
         if biased:
@@ -219,39 +207,36 @@ class Sampler:
 
     def _draw(
         self, logits: torch.Tensor, states: Sequence[SamplingState], ahead: Sequence[int]
-    ) -> torch.Tensor:
-        """int64 tokens of rows that are not greedy."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 tokens and whether each means anything."""
         params = [state.params for state in states]
-        temperatures = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
-        scaled = logits / self._floats(temperatures)[:, None]
-        self._filter(scaled, states)
+        rows, vocab = len(states), self._vocab_size
         keys = [
             noise_keys(state.seed, state.position(count))
             for state, count in zip(states, ahead, strict=True)
         ]
-        noise = gumbel_noise(to_device(keys, torch.int32, self._device), self._vocab_size)
-        return scaled.add_(noise).argmax(dim=-1)
-
-    def _filter(self, scaled: torch.Tensor, states: Sequence[SamplingState]) -> None:
-        """In place: what top-k, top-p and min-p exclude becomes -inf."""
-        params = [state.params for state in states]
-        rows = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1 or p.min_p > 0]
-        if not rows:
-            return
-        index = self._index(rows)
-        mine = scaled.index_select(0, index)
-        chosen = [params[i] for i in rows]
-        # log(0) is -inf: a min_p of 0 excludes nothing.
-        with np.errstate(divide="ignore"):
-            threshold = self._floats(np.log([p.min_p for p in chosen]))[:, None]
-        threshold = threshold + mine.amax(-1, keepdim=True)
-        if any(p.top_k or p.top_p < 1 for p in chosen):
-            top_k = self._index(
-                [min(p.top_k or self._vocab_size, self._vocab_size) for p in chosen]
-            )
-            top_p = self._floats([p.top_p for p in chosen])
-            threshold = torch.maximum(threshold, filter_threshold(mine, top_k, top_p))
-        scaled.index_copy_(0, index, mine.masked_fill_(mine < threshold, float("-inf")))
+        floats = np.array(
+            [
+                [0.0 if p.greedy else p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+            ],
+            dtype=np.float32,
+        )
+        # One copy to the device rather than four.
+        packed = np.concatenate([np.array(keys, np.int32).ravel(), floats.view(np.int32).ravel()])
+        on_device = to_device(packed, torch.int32, self._device)
+        temperatures, top_p, min_p = on_device[2 * rows :].view(torch.float32).view(3, rows)
+        return sample_rows(
+            logits,
+            temperatures,
+            on_device[: 2 * rows].view(rows, 2),
+            self._index([min(p.top_k or vocab, vocab) for p in params]),
+            top_p,
+            min_p,
+            any_random=not all(p.greedy for p in params),
+            any_filter=any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params),
+        )
 
     def _index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values, torch.int64, self._device)

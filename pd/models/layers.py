@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pd.kernels.activation import silu_and_mul
-from pd.kernels.kv_store import store_kv
-from pd.kernels.linear import linear, pack_weight
-from pd.kernels.norm import rms_norm
-from pd.kernels.rope import apply_rope, inverse_frequencies, rotations
+from pd.kernels.linear import gate_up_silu, linear, pack_weight
+from pd.kernels.moe import moe_mlp, route
+from pd.kernels.norm import add_rms_norm, rms_norm
+from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,6 +73,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self._eps)
 
+    def after_add(self, residual: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
+        """Add ``x``, if there is one, to ``residual`` in place; returns the sum normalized."""
+        if x is None:
+            return self(residual)
+        return add_rms_norm(residual, x, self.weight, self._eps)
+
     def checkpoint_tensors(self) -> NamedTensors:
         yield "weight", self.weight
 
@@ -90,6 +95,7 @@ class Attention(nn.Module):
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = Linear(qkv, config.hidden_size, config.attention_bias)
         self.output = Linear({"o_proj": config.hidden_size}, q_size, config.output_bias)
+        self._eps = config.rms_norm_eps
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -98,15 +104,18 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, cos_sin: torch.Tensor, attention: PlannedAttention
     ) -> torch.Tensor:
-        heads = self.qkv(x).view(len(x), -1, self._head_dim)
-        q, k, v = heads.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = apply_rope(self.q_norm(q), cos_sin), apply_rope(self.k_norm(k), cos_sin)
-        else:
-            rotated = apply_rope(heads[:, : self._heads + self._kv_heads], cos_sin)
-            q, k = rotated.split((self._heads, self._kv_heads), dim=1)
-        keys, values = attention.pool.key(self._layer), attention.pool.value(self._layer)
-        store_kv(keys, values, attention.slots, k, v)
+        q, k, v = rotate_and_store(
+            self.qkv(x).view(len(x), -1, self._head_dim),
+            self._heads,
+            self._kv_heads,
+            cos_sin,
+            attention.pool.key(self._layer),
+            attention.pool.value(self._layer),
+            attention.slots,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self._eps,
+        )
         return self.output(attention.attend(self._layer, q, k, v).flatten(1))
 
     def checkpoint_tensors(self) -> NamedTensors:
@@ -130,7 +139,7 @@ class GatedMLP(nn.Module):
         self.down = Linear({"down_proj": config.hidden_size}, size, config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
 
     def checkpoint_tensors(self) -> NamedTensors:
         yield from self.gate_up.checkpoint_tensors()
@@ -156,26 +165,8 @@ class SparseMoE(nn.Module):
         self.down = empty_parameter(experts, hidden, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self._top_k, dim=-1)
-        if self._normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        weights = weights.to(x.dtype).flatten()
-        # Assignments (token, expert) ordered by expert, so that each expert's are one slice.
-        assigned, order = chosen.flatten().sort(stable=True)
-        tokens = order // self._top_k
-        counts = torch.bincount(assigned, minlength=len(self.down)).tolist()
-        out = torch.zeros_like(x)
-        stop = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            start, stop = stop, stop + count
-            mine = tokens[start:stop]
-            gate_up = linear(x[mine], self.gate_up[expert])
-            result = linear(silu_and_mul(gate_up), self.down[expert])
-            out.index_add_(0, mine, result.mul_(weights[order[start:stop], None]))
-        return out
+        weights, experts = route(self.router(x), self._top_k, self._normalize)
+        return moe_mlp(x, weights, experts, self.gate_up, self.down)
 
     def checkpoint_tensors(self) -> NamedTensors:
         yield from self.router.checkpoint_tensors()
@@ -197,12 +188,16 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attention: PlannedAttention
+        self,
+        hidden: torch.Tensor,
+        update: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        attention: PlannedAttention,
     ) -> torch.Tensor:
-        """Update the residual stream ``hidden`` in place and return it."""
-        hidden += self.attention(self.attention_norm(hidden), cos_sin, attention)
-        hidden += self.mlp(self.mlp_norm(hidden))
-        return hidden
+        """Add the last layer's ``update`` to the residual stream ``hidden`` in place, then this
+        layer's attention; returns the MLP's update, which the next layer adds."""
+        attended = self.attention(self.attention_norm.after_add(hidden, update), cos_sin, attention)
+        return self.mlp(self.mlp_norm.after_add(hidden, attended))
 
     def checkpoint_tensors(self) -> NamedTensors:
         yield from _within("input_layernorm", self.attention_norm.checkpoint_tensors())
@@ -261,11 +256,12 @@ class CausalLM(nn.Module):
         """
         hidden = functional.embedding(token_ids, self.embedding)
         cos_sin = rotations(positions, self._frequencies)
+        update = None
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, cos_sin, attention)
+            update = layer(hidden, update, cos_sin, attention)
             if layer_done is not None:
                 layer_done(index)
-        return hidden
+        return hidden if update is None else hidden.add_(update)
 
     def prepare(self) -> None:
         """Called once, after loading: then no weight is to be read or written by name any more.
@@ -279,8 +275,8 @@ class CausalLM(nn.Module):
             self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[rows, vocab_size]`` from rows of :meth:`forward`'s result."""
-        return linear(self.norm(hidden), self.head).float()
+        """``[rows, vocab_size]`` in the model's dtype, from rows of :meth:`forward`'s result."""
+        return linear(self.norm(hidden), self.head)
 
     def checkpoint_tensors(self) -> NamedTensors:
         """Every tensor a checkpoint must hold, and the memory to read it into."""

@@ -273,7 +273,8 @@ class TestBrokenLogits:
     @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": True}])
     def test_fail_their_own_row_only(self, value: float, params: dict[str, Any]) -> None:
         logits = LOGITS.repeat(3, 1)
-        logits[1, 17] = value
+        # A single -inf is a token that is never drawn; when there is nothing else, all is lost.
+        logits[1, slice(None) if value == float("-inf") else 17] = value
         states = [state(seed=i, **params) for i in range(3)]
         found = Sampler(VOCAB, "cpu").sample(logits, states)
         assert found[1].token_id == -1
