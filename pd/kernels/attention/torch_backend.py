@@ -10,13 +10,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
+from pd.kernels.attention.page_tables import PageTables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from pd.kernels.attention.base import Int64Array, IntArray
+    from pd.kernels.attention.base import Int64Array
 
 # Queries of a chunk are attended in blocks of this many, which bounds the mask's memory and skips
 # most of the keys that causality hides.
@@ -25,35 +26,6 @@ QUERY_BLOCK = 256
 # shortest, so that one long sequence does not pad all.
 BUCKET_FACTOR = 1.5
 BUCKET_SLACK = 128
-
-
-class _PageTables:
-    """The page tables of a step, looked up without a loop over sequences."""
-
-    def __init__(self, pages: Sequence[IntArray], page_size: int) -> None:
-        sizes = np.fromiter((len(table) for table in pages), np.int64, len(pages))
-        self.page_size = page_size
-        self._tables = np.concatenate(pages).astype(np.int64)
-        self._offsets = np.cumsum(sizes) - sizes
-
-    def slots(self, sequences: Int64Array, starts: Int64Array, lengths: Int64Array) -> Int64Array:
-        """Slots of positions ``[starts[i], starts[i] + lengths[i])`` of each sequence."""
-        skipped = np.cumsum(lengths) - lengths
-        positions = np.arange(lengths.sum()) + np.repeat(starts - skipped, lengths)
-        at = np.repeat(self._offsets[sequences], lengths) + positions // self.page_size
-        return self._tables[at] * self.page_size + positions % self.page_size
-
-    def padded(self, sequences: Int64Array, num_pages: Int64Array) -> Int64Array:
-        """The first pages of each sequence as rows of one matrix, filled up with its first page:
-        what is read there is hidden by a mask, but must be the sequence's own."""
-        columns = np.arange(num_pages.max())
-        columns = np.where(columns < num_pages[:, None], columns, 0)
-        return self._tables[self._offsets[sequences][:, None] + columns]
-
-    def first(self, sequence: int, num_pages: int) -> Int64Array:
-        """The first pages of one sequence."""
-        offset = self._offsets[sequence]
-        return self._tables[offset : offset + num_pages]
 
 
 @dataclass
@@ -101,8 +73,8 @@ class TorchAttention(AttentionBackend):
         self._causal: torch.Tensor | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        tables = _PageTables(batch.pages, self.pool.page_size)
         totals = batch.starts + batch.lengths
+        tables = PageTables(batch.pages, totals, self.pool.page_size)
         firsts = np.cumsum(batch.lengths) - batch.lengths
         everyone = np.arange(len(totals))
         self.slots = self._tensor(tables.slots(everyone, batch.starts, batch.lengths))
@@ -119,7 +91,7 @@ class TorchAttention(AttentionBackend):
         self._chunks = []
         for i in np.flatnonzero(~single):
             first, start, length = int(firsts[i]), int(batch.starts[i]), int(batch.lengths[i])
-            pages = self._tensor(tables.first(i, -(-int(totals[i]) // tables.page_size)))
+            pages = self._tensor(tables.table(i))
             self._chunks.append(_Chunk(first, first + length, start, pages))
         self._causal = self._causal_mask([chunk for chunk in self._chunks if chunk.start])
 
@@ -143,11 +115,11 @@ class TorchAttention(AttentionBackend):
         members: Int64Array,
         totals: Int64Array,
         firsts: Int64Array,
-        tables: _PageTables,
+        tables: PageTables,
         num_tokens: int,
     ) -> _DecodeBucket:
         lengths, rows = totals[members], firsts[members]
-        pages = tables.padded(members, -(-lengths // tables.page_size))
+        pages = tables.padded(members)
         mask = None
         width = pages.shape[1] * tables.page_size
         if int(lengths.min()) < width:

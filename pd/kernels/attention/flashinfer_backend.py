@@ -1,0 +1,273 @@
+"""Attention by FlashInfer (Ye et al., 2025), written for version 0.6.14.
+
+Kernels are compiled when a dtype and head size are first used, and kept in FlashInfer's cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+from pd.core.errors import SetupError
+from pd.kernels.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    DecodeAttention,
+    Int64Array,
+    PagedKV,
+)
+from pd.kernels.attention.page_tables import PageTables, padded_decode
+from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.kernels.attention.base import IntArray
+
+logger = logging.getLogger(__name__)
+
+
+# Chunks of more tokens than this are worth fa3, which is faster but cannot split keys: a tile of
+# 128 queries attends to all of them in one program.
+_SHORT = 128
+# From this many query heads per KV head on, decoding on tensor cores is faster than without.
+_TENSOR_CORE_GROUP = 4
+_WORKSPACE = 128 << 20
+_GRAPH_INT_WORKSPACE = 1 << 20
+
+
+class FlashInferAttention(AttentionBackend):
+    """Single tokens and short chunks go through fa2, which splits keys among programs; long chunks
+    through fa3 where the GPU is a Hopper.
+
+    FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
+    copy of the last, which is over as soon as the step before it is.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, pool: PagedKV, num_heads: int) -> None:
+        self.pool = pool
+        sample = pool.key(0)
+        self.device, self.dtype = sample.device, sample.dtype
+        _, kv_heads, head_dim = sample.shape
+        self.heads = (num_heads, kv_heads, head_dim)
+        self.staging = PinnedStaging(self.device)
+        self.workspace = GraphMemory(self.device)
+        self.graph_memory = GraphMemory(self.device)
+        self.graph_int_workspace = torch.zeros(
+            _GRAPH_INT_WORKSPACE, dtype=torch.uint8, device=self.device
+        )
+        hopper = torch.cuda.get_device_capability(self.device)[0] == 9
+        memory = self.workspace(_WORKSPACE)
+        self._short = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa2"))
+        self._long = self._short
+        if hopper:
+            self._long = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa3"))
+        self._parts: list[_Part] = []
+        self._compile()
+
+    def plan(self, batch: AttentionBatch) -> None:
+        tables = PageTables(batch.pages, batch.starts + batch.lengths, self.pool.page_size)
+        everyone = np.arange(len(batch.starts))
+        slots = tables.slots(everyone, batch.starts, batch.lengths)
+        short = (batch.lengths <= _SHORT) | (self._long is self._short)
+        chosen = [
+            (prefill, np.flatnonzero(members))
+            for prefill, members in ((self._short, short), (self._long, ~short))
+            if members.any()
+        ]
+        rows = [_rows(batch.lengths, members) for _, members in chosen]
+        pages = [tables.flat[_ranges(tables.offsets, tables.counts, m)] for _, m in chosen]
+        scattered = [r for r in rows if not isinstance(r, slice)]
+        views = self.staging.upload([slots, *pages, *scattered])
+        self.slots, indices, on_device = (
+            views[0],
+            views[1 : len(pages) + 1],
+            views[len(pages) + 1 :],
+        )
+        at = iter(on_device)
+        self._parts = []
+        for (prefill, members), where, index in zip(chosen, rows, indices, strict=True):
+            prefill.plan(batch, members, tables, index)
+            self._parts.append(_Part(prefill, where if isinstance(where, slice) else next(at)))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        cache = self.paged(layer)
+        for part in self._parts:
+            if isinstance(part.rows, slice):
+                part.prefill.wrapper.run(q[part.rows], cache, out=out[part.rows])
+            else:
+                mine = q.index_select(0, part.rows)
+                attended = part.prefill.wrapper.run(mine, cache, out=torch.empty_like(mine))
+                out.index_copy_(0, part.rows, attended)
+        return out
+
+    def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
+        return FlashInferDecode(self, rows, max_context)
+
+    def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer as ``[pages, page_size, kv_heads, head_dim]``."""
+        _, kv_heads, head_dim = self.heads
+        shape = (-1, self.pool.page_size, kv_heads, head_dim)
+        return self.pool.key(layer).view(shape), self.pool.value(layer).view(shape)
+
+    def _compile(self) -> None:
+        logger.info("FlashInfer: loading kernels; the first start compiles them, a minute or two")
+        one = np.ones(1, np.int64)
+        page = [np.array([self.pool.num_pages], np.int32)]
+        batch = AttentionBatch(one * 0, one, page)
+        table = PageTables(page, one, self.pool.page_size)
+        index = torch.from_numpy(table.flat).to(self.device)
+        try:
+            for prefill in (self._short, self._long):
+                prefill.plan(batch, np.zeros(1, np.int64), table, index)
+        except (RuntimeError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise SetupError(
+                f"FlashInfer cannot compile its kernels here ({reason}); use another "
+                "--attention-backend, such as triton"
+            ) from error
+
+
+class _Prefill:
+    """A wrapper and what keeps its pinned workspace from being overwritten too early."""
+
+    def __init__(
+        self, backend: FlashInferAttention, wrapper: BatchPrefillWithPagedKVCacheWrapper
+    ) -> None:
+        self.wrapper = wrapper
+        self._backend = backend
+        self._copied = torch.cuda.Event()
+
+    def plan(
+        self, batch: AttentionBatch, members: Int64Array, tables: PageTables, indices: torch.Tensor
+    ) -> None:
+        """Plan for some sequences of a batch, whose pages are ``indices``."""
+        self._copied.synchronize()
+        totals = (batch.starts + batch.lengths)[members]
+        self.wrapper.plan(
+            _indptr(batch.lengths[members]),
+            _indptr(tables.counts[members]),
+            indices,
+            _last_page_len(totals, tables.page_size),
+            *self._backend.heads,
+            tables.page_size,
+            causal=True,
+            q_data_type=self._backend.dtype,
+            kv_data_type=self._backend.dtype,
+        )
+        self._copied.record(torch.cuda.current_stream(self._backend.device))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sequences of a step that one wrapper attends, and their rows among the step's tokens."""
+
+    prefill: _Prefill
+    rows: slice | torch.Tensor
+
+
+class FlashInferDecode(DecodeAttention):
+    """FlashInfer's decode wrapper in its CUDA-graph mode, its page tables uploaded by us."""
+
+    def __init__(self, backend: FlashInferAttention, rows: int, max_context: int) -> None:
+        self.pool = backend.pool
+        self._backend, self._rows = backend, rows
+        num_pages = rows * -(-max_context // self.pool.page_size)
+        indptr, last = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        largest = [np.zeros(rows, np.int64), indptr, last, np.zeros(num_pages, np.int32)]
+        self._memory = backend.graph_memory(packed_bytes(largest))
+        _, self._indptr, last_page_len, self._indices = backend.staging.upload(
+            largest, self._memory
+        )
+        heads, kv_heads, head_dim = backend.heads
+        group = heads // kv_heads
+        # Partial results of fa2's tiles: 16 rows of queries each, or 64.
+        tiles = max(264 // kv_heads, rows) * (16 if group <= 16 else 64)
+        workspace = backend.workspace(max(_WORKSPACE, 5 * heads * tiles * head_dim))
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            use_cuda_graph=True,
+            use_tensor_cores=group >= _TENSOR_CORE_GROUP,
+            paged_kv_indptr_buffer=self._indptr,
+            paged_kv_indices_buffer=self._indices,
+            paged_kv_last_page_len_buffer=last_page_len,
+        )
+        self._wrapper.reset_workspace_buffer(workspace, backend.graph_int_workspace)
+        self._copied = torch.cuda.Event()
+        self._settings: dict[str, Any] = {
+            "num_qo_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "page_size": self.pool.page_size,
+            "q_data_type": backend.dtype,
+            "kv_data_type": backend.dtype,
+        }
+        ones = np.ones(rows, np.int64)
+        # Finds the kernels; the plans that follow only compute.
+        self._wrapper.plan(
+            _indptr(ones),
+            torch.full((rows,), self.pool.num_pages, dtype=torch.int32),
+            torch.ones(rows, dtype=torch.int32),
+            **self._settings,
+        )
+        self._copied.record(torch.cuda.current_stream(backend.device))
+        self.plan(np.empty(0, np.int64), [])
+
+    def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
+        starts, tables = padded_decode(self.pool, self._rows, starts, pages)
+        assert len(tables.flat) <= len(self._indices), "more pages than max_context has"
+        indptr = _indptr(tables.counts)
+        last_page_len = _last_page_len(starts + 1, tables.page_size)
+        slots = tables.slots(np.arange(self._rows), starts, np.ones(self._rows, np.int64))
+        arrays = [slots, indptr.numpy(), last_page_len.numpy(), tables.flat]
+        self.slots, *_ = self._backend.staging.upload(arrays, self._memory)
+        self._copied.synchronize()
+        fast_decode_plan(
+            self._wrapper,
+            self._indptr,
+            self._indices[: len(tables.flat)],
+            last_page_len,
+            global_override_indptr_cpu=indptr,
+            **self._settings,
+        )
+        self._copied.record(torch.cuda.current_stream(self._backend.device))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self._wrapper.run(q, self._backend.paged(layer), out=out)
+
+
+def _indptr(counts: Int64Array) -> torch.Tensor:
+    """Where each begins, and the end: int32 ``[n + 1]`` on the CPU."""
+    ends = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=ends[1:])
+    return torch.from_numpy(ends)
+
+
+def _last_page_len(totals: Int64Array, page_size: int) -> torch.Tensor:
+    """Tokens in each sequence's last page, int32 on the CPU."""
+    return torch.from_numpy(((totals - 1) % page_size + 1).astype(np.int32))
+
+
+def _ranges(firsts: Int64Array, counts: Int64Array, members: Int64Array) -> Int64Array:
+    """The members' ranges ``[first, first + count)`` one behind the other."""
+    counts = counts[members]
+    skipped = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(firsts[members] - skipped, counts)
+
+
+def _rows(lengths: Int64Array, members: Int64Array) -> slice | Int64Array:
+    """The members' rows among the step's tokens, as a slice if they lie together."""
+    firsts = np.cumsum(lengths) - lengths
+    rows = _ranges(firsts, lengths, members)
+    together = rows[-1] - rows[0] + 1 == len(rows)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows

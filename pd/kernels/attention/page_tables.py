@@ -1,0 +1,65 @@
+"""The page tables of a step, looked up without a loop over sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.kernels.attention.base import Int64Array, IntArray, PagedKV
+
+
+class PageTables:
+    """The pages that each sequence's tokens need, one behind the other.
+
+    Attributes:
+        flat: int32, the tables.
+        counts: pages of each sequence, int64.
+        offsets: where each sequence's pages begin in ``flat``, int64.
+    """
+
+    def __init__(self, pages: Sequence[IntArray], totals: Int64Array, page_size: int) -> None:
+        """``totals``: tokens of each sequence, at least 1; pages behind them are left out."""
+        self.page_size = page_size
+        self.counts = -(-totals // page_size)
+        self.offsets = np.cumsum(self.counts) - self.counts
+        trimmed = [table[:n] for table, n in zip(pages, self.counts.tolist(), strict=True)]
+        self.flat: IntArray = np.concatenate(trimmed, dtype=np.int32)
+
+    def slots(self, sequences: Int64Array, starts: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Slots of positions ``[starts[i], starts[i] + lengths[i])`` of each sequence."""
+        skipped = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) + np.repeat(starts - skipped, lengths)
+        at = np.repeat(self.offsets[sequences], lengths) + positions // self.page_size
+        return self.flat[at].astype(np.int64) * self.page_size + positions % self.page_size
+
+    def padded(self, sequences: Int64Array) -> Int64Array:
+        """The pages of each sequence as rows of one matrix, filled up with its first page: what is
+        read there is hidden by a mask, but must be the sequence's own."""
+        counts = self.counts[sequences]
+        columns = np.arange(counts.max())
+        columns = np.where(columns < counts[:, None], columns, 0)
+        return self.flat[self.offsets[sequences][:, None] + columns].astype(np.int64)
+
+    def table(self, sequence: int) -> Int64Array:
+        """The pages of one sequence."""
+        offset = self.offsets[sequence]
+        return self.flat[offset : offset + self.counts[sequence]].astype(np.int64)
+
+
+def padded_decode(
+    pool: PagedKV, rows: int, starts: Int64Array, pages: Sequence[IntArray]
+) -> tuple[Int64Array, PageTables]:
+    """``rows`` sequences of one new token each: those given, then padding in the pool's extra page.
+
+    Returns:
+        Tokens in the pool of each, int64 ``[rows]``, and the tables that cover one more.
+    """
+    missing = rows - len(starts)
+    assert missing >= 0, "more sequences than the graph has rows"
+    starts = np.concatenate([starts, np.zeros(missing, np.int64)])
+    extra = np.array([pool.num_pages], np.int32)
+    return starts, PageTables([*pages, *[extra] * missing], starts + 1, pool.page_size)

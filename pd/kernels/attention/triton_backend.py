@@ -1,0 +1,244 @@
+"""Attention by our own Triton kernel: every dtype, head size and group size."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+
+from pd.kernels.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    DecodeAttention,
+    Int64Array,
+    PagedKV,
+)
+from pd.kernels.attention.page_tables import PageTables, padded_decode
+from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
+from pd.kernels.attention.triton_work import SplitPolicy, Tiles
+from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.kernels.attention.base import IntArray
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How a program works.
+
+    Attributes:
+        rows: of the query tile, at least; a power of two.
+        keys: of a K or V tile.
+        num_warps, num_stages: see Triton.
+        programs: work items per multiprocessor and KV head when keys are split.
+        min_tiles: K tiles of the smallest split.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    min_tiles: int = 1
+
+
+def decode_shape(dtype: torch.dtype, head_dim: int) -> TileShape:
+    """For one query token, which is all about reading K and V."""
+    wide = head_dim * dtype.itemsize > 256
+    return TileShape(16, 32 if wide else 64, 4, 2 if wide else 3, programs=8)
+
+
+def chunk_shape(dtype: torch.dtype, head_dim: int) -> TileShape:
+    """For many query tokens, which is all about arithmetic; float32 has none but plain."""
+    if dtype == torch.float32:
+        return TileShape(32, 32, 4, 1, programs=2, min_tiles=4)
+    if head_dim > 128:
+        return TileShape(64, 32, 4, 2, programs=2, min_tiles=4)
+    return TileShape(128, 64, 8, 3, programs=2, min_tiles=4)
+
+
+class _Kernel:
+    """:func:`paged_attention` with one tile shape, and the memory in which splits meet."""
+
+    def __init__(
+        self, pool: PagedKV, num_heads: int, shape: TileShape, one_token: bool = False
+    ) -> None:
+        """``one_token``: tiles hold no more than that."""
+        sample = pool.key(0)
+        device, (_, kv_heads, head_dim) = sample.device, sample.shape
+        self._pool, self._shape = pool, shape
+        self._group, self._kv_heads, self._head_dim = num_heads // kv_heads, kv_heads, head_dim
+        self._block_m = max(shape.rows, triton.next_power_of_2(self._group))
+        self.tile_tokens = 1 if one_token else self._block_m // self._group
+        self._rows = self.tile_tokens * self._group
+        items = -(-_multiprocessors(device) * shape.programs // kv_heads)
+        self.policy = SplitPolicy(items, shape.keys * shape.min_tiles)
+        slots = self.policy.max_slots
+        partial = (slots, kv_heads, self._rows)
+        self._partials = torch.empty((*partial, head_dim), dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(partial, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros((slots, kv_heads), dtype=torch.int32, device=device)
+
+    def launch(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, work: _Work, tables: torch.Tensor
+    ) -> None:
+        """Attend ``work``'s rows of ``q`` into the same rows of ``out``."""
+        precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        paged_attention[(work.capacity * self._kv_heads,)](
+            out,
+            q,
+            self._pool.key(layer),
+            self._pool.value(layer),
+            work.num_items,
+            work.items,
+            tables,
+            self._partials,
+            self._partial_lse,
+            self._arrivals,
+            q.stride(0),
+            math.log2(math.e) / math.sqrt(self._head_dim),
+            KV_HEADS=self._kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=self._head_dim,
+            PAGE_SIZE=self._pool.page_size,
+            NUM_FIELDS=FIELDS,
+            ROWS=self._rows,
+            MERGE_ROWS=triton.next_power_of_2(self._rows),
+            BLOCK_M=self._block_m,
+            BLOCK_N=self._shape.keys,
+            BLOCK_D=max(16, triton.next_power_of_2(self._head_dim)),
+            PRECISION=precision,
+            num_warps=self._shape.num_warps,
+            num_stages=self._shape.num_stages,
+        )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Work items on the device; ``capacity`` of them at most."""
+
+    num_items: torch.Tensor
+    items: torch.Tensor
+    capacity: int
+
+
+class TritonAttention(AttentionBackend):
+    """Needs nothing but Triton; float32 is IEEE float32.
+
+    Single tokens and chunks are two launches into one result. On a CPU it works with
+    ``TRITON_INTERPRET=1``, for tests.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        pool: PagedKV,
+        num_heads: int,
+        *,
+        decode: TileShape | None = None,
+        chunk: TileShape | None = None,
+    ) -> None:
+        """``decode``, ``chunk``: tile shapes to measure; by default those for dtype and head
+        size."""
+        self.pool = pool
+        sample = pool.key(0)
+        self.device, dtype, head_dim = sample.device, sample.dtype, sample.shape[-1]
+        self.decode_kernel = _Kernel(
+            pool, num_heads, decode or decode_shape(dtype, head_dim), one_token=True
+        )
+        self._chunk_kernel = _Kernel(pool, num_heads, chunk or chunk_shape(dtype, head_dim))
+        self.staging = PinnedStaging(self.device)
+        self.graph_memory = GraphMemory(self.device)
+        self._launches: list[tuple[_Kernel, _Work]] = []
+
+    def plan(self, batch: AttentionBatch) -> None:
+        tables = PageTables(batch.pages, batch.starts + batch.lengths, self.pool.page_size)
+        rows = np.cumsum(batch.lengths) - batch.lengths
+        everyone = np.arange(len(rows))
+        single = batch.lengths == 1
+        kernels, arrays = [], []
+        for kernel, chosen in (
+            (self.decode_kernel, np.flatnonzero(single)),
+            (self._chunk_kernel, np.flatnonzero(~single)),
+        ):
+            if len(chosen):
+                chunks = (rows, batch.starts, batch.lengths, tables.offsets)
+                tiles = Tiles.cut(*(array[chosen] for array in chunks), kernel.tile_tokens)
+                work = kernel.policy.work(tiles)
+                kernels.append(kernel)
+                arrays += [np.array([len(work)], np.int32), work]
+        slots = tables.slots(everyone, batch.starts, batch.lengths)
+        self.slots, self._tables, *uploaded = self.staging.upload([slots, tables.flat, *arrays])
+        works = [_Work(n, w, len(w)) for n, w in zip(uploaded[::2], uploaded[1::2], strict=True)]
+        self._launches = list(zip(kernels, works, strict=True))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        with on_device(self.device):
+            for kernel, work in self._launches:
+                kernel.launch(layer, q, out, work, self._tables)
+        return out
+
+    def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
+        return TritonDecode(self, rows, max_context)
+
+
+class TritonDecode(DecodeAttention):
+    """The decode kernel over buffers of a fixed size.
+
+    The grid is as large as any plan's work; programs beyond this plan's end at once.
+    """
+
+    def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
+        self.pool = backend.pool
+        self._backend, self._rows = backend, rows
+        self._capacity = rows + backend.decode_kernel.policy.max_slots
+        num_pages = rows * -(-max_context // self.pool.page_size)
+        largest = self._layout(
+            np.empty(rows, np.int64), np.empty((0, FIELDS), np.int32), np.empty(num_pages, np.int32)
+        )
+        self._memory = backend.graph_memory(packed_bytes(largest))
+        self.plan(np.empty(0, np.int64), [])
+
+    def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
+        starts, tables = padded_decode(self.pool, self._rows, starts, pages)
+        everyone, ones = np.arange(self._rows), np.ones(self._rows, np.int64)
+        work = self._backend.decode_kernel.policy.work(
+            Tiles(everyone, ones, starts, tables.offsets)
+        )
+        arrays = self._layout(tables.slots(everyone, starts, ones), work, tables.flat)
+        assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
+        views = self._backend.staging.upload(arrays, self._memory)
+        self.slots, num_items, items, self._tables = views
+        self._work = _Work(num_items, items, self._capacity)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        with on_device(self._backend.device):
+            self._backend.decode_kernel.launch(layer, q, out, self._work, self._tables)
+        return out
+
+    def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[IntArray]:
+        """What is uploaded; all but the last always of the same size."""
+        items = np.zeros((self._capacity, FIELDS), np.int32)
+        items[: len(work)] = work
+        return [slots, np.array([len(work)], np.int32), items, tables]
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, whatever its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 8  # interpreted

@@ -1,0 +1,283 @@
+"""Paged attention in Triton: one kernel for decode steps and for chunks.
+
+FlashAttention-2 (Dao, 2023) over pages, with the query heads that share K and V packed into the
+rows of one tile, and keys split among programs as in Flash-Decoding (Dao et al., 2023). The program
+that finishes a tile's last split merges them, so there is no second launch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Fields of a work item, int32 each: where its tile begins among the step's tokens, its tokens, the
+# position of the first of them, where its page table begins, the keys ``[begin, end)`` to attend
+# to, its own slot for a partial result, the first slot of its tile, and the splits of its tile.
+FIELDS = 9
+# Elements of partial results that a merging program holds at a time.
+_MERGE_ELEMENTS = tl.constexpr(8192)
+
+
+@triton.jit
+def _attend_range(
+    peak,
+    total,
+    result,
+    queries,
+    keys,
+    values,
+    table,
+    first,
+    stop,
+    end,
+    reach,
+    scale,
+    dims,
+    KV_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax over the keys ``[first, stop)``.
+
+    With MASKED, row i sees keys up to ``reach[i]`` and none from ``end`` on, which are not even
+    loaded: what lies there may be NaN. Without, every row sees all of them.
+    """
+    for start in tl.range(first, stop, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            pages = tl.load(table + positions // PAGE_SIZE, mask=positions < end, other=0)
+        else:
+            pages = tl.load(table + positions // PAGE_SIZE)
+        slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        offsets = slots[:, None] * KV_STRIDE + dims[None, :]
+        mask = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            mask = mask & (positions < end)[:, None]
+        if MASKED or dims.shape[0] != HEAD_DIM:
+            k = tl.load(keys + offsets, mask=mask, other=0.0)
+            v = tl.load(values + offsets, mask=mask, other=0.0)
+        else:
+            k = tl.load(keys + offsets)
+            v = tl.load(values + offsets)
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            visible = (positions[None, :] <= reach[:, None]) & (positions < end)[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+        shift = new_peak
+        if MASKED:  # a row that has seen nothing yet
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores * scale - shift[:, None])
+        fade = tl.exp2(peak - shift)
+        total = total * fade + tl.sum(weights, 1)
+        result = result * fade[:, None]
+        result = tl.dot(weights.to(v.dtype), v, result, input_precision=PRECISION)
+        peak = new_peak
+    return peak, total, result
+
+
+@triton.jit
+def _merge(
+    partials,
+    partial_lse,
+    first,
+    splits,
+    head,
+    dims,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The softmax-weighted mean ``[MERGE_ROWS, BLOCK_D]`` of a tile's splits."""
+    SPLITS: tl.constexpr = max(1, _MERGE_ELEMENTS // (MERGE_ROWS * BLOCK_D))
+    rows = tl.arange(0, MERGE_ROWS)
+    peak = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([MERGE_ROWS], tl.float32)
+    merged = tl.zeros([MERGE_ROWS, BLOCK_D], tl.float32)
+    for start in range(0, splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = ((first + split).to(tl.int64) * KV_HEADS + head) * ROWS
+        at = at[:, None] + rows[None, :]
+        exists = (split < splits)[:, None] & (rows < ROWS)[None, :]
+        # NOTE: past the L1 cache, which does not see what other multiprocessors have written.
+        lse = tl.load(partial_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partials + at[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=exists[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lse - shift[None, :])
+        fade = tl.exp2(peak - shift)
+        total = total * fade + tl.sum(weights, 0)
+        merged = merged * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
+        peak = new_peak
+    return merged / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def paged_attention(
+    out,
+    q,
+    keys,
+    values,
+    num_items,
+    items,
+    tables,
+    partials,
+    partial_lse,
+    arrivals,
+    q_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One work item and KV head per program; programs without an item end at once.
+
+    Args:
+        out: ``[tokens, heads, HEAD_DIM]``.
+        q: rows of tokens ``q_stride`` apart, ``heads * HEAD_DIM`` wide.
+        keys, values: one layer of the pool, ``[slots, KV_HEADS, HEAD_DIM]``.
+        num_items: int32 ``[1]``. items: int32 ``[num_items, NUM_FIELDS]``. tables: int32.
+        partials: float32 ``[slots, KV_HEADS, ROWS, HEAD_DIM]``, normalized results of splits;
+            partial_lse: ``[slots, KV_HEADS, ROWS]``, base-2 logarithms of their softmax sums.
+        arrivals: int32 ``[slots, KV_HEADS]``, zero before and after.
+        scale: what scores are multiplied by, times log2(e).
+        ROWS: of a tile, ``tokens * GROUP`` of them at most; BLOCK_M and MERGE_ROWS are that
+            rounded up for ``tl.dot`` and to a power of two.
+    """
+    head = tl.program_id(0) % KV_HEADS
+    item = tl.program_id(0) // KV_HEADS
+    # NOTE: the fields are read before it is known that they matter, to wait once and not twice;
+    # callers give the grid no more items than there is memory for.
+    fields = items + item * NUM_FIELDS
+    row = tl.load(fields).to(tl.int64)
+    tokens = tl.load(fields + 1)
+    position = tl.load(fields + 2)
+    table = tables + tl.load(fields + 3)
+    begin = tl.load(fields + 4)
+    end = tl.load(fields + 5)
+    slot = tl.load(fields + 6).to(tl.int64)
+    first_slot = tl.load(fields + 7)
+    splits = tl.load(fields + 8)
+    if item >= tl.load(num_items):
+        return
+
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = lanes // GROUP
+    exists = token < tokens
+    dims_exist = (dims < HEAD_DIM)[None, :]
+    columns = (head * GROUP + lanes % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(
+        q + (row + token)[:, None] * q_stride + columns,
+        mask=exists[:, None] & dims_exist,
+        other=0.0,
+    )
+
+    keys += head * HEAD_DIM
+    values += head * HEAD_DIM
+    reach = position + token
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Up to the first token's own position every row sees every key.
+    seen_by_all = tl.minimum(end, position + 1)
+    unmasked = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+    stride: tl.constexpr = KV_HEADS * HEAD_DIM
+    peak, total, result = _attend_range(
+        peak,
+        total,
+        result,
+        queries,
+        keys,
+        values,
+        table,
+        begin,
+        unmasked,
+        end,
+        reach,
+        scale,
+        dims,
+        stride,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BLOCK_N,
+        False,
+        PRECISION,
+    )
+    peak, total, result = _attend_range(
+        peak,
+        total,
+        result,
+        queries,
+        keys,
+        values,
+        table,
+        unmasked,
+        end,
+        end,
+        reach,
+        scale,
+        dims,
+        stride,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BLOCK_N,
+        True,
+        PRECISION,
+    )
+    heads: tl.constexpr = KV_HEADS * GROUP
+    empty = total == 0.0
+    result = result / tl.where(empty, 1.0, total)[:, None]
+    if splits == 1:
+        places = (row + token)[:, None] * (heads * HEAD_DIM) + columns
+        tl.store(out + places, result.to(out.dtype.element_ty), exists[:, None] & dims_exist)
+    else:
+        lse = tl.where(empty, float("-inf"), peak + tl.log2(tl.where(empty, 1.0, total)))
+        at = (slot * KV_HEADS + head) * ROWS + lanes
+        inside = lanes < ROWS
+        tl.store(partial_lse + at, lse, inside)
+        tl.store(
+            partials + at[:, None] * HEAD_DIM + dims[None, :], result, inside[:, None] & dims_exist
+        )
+        # Every thread's stores are done before one of them announces this split.
+        tl.debug_barrier()
+        arrival = arrivals + first_slot * KV_HEADS + head
+        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            merged = _merge(
+                partials,
+                partial_lse,
+                first_slot,
+                splits,
+                head,
+                dims,
+                KV_HEADS,
+                HEAD_DIM,
+                ROWS,
+                MERGE_ROWS,
+                BLOCK_D,
+            )
+            rows = tl.arange(0, MERGE_ROWS)
+            its_token = rows // GROUP
+            places = (row + its_token)[:, None] * heads + (head * GROUP + rows % GROUP)[:, None]
+            places = places * HEAD_DIM + dims[None, :]
+            wanted = (rows < ROWS) & (its_token < tokens)
+            tl.store(out + places, merged.to(out.dtype.element_ty), wanted[:, None] & dims_exist)
+            tl.store(arrival, 0)

@@ -1,0 +1,100 @@
+"""Cutting a step into work items for :mod:`pd.kernels.attention.triton_kernel`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pd.kernels.attention.base import Int64Array, IntArray
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Queries that are attended together: consecutive new tokens of one sequence.
+
+    Attributes (int64 ``[tiles]`` each):
+        rows: the first token's row among the step's tokens.
+        tokens: how many tokens.
+        positions: the first token's position in its sequence.
+        tables: where the sequence's page table begins.
+    """
+
+    rows: Int64Array
+    tokens: Int64Array
+    positions: Int64Array
+    tables: Int64Array
+
+    @classmethod
+    def cut(
+        cls,
+        rows: Int64Array,
+        starts: Int64Array,
+        lengths: Int64Array,
+        tables: Int64Array,
+        size: int,
+    ) -> Tiles:
+        """Cut chunks of ``lengths`` tokens into tiles of ``size``."""
+        counts = -(-lengths // size)
+        chunk = np.repeat(np.arange(len(lengths)), counts)
+        offsets = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+        return cls(
+            rows[chunk] + offsets,
+            np.minimum(lengths[chunk] - offsets, size),
+            starts[chunk] + offsets,
+            tables[chunk],
+        )
+
+
+@dataclass(frozen=True)
+class SplitPolicy:
+    """How a step's keys are shared out.
+
+    Attributes:
+        items: work items that keep the device busy.
+        granule: keys of the smallest split; splits are multiples of it.
+    """
+
+    items: int
+    granule: int
+
+    @property
+    def max_slots(self) -> int:
+        """Partial results of any step: a tile in s > 1 splits has at least s - 1/2 shares of
+        ``items``, so that all together have at most 4/3 of them."""
+        return -(-4 * self.items // 3)
+
+    def work(self, tiles: Tiles) -> IntArray:
+        """Work items, int32 ``[n, FIELDS]``, the longest first; n is at most ``max_slots`` more
+        than there are tiles.
+
+        All splits of a step are of about the same length, whatever the sequences' lengths are:
+        one ``items``-th of all keys. So how a sequence is split, and with it the last bits of its
+        result, depends on the whole step.
+        """
+        ends = tiles.positions + tiles.tokens
+        share = max(self.granule, -(-int(ends.sum()) // self.items))
+        splits = np.maximum(1, (2 * ends + share) // (2 * share))
+        sizes = -(-ends // (splits * self.granule)) * self.granule
+        splits = -(-ends // sizes)
+        tile = np.repeat(np.arange(len(ends)), splits)
+        index = np.arange(len(tile)) - np.repeat(np.cumsum(splits) - splits, splits)
+        begins = index * sizes[tile]
+        stops = np.minimum(begins + sizes[tile], ends[tile])
+        slots = np.where(splits > 1, splits, 0)
+        first_slots = (np.cumsum(slots) - slots)[tile]
+        fields = (
+            tiles.rows[tile],
+            tiles.tokens[tile],
+            tiles.positions[tile],
+            tiles.tables[tile],
+            begins,
+            stops,
+            first_slots + index,
+            first_slots,
+            splits[tile],
+        )
+        order = np.argsort(begins - stops, kind="stable")
+        return np.stack(fields, axis=1)[order].astype(np.int32)

@@ -1,0 +1,113 @@
+"""Host arrays to a device in one copy that nothing waits for."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+# What vector loads of a kernel like, and a multiple of the size of every dtype.
+ALIGNMENT = 16
+
+
+class PinnedStaging:
+    """Packs arrays into pinned memory and queues one copy on the current stream.
+
+    Two buffers take turns, each with an event behind its copy, so an upload can be packed while
+    the last one is still queued behind a running step; only with two copies outstanding does it
+    wait. On a CPU the same without pinning and events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [_Buffer(device), _Buffer(device)]
+        self._turn = 0
+
+    def upload(
+        self, arrays: Sequence[Array], out: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Copy ``arrays`` to the device.
+
+        Args:
+            arrays: any shapes and dtypes that torch has.
+            out: uint8 memory on the device, at least :func:`packed_bytes` of it, that begins at a
+                multiple of 16. Arrays lie in it one behind the other, so equal sizes mean equal
+                addresses. By default new memory.
+
+        Returns:
+            A view for each array, of its shape and dtype.
+        """
+        size = packed_bytes(arrays)
+        buffer = self._buffers[self._turn]
+        self._turn = 1 - self._turn
+        host = buffer.take(size)
+        if out is None:
+            out = torch.empty(size, dtype=torch.uint8, device=self._device)
+        views, offset = [], 0
+        for array in arrays:
+            stop = offset + array.nbytes
+            host[offset:stop] = np.ascontiguousarray(array).view(np.uint8).ravel()
+            views.append(out[offset:stop].view(_torch_dtype(array.dtype)).view(array.shape))
+            offset = _aligned(stop)
+        buffer.send(out, size)
+        return views
+
+
+class GraphMemory:
+    """Memory on the device that CUDA graphs share: what one's uploads wrote is the next one's to
+    overwrite, in the order of the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def __call__(self, size: int) -> torch.Tensor:
+        """uint8, at least ``size`` bytes, zero at first. Graphs that have a smaller one keep it."""
+        if len(self._memory) < size:
+            self._memory = torch.zeros(size, dtype=torch.uint8, device=self._memory.device)
+        return self._memory
+
+
+class _Buffer:
+    """Host memory and the event that says when its last copy has been done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """At least ``size`` bytes to write, once nothing reads them any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if len(self._memory) < size:
+            size = 1 << max(12, math.ceil(math.log2(size)))
+            pinned = self._copied is not None
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return self._memory.numpy()
+
+    def send(self, out: torch.Tensor, size: int) -> None:
+        out[:size].copy_(self._memory[:size], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+
+def packed_bytes(arrays: Sequence[Array]) -> int:
+    """Bytes that :meth:`PinnedStaging.upload` takes for these arrays."""
+    return sum(_aligned(array.nbytes) for array in arrays)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
