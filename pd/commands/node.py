@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     _add_network(parser, role)
     _add_memory(parser, role)
     _add_scheduling(parser)
-    _add_backends(parser)
+    _add_backends(parser, role)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +200,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_backends(parser: argparse.ArgumentParser) -> None:
+def _add_backends(parser: argparse.ArgumentParser, role: str) -> None:
     add = parser.add_argument_group("backends").add_argument
     add(
         "--attention-backend",
@@ -214,6 +214,14 @@ def _add_backends(parser: argparse.ArgumentParser) -> None:
         choices=choices.OVERLAP_SCHEDULES,
         help="plan the next step while one is computed (default: auto, on GPUs)",
     )
+    if role != "prefill":
+        add(
+            "--cuda-graph-batch-sizes",
+            type=types.batch_sizes,
+            metavar="N,N,…",
+            help="decode batches to capture as CUDA graphs; 0 for none "
+            "(default: a ladder up to --max-running-requests)",
+        )
     add(
         "--transfer-backend",
         default="auto",

@@ -48,6 +48,10 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}{did_you_mean(flag, self.flags)}")
 
 
+# A step of more sequences than this gains nothing from a CUDA graph.
+MAX_BATCH_SIZE = 4096
+
+
 def did_you_mean(name: str, known: object) -> str:
     """A hint at the likeliest of the known names, or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
@@ -73,6 +77,19 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"a size is a number of bytes or like 512MiB, not {text}")
     power = ["", "K", "M", "G", "T"].index(found[2].upper())
     return int(float(found[1]) * 1024**power)
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Numbers separated by commas; 0 stands for none."""
+    try:
+        sizes = tuple(int(part) for part in text.replace(" ", ",").split(",") if part)
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 0 or max(sizes) > MAX_BATCH_SIZE:
+        raise argparse.ArgumentTypeError(
+            f"must be numbers from 1 to {MAX_BATCH_SIZE} such as 1,8,64, or 0 for none, not {text!r}"
+        )
+    return sizes
 
 
 def device(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pd.commands.parser import did_you_mean
+from pd.commands.parser import batch_sizes, did_you_mean
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def _as_arguments(action: argparse.Action, flag: str, value: Any, path: Path) ->
         if not isinstance(value, bool):
             raise UsageError(f"--config {path}: {flag[2:]} must be true or false, not {value!r}")
         return [flag] if value else []
+    if isinstance(value, list) and action.type is batch_sizes:
+        value = ",".join(map(str, value))
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
         raise UsageError(f"--config {path}: {flag[2:]} takes one value, not {value!r}")

@@ -28,6 +28,7 @@ class NodeConfig:
 
     ``kv_cache_tokens`` wins over ``mem_fraction``. ``drain_timeout`` is how long SIGTERM waits for
     running requests, in seconds. ``retraction_host_memory`` is in bytes.
+    ``cuda_graph_batch_sizes``: None chooses them, 0 among them counts for nothing.
     """
 
     role: str
@@ -53,6 +54,7 @@ class NodeConfig:
     eviction_policy: str = "lru"
     attention_backend: str = "auto"
     overlap_schedule: str = "auto"
+    cuda_graph_batch_sizes: tuple[int, ...] | None = None
     transfer_backend: str = "auto"
     fake_script: Path | None = None
     kv_digest: bool = False

@@ -11,6 +11,8 @@ import torch
 
 from pd.core.errors import SetupError, UsageError
 from pd.core.node_info import KVLayout
+from pd.engine.cuda_graphs import DecodeGraphs, default_sizes
+from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
@@ -20,6 +22,7 @@ from pd.models.loader import load_model
 
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
+    from pd.engine.footprint import Footprint
 
 logger = logging.getLogger(__name__)
 
@@ -90,25 +93,37 @@ class Engine:
             dtype=dtype,
             page_size=config.page_size,
         )
-        num_pages = _num_pages(config, layout, device)
+        sizes = _graph_sizes(config, device)
+        needs = footprint(model, layout, attention, config, sizes, context_length)
+        num_pages = _num_pages(config, layout, device, needs)
         pool = KVPool(layout, num_pages, device)
+        runner = ModelRunner(model, pool, attention(pool, model_config.num_heads))
+        if sizes:
+            runner.graphs = DecodeGraphs(
+                model,
+                runner.attention,
+                sizes,
+                max_rows=config.max_running_requests,
+                max_context=context_length,
+            )
         logger.info(
-            "%s: %s on %s, KV cache of %d tokens (%d pages of %d, %.2f GiB)",
+            "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
             config.model_name,
             dtype,
             device,
+            attention.name,
             num_pages * config.page_size,
             num_pages,
             config.page_size,
-            num_pages * KVPool.page_bytes(layout) / 2**30,
         )
+        report(model, pool, needs, sizes)
         return cls(
             model_config=model_config,
             model_id=model_config.fingerprint(config.model, config.load_format, config.seed),
             context_length=context_length,
             attention_backend=attention.name,
             pool=pool,
-            runner=ModelRunner(model, pool, attention(pool, model_config.num_heads)),
+            runner=runner,
             sampler=Sampler(model_config.vocab_size, device),
         )
 
@@ -138,11 +153,21 @@ def _dtype(name: str, checkpoint: str | None, device: torch.device) -> str:
     return name
 
 
-def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device) -> int:
+def _graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
+    """Batch sizes to capture as CUDA graphs; prefill nodes have no use for them."""
+    if device.type != "cuda" or config.role == "prefill":
+        return ()
+    sizes = config.cuda_graph_batch_sizes
+    if sizes is None:
+        return default_sizes(config.max_running_requests)
+    return tuple(size for size in sizes if size > 0)
+
+
+def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device, needs: Footprint) -> int:
     page_bytes = KVPool.page_bytes(layout)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        usable = free - int(total * (1 - config.mem_fraction))
+        usable = free - needs.graphs - max(int(total * (1 - config.mem_fraction)), needs.step)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         usable = int(free * config.mem_fraction)

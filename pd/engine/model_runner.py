@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd.engine.cuda_graphs import DecodeGraphs
     from pd.engine.kv_pool import KVPool
     from pd.kernels.attention import AttentionBackend
     from pd.models.layers import CausalLM
@@ -55,7 +56,11 @@ def layers_per_report(num_layers: int) -> int:
 
 
 class ModelRunner:
-    """A model, its pool and an attention backend, stepped together by one thread."""
+    """A model, its pool and an attention backend, stepped together by one thread.
+
+    Attributes:
+        graphs: of decode steps, once captured; None to launch their kernels one by one.
+    """
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class ModelRunner:
         self.pool = pool
         self.attention = attention_backend
         self._layer_group = layer_group or layers_per_report(model.config.num_layers)
+        self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def forward(
@@ -92,6 +98,8 @@ class ModelRunner:
             Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
             and on its device.
         """
+        if self.graphs is not None and on_layers_done is None and self.graphs.fits(items):
+            return self.graphs.run(items, previous_tokens)
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
         self.attention.plan(AttentionBatch(starts, lengths, [item.pages for item in items]))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pd.core.messages import TokenLogprobs
+from pd.engine.device_copy import to_device
 from pd.engine.model_runner import ForwardItem, ModelRunner
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ def launch(
     Args:
         previous: the step that works with ``follows`` continue; launched, maybe not complete.
     """
-    known = None if previous is None or previous.samples is None else previous.samples.tokens
+    known = None
+    if any(work.follows is not None for work in works):
+        assert previous is not None and previous.samples is not None
+        known = previous.samples.tokens
     items = [work.item for work in works]
     logits = runner.forward(items, on_layers_done, known)
     rows: list[int] = []
@@ -120,8 +124,9 @@ def launch(
         ahead += [0 if work.follows is None else 1] * len(work.samples)
     if not states:
         return LaunchedStep(works, None)
-    chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows)]
-    return LaunchedStep(works, sampler.launch(chosen, states, ahead))
+    if rows != list(range(len(logits))):
+        logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
+    return LaunchedStep(works, sampler.launch(logits, states, ahead))
 
 
 def _prompt_logprobs(

@@ -1,0 +1,140 @@
+"""Decode steps as CUDA graphs: a few hundred kernels launched by one call.
+
+A graph computes a fixed number of rows at fixed addresses, so there is one for each of a ladder of
+batch sizes, and a step uses the smallest that it fits in. Rows that are left over are padding: they
+attend to the pool's extra page and nobody reads their logits. All graphs share the memory of their
+intermediate results, since only one runs at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.engine.model_runner import ForwardItem
+    from pd.kernels.attention import AttentionBackend, DecodeAttention
+    from pd.models.layers import CausalLM
+
+logger = logging.getLogger(__name__)
+
+# Up to this batch size a step takes about as long as reading the weights, whatever its rows, and
+# few sizes are enough; further up each padded row costs.
+_DENSE_FROM = 8
+
+
+def default_sizes(max_running: int) -> tuple[int, ...]:
+    """The ladder for batches of up to ``max_running`` sequences: powers of two, then multiples of
+    8, from 128 on of 16 and from 256 on of 32."""
+    sizes = [1, 2, 4]
+    size = _DENSE_FROM
+    while size < max_running:
+        sizes.append(size)
+        size += 8 if size < 128 else 16 if size < 256 else 32
+    return tuple(sorted({min(size, max_running) for size in [*sizes, size]}))
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """One captured size: ``inputs`` are int64 ``[2 * rows]``, token ids and then positions, and
+    ``logits`` ``[rows, vocab_size]`` holds the result of the last replay."""
+
+    graph: torch.cuda.CUDAGraph
+    attention: DecodeAttention
+    inputs: torch.Tensor
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """Runs steps of one token per sequence.
+
+    Args:
+        sizes: batch sizes to capture.
+        max_rows: sequences that a step may have, in a graph or not.
+        max_context: tokens of a sequence.
+        progress: show a bar on standard error when it is a terminal.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        sizes: Sequence[int],
+        *,
+        max_rows: int,
+        max_context: int,
+        progress: bool = True,
+    ) -> None:
+        self._model = model
+        self._device = model.embedding.device
+        self.sizes = sorted(sizes)
+        largest = self.sizes[-1]
+        self._inputs = torch.zeros(2 * largest, dtype=torch.int64, device=self._device)
+        # Tokens of the step before, of which the host knows only where they are.
+        self._previous = torch.zeros(max(max_rows, largest), dtype=torch.int64, device=self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)
+        self._graphs: dict[int, _Graph] = {}
+        bar = tqdm(
+            sorted(sizes, reverse=True),
+            desc="CUDA graphs",
+            unit="size",
+            disable=not (progress and sys.stderr.isatty()),
+        )
+        for rows in bar:  # the largest first, for its memory serves all others
+            attention = backend.decode_graph(rows, max_context)
+            if attention is None:
+                raise ValueError(f"attention backend {backend.name} has no CUDA graphs")
+            self._graphs[rows] = self._capture(rows, attention)
+        torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _capture(self, rows: int, attention: DecodeAttention) -> _Graph:
+        inputs = self._inputs[: 2 * rows]
+        attention.plan(np.zeros(0, np.int64), [])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._compute(rows, inputs, attention)  # compiles and chooses kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            logits = self._compute(rows, inputs, attention)
+        return _Graph(graph, attention, inputs, logits)
+
+    def _compute(self, rows: int, inputs: torch.Tensor, attention: DecodeAttention) -> torch.Tensor:
+        ids, positions = inputs[:rows], inputs[rows:]
+        ids = torch.where(ids < 0, self._previous[(-1 - ids).clamp_(min=0)], ids)
+        return self._model.logits(self._model(ids, positions, attention))
+
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        """Whether these are one token of each of not too many sequences."""
+        return len(items) <= self.sizes[-1] and all(
+            len(item.token_ids) == 1 and item.num_logits == 1 for item in items
+        )
+
+    def run(
+        self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :meth:`pd.engine.model_runner.ModelRunner.forward`. The logits are overwritten by the
+        next run."""
+        count = len(items)
+        rows = self.sizes[bisect_left(self.sizes, count)]
+        graph = self._graphs[rows]
+        host = torch.zeros(2 * rows, dtype=torch.int64, pin_memory=True)
+        inputs = host.numpy()
+        inputs[:count] = [item.token_ids[0] for item in items]
+        inputs[rows : rows + count] = [item.start for item in items]
+        graph.inputs.copy_(host, non_blocking=True)
+        if previous_tokens is not None:
+            self._previous[: len(previous_tokens)].copy_(previous_tokens)
+        graph.attention.plan(inputs[rows : rows + count].copy(), [item.pages for item in items])
+        graph.graph.replay()
+        return graph.logits[:count]

@@ -1,0 +1,101 @@
+"""How much of a GPU's memory is not for the KV cache, found by trying."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from pd.engine.cuda_graphs import DecodeGraphs
+from pd.engine.kv_pool import KVPool
+from pd.engine.model_runner import ForwardItem, ModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.core.config import NodeConfig
+    from pd.core.node_info import KVLayout
+    from pd.kernels.attention import AttentionBackend
+    from pd.models.layers import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+class Footprint(NamedTuple):
+    """Bytes beside weights and KV cache: ``step`` of the largest prefill step while it runs,
+    ``graphs`` for as long as the node lives."""
+
+    step: int = 0
+    graphs: int = 0
+
+
+def footprint(
+    model: CausalLM,
+    layout: KVLayout,
+    attention: type[AttentionBackend],
+    config: NodeConfig,
+    graph_sizes: Sequence[int],
+    max_context: int,
+) -> Footprint:
+    """Run the largest step and capture the largest graph over a small pool.
+
+    On a GPU this also compiles kernels, which the first requests would wait for otherwise. On a CPU
+    nothing is run.
+
+    Args:
+        graph_sizes: batch sizes of the CUDA graphs to come; they share the memory of the largest.
+        max_context: tokens of a sequence.
+    """
+    device = model.embedding.device
+    if device.type != "cuda":
+        return Footprint()
+    tokens = min(config.chunked_prefill_size, max_context)
+    pages = np.arange(-(-tokens // layout.page_size), dtype=np.int32)
+    pool = KVPool(layout, len(pages), device)
+    backend = attention(pool, model.config.num_heads)
+    runner = ModelRunner(model, pool, backend)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pages)])
+    torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    graphs = 0
+    if graph_sizes:
+        free = torch.cuda.mem_get_info(device)[0]
+        captured = DecodeGraphs(
+            model,
+            backend,
+            [max(graph_sizes)],
+            max_rows=config.max_running_requests,
+            max_context=max_context,
+            progress=False,
+        )
+        graphs = max(0, free - torch.cuda.mem_get_info(device)[0])
+        del captured
+    del runner, backend, pool
+    torch.cuda.empty_cache()
+    return Footprint(step, graphs)
+
+
+def report(model: CausalLM, pool: KVPool, needs: Footprint, graph_sizes: Sequence[int]) -> None:
+    """Log where a GPU's memory went; nothing on a CPU."""
+    device = pool.buffer.device
+    if device.type != "cuda":
+        return
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    free, total = torch.cuda.mem_get_info(device)
+    sizes = f"{len(graph_sizes)} batch sizes up to {max(graph_sizes)}" if graph_sizes else "none"
+    rows = (
+        ("weights", weights, ""),
+        ("KV cache", pool.buffer.numel() * pool.buffer.element_size(), ""),
+        ("CUDA graphs", needs.graphs, sizes),
+        ("largest prefill step", needs.step, "while it runs"),
+        ("free now", free, f"of {total / 2**30:.1f} GiB"),
+    )
+    for name, size, note in rows:
+        logger.info("  %-22s %8.2f GiB  %s", name, size / 2**30, note)
