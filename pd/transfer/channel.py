@@ -41,7 +41,8 @@ _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_PROBES = 60, 20
 
 
 class ChannelEvents(Protocol):
-    """What the owner of a channel is told, always by the hub's thread, which must not be held up.
+    """What the owner of a channel is told, always by the hub's thread, which must not be held up
+    for longer than copies in memory take.
 
     An exception breaks the channel as a bad message does.
     """

@@ -148,7 +148,8 @@ class FakeSender(Sender):
         page_size = self.destination.page_size
         tokens = np.arange(block.token_start, block.token_stop)
         slots = self._targets[tokens // page_size] * page_size + tokens % page_size
-        return slots.astype("<i4").tobytes()
+        data: bytes = slots.astype("<i4").tobytes()
+        return data
 
 
 def _parse(reservation: Reservation, num_tokens: int) -> Destination:

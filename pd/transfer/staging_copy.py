@@ -23,12 +23,18 @@ if TYPE_CHECKING:
 class Ticket(Protocol):
     """A copy that was begun."""
 
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+
     def wait(self) -> None:
         """Block until the copy is over; afterwards nothing reads its source or writes its target.
         Raises whatever went wrong."""
 
 
 class _Over:
+    def done(self) -> bool:
+        return True
+
     def wait(self) -> None:
         pass
 
@@ -37,7 +43,8 @@ _OVER = _Over()
 
 
 class Copier(ABC):
-    """Copies blocks of one pool. Gathers come from one thread and scatters from one thread.
+    """Copies blocks of one pool. Gathers come from one thread and scatters from one thread; the
+    other methods may be called from any.
 
     Attributes:
         cell_bytes: K and V of one token in one layer.
@@ -61,7 +68,8 @@ class Copier(ABC):
 
     @abstractmethod
     def table(self, pages: IntArray, num_tokens: int) -> Any:
-        """A sequence's page table in the form that the other methods want."""
+        """A sequence's page table in the form that the other methods want; does not wait. Must
+        outlive the copies that use it."""
 
     @abstractmethod
     def gather(self, table: Any, block: Block, slot: torch.Tensor, after: Any) -> Ticket:

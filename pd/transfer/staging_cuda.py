@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,44 +17,55 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray, KVBuffer
 
 
-# A driver wakes who blocks late, so short copies are looked at in naps first.
-_NAP, _NAPS = 10e-6, 30
-
-
 class _Event(Ticket):
-    """After a copy."""
+    """After a copy.
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    The copy itself takes tens of microseconds, less than a sleeping thread needs to wake up, so its
+    end is waited for awake, in the driver and without Python's lock. What it had to wait for can
+    take as long as a forward pass, and is slept through.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None = None) -> None:
+        self._after = after
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
+    def done(self) -> bool:
+        try:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            # An error of CUDA, which ``wait`` raises too.
+            return True
+
     def wait(self) -> None:
-        for _ in range(_NAPS):
-            if self._event.query():  # type: ignore[no-untyped-call]
-                return
-            time.sleep(_NAP)
+        if self._after is not None:
+            self._after.synchronize()
         self._event.synchronize()
 
 
 class _Table:
-    """The slot of each token, int32; on the device from its first use, by one stream only."""
+    """The slot of each token, int32, on the device."""
 
-    def __init__(self, slots: npt.NDArray[np.int32]) -> None:
-        self._host = torch.from_numpy(slots)
-        self._device: torch.Tensor | None = None
+    def __init__(self, slots: npt.NDArray[np.int32], stream: torch.cuda.Stream) -> None:
+        host = torch.from_numpy(slots).pin_memory()
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._slots = host.to(stream.device, non_blocking=True)
+            self._ready.record(stream)
 
-    def slots(self, block: Block, device: torch.device) -> torch.Tensor:
-        if self._device is None:
-            self._device = self._host.pin_memory().to(device, non_blocking=True)
-        return self._device[block.token_start : block.token_stop]
+    def slots(self, block: Block, stream: torch.cuda.Stream) -> torch.Tensor:
+        """For what ``stream`` does from now on."""
+        stream.wait_event(self._ready)
+        return self._slots[block.token_start : block.token_stop]
 
 
 class _Lane:
     """A side stream and the device memory through which pinned slots go: on one stream, its next
-    use comes after its last."""
+    use comes after its last. Its copies go before other work where the GPU has to choose: they are
+    short, and requests wait for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._buffer: torch.Tensor | None = None
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -77,34 +87,37 @@ class CudaCopier(Copier):
         self._buffer = pool.buffer
         self._device = pool.buffer.device
         self._out, self._in = _Lane(self._device), _Lane(self._device)
+        # Tables wait for nothing, least of all for the forward pass that a gather waits for.
+        self._tables = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._warm_up()
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # blocking: who waits for it sleeps.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def table(self, pages: IntArray, num_tokens: int) -> _Table:
         tokens = np.arange(num_tokens)
         slots = pages[tokens // self.page_size].astype(np.int64) * self.page_size
-        return _Table((slots + tokens % self.page_size).astype(np.int32))
+        return _Table((slots + tokens % self.page_size).astype(np.int32), self._tables)
 
     def gather(self, table: Any, block: Block, slot: torch.Tensor, after: Any) -> Ticket:
         lane = self._out
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             lane.stream.wait_event(after)
-            slots = table.slots(block, self._device)
+            slots = table.slots(block, lane.stream)
             size = block.cells * self.cell_bytes
             target = slot[:size] if slot.is_cuda else lane.buffer(size)
             gather(self._buffer, slots, block.layer_start, block.layer_stop, target)
             if not slot.is_cuda:
                 slot[:size].copy_(target, non_blocking=True)
-            return _Event(lane.stream)
+            return _Event(lane.stream, after)
 
     def scatter(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
         lane = self._in
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            slots = table.slots(block, self._device)
+            slots = table.slots(block, lane.stream)
             size = block.cells * self.cell_bytes
             source = slot[:size]
             if not slot.is_cuda:

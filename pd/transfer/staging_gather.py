@@ -189,7 +189,8 @@ class Outgoing:
                 begun.append(taken)
             elif not begun:
                 return
-            if taken is None or len(begun) >= self.copier.depth:
+            full = taken is None or len(begun) >= self.copier.depth
+            if full or begun[0].ticket.done():
                 self._complete(begun.popleft())
 
     def _next(self, *, wait: bool) -> _Gather | None:

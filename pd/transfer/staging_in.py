@@ -101,7 +101,7 @@ class InLink:
         elif isinstance(message, Leaving):
             if message.returns:
                 self.end()
-            self._incoming.end_of(self, message.reason)
+            self._incoming.lost(self, message.reason)
         else:
             raise ValueError(f"a prefill node does not send {type(message).__name__}")
 
@@ -111,8 +111,7 @@ class InLink:
             self._proven = self._proven or proof
             if not proof:
                 self._safe_at = time.monotonic() + QUARANTINE_SECONDS
-        # Behind the notes that came before.
-        incoming.end_of(self, reason)
+        incoming.lost(self, reason)
 
     def _filled(self, notes: list[Filled]) -> None:
         incoming = self._incoming
@@ -168,8 +167,6 @@ class InLink:
         incoming.pump.add(self)
         count, size = slots.shape
         self._channel.send(Ready(count, size, device, target.description))
-
-    # ---- the landing thread
 
     def finish_unused(self) -> None:
         """The channel has ended; without slots that is all."""
@@ -230,15 +227,12 @@ class InLink:
             target.progress()
         except MoverError as error:
             # The slots stay until P has ended the link, as always.
-            logger.warning("the link from %s failed: %s", self.peer, error)
             self._broken = True
-            self.end()
-            self._incoming.end_of(self, str(error))
+            self._channel.give_up(str(error))
 
     def failed(self, error: Exception) -> None:
         """The library broke a promise: its slots stay in quarantine for good."""
-        self.end()
-        self._incoming.end_of(self, str(error))
+        self._channel.give_up(str(error))
 
     def _may_go(self) -> bool:
         with self._incoming.lock:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StagedReceiver(Receiver):
-    """Counts every (layer, token) once. Only the landing thread writes to the pages, and only
+    """Counts every (layer, token) once. Only the hub's thread writes to the pages, and only
     between :meth:`enter` and :meth:`leave`, which is what makes :meth:`drained` a local fact."""
 
     def __init__(
@@ -97,7 +97,7 @@ class StagedReceiver(Receiver):
     def peer_drained(self) -> None:
         """Of no use here: D's own thread does the writing."""
 
-    # ---- called by the landing thread
+    # ---- called by the hub's thread
 
     def claim(self, block: Block, link: InLink) -> bool:
         """Whether a block is to be written; not if it repeats what another one brought.

@@ -1,4 +1,4 @@
-"""D's side of a staged manager: its links, receivers, and the thread that empties slots."""
+"""D's side of a staged manager: its links, its receivers, and how slots are emptied."""
 
 from __future__ import annotations
 
@@ -60,10 +60,7 @@ class Incoming:
         self._changed = threading.Condition(self.lock)
         self._receivers: dict[tuple[bytes, int], StagedReceiver] = {}
         self._links: set[InLink] = set()
-        # A note to land, or why the link is over.
-        self._queue: deque[tuple[InLink, Filled | str]] = deque()
-        self._closing = self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._closing = False
         self._next_log = 0.0
 
     # ---- any thread
@@ -98,11 +95,7 @@ class Incoming:
             link.end()
         with self._changed:
             self._changed.wait_for(lambda: not self._links, timeout=seconds)
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        return list(self._links)
+            return list(self._links)
 
     @property
     def quarantined(self) -> int:
@@ -130,23 +123,9 @@ class Incoming:
                 return link
             self._links.add(link)
             self.counters.links += 1
-            if self._thread is None:
-                name = f"pd-{self.mover.name}-land"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
         for other in old:
             other.end()
         return link
-
-    def land(self, link: InLink, notes: list[Filled]) -> None:
-        with self._changed:
-            self._queue.extend((link, note) for note in notes)
-            self._changed.notify_all()
-
-    def end_of(self, link: InLink, reason: str) -> None:
-        with self._changed:
-            self._queue.append((link, reason))
-            self._changed.notify_all()
 
     def refusal(self, link: InLink) -> str:
         """Why a peer gets no more slots; empty if it does."""
@@ -156,69 +135,48 @@ class Incoming:
             return ""
         return f"the slots of {len(lost)} lost links of {link.peer} are still in quarantine"
 
-    # ---- set-up threads and the pump's
+    def land(self, link: InLink, notes: list[Filled]) -> None:
+        """Empty slots; returns when they are empty and P was told so.
 
-    def make_slots(self, wishes: Open) -> tuple[torch.Tensor, bool]:
-        """Slots as the peer wishes, if that is not more than our own shape."""
-        own = self.shape
-        count = min(wishes.count, own.count)
-        size = max(min(wishes.slot_bytes, own.slot_bytes), self.copier.cell_bytes)
-        device = own.device and wishes.device and own.host == wishes.host
-        if not device and (own.device or wishes.device):
-            # Sized for another path.
-            size = max(min(size, _PINNED_SLOT_BYTES), self.copier.cell_bytes)
-        return self.copier.make_slots(count, size, on_device=device), device
-
-    def over(self, link: InLink) -> None:
-        with self._changed:
-            self._links.discard(link)
-            self._changed.notify_all()
-
-    # ---- the landing thread
-
-    def _run(self) -> None:
+        Done by the thread that read the notes: to hand them to another costs more than the copies
+        of a GPU take.
+        """
         begun: deque[_Scatter] = deque()
-        dirty: set[InLink] = set()
-        while True:
-            item = self._next(wait=not begun)
-            if item is not None:
-                scatter = self._handle(*item, begun)
-                dirty.add(item[0])
-                if scatter is not None:
-                    begun.append(scatter)
-            elif not begun:
-                return
-            if begun and (item is None or len(begun) >= self.copier.depth):
+        for note in notes:
+            scatter = self._try(link, note)
+            if scatter is not None:
+                begun.append(scatter)
+            while begun and (len(begun) >= self.copier.depth or begun[0].ticket.done()):
                 self._complete(begun.popleft())
-            idle = not self._queue
-            for link in dirty:
-                if idle or link.many_read:
-                    link.acknowledge()
-            if idle:
-                dirty = {scatter.link for scatter in begun}
+            if link.many_read:
+                link.acknowledge()
+        while begun:
+            self._complete(begun.popleft())
+        link.acknowledge()
 
-    def _next(self, *, wait: bool) -> tuple[InLink, Filled | str] | None:
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._queue or self._stopping)
-            return self._queue.popleft() if self._queue else None
+    def lost(self, link: InLink, reason: str) -> None:
+        """Its rooms end, and those that have no other link to wait for. A link that we ended is
+        not what later rooms wait for."""
+        with self.lock:
+            awaited = link.live
+            others = [x for x in self._links if x.peer == link.peer and x is not link and x.live]
+            receivers = [r for r in self._receivers.values() if r.peer == link.peer]
+        link.end()
+        for receiver in receivers:
+            if (awaited and not others) or link in receiver.links:
+                receiver.lost(reason)
+        link.finish_unused()
 
-    def _handle(self, link: InLink, item: Filled | str, begun: deque[_Scatter]) -> _Scatter | None:
-        if isinstance(item, str):
-            while begun:
-                self._complete(begun.popleft())
-            link.acknowledge()
-            self._lost(link, item)
-            return None
+    def _try(self, link: InLink, note: Filled) -> _Scatter | None:
         try:
-            return self._begin(link, item)
+            return self._begin(link, note)
         except FrameError as error:
             link.reject(str(error))
         except Exception as error:
-            # Say a CUDA error: it must not end the thread.
+            # Say a CUDA error: it ends this link only.
             logger.exception("failed to take a block of %s", link.peer)
             link.reject(str(error))
-        link.done_reading(item.slot)
+        link.done_reading(note.slot)
         return None
 
     def _begin(self, link: InLink, note: Filled) -> _Scatter | None:
@@ -268,15 +226,20 @@ class Incoming:
                 self.counters.discarded_frames,
             )
 
-    def _lost(self, link: InLink, reason: str) -> None:
-        """Its rooms end, and those that have no other link to wait for. A link that we ended is
-        not what later rooms wait for."""
-        with self.lock:
-            awaited = link.live
-            others = [x for x in self._links if x.peer == link.peer and x is not link and x.live]
-            receivers = [r for r in self._receivers.values() if r.peer == link.peer]
-        link.end()
-        for receiver in receivers:
-            if (awaited and not others) or link in receiver.links:
-                receiver.lost(reason)
-        link.finish_unused()
+    # ---- set-up threads and the pump's
+
+    def make_slots(self, wishes: Open) -> tuple[torch.Tensor, bool]:
+        """Slots as the peer wishes, if that is not more than our own shape."""
+        own = self.shape
+        count = min(wishes.count, own.count)
+        size = max(min(wishes.slot_bytes, own.slot_bytes), self.copier.cell_bytes)
+        device = own.device and wishes.device and own.host == wishes.host
+        if not device and (own.device or wishes.device):
+            # Sized for another path.
+            size = max(min(size, _PINNED_SLOT_BYTES), self.copier.cell_bytes)
+        return self.copier.make_slots(count, size, on_device=device), device
+
+    def over(self, link: InLink) -> None:
+        with self._changed:
+            self._links.discard(link)
+            self._changed.notify_all()

@@ -47,6 +47,7 @@ class StagedSender(Sender):
     Attributes:
         reading: blocks whose copy from the pool into a slot is under way.
         unsaid: blocks that were taken from the queue and of which D was not told yet.
+        table: the pages, as the copier wants them.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class StagedSender(Sender):
         self.waiting_since = 0.0
         self._link, self._copier = link, copier
         self._changed = link.changed
-        self._pages, self._tokens = pages.copy(), tokens
-        self._table: Any = None
+        self._tokens = tokens
+        self.table = copier.table(pages, tokens.stop)
         self._ranges: deque[tuple[Block, Any]] = deque()
         self._blocks: Iterator[Block] = iter(())
         self._after: Any = None
@@ -159,11 +160,3 @@ class StagedSender(Sender):
         if self.active and self._finished and not self.unsaid and not self._link.queued(self):
             self._state = TransferState.DONE
             self._link.forget(self)
-
-    # ---- called by the gatherer only
-
-    @property
-    def table(self) -> Any:
-        if self._table is None:
-            self._table = self._copier.table(self._pages, self._tokens.stop)
-        return self._table

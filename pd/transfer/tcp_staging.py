@@ -156,6 +156,9 @@ class _Failed:
     def __init__(self, device: torch.device, error: Exception) -> None:
         self._device, self._error = device, error
 
+    def done(self) -> bool:
+        return True
+
     def wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
