@@ -2,101 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
 
 import numpy as np
 import pytest
 import torch
+from attention_cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd.core.errors import UsageError
-from pd.kernels.attention import AttentionBatch, make_attention_backend
+from pd.kernels.attention import find_attention_backend, make_attention_backend
 from pd.kernels.attention import torch_backend as implementation
-from pd.kernels.kv_store import store_kv
 
 torch.set_num_threads(1)
-LAYERS, HEAD_DIM = 2, 16
-
-
-@dataclass
-class Pool:
-    """The least that attention needs of a pool."""
-
-    page_size: int
-    num_pages: int
-    buffer: torch.Tensor
-
-    def key(self, layer: int) -> torch.Tensor:
-        return self.buffer[layer, 0]
-
-    def value(self, layer: int) -> torch.Tensor:
-        return self.buffer[layer, 1]
-
-
-class Case:
-    """Sequences with random history in randomly placed pages, and one step's new tokens."""
-
-    def __init__(
-        self,
-        shapes: list[tuple[int, int]],
-        page_size: int,
-        kv_heads: int = 2,
-        group: int = 2,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> None:
-        """``shapes``: (tokens in the pool, new tokens) of each sequence."""
-        random = np.random.default_rng(seed)
-        generator = torch.Generator().manual_seed(seed)
-        self.shapes, self.group, self.page_size = shapes, group, page_size
-        sizes = [-(-(start + length) // page_size) for start, length in shapes]
-        num_pages = sum(sizes) + 3
-        order = random.permutation(num_pages).astype(np.int32)
-        self.pages = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
-        slots = (num_pages + 1) * page_size
-        buffer = torch.randn(
-            (LAYERS, 2, slots, kv_heads, HEAD_DIM), generator=generator, dtype=torch.float32
-        )
-        self.pool = Pool(page_size, num_pages, buffer.to(dtype))
-        tokens = sum(length for _, length in shapes)
-        widths = (kv_heads * group, kv_heads, kv_heads)
-        self.q, self.k, self.v = (
-            torch.randn(tokens, width, HEAD_DIM, generator=generator).to(dtype) for width in widths
-        )
-
-    @property
-    def batch(self) -> AttentionBatch:
-        starts, lengths = np.array(self.shapes, dtype=np.int64).T
-        return AttentionBatch(starts, lengths, self.pages)
-
-    def slots(self, sequence: int, stop: int) -> torch.Tensor:
-        positions = np.arange(stop)
-        pages = self.pages[sequence][positions // self.page_size].astype(np.int64)
-        return torch.from_numpy(pages * self.page_size + positions % self.page_size)
-
-    def expected(self, layer: int) -> torch.Tensor:
-        """By definition, one token and head at a time, in float64; the pool must be written."""
-        out = torch.empty(self.q.shape, dtype=torch.float64)
-        row = 0
-        for sequence, (start, length) in enumerate(self.shapes):
-            for position in range(start, start + length):
-                slots = self.slots(sequence, position + 1)
-                keys = self.pool.key(layer)[slots].double()
-                values = self.pool.value(layer)[slots].double()
-                for head in range(self.q.shape[1]):
-                    shared = head // self.group
-                    scores = keys[:, shared] @ self.q[row, head].double() / HEAD_DIM**0.5
-                    out[row, head] = scores.softmax(0) @ values[:, shared]
-                row += 1
-        return out
 
 
 def attend(case: Case, layer: int = 1) -> torch.Tensor:
-    backend = make_attention_backend("torch", case.pool, case.q.shape[1])
-    backend.plan(case.batch)
-    store_kv(case.pool.key(layer), case.pool.value(layer), backend.slots, case.k, case.v)
-    return backend.attend(layer, case.q, case.k, case.v)
+    return case.attend(make_attention_backend("torch", case.pool, case.q.shape[1]), layer)
 
 
 sequence_shapes = st.one_of(
@@ -189,7 +112,36 @@ class TestChoice:
     def test_auto_finds_one(self) -> None:
         assert make_attention_backend("auto", Case([(0, 1)], 1).pool, 4).name == "torch"
 
-    @pytest.mark.parametrize("name", ["flashinfer", "made-up"])
-    def test_others_are_refused_saying_what_there_is(self, name: str) -> None:
-        with pytest.raises(UsageError, match=f"'{name}' is not available here; use one of: auto"):
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("flashinfer", "it needs a GPU"),
+            ("triton", "it needs a GPU"),
+            ("made-up", "there is no such backend"),
+        ],
+    )
+    def test_others_are_refused_saying_why_and_what_there_is(self, name: str, reason: str) -> None:
+        with pytest.raises(UsageError) as refusal:
             make_attention_backend(name, Case([(0, 1)], 1).pool, 4)
+        message = refusal.value.message
+        assert message.startswith(f"attention backend '{name}' is not available here ({reason}")
+        assert message.endswith("use one of: auto, torch")
+
+    def test_on_a_gpu_dtype_and_head_size_decide(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        gpu = torch.device("cuda")
+        assert find_attention_backend("auto", gpu, torch.float32, 128).name == "triton"
+        assert find_attention_backend("auto", gpu, torch.bfloat16, 96).name == "triton"
+        with pytest.raises(
+            UsageError, match=r"it has no float32\); use one of: auto, triton, torch"
+        ):
+            find_attention_backend("flashinfer", gpu, torch.float32, 128)
+        with pytest.raises(UsageError, match="it has no head size 96"):
+            find_attention_backend("flashinfer", gpu, torch.bfloat16, 96)
+
+    def test_what_is_not_installed_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UsageError, match="package flashinfer is not installed"):
+            find_attention_backend("flashinfer", torch.device("cuda"), torch.bfloat16, 128)
+        auto = find_attention_backend("auto", torch.device("cuda"), torch.bfloat16, 128)
+        assert auto.name == "torch"
