@@ -87,7 +87,7 @@ def batch_sizes(text: str) -> tuple[int, ...]:
         sizes = ()
     if not sizes or min(sizes) < 0 or max(sizes) > MAX_BATCH_SIZE:
         raise argparse.ArgumentTypeError(
-            f"must be numbers from 1 to {MAX_BATCH_SIZE} such as 1,8,64, or 0 for none, not {text!r}"
+            f"must be numbers up to {MAX_BATCH_SIZE} such as 1,8,64, or 0 for none, not {text!r}"
         )
     return sizes
 
