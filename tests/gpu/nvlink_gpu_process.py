@@ -25,7 +25,8 @@ _context = multiprocessing.get_context("spawn")
 
 
 class GpuNodeProcess:
-    """Calls the methods of :class:`_GpuNode` in another process, one at a time."""
+    """Calls the methods of :class:`_GpuNode` in another process, one at a time. The process starts
+    by itself; who wants to use it waits."""
 
     def __init__(self, instance: str, role: str, device: str, page_size: int = 16) -> None:
         self._pipe, theirs = _context.Pipe()
@@ -33,14 +34,21 @@ class GpuNodeProcess:
         self._process = _context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        assert self._pipe.poll(120.0), "CUDA takes too long to start"
-        self.info = self._pipe.recv()
-        if isinstance(self.info, Exception):
-            raise self.info
+        self._info: Any = None
+
+    @property
+    def info(self) -> Any:
+        if self._info is None:
+            self._info = self._answer(120.0, "start")
+        return self._info
 
     def call(self, method: str, *args: Any) -> Any:
+        assert self.info
         self._pipe.send((method, args))
-        assert self._pipe.poll(60.0), f"no answer to {method}"
+        return self._answer(60.0, method)
+
+    def _answer(self, seconds: float, what: str) -> Any:
+        assert self._pipe.poll(seconds), f"no answer to {what}"
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
             raise answer
