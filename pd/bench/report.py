@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ def write_report(
     *,
     measured: Sequence[str],
     machine: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> None:
     """Write one result file.
 
@@ -33,12 +36,14 @@ def write_report(
         results: the rows.
         measured: paths below the repository whose uncommitted changes make the commit "-dirty".
         machine: facts beyond those of :func:`describe_machine`.
+        settings: what the command does not say.
     """
     report = {
         "command": command,
         "commit": describe_commit(measured),
         "machine": {**describe_machine(), **(machine or {})},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **({"settings": settings} if settings else {}),
         "results": list(results),
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
@@ -69,7 +74,8 @@ def _git(*words: str) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores and versions."""
+    """Processor, cores and versions; where there are GPUs also theirs (torch's version ends in
+    CUDA's)."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -78,4 +84,21 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        **_describe_gpus(),
     }
+
+
+def _describe_gpus() -> dict[str, Any]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    gpus = [line.rpartition(", ") for line in listed.strip().splitlines()]
+    if not gpus:
+        return {}
+    facts = {"gpu": ", ".join(name for name, _, _ in gpus), "driver": gpus[0][2]}
+    for package in ("torch", "triton", "flashinfer-python", "nixl"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts[package] = metadata.version(package)
+    return facts

@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd.bench.shapes import NAMES
 from pd.core.errors import PDError, SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from pd.bench.transfer_spec import Spec
 
 BACKENDS = ("tcp", "nixl", "mooncake", "nvlink", "fake")
-SHAPES = ("llama-3.1-8b", "embedded")
 _START_SECONDS = 90.0
 _COLUMNS = (
     f"{'backend':9} {'device':13} {'model':13} {'page':>4} {'tokens':>7} {'layout':10} "
@@ -66,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--model",
-        default=SHAPES[0],
+        default=NAMES[0],
         metavar="NAME|DIR|FILE",
-        help=f"whose KV to move: {' or '.join(SHAPES)}, a model directory or a config.json; "
-        f"several are separated by commas (default: {SHAPES[0]})",
+        help=f"whose KV to move: {', '.join(NAMES)}, a model directory or a config.json; "
+        f"several are separated by commas (default: {NAMES[0]})",
     )
     add(
         "--dtype",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import msgspec
 
+from pd.bench.shapes import NAMES, model_directory
 from pd.core.errors import UsageError
 from pd.core.node_info import KVLayout
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
 DTYPES = ("bfloat16", "float16", "float32")
 Layout = Literal["scattered", "contiguous"]
 
@@ -32,10 +31,6 @@ class Shape:
         return f"{self.layers} layers, {self.kv_heads} heads x {self.head_dim}"
 
 
-LLAMA_8B = Shape("llama-3.1-8b", 32, 8, 128, "bfloat16")
-NAMED_SHAPES = (LLAMA_8B.name, "embedded")
-
-
 def load_shape(model: str, dtype: str) -> Shape:
     """The KV of a named model, of a model directory or of a ``config.json``.
 
@@ -45,34 +40,24 @@ def load_shape(model: str, dtype: str) -> Shape:
     Raises:
         UsageError: there is no such model, or its configuration cannot be used.
     """
-    if model == LLAMA_8B.name:
-        shape = LLAMA_8B
-    else:
-        shape = _shape_of(model, ASSETS / "embedded" if model == "embedded" else Path(model))
-    chosen = shape.dtype if dtype == "auto" else dtype
-    if chosen not in DTYPES:
-        raise UsageError(f"{model} has dtype {chosen}; choose one with --dtype {'|'.join(DTYPES)}")
-    return Shape(shape.name, shape.layers, shape.kv_heads, shape.head_dim, chosen)
-
-
-def _shape_of(name: str, path: Path) -> Shape:
     from pd.models.config import ModelConfig
 
-    file = path.expanduser()
+    file = model_directory(model)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise UsageError(
-            f"--model {name} is neither a model directory nor a config.json nor one of "
-            f"{', '.join(NAMED_SHAPES)}"
+            f"--model {model} is neither a model directory nor a config.json nor one of "
+            f"{', '.join(NAMES)}"
         )
     try:
         config = ModelConfig.from_dict(json.loads(file.read_text()))
     except (TypeError, ValueError, KeyError) as error:
         raise UsageError(f"{file} cannot be used: {error}") from None
-    shown = name if name in NAMED_SHAPES else file.resolve().parent.name
-    return Shape(
-        shown, config.num_layers, config.num_kv_heads, config.head_dim, config.dtype or "bfloat16"
-    )
+    chosen = (config.dtype or "bfloat16") if dtype == "auto" else dtype
+    if chosen not in DTYPES:
+        raise UsageError(f"{model} has dtype {chosen}; choose one with --dtype {'|'.join(DTYPES)}")
+    shown = model if model in NAMES else file.resolve().parent.name
+    return Shape(shown, config.num_layers, config.num_kv_heads, config.head_dim, chosen)
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

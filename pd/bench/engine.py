@@ -1,0 +1,281 @@
+"""`pd-bench engine`: how fast one node computes, measured inside the engine that serves.
+
+A unified node runs in this process, with its scheduler, pool and sockets; its client is another
+process, as a proxy would be, and sends random prompts that share nothing. Everything is greedy and
+ignores ends of sequence. Times are medians.
+
+`decode:B` is the interval between the completions of neighbouring steps that decoded exactly B
+sequences and computed no prompt, the first few left out. `prefill:N` is the time from a request's
+arrival at the node until its first token is known there, one request at a time, a new prompt each;
+`cached:N` the same for a prompt that is cached except for its last page. `offline:RxIxO` sends R
+prompts of I tokens at once for O tokens each, from the first send to the last token at the client.
+Before each the cache is emptied. The roofline is that of `pd/bench/engine_roofline.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pd.bench.shapes import NAMES, SHAPES, model_directory
+from pd.core.config import NodeConfig
+from pd.core.errors import PDError, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pd.bench.engine_roofline import Roofline
+    from pd.bench.engine_work import Bench, Measured, Work
+    from pd.launch import NodeServer
+
+DEFAULT_WORK = ("decode:1,8,32,64,128,256", "prefill:1024,8192,32768", "cached:32768")
+REFERENCE = Path(__file__).resolve().parents[2] / "benchmarks" / "reference_vllm.json"
+# What a result may differ by without being about something else.
+_SETTINGS = (
+    "dtype",
+    "page_size",
+    "tp_size",
+    "chunked_prefill_size",
+    "max_running_requests",
+    "overlap_schedule",
+    "cuda_graph_batch_sizes",
+)
+_COLUMNS = (
+    f"{'work':24} {'context':>8} {'median ms':>10} {'p90 ms':>10} {'tokens/s':>10} "
+    f"{'roofline':>9} {'share':>6} {'vLLM ms':>9}"
+)
+
+EXAMPLES = """\
+examples:
+  pd-bench engine --model llama-3.1-8b --output engine.json
+  pd-bench engine --model llama-3.1-8b --work decode:1,64 offline:512x1024x128
+  pd-bench engine --model ~/models/Qwen3-0.6B --device cpu --work decode:4 prefill:256 --context 256
+  pd-bench engine --model llama-3.1-8b --work decode:64 --profile trace.json
+
+All flags of pd-launch unified say how the node is built; those of its network mean nothing here.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a unified node, and what to measure."""
+    from pd.commands import node
+
+    node.add_arguments(parser, "unified")
+    parser.usage = "%(prog)s --model NAME|DIR [flags]"
+    parser.epilog = EXAMPLES
+    parser.set_defaults(port=0)
+    add = parser.add_argument_group(
+        "measurement", f"--model takes also a name: {', '.join(NAMES)} (dummy weights but the last)"
+    ).add_argument
+    add(
+        "--work",
+        nargs="+",
+        action="extend",
+        metavar="WORK",
+        help=f"decode:B,… prefill:N,… cached:N,… offline:RxIxO (default: {' '.join(DEFAULT_WORK)})",
+    )
+    add("--context", type=int, default=1024, help="tokens of a prompt of decode")
+    add("--steps", type=int, default=100, help="decode steps to measure")
+    add("--repeats", type=int, default=5, help="timed prompts of each length")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one work")
+    add("--profile", type=Path, metavar="FILE", help="trace some decode steps on the GPU into it")
+    add("--profile-batch", type=int, default=64, metavar="B", help="sequences in these steps")
+    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write. Returns 1 if a work failed; the others count.
+
+    ``args`` has also the whole ``command_line``, as it was typed.
+    """
+    logging.basicConfig(stream=sys.stderr, level="WARNING")
+    logging.getLogger("pd").setLevel("INFO")
+    config = config_from(args)
+    works = _works(args)
+    for path in (args.output, args.profile):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: there is no such directory")
+    server, bench = _start(args, config)
+    try:
+        return _measure(args, works, server, bench)
+    finally:
+        bench.close()
+        server.stop()
+
+
+def config_from(args: argparse.Namespace) -> NodeConfig:
+    """The node's configuration; raises UsageError for values that cannot work."""
+    from pd.models.config import find_checkpoint
+
+    known = {field.name for field in dataclasses.fields(NodeConfig)} & set(vars(args))
+    settings = {name: getattr(args, name) for name in known}
+    if args.model in SHAPES:
+        settings["load_format"] = "dummy"
+    settings["model"] = find_checkpoint(model_directory(args.model))
+    return NodeConfig(role="unified", **settings)
+
+
+def _works(args: argparse.Namespace) -> list[Work]:
+    from pd.bench.engine_work import parse_work
+
+    for name in ("context", "steps", "repeats", "profile_batch"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} must be at least 1, not {getattr(args, name)}")
+    return parse_work(args.work or list(DEFAULT_WORK), args.context)
+
+
+def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Bench]:
+    from pd.bench.engine_profile import prime
+    from pd.bench.engine_work import Bench
+    from pd.commands.node import limit_threads
+    from pd.launch import NodeServer
+
+    if args.profile is not None:
+        prime()
+    limit_threads("unified", args.cpu_threads)
+    server = NodeServer(config)
+    try:
+        server.start()
+        bench = Bench(
+            server,
+            steps=args.steps,
+            repeats=args.repeats,
+            timeout=args.timeout,
+            seed=args.seed,
+        )
+    except BaseException:
+        server.stop()
+        raise
+    return server, bench
+
+
+def _measure(args: argparse.Namespace, works: list[Work], server: NodeServer, bench: Bench) -> int:
+    roofline = _roofline(server)
+    reference = _reference(args, server)
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    print(_COLUMNS, flush=True)
+    for work in works:
+        try:
+            measured = bench.measure(work)
+        except PDError as error:
+            failed += 1
+            print(f"pd-bench engine: {work}: {error.message}", file=sys.stderr, flush=True)
+            continue
+        batch = server.node.config.max_running_requests
+        least = None if roofline is None else _least(roofline, work, measured, batch)
+        rows.append(_row(work, measured, least, reference.get(str(work))))
+        print(_line(rows[-1]), flush=True)
+        if args.output is not None:
+            _write(args, rows, server)
+    if args.profile is not None:
+        from pd.bench.engine_profile import profile_decode
+
+        shown = profile_decode(bench, args.profile_batch, args.context, args.profile)
+        print(f"{args.profile}: {shown}; summarize it with scripts/gpu_idle.py", flush=True)
+    return int(failed > 0)
+
+
+def _least(roofline: Roofline, work: Work, measured: Measured, batch: int) -> float:
+    """Seconds of the roofline."""
+    if work.kind == "decode":
+        assert measured.context is not None
+        return roofline.decode(work.count, measured.context)
+    if work.kind == "offline":
+        return roofline.offline(work.count, work.num_in, work.num_out, batch)
+    return roofline.prefill(work.num_in, measured.cached)
+
+
+def _roofline(server: NodeServer) -> Roofline | None:
+    """None on a device whose ceilings nobody has measured."""
+    from pd.bench.engine_roofline import CEILINGS, Roofline
+
+    engine = server.node.engine
+    buffer = engine.pool.buffer
+    if not buffer.is_cuda:
+        return None
+    import torch
+
+    ceiling = CEILINGS.get(torch.cuda.get_device_name(buffer.device))
+    if ceiling is None or buffer.itemsize != 2:
+        return None
+    gpus = server.node.config.tp_size
+    return Roofline(engine.model_config, buffer.itemsize, ceiling, gpus)
+
+
+def _reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]:
+    """Milliseconds of vLLM by work, if this is what it was measured on."""
+    buffer = server.node.engine.pool.buffer
+    if not REFERENCE.is_file() or not buffer.is_cuda:
+        return {}
+    import torch
+
+    known = json.loads(REFERENCE.read_text())
+    here = {
+        "model": args.model,
+        "gpu": torch.cuda.get_device_name(buffer.device),
+        "dtype": server.node.engine.layout.dtype,
+        "tp_size": server.node.config.tp_size,
+        "context": args.context,
+    }
+    alike = all(known[name] == value for name, value in here.items())
+    return known["milliseconds"] if alike else {}
+
+
+def _row(
+    work: Work, measured: Measured, roofline: float | None, vllm_ms: float | None
+) -> dict[str, Any]:
+    """The measurement as it goes into the result file."""
+    return {
+        "work": str(work),
+        "context": None if measured.context is None else round(measured.context),
+        "repeats": len(measured.seconds),
+        "median_ms": round(measured.median * 1e3, 3),
+        "p90_ms": round(measured.p90 * 1e3, 3),
+        "tokens_per_s": round(measured.num_tokens / measured.median, 1),
+        "roofline_ms": None if roofline is None else round(roofline * 1e3, 3),
+        "share_of_roofline_rate": None if roofline is None else roofline / measured.median,
+        "vllm_ms": vllm_ms,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    def cell(name: str, width: int, form: str) -> str:
+        value = row[name]
+        return f"{'' if value is None else format(value, form):>{width}}"
+
+    return (
+        f"{row['work']:24} {cell('context', 8, 'd')} {cell('median_ms', 10, '.3f')} "
+        f"{cell('p90_ms', 10, '.3f')} {cell('tokens_per_s', 10, '.1f')} "
+        f"{cell('roofline_ms', 9, '.2f')} {cell('share_of_roofline_rate', 6, '.0%')} "
+        f"{cell('vllm_ms', 9, '.2f')}"
+    )
+
+
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]], server: NodeServer) -> None:
+    from pd.bench.report import write_report
+
+    node = server.node
+    settings: dict[str, Any] = {
+        name: getattr(node.config, name) for name in _SETTINGS if hasattr(node.config, name)
+    }
+    settings |= {
+        "model": args.model,
+        "dtype": node.engine.layout.dtype,
+        "attention_backend": node.engine.attention_backend,
+        "kv_cache_tokens": node.memory.num_pages * node.config.page_size,
+        "steps": args.steps,
+    }
+    write_report(
+        args.output,
+        shlex.join(["pd-bench", *args.command_line]),
+        rows,
+        measured=["pd"],
+        settings=settings,
+    )

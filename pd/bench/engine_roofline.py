@@ -1,0 +1,87 @@
+"""The least time that a GPU could take: its memory read at full speed, its matrix units busy.
+
+A decode step reads all weights once (of a mixture of experts, those that the batch is expected to
+choose if every expert is equally likely) and the KV of every sequence once. A prompt costs two
+floating-point operations per weight and token, of the output head for the last token alone, and the
+products of causal attention. Whichever of the two takes longer is the roofline; activations, KV
+writes and the embedding's rows are left out. Ceilings are what simple programs reached on that GPU,
+not its data sheet's: for an H200 4.33 TB/s of streaming reads and 800 TFLOP/s of bf16 products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pd.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a GPU can do, per second."""
+
+    read_bytes: float
+    flops: float
+
+
+CEILINGS = {"NVIDIA H200": Ceiling(read_bytes=4.33e12, flops=800e12)}
+
+
+class Roofline:
+    """Least times, in seconds, of a model on ``num_gpus`` GPUs with this ceiling.
+
+    Args:
+        width: bytes of one weight and of one number in the KV cache.
+    """
+
+    def __init__(self, model: ModelConfig, width: int, ceiling: Ceiling, num_gpus: int = 1) -> None:
+        self._model = model
+        self._width = width
+        self._read_bytes = ceiling.read_bytes * num_gpus
+        self._flops = ceiling.flops * num_gpus
+        heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self._attention = 2 * model.hidden_size * (heads + kv)
+        self._mlp = 3 * model.hidden_size * model.intermediate_size
+        self._router = model.hidden_size * model.num_experts
+        self._head = model.hidden_size * model.vocab_size
+        self._kv_bytes = 2 * kv * model.num_layers * width  # of one token
+
+    def _weight_bytes(self, num_tokens: int) -> float:
+        """Of the weights that this many tokens touch together."""
+        model, experts = self._model, 1.0
+        if model.num_experts:
+            missed = 1 - model.num_experts_per_tok / model.num_experts
+            experts = model.num_experts * (1 - missed**num_tokens)
+        layer = self._attention + self._router + experts * self._mlp
+        return (model.num_layers * layer + self._head) * self._width
+
+    def _computation(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
+        """Floating-point operations; ``num_pairs`` of a query and a key that it attends to."""
+        model = self._model
+        experts = model.num_experts_per_tok or 1
+        layer = self._attention + self._router + experts * self._mlp
+        pairs = 4 * model.num_heads * model.head_dim * num_pairs
+        return model.num_layers * (2 * layer * num_tokens + pairs) + 2 * self._head * num_logits
+
+    def _time(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self._read_bytes, flops / self._flops)
+
+    def decode(self, batch: int, context: float) -> float:
+        """One step of ``batch`` sequences of ``context`` tokens each."""
+        num_bytes = self._weight_bytes(batch) + batch * context * self._kv_bytes
+        return self._time(num_bytes, self._computation(batch, batch * context, batch))
+
+    def prefill(self, num_tokens: int, cached: int = 0) -> float:
+        """A prompt of ``num_tokens`` of which ``cached`` are in the pool."""
+        new = num_tokens - cached
+        pairs = new * cached + new * (new + 1) / 2
+        num_bytes = self._weight_bytes(new) + cached * self._kv_bytes
+        return self._time(num_bytes, self._computation(new, pairs, 1))
+
+    def offline(self, count: int, num_in: int, num_out: int, batch: int) -> float:
+        """``count`` prompts, then the decode steps of full batches at their mean context."""
+        batch = min(batch, count)
+        steps = math.ceil(count / batch) * (num_out - 1)
+        return count * self.prefill(num_in) + steps * self.decode(batch, num_in + num_out / 2)

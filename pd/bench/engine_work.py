@@ -1,0 +1,198 @@
+"""What ``pd-bench engine`` makes a node do, and what it finds."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from pd.bench.engine_client import Ask, Client
+from pd.bench.engine_steps import StepLog
+from pd.core.errors import SetupError, UsageError
+
+if TYPE_CHECKING:
+    from pd.bench.engine_client import Answer
+    from pd.launch import NodeServer
+
+Kind = Literal["decode", "prefill", "cached", "offline"]
+_WORK = re.compile(r"(decode|prefill|cached):(\d+(?:,\d+)*)|offline:(\d+)x(\d+)x(\d+)")
+# The first steps of a batch still see the end of its prompts.
+_WARM_STEPS = 4
+_IDLE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """One thing to measure.
+
+    Attributes:
+        count: sequences, of ``decode`` and ``offline``; 1 otherwise.
+        num_in: tokens of each prompt (of ``decode``: its context).
+        num_out: tokens that each generates; 0 where that follows from the rest.
+    """
+
+    kind: Kind
+    count: int
+    num_in: int
+    num_out: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "offline":
+            return f"offline:{self.count}x{self.num_in}x{self.num_out}"
+        return f"{self.kind}:{self.count if self.kind == 'decode' else self.num_in}"
+
+
+def parse_work(texts: list[str], context: int) -> list[Work]:
+    """``decode:1,8 prefill:1024 cached:1024 offline:512x1024x128``.
+
+    Raises UsageError for anything else.
+    """
+    works: list[Work] = []
+    for text in texts:
+        match = _WORK.fullmatch(text)
+        numbers = [int(part) for part in re.findall(r"\d+", text)]
+        if match is None or not all(numbers):
+            raise UsageError(
+                f"--work {text} is none of decode:BATCH, prefill:TOKENS, cached:TOKENS and "
+                "offline:REQUESTSxINxOUT"
+            )
+        if match[1] is None:
+            works.append(Work("offline", *numbers))
+        elif match[1] == "decode":
+            works += [Work("decode", number, context) for number in numbers]
+        else:
+            works += [Work(match[1], 1, number) for number in numbers]  # type: ignore[arg-type]
+    return works
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, and what they are of.
+
+    Attributes:
+        context: tokens attended to on average, of ``decode``.
+        cached: tokens of a prompt that came from the cache.
+        num_tokens: that were computed or generated per unit of ``seconds``.
+    """
+
+    seconds: list[float]
+    num_tokens: int
+    context: float | None = None
+    cached: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def p90(self) -> float:
+        return float(np.percentile(self.seconds, 90))
+
+
+class Bench:
+    """A unified node in this process and a client in another.
+
+    Args:
+        steps: intervals between decode steps to measure.
+        repeats: timed prompts of one length.
+        timeout: seconds that one work may take.
+    """
+
+    def __init__(
+        self, server: NodeServer, *, steps: int, repeats: int, timeout: float, seed: int
+    ) -> None:
+        self._node = server.node
+        self._steps, self._repeats, self._timeout = steps, repeats, timeout
+        self._rng = np.random.default_rng(seed)
+        self._vocab = self._node.engine.model_config.vocab_size
+        self.log = StepLog(self._node)
+        self._client = Client(self._node.endpoint, server.instance_id)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def measure(self, work: Work) -> Measured:
+        """Raises PDError if requests fail or the node cannot do the work."""
+        self._start_afresh()
+        return getattr(self, f"_{work.kind}")(work)  # type: ignore[no-any-return]
+
+    def _start_afresh(self) -> None:
+        deadline = time.monotonic() + _IDLE_SECONDS
+        while not self._node.idle:
+            if time.monotonic() > deadline:
+                raise SetupError(f"the node is not idle: {self._node.queues()}")
+            time.sleep(0.001)
+        self._node.flush_cache()
+        self.log.steps.clear()
+
+    def _prompt(self, num_tokens: int) -> bytes:
+        """Random, so that no two share a page."""
+        return self._rng.integers(0, self._vocab, num_tokens).astype("<i4").tobytes()
+
+    def _run(self, asks: list[Ask]) -> list[Answer]:
+        return self._client.run(asks, self._timeout)
+
+    # ---- decode
+
+    def start_decode(self, batch: int, context: int, steps: int) -> None:
+        """Have ``batch`` sequences begin that will decode together for ``steps`` steps at least."""
+        chunk = self._node.config.chunked_prefill_size
+        # The first of them decode while the last ones' prompts are computed.
+        waits = min(batch, 2 * -(-batch * context // chunk) + 8)
+        max_tokens = steps + waits + _WARM_STEPS + 2
+        self._client.start([Ask(self._prompt(context), max_tokens) for _ in range(batch)])
+
+    def finish(self) -> None:
+        """Wait for what was started."""
+        self._client.result(self._timeout)
+
+    def _decode(self, work: Work) -> Measured:
+        self.start_decode(work.count, work.num_in, self._steps)
+        self.finish()
+        intervals = self.log.intervals(work.count)[_WARM_STEPS:][: self._steps]
+        if len(intervals) < self._steps // 2 + 1:
+            largest = max((step.batch for step in self.log.steps), default=0)
+            raise SetupError(
+                f"{len(intervals)} steps decoded {work.count} sequences together (the largest "
+                f"batch was {largest}); see --max-running-requests and --kv-cache-tokens"
+            )
+        return Measured(
+            [interval.seconds for interval in intervals],
+            work.count,
+            context=statistics.mean(interval.context for interval in intervals),
+        )
+
+    # ---- prompts
+
+    def _prefill(self, work: Work) -> Measured:
+        """The first warms up; each is another prompt."""
+        seconds = []
+        for _ in range(self._repeats + 1):
+            (answer,) = self._run([Ask(self._prompt(work.num_in), 1)])
+            seconds.append(answer.to_first)
+        return Measured(seconds[1:], work.num_in)
+
+    def _cached(self, work: Work) -> Measured:
+        """The first computes the prompt, the second warms up."""
+        ask = Ask(self._prompt(work.num_in), 1)
+        answers = [self._run([ask])[0] for _ in range(self._repeats + 2)][2:]
+        cached = min(answer.cached_tokens for answer in answers)
+        page_size = self._node.config.page_size
+        if cached < (work.num_in - 1) // page_size * page_size:
+            raise SetupError(f"only {cached} of {work.num_in} tokens were cached")
+        return Measured([answer.to_first for answer in answers], work.num_in, cached=cached)
+
+    # ---- all at once
+
+    def _offline(self, work: Work) -> Measured:
+        few = min(work.count, 4)
+        self._run([Ask(self._prompt(work.num_in), 4) for _ in range(few)])
+        asks = [Ask(self._prompt(work.num_in), work.num_out) for _ in range(work.count)]
+        self._start_afresh()
+        answers = self._run(asks)
+        seconds = max(a.ended for a in answers) - min(a.sent for a in answers)
+        return Measured([seconds], sum(answer.num_tokens for answer in answers))

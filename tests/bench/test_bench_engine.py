@@ -1,0 +1,146 @@
+"""`pd-bench engine` measures a node that really serves, and its roofline is what one computes by
+hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pd import cli
+from pd.bench.engine_roofline import CEILINGS, Roofline
+from pd.bench.engine_steps import Step, StepLog
+from pd.bench.engine_work import Work, parse_work
+from pd.bench.shapes import NAMES, SHAPES, model_directory
+from pd.core.errors import UsageError
+from pd.models.config import ModelConfig
+
+FLAGS = ["engine", "--model", "embedded", "--device", "cpu", "--cpu-threads", "1"]
+
+
+def test_measures_every_kind_of_work_in_one_node(tmp_path, capsys) -> None:
+    output = tmp_path / "engine.json"
+    work = ["decode:1,3", "prefill:48", "cached:48", "offline:5x20x4"]
+    size = ["--context", "40", "--steps", "12", "--repeats", "3", "--kv-cache-tokens", "4096"]
+    assert cli.bench([*FLAGS, "--work", *work, *size, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert {"command", "commit", "machine", "date", "settings", "results"} == set(report)
+    assert report["command"].startswith("pd-bench engine --model embedded")
+    assert report["settings"]["kv_cache_tokens"] == 4096
+    rows = {row["work"]: row for row in report["results"]}
+    assert list(rows) == ["decode:1", "decode:3", "prefill:48", "cached:48", "offline:5x20x4"]
+    for row in rows.values():
+        assert 0 < row["median_ms"] <= row["p90_ms"]
+        assert row["roofline_ms"] is None and row["vllm_ms"] is None
+    for batch in (1, 3):
+        row = rows[f"decode:{batch}"]
+        assert row["repeats"] == 12
+        assert 40 < row["context"] < 80
+        assert row["tokens_per_s"] == pytest.approx(batch / row["median_ms"] * 1e3, rel=0.01)
+    assert rows["prefill:48"]["repeats"] == rows["cached:48"]["repeats"] == 3
+    offline = rows["offline:5x20x4"]
+    assert offline["tokens_per_s"] == pytest.approx(20 / offline["median_ms"] * 1e3, rel=0.01)
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_a_work_that_cannot_be_done_fails_and_the_others_count(tmp_path, capsys) -> None:
+    output = tmp_path / "engine.json"
+    flags = ["--work", "decode:2", "prefill:64", "--context", "40", "--steps", "4"]
+    limits = ["--max-running-requests", "1", "--kv-cache-tokens", "512", "--repeats", "1"]
+    assert cli.bench([*FLAGS, *flags, *limits, "--output", str(output)]) == 1
+    rows = json.loads(output.read_text())["results"]
+    assert [row["work"] for row in rows] == ["prefill:64"]
+    error = capsys.readouterr().err
+    assert "pd-bench engine: decode:2: 0 steps decoded 2 sequences together" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--work", "decode"], "--work decode is none of decode:BATCH, prefill:TOKENS"),
+        (["--work", "prefill:0"], "--work prefill:0 is none of"),
+        (["--work", "offline:8x32"], "--work offline:8x32 is none of"),
+        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--output", "/nowhere/engine.json"], "there is no such directory"),
+        (["--page-size", "3"], "--page-size must be one of"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> None:
+    assert cli.bench([*FLAGS, *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pd-bench engine: ")
+    assert complaint in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_profile_needs_a_gpu(tmp_path, capsys) -> None:
+    assert cli.bench([*FLAGS, "--profile", str(tmp_path / "trace.json")]) == 2
+    assert "torch sees no CUDA device here" in capsys.readouterr().err
+
+
+def test_work_is_read_from_its_short_form() -> None:
+    texts = ["decode:1,64", "prefill:1024", "cached:9", "offline:512x1024x128"]
+    assert parse_work(texts, 2048) == [
+        Work("decode", 1, 2048),
+        Work("decode", 64, 2048),
+        Work("prefill", 1, 1024),
+        Work("cached", 1, 9),
+        Work("offline", 512, 1024, 128),
+    ]
+    works = parse_work(texts, 2048)
+    assert [str(work) for work in works] == ["decode:1", "decode:64", *texts[1:]]
+    with pytest.raises(UsageError):
+        parse_work(["decode:1x2"], 2048)
+
+
+def test_intervals_lie_between_neighbours_of_the_same_batch() -> None:
+    log = StepLog.__new__(StepLog)
+    log.steps = [
+        Step(0.0, 2, False, 0.0),  # a prompt is among them
+        Step(1.0, 2, True, 10.0),
+        Step(1.5, 2, True, 11.0),
+        Step(9.0, 1, True, 12.0),
+        Step(9.5, 2, True, 13.0),
+        Step(9.75, 2, True, 14.0),
+    ]
+    assert log.intervals(2) == [(0.5, 11.0), (0.25, 14.0)]
+    assert log.intervals(1) == []
+
+
+def test_named_models_have_a_configuration() -> None:
+    for name in NAMES:
+        assert ModelConfig.from_pretrained(model_directory(name)).num_layers > 0
+    assert set(SHAPES) == {path.name for path in model_directory(SHAPES[0]).parent.iterdir()}
+
+
+def roofline(name: str, num_gpus: int = 1) -> Roofline:
+    config = ModelConfig.from_pretrained(model_directory(name))
+    return Roofline(config, 2, CEILINGS["NVIDIA H200"], num_gpus)
+
+
+def test_the_roofline_of_the_8b_shape() -> None:
+    """As in the reference numbers, which were made independently."""
+    model = roofline("llama-3.1-8b")
+    for batch, milliseconds in ((1, 3.5), (8, 3.7), (32, 4.5), (64, 5.6), (128, 7.7), (256, 11.9)):
+        assert model.decode(batch, 1080) * 1e3 == pytest.approx(milliseconds, rel=0.02)
+    assert model.prefill(8192) * 1e3 == pytest.approx(165, rel=0.01)
+    assert model.prefill(32768) * 1e3 == pytest.approx(920, rel=0.01)
+    # 16 tokens are computed: weights and the whole prompt's KV are read.
+    weights = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 4096 * 128256
+    cached = (2 * weights + 32752 * 131072) / 4.33e12
+    assert model.prefill(32768, cached=32752) == pytest.approx(cached)
+    assert model.offline(512, 1024, 128, 256) == pytest.approx(
+        512 * model.prefill(1024) + 2 * 127 * model.decode(256, 1088)
+    )
+    assert roofline("llama-3.1-8b", 2).decode(8, 1024) == pytest.approx(model.decode(8, 1024) / 2)
+
+
+def test_the_roofline_of_experts_grows_with_those_that_a_batch_touches() -> None:
+    model = roofline("mixtral-8x1b")
+    one, many = model.decode(1, 1), model.decode(64, 1)
+    layer, expert = 2 * 2048 * (2048 + 256) + 2048 * 8, 3 * 2048 * 5632
+    head = 2048 * 32000
+    assert one == pytest.approx(2 * (22 * (layer + 2 * expert) + head) / 4.33e12, rel=1e-3)
+    assert many == pytest.approx(2 * (22 * (layer + 8 * expert) + head) / 4.33e12, rel=1e-3)
