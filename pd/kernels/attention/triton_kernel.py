@@ -15,7 +15,7 @@ import triton.language as tl
 # to, its own slot for a partial result, the first slot of its tile, and the splits of its tile.
 FIELDS = 9
 # Elements of partial results that a merging program holds at a time.
-_MERGE_ELEMENTS = tl.constexpr(8192)
+_MERGE_ELEMENTS = tl.constexpr(4096)
 
 
 @triton.jit

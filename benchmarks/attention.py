@@ -1,0 +1,195 @@
+"""Speed of attention over the paged pool: decode steps, chunks and mixed steps, every backend.
+
+    python benchmarks/attention.py [--backends triton,flashinfer] [--output FILE]
+
+Heads and head size of Llama-3.1-8B (32 query heads, 8 KV heads, 128), bf16, pages of 16 tokens in
+random order. Every layer has its own K and V, so that nothing is left in a cache from one launch to
+the next. A step's layers are captured into a CUDA graph and replayed, which leaves the launches
+out: what is measured is the GPU's time. Beside it stands the host's time for one plan.
+
+TB/s counts K and V of every sequence once; TFLOP/s counts two matrix products over the keys that a
+query may see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pd.bench.report import write_report
+from pd.core.node_info import KVLayout
+from pd.engine.kv_pool import KVPool
+from pd.kernels.attention import AttentionBatch, make_attention_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.kernels.attention import AttentionBackend, PlannedAttention
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+POOL_BYTES = 9 << 30
+MEASURED = ("pd/kernels", "benchmarks/attention.py")
+
+
+@dataclass(frozen=True)
+class Step:
+    """``shapes``: (tokens in the pool, new tokens) of each sequence."""
+
+    name: str
+    shapes: list[tuple[int, int]]
+
+    @property
+    def is_decode(self) -> bool:
+        return all(length == 1 for _, length in self.shapes)
+
+    @property
+    def keys(self) -> int:
+        return sum(start + length for start, length in self.shapes)
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(n * s + n * (n + 1) // 2 for s, n in self.shapes)
+        return 4 * pairs * HEADS * HEAD_DIM
+
+
+def decode(rows: int, context: int) -> Step:
+    return Step(f"decode {rows} x {context}", [(context - 1, 1)] * rows)
+
+
+def ragged(rows: int, context: int) -> Step:
+    """Contexts of one eighth to twice as much, the same in every run."""
+    contexts = np.random.default_rng(0).integers(context // 8, 2 * context, rows)
+    return Step(f"decode {rows} ragged ~{context}", [(int(n), 1) for n in contexts])
+
+
+STEPS = [
+    decode(1, 1024),
+    decode(1, 32768),
+    decode(8, 1024),
+    decode(32, 1024),
+    decode(64, 1024),
+    decode(64, 2048),
+    ragged(64, 2048),
+    decode(128, 1024),
+    decode(128, 4096),
+    decode(256, 1024),
+    Step("chunk 1024", [(0, 1024)]),
+    Step("chunk 8192", [(0, 8192)]),
+    Step("chunk 8192 after 24576", [(24576, 8192)]),
+    Step("chunk 512 after 32256", [(32256, 512)]),
+    Step("chunk 16 after 32752", [(32752, 16)]),
+    Step("chunks 16 x 512", [(0, 512)] * 16),
+    Step("chunk 2048 + 64 x 1024", [(0, 2048), *[(1023, 1)] * 64]),
+]
+
+
+class Bench:
+    """A pool with random K and V, and random queries."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.random = np.random.default_rng(0)
+        torch.manual_seed(0)
+
+    def measure(self, step: Step, backend_name: str) -> dict[str, Any]:
+        per_token = 2 * KV_HEADS * HEAD_DIM * 2
+        layers = max(2, min(32, POOL_BYTES // (step.keys * per_token)))
+        layout = KVLayout(layers, KV_HEADS, HEAD_DIM, "bfloat16", PAGE_SIZE)
+        counts = [-(-(start + length) // PAGE_SIZE) for start, length in step.shapes]
+        pool = KVPool(layout, sum(counts) + 1, self.device)
+        pool.buffer.normal_()
+        order = self.random.permutation(sum(counts)).astype(np.int32)
+        pages = np.split(order, np.cumsum(counts)[:-1])
+        starts, lengths = np.array(step.shapes, np.int64).T
+        backend = make_attention_backend(backend_name, pool, HEADS)
+        planned, plan = self._plan(backend, step, AttentionBatch(starts, lengths, pages))
+        seconds = self._time(planned, layers, int(lengths.sum()))
+        started = time.perf_counter()
+        for _ in range(10):
+            plan()
+        plan_seconds = (time.perf_counter() - started) / 10
+        return {
+            "backend": backend.name,
+            "step": step.name,
+            "layer_us": seconds * 1e6,
+            "tb_s": step.keys * per_token / seconds / 1e12,
+            "tflop_s": step.flops / seconds / 1e12,
+            "plan_us": plan_seconds * 1e6,
+            "layers": layers,
+        }
+
+    def _plan(
+        self, backend: AttentionBackend, step: Step, batch: AttentionBatch
+    ) -> tuple[PlannedAttention, Callable[[], None]]:
+        """What attends, planned, and how it is planned again."""
+        graph = None
+        if step.is_decode:
+            longest = int(batch.starts.max()) + 1
+            graph = backend.decode_graph(len(batch.starts), max(longest, 32768))
+        if graph is None:
+            backend.plan(batch)
+            return backend, lambda: backend.plan(batch)
+        graph.plan(batch.starts, batch.pages)
+        return graph, lambda: graph.plan(batch.starts, batch.pages)
+
+    def _time(self, planned: PlannedAttention, layers: int, tokens: int) -> float:
+        """Median seconds of one layer."""
+        q, k, v = (
+            torch.randn(tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=self.device)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        planned.attend(0, q, k, v)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer in range(layers):
+                planned.attend(layer, q, k, v)
+        times = []
+        for _ in range(13):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / layers)
+        return statistics.median(times[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", default="flashinfer,triton")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    bench = Bench(torch.device("cuda:0"))
+    results = []
+    print(f"{'step':28} {'backend':10} {'µs/layer':>9} {'TB/s':>6} {'TFLOP/s':>8} {'plan µs':>8}")
+    for step in STEPS:
+        for backend in arguments.backends.split(","):
+            row = bench.measure(step, backend)
+            results.append(row)
+            print(
+                f"{step.name:28} {backend:10} {row['layer_us']:9.1f} {row['tb_s']:6.2f} "
+                f"{row['tflop_s']:8.1f} {row['plan_us']:8.0f}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    if arguments.output:
+        write_report(
+            arguments.output,
+            "python benchmarks/attention.py " + " ".join(sys.argv[1:]),
+            results,
+            measured=MEASURED,
+            machine={"gpu": torch.cuda.get_device_name(), "torch": torch.__version__},
+        )
+
+
+if __name__ == "__main__":
+    main()

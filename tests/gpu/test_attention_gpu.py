@@ -1,0 +1,161 @@
+"""FlashInfer by the torch reference, and decode attention of every backend inside CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, poisoned_memory
+
+from pd.kernels.attention import find_attention_backend
+from pd.kernels.kv_store import store_kv
+
+if TYPE_CHECKING:
+    from pd.kernels.attention import AttentionBackend, DecodeAttention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"
+)
+
+SEED = int(os.environ.get("PD_TEST_SEED", "0"))
+DEVICE = "cuda:0"
+BF16 = {"atol": 2e-2, "rtol": 2e-2}
+# Steps of decode tokens, of short and long chunks, in orders that mix them.
+STEPS = [
+    [(6, 1), (3000, 1), (0, 1), (63, 1), (64, 1)],
+    [(0, 50), (900, 400), (33, 2), (0, 1000)],
+    [(29, 1), (3, 4), (0, 300), (170, 1), (2000, 200), (15, 1), (130, 3)],
+    [(31000, 16)],
+]
+# KV heads, query heads per KV head, head size, page size.
+SHAPES = [(8, 4, 128, 16), (2, 7, 64, 16), (2, 1, 128, 1), (1, 8, 64, 64)]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    print(f"seed {SEED}")
+    return SEED
+
+
+def make_backend(name: str, case: Case) -> AttentionBackend:
+    sample = case.pool.key(0)
+    cls = find_attention_backend(name, sample.device, sample.dtype, sample.shape[-1])
+    return cls(case.pool, case.q.shape[1])
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("step", STEPS)
+def test_flashinfer_is_the_reference(step: list[tuple[int, int]], shape: tuple, seed: int) -> None:
+    """With NaN in every slot that no sequence has."""
+    kv_heads, group, head_dim, page_size = shape
+    case = Case(step, page_size, kv_heads, group, torch.bfloat16, seed, head_dim, DEVICE)
+    case.spoil()
+    out = case.attend(make_backend("flashinfer", case))
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.float().cpu(), case.reference(), **BF16)
+
+
+class Captured:
+    """A graph of one layer's KV write and attention over static inputs."""
+
+    def __init__(self, case: Case, decode: DecodeAttention, rows: int) -> None:
+        widths = [x.shape[1:] for x in (case.q, case.k, case.v)]
+        dtype = case.q.dtype
+        self.q, self.k, self.v = (
+            torch.zeros(rows, *width, dtype=dtype, device=DEVICE) for width in widths
+        )
+        self._case, self._decode = case, decode
+        self._step()  # compiles
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = self._step()
+
+    def _step(self) -> torch.Tensor:
+        pool = self._case.pool
+        store_kv(pool.key(1), pool.value(1), self._decode.slots, self.k, self.v)
+        return self._decode.attend(1, self.q, self.k, self.v)
+
+    def replay(self, chosen: list[int]) -> torch.Tensor:
+        """The result for these sequences; the rest is padding."""
+        n, case = len(chosen), self._case
+        self._decode.plan(
+            np.array([case.shapes[i][0] for i in chosen], np.int64), [case.pages[i] for i in chosen]
+        )
+        for ours, theirs in ((self.q, case.q), (self.k, case.k), (self.v, case.v)):
+            ours[:n] = theirs[chosen]
+        self.out.fill_(float("nan"))
+        self.graph.replay()
+        assert not self.out.isnan().any(), "padding rows attend to zeros"
+        return self.out[:n].clone()
+
+
+@pytest.fixture(params=["triton", pytest.param("flashinfer", marks=needs_flashinfer)])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_replays_follow_their_plans(self, name: str, shape: tuple, seed: int) -> None:
+        kv_heads, group, head_dim, page_size = shape
+        step = [(6, 1), (3000, 1), (0, 1), (63, 1), (64, 1), (511, 1), (4095, 1)]
+        case = Case(step, page_size, kv_heads, group, torch.bfloat16, seed, head_dim, DEVICE)
+        case.spoil()
+        backend = make_backend(name, case)
+        graphs = [Captured(case, backend.decode_graph(rows, 4096), rows) for rows in (8, 3)]
+        expected = case.reference()
+        for graph, chosen in (
+            (graphs[0], [0, 1, 2, 3, 4, 5, 6]),
+            (graphs[1], [1]),
+            (graphs[0], [6, 2]),
+            (graphs[1], [4, 0, 5]),
+            (graphs[0], [1, 6, 0, 3]),
+        ):
+            out = graph.replay(chosen)
+            torch.testing.assert_close(out.float().cpu(), expected[chosen], **BF16)
+
+    def test_plans_overtake_running_steps(self, name: str, seed: int) -> None:
+        """Plans and inputs of many steps are queued while the GPU is held up, and none of them
+        spoils another's."""
+        case = Case([(100 * i, 1) for i in range(8)], 16, 8, 4, torch.bfloat16, seed, 128, DEVICE)
+        backend = make_backend(name, case)
+        graph = Captured(case, backend.decode_graph(4, 1024), 4)
+        expected = case.reference()
+        choices = [[i, (3 * i + 1) % 8] for i in range(8)]
+        indices = [torch.tensor(chosen, device=DEVICE) for chosen in choices]
+        torch.cuda._sleep(20_000_000)
+        results = []
+        for chosen, index in zip(choices, indices, strict=True):
+            graph._decode.plan(
+                np.array([case.shapes[i][0] for i in chosen], np.int64),
+                [case.pages[i] for i in chosen],
+            )
+            for ours, theirs in ((graph.q, case.q), (graph.k, case.k), (graph.v, case.v)):
+                ours[:2] = theirs.index_select(0, index)
+            graph.graph.replay()
+            results.append(graph.out[:2].clone())
+        for chosen, out in zip(choices, results, strict=True):
+            torch.testing.assert_close(out.float().cpu(), expected[chosen], **BF16)
+
+    def test_eager_steps_between_replays(self, name: str, seed: int) -> None:
+        case = Case([(700, 1), (90, 40), (1300, 1)], 16, 8, 4, torch.bfloat16, seed, 128, DEVICE)
+        backend = make_backend(name, case)
+        graph = Captured(case, backend.decode_graph(2, 2048), 2)
+        expected = case.reference()
+        for _ in range(2):
+            with poisoned_memory():
+                step = case.attend(backend)
+            torch.testing.assert_close(step.float().cpu(), expected, **BF16)
+            # The sequences of one token; their rows are those of the tokens.
+            graph._decode.plan(np.array([700, 1300]), [case.pages[0], case.pages[2]])
+            for ours, theirs in ((graph.q, case.q), (graph.k, case.k), (graph.v, case.v)):
+                ours[:] = theirs[[0, 41]]
+            graph.graph.replay()
+            torch.testing.assert_close(graph.out.float().cpu(), expected[[0, 41]], **BF16)
