@@ -1,0 +1,96 @@
+"""A device that computes as late as a GPU may: when the host waits for a result, not before."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pd.launch import NodeServer
+
+
+class _Later:
+    """A value that is computed when it is asked for, after everything queued before it."""
+
+    def __init__(self, queue: deque[_Later], compute: Callable[[], Any]) -> None:
+        self._queue, self._compute = queue, compute
+        self._value: Any = None
+        queue.append(self)
+
+    def get(self) -> Any:
+        while self in self._queue:
+            first = self._queue.popleft()
+            first._value = first._compute()
+        return self._value
+
+
+class _LaterLogits:
+    def __init__(self, later: _Later, rows: list[int], device: torch.device) -> None:
+        self._later, self._rows, self.device = later, rows, device
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def index_select(self, dim: int, index: torch.Tensor) -> _LaterLogits:
+        assert dim == 0
+        return _LaterLogits(self._later, [self._rows[i] for i in index.tolist()], self.device)
+
+    def get(self) -> torch.Tensor:
+        return self._later.get()[self._rows]
+
+
+class _LaterSamples:
+    def __init__(self, later: _Later) -> None:
+        self._later = later
+
+    @property
+    def tokens(self) -> _LaterSamples:
+        return self
+
+    def result(self) -> Any:
+        return self._later.get().result()
+
+    def get(self) -> torch.Tensor:
+        return self._later.get().tokens
+
+
+class LaggingDevice:
+    """Makes a node's steps late. What they were given is noted when they are launched, as a GPU's
+    kernels are; what lies in the pool is read and written late.
+
+    Attributes:
+        launched: steps so far.
+        ahead: those launched before the one before them was computed.
+    """
+
+    def __init__(self, server: NodeServer) -> None:
+        engine = server.node.engine
+        self._queue: deque[_Later] = deque()
+        self._forward, self._sample = engine.runner.forward, engine.sampler.launch
+        self._device = engine.pool.buffer.device
+        self.launched = self.ahead = 0
+        engine.runner.forward = self._forward_later
+        engine.sampler.launch = self._sample_later
+
+    def _forward_later(self, items: Any, on_layers_done: Any, previous: Any = None) -> Any:
+        self.launched += 1
+        self.ahead += bool(self._queue)
+        items = [replace(item, pages=item.pages.copy()) for item in items]
+
+        def compute() -> Any:
+            tokens = None if previous is None else previous.get()
+            return self._forward(items, on_layers_done, tokens)
+
+        rows = list(range(sum(item.num_logits for item in items)))
+        return _LaterLogits(_Later(self._queue, compute), rows, self._device)
+
+    def _sample_later(self, logits: _LaterLogits, states: Any, ahead: Any) -> Any:
+        states = [copy.copy(state) for state in states]
+        compute = lambda: self._sample(logits.get(), states, ahead)  # noqa: E731
+        return _LaterSamples(_Later(self._queue, compute))

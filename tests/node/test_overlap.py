@@ -1,0 +1,101 @@
+"""Steps planned ahead: the same tokens, and no page changes its owner under a launched step."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import random_prompts
+from lagging_device import LaggingDevice
+from tiny import tiny_cluster
+
+from pd.core.errors import PDError
+
+if TYPE_CHECKING:
+    from cluster import Cluster, Pending
+
+# Small enough that sequences are retracted and pages go from one to the next at once.
+SMALL = {"kv_cache_tokens": 256, "reserved_decode_tokens": 4, "chunked_prefill_size": 48}
+
+
+def some_params(rng: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_tokens": rng.choice((1, 2, 3, 8, 30)),
+        "n": rng.choice((1, 1, 3)),
+    }
+    params |= rng.choice(
+        (
+            {},
+            {"temperature": 1.0, "seed": rng.randrange(1000)},
+            {"temperature": 0.8, "top_p": 0.9, "min_tokens": 4, "ignore_eos": False},
+            {"frequency_penalty": 1.0},
+            {"logprobs": True, "top_logprobs": 2},
+            {"stop_token_ids": tuple(rng.sample(range(256), 40))},
+        )
+    )
+    return params
+
+
+def watch_owners(cluster: Cluster) -> None:
+    """No page is given up while a launched step uses it."""
+    for server in cluster.nodes:
+        memory = server.node.memory
+        for name in ("release", "quarantine"):
+
+            def checked(sequence: Any, act: Any = getattr(memory, name)) -> Any:
+                assert not sequence.in_step
+                return act(sequence)
+
+            setattr(memory, name, checked)
+
+
+def run(
+    cluster: Cluster, requests: list[tuple[list[int], dict[str, Any]]], rng: random.Random | None
+) -> list[Any]:
+    """Tokens of every request; with ``rng`` some are aborted, whose entry is None."""
+    nodes = cluster.unified or cluster.pair
+    sent: list[Pending] = []
+    for prompt, params in requests:
+        sent.append(cluster.client.generate(prompt, nodes, **params))
+        if rng is not None:
+            time.sleep(rng.random() * 0.01)
+            if rng.random() < 0.25:
+                cluster.client.abort(rng.choice(sent))
+    found: list[Any] = []
+    for pending in sent:
+        try:
+            found.append(pending.result(30) if rng is None or pending.done.wait(5) else None)
+        except PDError:
+            found.append(None)
+    cluster.wait_idle()
+    return found
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tokens_are_those_of_steps_one_by_one(split: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = random_prompts(seed, [rng.randrange(1, 90) for _ in range(40)])
+    requests = [(prompt, some_params(rng)) for prompt in prompts]
+    with tiny_cluster(0, 0, 1, overlap_schedule="off") as cluster:
+        expected = run(cluster, requests, None)
+    nodes = (1, 1, 0) if split else (0, 0, 1)
+    with tiny_cluster(*nodes, **SMALL, overlap_schedule="on") as cluster:
+        watch_owners(cluster)
+        devices = [LaggingDevice(server) for server in cluster.decode or cluster.unified]
+        found = run(cluster, requests, rng)
+        assert all(server.node.ready for server in cluster.nodes)
+    right = [tokens == wanted for tokens, wanted in zip(found, expected, strict=True) if tokens]
+    assert all(right), [i for i, tokens in enumerate(found) if tokens and tokens != expected[i]]
+    assert len(right) > 10
+    assert sum(device.ahead for device in devices) > 10
+
+
+def test_a_request_at_its_last_token_is_not_computed_further() -> None:
+    with tiny_cluster(0, 0, 1, overlap_schedule="on") as cluster:
+        device = LaggingDevice(cluster.unified[0])
+        (prompt,) = random_prompts(0, [10])
+        cluster.client.generate(prompt, cluster.unified, max_tokens=9).tokens()
+        cluster.wait_idle()
+        assert (device.launched, device.ahead) == (9, 7)
