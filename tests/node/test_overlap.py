@@ -14,6 +14,8 @@ from tiny import tiny_cluster
 from pd.core.errors import PDError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster import Cluster, Pending
 
 # Small enough that sequences are retracted and pages go from one to the next at once.
@@ -38,17 +40,20 @@ def some_params(rng: random.Random) -> dict[str, Any]:
     return params
 
 
+def unused_by_steps(act: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def checked(sequence: Any) -> Any:
+        assert not sequence.in_step
+        return act(sequence)
+
+    return checked
+
+
 def watch_owners(cluster: Cluster) -> None:
     """No page is given up while a launched step uses it."""
     for server in cluster.nodes:
         memory = server.node.memory
-        for name in ("release", "quarantine"):
-
-            def checked(sequence: Any, act: Any = getattr(memory, name)) -> Any:
-                assert not sequence.in_step
-                return act(sequence)
-
-            setattr(memory, name, checked)
+        memory.release = unused_by_steps(memory.release)
+        memory.quarantine = unused_by_steps(memory.quarantine)
 
 
 def run(
