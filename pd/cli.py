@@ -116,13 +116,14 @@ def parse(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> 
 
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
-    from pd.bench import engine, radix, transfer
+    from pd.bench import engine, radix, serve, transfer
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
     programs = {
         "engine": (engine, "speed of one node's prefill and decode"),
         "radix": (radix, "speed of the radix cache"),
+        "serve": (serve, "what clients of a server wait for"),
         "transfer": (transfer, "speed of KV transfers between two processes or hosts"),
     }
     for name, (program, text) in programs.items():

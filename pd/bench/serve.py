@@ -1,0 +1,326 @@
+"""`pd-bench serve`: what clients of a server wait for, alone and under load.
+
+Prompts are random token ids that share nothing, sent to `/v1/completions`; answers are greedy,
+ignore ends of sequence and are streamed. Times are those at which an event's last byte reached this
+process, which reads the events only afterwards. Any server of that API can be asked.
+
+`--unloaded` sends one prompt at a time: time to the first token, from the first to the second, and
+to the last. The first prompt of each length warms up.
+
+`--load` keeps `streams` answers of `out` tokens to prompts of `in` tokens running: whichever ends
+is followed by a new one, and the first ones are cut short by degrees so that ends are spread out.
+Once all run, for `seconds` a prompt of `long` tokens is sent every `every` seconds, whatever became
+of those before it, and asked for `long_out` tokens. Inter-token latency (ITL) counts every interval
+between two events of a stream that ends in that time, also the one between the first token and the
+second, for which in a split the prompt's KV has to arrive; one row leaves that interval out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import shlex
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pd.bench.serve_client import Completion, Reception, Server
+from pd.core.errors import NodeFailedError, SetupError, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+_COLUMNS = (
+    f"{'work':15} {'metric':40} {'count':>7} {'mean':>9} {'p50':>9} {'p95':>9} {'p99':>9} "
+    f"{'p99.9':>9} {'max':>9}"
+)
+EXAMPLES = """\
+examples:
+  pd-bench serve --url http://127.0.0.1:8000 --unloaded 1024,8192
+  pd-bench serve --url http://127.0.0.1:8000 --load streams=48,long=8192 --output serve.json
+"""
+
+
+@dataclass(frozen=True)
+class Load:
+    """See the module's docstring. Lengths in tokens, times in seconds."""
+
+    streams: int = 48
+    num_in: int = 512
+    num_out: int = 900
+    long: int = 8192
+    every: float = 0.5
+    long_out: int = 32
+    seconds: float = 12.0
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        """``streams=48,in=512,…``; what is left out has its default. Raises UsageError."""
+        names = {"in": "num_in", "out": "num_out"}
+        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        given: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            name = names.get(name, name)
+            try:
+                given[name] = kinds[name](value)
+            except (KeyError, ValueError):
+                given[name] = 0
+            if not given[name] > 0:
+                shown = ", ".join(f"{k}=N" for k in ("streams", "in", "out", *list(kinds)[3:]))
+                raise UsageError(f"--load is {shown} with numbers above 0, not {part}")
+        return cls(**given)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --url URL [--unloaded N,…] [--load SPEC] [flags]"
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("--url", required=True, help="the proxy, http://HOST:PORT")
+    add("--unloaded", metavar="N,…", help="lengths of prompts that are sent one at a time")
+    add("--outputs", type=int, default=16, metavar="N", help="tokens of their answers")
+    add("--repeats", type=int, default=7, metavar="N", help="prompts of each length")
+    add(
+        "--load",
+        metavar="SPEC",
+        help="streams=48,in=512,out=900,long=8192,every=0.5,long_out=32,seconds=12, or some of "
+        "these; what is left out is as it stands here",
+    )
+    add("--model", metavar="NAME", help="which one, if the server needs to be told")
+    add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
+    add("--seed", type=int, default=0, help="of the prompts")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one measurement")
+    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write.
+
+    ``args`` has also the whole ``command_line``, as it was typed.
+    """
+    if args.unloaded is None and args.load is None:
+        raise UsageError("nothing to measure: give --unloaded, --load or both")
+    if min(args.outputs, args.repeats, args.vocab_size) < 1:
+        raise UsageError("--outputs, --repeats and --vocab-size must be at least 1")
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {args.output}: there is no such directory")
+    lengths = _lengths(args.unloaded or "")
+    load = None if args.load is None else Load.parse(args.load)
+    prompts = Prompts(args.vocab_size, args.seed)
+    server = Server(args.url, args.model)
+    rows: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {}
+    print(_COLUMNS, flush=True)
+    for length in lengths:
+        work = measure_unloaded(server, prompts, length, args.outputs, args.repeats)
+        rows += show(asyncio.run(_within(work, args.timeout)))
+    if load is not None:
+        found, settings = asyncio.run(_within(measure_load(server, prompts, load), args.timeout))
+        rows += show(found)
+        print(", ".join(f"{name} {value}" for name, value in settings.items()))
+    if args.output is not None:
+        from pd.bench.report import write_report
+
+        command = shlex.join(["pd-bench", *args.command_line])
+        write_report(args.output, command, rows, measured=["pd"], settings=settings)
+    return 0
+
+
+def _lengths(text: str) -> list[int]:
+    lengths = [int(part) if part.isdecimal() else 0 for part in text.split(",") if part]
+    if not all(lengths):
+        raise UsageError(f"--unloaded is lengths of prompts, separated by commas, not {text}")
+    return lengths
+
+
+async def _within(work: Any, seconds: float) -> Any:
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        raise SetupError(f"not measured within --timeout {seconds:g} s") from None
+
+
+class Prompts:
+    """Random prompts; any two differ within the first few tokens."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._rng = np.random.default_rng(seed)
+
+    def make(self, num_tokens: int) -> list[int]:
+        ids: list[int] = self._rng.integers(0, self._vocab_size, num_tokens).tolist()
+        return ids
+
+
+# ---- one at a time
+
+
+async def measure_unloaded(
+    server: Server, prompts: Prompts, length: int, outputs: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Rows of prompts of one length. Raises PDError if one is not answered."""
+    answers = []
+    for _ in range(repeats + 1):
+        request = server.request(prompts.make(length), outputs)
+        answers.append(_checked(await server.ask(request), outputs))
+    del answers[0]
+    work = f"unloaded:{length}"
+    rows = [_row(work, "first token", _first(answers))]
+    if outputs > 1:
+        rows.append(_row(work, "second token after the first", _second(answers)))
+        rows.append(_row(work, "last token", [a.times[-1] - a.sent for a in answers]))
+    return rows
+
+
+def _checked(answer: Completion, num_tokens: int) -> Completion:
+    if answer.error is not None:
+        raise NodeFailedError(answer.error)
+    if answer.num_tokens != num_tokens:
+        raise NodeFailedError(f"{answer.num_tokens} tokens came, not {num_tokens}")
+    return answer
+
+
+def _first(answers: list[Completion]) -> list[float]:
+    return [answer.times[0] - answer.sent for answer in answers if answer.times]
+
+
+def _second(answers: list[Completion]) -> list[float]:
+    return [answer.times[1] - answer.times[0] for answer in answers if len(answer.times) > 1]
+
+
+# ---- many at once
+
+
+class _Streams:
+    """Streams that are replaced when they end."""
+
+    def __init__(self, server: Server, prompts: Prompts, load: Load) -> None:
+        self._server, self._prompts, self._load = server, prompts, load
+        self._running: dict[int, Reception] = {}
+        self._over = False
+        self.all: list[Reception] = []
+        self.tasks = [asyncio.create_task(self._run(place)) for place in range(load.streams)]
+
+    async def _run(self, place: int) -> None:
+        load = self._load
+        num_out = max(2, load.num_out * (place + 1) // load.streams)
+        while not self._over:
+            request = self._server.request(self._prompts.make(load.num_in), num_out)
+            reception = await self._server.start(request)
+            self._running[place] = reception
+            self.all.append(reception)
+            if self._over:
+                reception.cut()
+            await reception.ended
+            # NOTE: without this a server that refuses all would be asked without end.
+            if reception.events < 2 and not self._over:
+                raise NodeFailedError(f"a stream failed: {reception.completion().error}")
+            num_out = load.num_out
+
+    async def wait_running(self) -> None:
+        """Until every place has a stream that has begun. Raises what ended one."""
+        while not self._all_run():
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.01)
+
+    def _all_run(self) -> bool:
+        begun = [reception for reception in self._running.values() if reception.events > 2]
+        return len(begun) == self._load.streams
+
+    async def stop(self) -> None:
+        """Hang up on all that run. Raises what ended one before."""
+        self._over = True
+        for reception in self._running.values():
+            if not reception.ended.done():
+                reception.cut()
+        await asyncio.gather(*self.tasks)
+
+
+async def measure_load(
+    server: Server, prompts: Prompts, load: Load
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows, and what else there is to know. Raises PDError if a request fails."""
+    count = max(1, round(load.seconds / load.every))
+    requests = [server.request(prompts.make(load.long), load.long_out) for _ in range(count)]
+    gc.collect()
+    gc.disable()  # a collection would delay the reading of everything that comes meanwhile
+    try:
+        streams = _Streams(server, prompts, load)
+        await streams.wait_running()
+        begin, cpu = time.perf_counter(), time.process_time()
+        asked = []
+        for number, request in enumerate(requests):
+            await asyncio.sleep(begin + number * load.every - time.perf_counter())
+            asked.append(asyncio.create_task(server.ask(request)))
+        await asyncio.sleep(begin + load.seconds - time.perf_counter())
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        answers = [_checked(answer, load.long_out) for answer in await asyncio.gather(*asked)]
+        await streams.stop()
+    finally:
+        gc.enable()
+    found = [reception.completion() for reception in streams.all]
+    for stream in found:
+        if stream.error is not None:
+            raise NodeFailedError(f"a stream failed: {stream.error}")
+    facts = {"client_cpu_share": round(cpu / (end - begin), 3)}
+    return _load_rows(found, answers, begin, end), facts | _volume(found, begin, end)
+
+
+def _load_rows(
+    streams: list[Completion], answers: list[Completion], begin: float, end: float
+) -> list[dict[str, Any]]:
+    every = [pair for s in streams for pair in pairwise(s.times) if begin < pair[1] <= end]
+    later = [pair for s in streams for pair in pairwise(s.times[1:]) if begin < pair[1] <= end]
+    started = [s for s in streams if s.times and begin < s.times[0] <= end]
+    return [
+        _row("load", "ITL of the streams", [b - a for a, b in every]),
+        _row("load", "ITL of the streams from token 2 on", [b - a for a, b in later]),
+        _row("load", "first token of long prompts", _first(answers)),
+        _row("load", "second token of long prompts after it", _second(answers)),
+        _row("load", "first token of new streams", _first(started)),
+        _row("load", "second token of new streams after it", _second(started)),
+    ]
+
+
+def _volume(streams: list[Completion], begin: float, end: float) -> dict[str, Any]:
+    """Output of the streams; more than one token in an event means that somebody was slow."""
+    counts = [
+        count
+        for stream in streams
+        for at, count in zip(stream.times, stream.counts, strict=True)
+        if begin < at <= end
+    ]
+    return {
+        "tokens_per_s": round(sum(counts) / (end - begin), 1),
+        "tokens_per_event": round(sum(counts) / max(len(counts), 1), 3),
+    }
+
+
+# ---- results
+
+
+def _row(work: str, metric: str, seconds: list[float]) -> dict[str, Any]:
+    """Milliseconds; empty where nothing was seen."""
+    row: dict[str, Any] = {"work": work, "metric": metric, "count": len(seconds)}
+    values = np.array(seconds or [np.nan]) * 1e3
+    statistics = {"mean_ms": values.mean(), "max_ms": values.max()}
+    for name, percent in (("p50", 50), ("p95", 95), ("p99", 99), ("p99.9", 99.9)):
+        statistics[f"{name}_ms"] = np.percentile(values, percent)
+    order = ("mean_ms", "p50_ms", "p95_ms", "p99_ms", "p99.9_ms", "max_ms")
+    return row | {name: round(float(statistics[name]), 3) if seconds else None for name in order}
+
+
+def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print rows, and hand them back."""
+    for row in rows:
+        numbers = [value for name, value in row.items() if name.endswith("_ms")]
+        cells = " ".join(f"{'' if n is None else format(n, '.2f'):>9}" for n in numbers)
+        print(f"{row['work']:15} {row['metric']:40} {row['count']:7} {cells}", flush=True)
+    return rows

@@ -1,0 +1,138 @@
+"""`pd-bench serve` measures a real deployment, and takes its times from when bytes arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from processes import Deployment, deployment
+
+from pd import cli
+from pd.bench.serve import Load, Prompts, measure_unloaded
+from pd.bench.serve_client import Reception, Server
+from pd.core.errors import NodeFailedError, UsageError
+from pd.embedded import EMBEDDED_MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployment(EMBEDDED_MODEL, tmp_path_factory.mktemp("serve")) as running:
+        yield running
+
+
+def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
+    output = tmp_path / "serve.json"
+    flags = ["--url", served.proxy.url, "--unloaded", "24,80", "--repeats", "2", "--outputs", "5"]
+    load = "streams=2,in=10,out=20,long=64,every=0.3,long_out=3,seconds=0.6"
+    assert cli.bench(["serve", *flags, "--load", load, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert report["command"].startswith("pd-bench serve --url")
+    assert set(report["settings"]) == {"client_cpu_share", "tokens_per_s", "tokens_per_event"}
+    assert report["settings"]["tokens_per_s"] > 0
+    rows = {(row["work"], row["metric"]): row for row in report["results"]}
+    for length in (24, 80):
+        first = rows[f"unloaded:{length}", "first token"]
+        second = rows[f"unloaded:{length}", "second token after the first"]
+        last = rows[f"unloaded:{length}", "last token"]
+        assert first["count"] == second["count"] == last["count"] == 2
+        assert 0 < first["p50_ms"] < last["p50_ms"]
+        assert 0 < second["p50_ms"] < last["p50_ms"]
+    assert rows["load", "first token of long prompts"]["count"] == 2
+    itl = rows["load", "ITL of the streams"]
+    assert itl["count"] >= rows["load", "ITL of the streams from token 2 on"]["count"] > 0
+    assert itl["p50_ms"] <= itl["p95_ms"] <= itl["p99_ms"] <= itl["p99.9_ms"] <= itl["max_ms"]
+    assert "client_cpu_share" in capsys.readouterr().out
+    served.wait_idle()  # who was hung up on is gone
+
+
+def test_a_refused_prompt_is_an_error_in_one_line(served, capsys) -> None:
+    for what in (["--unloaded", "9000"], ["--load", "streams=1,in=9000,seconds=0.1"]):
+        assert cli.bench(["serve", "--url", served.proxy.url, *what]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("pd-bench serve: ")
+        assert "HTTP status 400" in error
+        assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ([], "nothing to measure: give --unloaded, --load or both"),
+        (["--unloaded", "12,x"], "--unloaded is lengths of prompts"),
+        (["--load", "streams=0"], "--load is streams=N, in=N, out=N, long=N"),
+        (["--load", "strands=3"], "not strands=3"),
+        (["--unloaded", "8", "--url", "127.0.0.1"], "--url is http://HOST:PORT"),
+        (["--unloaded", "8"], "cannot reach 127.0.0.1:9"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> None:
+    assert cli.bench(["serve", "--url", "http://127.0.0.1:9", *flags]) in (1, 2)
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error.splitlines()) == 1
+
+
+def test_what_is_left_out_of_a_load_has_its_default() -> None:
+    assert Load.parse("") == Load()
+    assert Load.parse("in=3,out=4,every=0.25") == Load(num_in=3, num_out=4, every=0.25)
+    with pytest.raises(UsageError):
+        Load.parse("every=soon")
+
+
+async def reception(*pieces: tuple[float, bytes]) -> Reception:
+    """As if these pieces had come at these times."""
+    made = Reception()
+    made._pieces = list(pieces)
+    return made
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def event(*ids: int) -> bytes:
+    choice = {"index": 0, "text": "", "token_ids": list(ids), "finish_reason": None}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def test_an_event_has_come_when_its_last_byte_has() -> None:
+    first, second = chunk(event(1)), chunk(event(2, 3))
+    end = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    pieces = [(1.0, HEAD + first), (2.0, second[:10]), (3.0, second[10:] + chunk(event(4)) + end)]
+    found = asyncio.run(reception(*pieces)).completion()
+    assert found.error is None
+    assert found.times == [1.0, 3.0, 3.0]
+    assert found.counts == [1, 2, 1]
+
+
+def test_an_event_may_lie_in_two_chunks_and_chunks_may_be_of_no_token() -> None:
+    data = event(1)
+    pieces = [(1.0, HEAD + chunk(data[:7])), (2.0, chunk(data[7:])), (3.0, chunk(event()))]
+    found = asyncio.run(reception(*pieces)).completion()
+    assert (found.times, found.counts) == ([2.0], [1])
+    assert found.error == "the connection ended in the middle of the stream"
+
+
+def test_failures_are_told() -> None:
+    refused = b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nfull"
+    assert asyncio.run(reception((1.0, refused))).completion().error == "HTTP status 429: full"
+    assert asyncio.run(reception()).completion().error == "no answer"
+    broken = HEAD + chunk(b'data: {"error": {"message": "gone"}}\n\n')
+    assert "gone" in str(asyncio.run(reception((1.0, broken))).completion().error)
+
+
+def test_an_answer_of_another_length_is_refused(served) -> None:
+    class Shorter(Server):
+        def request(self, prompt: list[int], max_tokens: int) -> bytes:
+            return super().request(prompt, max_tokens - 1)
+
+    server = Shorter(served.proxy.url, None)
+    with pytest.raises(NodeFailedError, match="3 tokens came, not 4"):
+        asyncio.run(measure_unloaded(server, Prompts(2000, 0), 16, 4, 1))
