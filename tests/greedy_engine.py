@@ -20,15 +20,21 @@ if TYPE_CHECKING:
 
 
 def make_runner(
-    path: Path, *, page_size: int = 16, num_tokens: int = 8192, dtype: str = "float32"
+    path: Path,
+    *,
+    page_size: int = 16,
+    num_tokens: int = 8192,
+    dtype: str = "float32",
+    device: str = "cpu",
+    attention: str = "auto",
 ) -> ModelRunner:
     """A runner over the checkpoint at ``path`` with a pool of ``num_tokens`` slots."""
     config = ModelConfig.from_pretrained(path)
-    model = load_model(path, config, dtype=getattr(torch, dtype), device="cpu")
+    model = load_model(path, config, dtype=getattr(torch, dtype), device=device)
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size)
-    pool = KVPool(layout, num_tokens // page_size, "cpu")
-    attention = make_attention_backend("auto", pool, config.num_heads)
-    return ModelRunner(model, pool, attention, layer_group=2)
+    pool = KVPool(layout, num_tokens // page_size, device)
+    backend = make_attention_backend(attention, pool, config.num_heads)
+    return ModelRunner(model, pool, backend, layer_group=2)
 
 
 @dataclass

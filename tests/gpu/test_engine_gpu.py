@@ -1,0 +1,88 @@
+"""The engine on a GPU computes what transformers does, in graphs and without."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    make_checkpoint,
+    reference_generate,
+    reference_model,
+)
+from greedy_engine import generate, make_runner
+
+from pd.engine.cuda_graphs import DecodeGraphs
+from pd.engine.model_runner import ForwardItem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pd.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NEW_TOKENS = 24
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+def with_graphs(runner: ModelRunner) -> ModelRunner:
+    runner.graphs = DecodeGraphs(
+        runner.model, runner.attention, (1, 2, 4), max_rows=8, max_context=1024, progress=False
+    )
+    return runner
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_float32_tokens_equal_transformers(
+    checkpoint: Callable[[str], Path], architecture: str, graphs: bool
+) -> None:
+    path = checkpoint(architecture)
+    prompts = prompts_of([1, 2, 17, 64, 150, 420])
+    expected = reference_generate(path, prompts, NEW_TOKENS)
+    for page_size, max_chunk in ((1, 5), (16, 4096), (4, 1)):
+        few = prompts if max_chunk > 1 else prompts[:4]
+        runner = make_runner(path, page_size=page_size, device="cuda", attention="triton")
+        if graphs:
+            with_graphs(runner)
+        found = generate(runner, few, NEW_TOKENS, max_chunk=max_chunk, seed=page_size)
+        where = f"page size {page_size}, chunks up to {max_chunk}"
+        assert [s.output for s in found] == expected[: len(few)], where
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+@pytest.mark.parametrize("architecture", ["llama3", "qwen3", "qwen3_moe"])
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(
+    tmp_path: Path, architecture: str, attention: str
+) -> None:
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    # Of those that FlashInfer has.
+    path = make_checkpoint(architecture, tmp_path, head_dim=64)
+    exact_model = copy.deepcopy(reference_model(path)).cuda()
+    rounded_model = copy.deepcopy(exact_model).to(torch.bfloat16)
+    runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
+    ours, theirs = [], []
+    for prompt in prompts_of([40, 200, 333]):
+        ids = torch.tensor([prompt], device="cuda")
+        with torch.inference_mode():
+            exact = exact_model(ids).logits[0].float()
+            rounded = rounded_model(ids).logits[0].float()
+        pages = np.arange(-(-len(prompt) // 16), dtype=np.int32)
+        item = ForwardItem(np.array(prompt, np.int32), 0, pages, len(prompt))
+        ours.append((runner.forward([item]).float() - exact).flatten())
+        theirs.append((rounded - exact).flatten())
+    ratio = torch.cat(ours).norm() / torch.cat(theirs).norm()
+    print(f"{architecture}, {attention}: error {ratio:.3f} of that of transformers")
+    assert ratio < 1.1
