@@ -1,0 +1,297 @@
+"""A split over two GPUs and two unified nodes on the same GPUs, asked the same, one after another.
+
+    python scripts/split_benchmark.py --output benchmarks/results/split_gpu.json
+
+Real processes with dummy weights: a prefill node on the first device and a decode node on the
+second behind one proxy, for each transfer backend; and a unified node on each device behind
+another proxy. All start together, so that little time passes before the first measurement; who is
+not measured is idle. What is measured is said by `pd-bench serve`. Besides, prompts are sent to the
+prefill node alone (they ask for one token, so there is nothing to hand over), and the nodes' own
+metrics say how long prefill took on average with and without sending KV meanwhile, and how much of
+a transfer a request waits for. Rows of vLLM are not of this run (`benchmarks/reference_vllm.json`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from pd.bench.engine import REFERENCE  # noqa: E402
+from pd.bench.report import write_report  # noqa: E402
+from pd.bench.serve import Load, Prompts, measure_load, measure_unloaded, show  # noqa: E402
+from pd.bench.serve_client import Server  # noqa: E402
+from pd.bench.shapes import NAMES, SHAPES, model_directory  # noqa: E402
+from pd.commands.processes import Child, Children  # noqa: E402
+from pd.core.errors import PDError, SetupError  # noqa: E402
+
+BACKENDS = ("nvlink", "nixl", "tcp", "mooncake")
+
+
+@dataclass
+class System:
+    """One deployment; ``prefill`` is None where nodes are unified."""
+
+    name: str
+    nodes: list[Child]
+    prefill: Child | None = None
+    proxy: Child | None = None
+
+
+class Deployments:
+    """All systems' processes."""
+
+    def __init__(self, args: argparse.Namespace, logs: Path) -> None:
+        self._args = args
+        self._children = Children(logs)
+
+    def start(self) -> list[System]:
+        """All of them, until they can serve. Raises SetupError."""
+        systems = [self._start_nodes(name) for name in self._args.systems]
+        self._wait([node for system in systems for node in system.nodes])
+        for system in systems:
+            system.proxy = self._start_proxy(system)
+        self._wait([system.proxy for system in systems if system.proxy is not None])
+        return systems
+
+    def _start_nodes(self, name: str) -> System:
+        args = self._args
+        flags = ["--model", model_directory(args.model), "--port", 0, *shlex.split(args.node_flags)]
+        flags += ["--kv-cache-tokens", args.kv_cache_tokens]
+        flags += ["--load-format", "dummy"] if args.model in SHAPES else []
+        if name == "unified":
+            nodes = [
+                self._children.start(f"unified {i}", "unified", "--device", device, *flags)
+                for i, device in enumerate(args.devices)
+            ]
+            return System("unified x 2", nodes)
+        flags += ["--transfer-backend", name]
+        source, target = args.devices
+        ports = ["--bootstrap-port", 0, "--device", source]
+        prefill = self._children.start(f"prefill {name}", "prefill", *ports, *flags)
+        decode = self._children.start(f"decode {name}", "decode", "--device", target, *flags)
+        return System(f"split, {name}", [prefill, decode], prefill)
+
+    def _start_proxy(self, system: System) -> Child:
+        workers: list[str] = []
+        for node in system.nodes:
+            assert node.ready is not None
+            workers += [f"--{node.ready.role}", node.url]
+        tokenizer = ["--tokenizer", self._args.tokenizer] if self._args.tokenizer else []
+        return self._children.start(
+            f"proxy {system.name}", "proxy", "--port", 0, *tokenizer, *workers
+        )
+
+    def _wait(self, children: list[Child]) -> None:
+        limit = self._args.start_timeout
+
+        def check(seconds: float) -> None:
+            if seconds > limit:
+                raise SetupError(f"the processes were not ready within {limit:g} s")
+
+        self._children.wait_ready(children, check)
+
+    def check(self) -> None:
+        """Raises SetupError if a process has ended."""
+        self._children.check()
+
+    def stop(self) -> None:
+        self._children.stop()
+
+
+class Measurement:
+    """Rows of one system."""
+
+    def __init__(self, args: argparse.Namespace, system: System) -> None:
+        assert system.proxy is not None
+        self._args, self._system = args, system
+        self._server = Server(system.proxy.url, None)
+        self._prompts = Prompts(args.vocab_size, args.seed)
+        self.rows: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Everything; what is known of the load besides its rows. Raises PDError."""
+        args = self._args
+        for length in args.unloaded:
+            if self._system.prefill is not None:
+                self._unloaded(length, 1, "prefill node alone")
+            self._unloaded(length, args.outputs, self._system.name)
+        if args.load is None:
+            return {}
+        # Kernels that are compiled when their shapes are first seen are compiled in this one.
+        warm = dataclasses.replace(args.load, num_out=min(args.load.num_out, 40), seconds=1.0)
+        self._within(measure_load(self._server, self._prompts, warm))
+        rows, facts = self._within(measure_load(self._server, self._prompts, args.load))
+        self._add(rows, self._system.name)
+        return {self._system.name: facts}
+
+    def _unloaded(self, length: int, outputs: int, name: str) -> None:
+        def measure(repeats: int) -> Any:
+            work = measure_unloaded(self._server, self._prompts, length, outputs, repeats)
+            return self._within(work)
+
+        measure(1)
+        prefill = self._system.prefill
+        before = {} if prefill is None else totals(prefill)
+        rows = measure(self._args.repeats)
+        if prefill is not None:
+            rows += _node_rows(f"unloaded:{length}", before, totals(prefill))
+        self._add(rows, name)
+
+    def _add(self, rows: list[dict[str, Any]], name: str) -> None:
+        print(f"--- {name}", flush=True)
+        self.rows += [{"system": name, **row} for row in show(rows)]
+
+    def _within(self, work: Any) -> Any:
+        async def limited() -> Any:
+            return await asyncio.wait_for(work, self._args.timeout)
+
+        try:
+            return asyncio.run(limited())
+        except TimeoutError:
+            raise SetupError(f"not measured within {self._args.timeout:g} s") from None
+
+
+def totals(node: Child) -> dict[str, float]:
+    """Sums and counts of the histograms of a node, by name and labels."""
+    found = {}
+    for line in httpx.get(f"{node.url}/metrics", timeout=10).text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.partition("{")[0].endswith(("_sum", "_count")):
+            found[name] = float(value)
+    return found
+
+
+def _node_rows(
+    work: str, before: dict[str, float], after: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Means of what happened between two looks at the prefill node's metrics."""
+    kinds = {
+        'pd_stage_seconds_sum{stage="prefill"}': "prefill, as the node says",
+        "pd_transfer_exposed_seconds_sum": "transfer that the second token waits for",
+    }
+    rows = []
+    for name, after_sum in after.items():
+        metric = next((text for start, text in kinds.items() if name.startswith(start)), None)
+        count_name = name.replace("_sum", "_count")
+        count = after.get(count_name, 0.0) - before.get(count_name, 0.0)
+        if metric is not None and count > 0:
+            mean = (after_sum - before.get(name, 0.0)) / count * 1e3
+            row = {"work": work, "metric": metric, "count": int(count), "mean_ms": round(mean, 3)}
+            rows.append(row)
+    return rows
+
+
+def reference(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What vLLM did with the same load on the same machine, if this is what it was measured on."""
+    known = json.loads(REFERENCE.read_text())
+    alike = args.model == known["model"] and args.load in (None, Load())
+    return [dict(row) for row in known["serve"]] if alike else []
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, help="result file (JSON)")
+    add("--model", default="llama-3.1-8b", help=f"a directory or one of {', '.join(NAMES)}")
+    add("--devices", default="cuda:0,cuda:1", type=_parts, help="of prefill and decode")
+    add("--systems", default="nvlink,unified", type=_parts, help=f"{', '.join(BACKENDS)}, unified")
+    add("--node-flags", default="", help="more flags of every node, as one argument")
+    add("--kv-cache-tokens", type=int, default=200_000, help="of every node")
+    add("--tokenizer", type=Path, help="for the proxies; without it they handle ids alone")
+    add("--unloaded", default="1024,8192,32768", type=_lengths, help="empty for none")
+    add("--outputs", type=int, default=16)
+    add("--repeats", type=int, default=7)
+    add("--load", default="streams=48", type=_load, help="as for pd-bench serve; empty for none")
+    add("--vocab-size", type=int, default=2000)
+    add("--seed", type=int, default=0)
+    add("--start-timeout", type=float, default=150.0, help="seconds until all processes serve")
+    add("--timeout", type=float, default=90.0, help="seconds of one measurement")
+    add("--logs", type=Path, help="keep the processes' logs in this directory")
+    args = parser.parse_args(arguments)
+    unknown = set(args.systems) - {*BACKENDS, "unified"}
+    if unknown or len(args.devices) != 2:
+        parser.error("--systems are backends or unified, --devices are two")
+    return args
+
+
+def _parts(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _lengths(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _load(text: str) -> Load | None:
+    return Load.parse(text) if text else None
+
+
+def measure(
+    args: argparse.Namespace, directory: Path, rows: list[dict[str, Any]], facts: dict[str, Any]
+) -> str:
+    """Fill in rows and facts of all systems; what went wrong, if anything did."""
+    deployments = Deployments(args, directory)
+    errors = []
+    began = time.monotonic()
+    try:
+        systems = deployments.start()
+        facts["start_s"] = round(time.monotonic() - began, 1)
+        print(f"all processes serve after {facts['start_s']} s", flush=True)
+        for system in systems:
+            measurement = Measurement(args, system)
+            try:
+                facts |= measurement.run()
+            except (PDError, httpx.HTTPError) as error:
+                errors.append(f"{system.name}: {error}")
+                print(f"FAILED: {errors[-1]}", flush=True)
+            rows += measurement.rows
+            deployments.check()
+    except PDError as error:
+        errors.append(error.message)
+    finally:
+        deployments.stop()
+    return "; ".join(errors)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    args = parse(given)
+    rows: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="pd-split-") as name:
+        error = measure(args, Path(name), rows, facts)
+        for log in sorted(Path(name).glob("*.log")):
+            if args.logs is not None:
+                args.logs.mkdir(parents=True, exist_ok=True)
+                shutil.copy(log, args.logs)
+            elif error:
+                print(f"--- {log.name}", log.read_text()[-2000:], sep="\n", file=sys.stderr)
+    if args.output is not None and rows:
+        command = shlex.join(["python", "scripts/split_benchmark.py", *given])
+        facts |= {"error": error} if error else {}
+        every = rows + reference(args)
+        write_report(args.output, command, every, measured=["pd", "scripts"], settings=facts)
+    if error:
+        print(f"FAILED: {error}", flush=True)
+    return int(bool(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
