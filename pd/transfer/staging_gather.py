@@ -189,8 +189,8 @@ class Outgoing:
                 begun.append(taken)
             elif not begun:
                 return
-            full = taken is None or len(begun) >= self.copier.depth
-            if full or begun[0].ticket.done():
+            first, full = begun[0], len(begun) >= self.copier.depth
+            if taken is None or full or first.ticket.done() or not first.link.writing:
                 self._complete(begun.popleft())
 
     def _next(self, *, wait: bool) -> _Gather | None:

@@ -12,7 +12,7 @@ from pd.transfer.ranges import Block
 
 VERSION = 1
 MAX_SLOTS = 256
-MAX_SLOT_BYTES = 64 << 20
+MAX_SLOT_BYTES = 256 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 _Slots = Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]

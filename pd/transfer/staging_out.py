@@ -250,6 +250,11 @@ class OutLink:
 
     # ---- the gatherer's thread, without the lock
 
+    @property
+    def writing(self) -> bool:
+        """The library has something to do."""
+        return bool(self._flying)
+
     def push(self) -> None:
         """Begin the writes of what was gathered, and see which are over already."""
         with self._library:
