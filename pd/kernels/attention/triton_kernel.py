@@ -14,8 +14,6 @@ import triton.language as tl
 # position of the first of them, where its page table begins, the keys ``[begin, end)`` to attend
 # to, its own slot for a partial result, the first slot of its tile, and the splits of its tile.
 FIELDS = 9
-# Elements of partial results that a merging program holds at a time.
-_MERGE_ELEMENTS = tl.constexpr(4096)
 
 
 @triton.jit
@@ -83,41 +81,56 @@ def _attend_range(
 def _merge(
     partials,
     partial_lse,
-    first,
+    base,
+    stride,
     splits,
-    head,
+    exists,
     dims,
-    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
 ):
-    """The softmax-weighted mean ``[MERGE_ROWS, BLOCK_D]`` of a tile's splits."""
-    SPLITS: tl.constexpr = max(1, _MERGE_ELEMENTS // (MERGE_ROWS * BLOCK_D))
-    rows = tl.arange(0, MERGE_ROWS)
-    peak = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([MERGE_ROWS], tl.float32)
-    merged = tl.zeros([MERGE_ROWS, BLOCK_D], tl.float32)
-    for start in range(0, splits, SPLITS):
-        split = start + tl.arange(0, SPLITS)
-        at = ((first + split).to(tl.int64) * KV_HEADS + head) * ROWS
-        at = at[:, None] + rows[None, :]
-        exists = (split < splits)[:, None] & (rows < ROWS)[None, :]
-        # NOTE: past the L1 cache, which does not see what other multiprocessors have written.
-        lse = tl.load(partial_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(
-            partials + at[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=exists[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
+    """The softmax-weighted mean over a tile's splits of some of its rows.
+
+    Args:
+        base: where each row of the first split lies, in rows of HEAD_DIM; ``stride`` on, the next.
+        exists: which rows there are.
+
+    Written so that all loads of MERGE_SPLITS splits are under way together, and that no thread
+    needs what another has loaded.
+    """
+    peak = tl.full([base.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([base.shape[0]], tl.float32)
+    merged = tl.zeros([base.shape[0], dims.shape[0]], tl.float32)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    for start in range(0, splits, MERGE_SPLITS):
+        new_peak = peak
+        for i in tl.static_range(MERGE_SPLITS):
+            there = exists & (start + i < splits)
+            # NOTE: past the L1 cache, which does not see what other multiprocessors have written.
+            lse = tl.load(
+                partial_lse + base + (start + i) * stride,
+                mask=there,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            new_peak = tl.maximum(new_peak, lse)
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(lse - shift[None, :])
         fade = tl.exp2(peak - shift)
-        total = total * fade + tl.sum(weights, 0)
-        merged = merged * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total = total * fade
+        merged = merged * fade[:, None]
+        for i in tl.static_range(MERGE_SPLITS):
+            there = exists & (start + i < splits)
+            at = base + (start + i) * stride
+            lse = tl.load(partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                partials + at[:, None] * HEAD_DIM + dims[None, :],
+                mask=mask & (start + i < splits),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            weight = tl.exp2(lse - shift)
+            total += weight
+            merged += part * weight[:, None]
         peak = new_peak
     return merged / tl.where(total == 0.0, 1.0, total)[:, None]
 
@@ -143,6 +156,7 @@ def paged_attention(
     NUM_FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -159,8 +173,8 @@ def paged_attention(
             partial_lse: ``[slots, KV_HEADS, ROWS]``, base-2 logarithms of their softmax sums.
         arrivals: int32 ``[slots, KV_HEADS]``, zero before and after.
         scale: what scores are multiplied by, times log2(e).
-        ROWS: of a tile, ``tokens * GROUP`` of them at most; BLOCK_M and MERGE_ROWS are that
-            rounded up for ``tl.dot`` and to a power of two.
+        ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
+        MERGE_ROWS, MERGE_SPLITS: rows and splits merged at a time.
     """
     head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
@@ -261,23 +275,24 @@ def paged_attention(
         tl.debug_barrier()
         arrival = arrivals + first_slot * KV_HEADS + head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            merged = _merge(
-                partials,
-                partial_lse,
-                first_slot,
-                splits,
-                head,
-                dims,
-                KV_HEADS,
-                HEAD_DIM,
-                ROWS,
-                MERGE_ROWS,
-                BLOCK_D,
-            )
-            rows = tl.arange(0, MERGE_ROWS)
-            its_token = rows // GROUP
-            places = (row + its_token)[:, None] * heads + (head * GROUP + rows % GROUP)[:, None]
-            places = places * HEAD_DIM + dims[None, :]
-            wanted = (rows < ROWS) & (its_token < tokens)
-            tl.store(out + places, merged.to(out.dtype.element_ty), wanted[:, None] & dims_exist)
+            for first_row in range(0, tokens * GROUP, MERGE_ROWS):
+                rows = first_row + tl.arange(0, MERGE_ROWS)
+                wanted = rows < tokens * GROUP
+                merged = _merge(
+                    partials,
+                    partial_lse,
+                    (first_slot.to(tl.int64) * KV_HEADS + head) * ROWS + rows,
+                    KV_HEADS * ROWS,
+                    splits,
+                    wanted,
+                    dims,
+                    HEAD_DIM,
+                    MERGE_SPLITS,
+                )
+                places = (row + rows // GROUP) * heads + head * GROUP + rows % GROUP
+                tl.store(
+                    out + places[:, None] * HEAD_DIM + dims[None, :],
+                    merged.to(out.dtype.element_ty),
+                    wanted[:, None] & dims_exist,
+                )
             tl.store(arrival, 0)
