@@ -180,6 +180,24 @@ class ModelConfig:
                 f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts"
             )
 
+    def divided(self, tp_size: int) -> ModelConfig:
+        """The part of one of ``tp_size`` ranks: heads and the MLPs' width divided among them. The
+        vocabulary stays whole, though the output head is divided too.
+
+        Raises:
+            UsageError: something is not a multiple of ``tp_size``.
+        """
+        for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
+            value = getattr(self, name)
+            if value % tp_size:
+                raise UsageError(f"--tp-size {tp_size} does not divide the model's {name} {value}")
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // tp_size,
+            num_kv_heads=self.num_kv_heads // tp_size,
+            intermediate_size=self.intermediate_size // tp_size,
+        )
+
     def fingerprint(self, path: str | Path, load_format: str = "auto", seed: int = 0) -> str:
         """16 hex digits of what determines KV values: the configuration and the weights.
 

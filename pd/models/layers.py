@@ -4,6 +4,9 @@ A module lists its weights with ``checkpoint_tensors``: the names they have in a
 for each the memory it is read into, which may be a part of a fused weight. So loading needs no
 copy beside the parameters, and one place says how a name and a parameter belong together.
 Afterwards ``CausalLM.prepare`` lays weights out as the kernels like them best.
+
+Of a tensor-parallel model each rank has a part (see :mod:`pd.models.tensor_parallel`): modules are
+made from the configuration of the part, and know along which dimension a weight is split.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pd.kernels.linear import gate_up_silu, linear, pack_weight
 from pd.kernels.moe import moe_mlp, route
 from pd.kernels.norm import add_rms_norm, rms_norm
 from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
+from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from pd.kernels.attention import PlannedAttention
     from pd.models.config import ModelConfig
 
-    NamedTensors = Iterator[tuple[str, torch.Tensor]]
+    NamedPlaces = Iterator[tuple[str, Place]]
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -38,11 +42,16 @@ class Linear(nn.Module):
 
     Args:
         outputs: size of each projection by its name in the checkpoint, in the order of its rows.
+        split: whether each rank has a part of the outputs (of every projection, as ``outputs``
+            says) or all of them.
     """
 
-    def __init__(self, outputs: dict[str, int], input_size: int, bias: bool = False) -> None:
+    def __init__(
+        self, outputs: dict[str, int], input_size: int, bias: bool = False, *, split: bool = False
+    ) -> None:
         super().__init__()
         self._outputs = outputs
+        self._split = 0 if split else None
         size = sum(outputs.values())
         self.weight = empty_parameter(size, input_size)
         self.bias = empty_parameter(size) if bias else None
@@ -54,12 +63,37 @@ class Linear(nn.Module):
     def prepare(self) -> None:
         self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
-    def checkpoint_tensors(self) -> NamedTensors:
+    def checkpoint_tensors(self) -> NamedPlaces:
         for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
                 parts = parameter.split(list(self._outputs.values()))
                 for name, part in zip(self._outputs, parts, strict=True):
-                    yield f"{name}.{kind}", part
+                    yield f"{name}.{kind}", Place(part, self._split)
+
+
+class ReducedLinear(Linear):
+    """A :class:`Linear` of one projection of which each rank has a part of the inputs: the ranks'
+    results are summed."""
+
+    def __init__(
+        self, name: str, output_size: int, input_size: int, bias: bool, tp: TensorParallel
+    ) -> None:
+        super().__init__({name: output_size}, input_size, bias)
+        self._name, self._tp = name, tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, input_size]`` to ``[tokens, output_size]``, the same on all ranks."""
+        return self._tp.all_reduce(super().forward(x))
+
+    def prepare(self) -> None:
+        if self.bias is not None and self._tp.rank > 0:
+            self.bias.zero_()  # it counts once in the sum
+        super().prepare()
+
+    def checkpoint_tensors(self) -> NamedPlaces:
+        yield f"{self._name}.weight", Place(self.weight, 1)
+        if self.bias is not None:
+            yield f"{self._name}.bias", Place(self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -79,22 +113,22 @@ class RMSNorm(nn.Module):
             return self(residual)
         return add_rms_norm(residual, x, self.weight, self._eps)
 
-    def checkpoint_tensors(self) -> NamedTensors:
-        yield "weight", self.weight
+    def checkpoint_tensors(self) -> NamedPlaces:
+        yield "weight", Place(self.weight)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions over the paged pool."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel) -> None:
         super().__init__()
         self._layer = layer
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         q_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = Linear(qkv, config.hidden_size, config.attention_bias)
-        self.output = Linear({"o_proj": config.hidden_size}, q_size, config.output_bias)
+        self.qkv = Linear(qkv, config.hidden_size, config.attention_bias, split=True)
+        self.output = ReducedLinear("o_proj", config.hidden_size, q_size, config.output_bias, tp)
         self._eps = config.rms_norm_eps
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -102,8 +136,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, attention: PlannedAttention
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        attention: PlannedAttention,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """The result of all tokens, or of ``rows`` alone; K and V of all are written."""
         q, k, v = rotate_and_store(
             self.qkv(x).view(len(x), -1, self._head_dim),
             self._heads,
@@ -116,9 +155,12 @@ class Attention(nn.Module):
             None if self.k_norm is None else self.k_norm.weight,
             self._eps,
         )
-        return self.output(attention.attend(self._layer, q, k, v).flatten(1))
+        if rows is not None and len(rows) == 0:
+            return x[:0]
+        attended = attention.attend(self._layer, q, k, v).flatten(1)
+        return self.output(attended if rows is None else attended.index_select(0, rows))
 
-    def checkpoint_tensors(self) -> NamedTensors:
+    def checkpoint_tensors(self) -> NamedPlaces:
         yield from self.qkv.checkpoint_tensors()
         yield from self.output.checkpoint_tensors()
         if self.q_norm is not None and self.k_norm is not None:
@@ -131,17 +173,17 @@ class GatedMLP(nn.Module):
 
     checkpoint_name = "mlp"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         size = config.intermediate_size
         gate_up = {"gate_proj": size, "up_proj": size}
-        self.gate_up = Linear(gate_up, config.hidden_size, config.mlp_bias)
-        self.down = Linear({"down_proj": config.hidden_size}, size, config.mlp_bias)
+        self.gate_up = Linear(gate_up, config.hidden_size, config.mlp_bias, split=True)
+        self.down = ReducedLinear("down_proj", config.hidden_size, size, config.mlp_bias, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
 
-    def checkpoint_tensors(self) -> NamedTensors:
+    def checkpoint_tensors(self) -> NamedPlaces:
         yield from self.gate_up.checkpoint_tensors()
         yield from self.down.checkpoint_tensors()
 
@@ -150,14 +192,16 @@ class SparseMoE(nn.Module):
     """A router and gated MLPs of which each token uses ``num_experts_per_tok``.
 
     Router probabilities are a softmax over all experts; with ``norm_topk_prob`` those of the
-    chosen ones are scaled to sum to 1, which equals a softmax over the chosen ones alone.
+    chosen ones are scaled to sum to 1, which equals a softmax over the chosen ones alone. Each rank
+    has a part of every expert, and its own copy of the router.
     """
 
     checkpoint_name = "mlp"
     gate_name, up_name, down_name = "gate_proj", "up_proj", "down_proj"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
+        self._tp = tp
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         experts, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
         self.router = Linear({"gate": experts}, hidden)
@@ -166,15 +210,15 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, experts = route(self.router(x), self._top_k, self._normalize)
-        return moe_mlp(x, weights, experts, self.gate_up, self.down)
+        return self._tp.all_reduce(moe_mlp(x, weights, experts, self.gate_up, self.down))
 
-    def checkpoint_tensors(self) -> NamedTensors:
+    def checkpoint_tensors(self) -> NamedPlaces:
         yield from self.router.checkpoint_tensors()
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
-            yield f"experts.{expert}.{self.gate_name}.weight", gate
-            yield f"experts.{expert}.{self.up_name}.weight", up
-            yield f"experts.{expert}.{self.down_name}.weight", down
+            yield f"experts.{expert}.{self.gate_name}.weight", Place(gate, 0)
+            yield f"experts.{expert}.{self.up_name}.weight", Place(up, 0)
+            yield f"experts.{expert}.{self.down_name}.weight", Place(down, 1)
 
 
 class DecoderLayer(nn.Module):
@@ -193,13 +237,27 @@ class DecoderLayer(nn.Module):
         update: torch.Tensor | None,
         cos_sin: torch.Tensor,
         attention: PlannedAttention,
-    ) -> torch.Tensor:
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the last layer's ``update`` to the residual stream ``hidden`` in place, then this
-        layer's attention; returns the MLP's update, which the next layer adds."""
-        attended = self.attention(self.attention_norm.after_add(hidden, update), cos_sin, attention)
-        return self.mlp(self.mlp_norm.after_add(hidden, attended))
+        layer's attention.
 
-    def checkpoint_tensors(self) -> NamedTensors:
+        Args:
+            rows: int64, the tokens that are wanted after this layer; None for all. K and V are
+                written for all of them.
+
+        Returns:
+            The residual stream and the MLP's update, which the next layer adds, of these rows.
+        """
+        x = self.attention_norm.after_add(hidden, update)
+        attended = self.attention(x, cos_sin, attention, rows)
+        if rows is not None:
+            hidden = hidden.index_select(0, rows)
+            if len(rows) == 0:
+                return hidden, attended
+        return hidden, self.mlp(self.mlp_norm.after_add(hidden, attended))
+
+    def checkpoint_tensors(self) -> NamedPlaces:
         yield from _within("input_layernorm", self.attention_norm.checkpoint_tensors())
         yield from _within("self_attn", self.attention.checkpoint_tensors())
         yield from _within("post_attention_layernorm", self.mlp_norm.checkpoint_tensors())
@@ -207,20 +265,28 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Embedding, decoder layers, norm, output head. Architectures say what a layer is made of."""
+    """Embedding, decoder layers, norm, output head. Architectures say what a layer is made of.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Attributes:
+        config: of this rank's part (:meth:`pd.models.config.ModelConfig.divided`).
+        tp: the ranks. The embedding is on all of them, the head's vocabulary is split.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel = SINGLE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.tp = config, tp
         self.embedding = empty_parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, self.make_attention(layer), self.make_mlp())
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = self.embedding
         if not config.tie_word_embeddings:
-            self.head = empty_parameter(config.vocab_size, config.hidden_size)
+            self.head = empty_parameter(config.vocab_size // tp.size, config.hidden_size)
+        elif tp.size == 1:
+            self.head = self.embedding
+        else:
+            self.head = self.embedding[tp.part(config.vocab_size)]
         rope = config.rope
         self._frequencies = inverse_frequencies(
             config.head_dim,
@@ -234,11 +300,11 @@ class CausalLM(nn.Module):
 
     def make_attention(self, layer: int) -> Attention:
         """The attention of one layer."""
-        return Attention(self.config, layer)
+        return Attention(self.config, layer, self.tp)
 
     def make_mlp(self) -> GatedMLP | SparseMoE:
         """The MLP of one layer."""
-        return GatedMLP(self.config)
+        return GatedMLP(self.config, self.tp)
 
     def forward(
         self,
@@ -246,19 +312,23 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,
         attention: PlannedAttention,
         layer_done: Callable[[int], None] | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states ``[tokens, hidden_size]`` before the last norm.
+        """Hidden states ``[rows, hidden_size]`` before the last norm.
 
         Args:
             token_ids, positions: int64 ``[tokens]``.
             attention: planned for exactly these tokens.
             layer_done: called with each layer's index after it.
+            rows: int64, the tokens whose hidden states are wanted; None for all. Nothing but the
+                KV of the others depends on them in the last layer, so most of it is left out.
         """
         hidden = functional.embedding(token_ids, self.embedding)
         cos_sin = rotations(positions, self._frequencies)
         update = None
         for index, layer in enumerate(self.layers):
-            update = layer(hidden, update, cos_sin, attention)
+            wanted = rows if index == len(self.layers) - 1 else None
+            hidden, update = layer(hidden, update, cos_sin, attention, wanted)
             if layer_done is not None:
                 layer_done(index)
         return hidden if update is None else hidden.add_(update)
@@ -276,18 +346,18 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab_size]`` in the model's dtype, from rows of :meth:`forward`'s result."""
-        return linear(self.norm(hidden), self.head)
+        return self.tp.all_gather(linear(self.norm(hidden), self.head))
 
-    def checkpoint_tensors(self) -> NamedTensors:
+    def checkpoint_tensors(self) -> NamedPlaces:
         """Every tensor a checkpoint must hold, and the memory to read it into."""
-        yield "model.embed_tokens.weight", self.embedding
+        yield "model.embed_tokens.weight", Place(self.embedding)
         for index, layer in enumerate(self.layers):
             yield from _within(f"model.layers.{index}", layer.checkpoint_tensors())
         yield from _within("model.norm", self.norm.checkpoint_tensors())
         if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self.head
+            yield "lm_head.weight", Place(self.head, 0)
 
 
-def _within(prefix: str, tensors: NamedTensors) -> NamedTensors:
-    for name, tensor in tensors:
-        yield f"{prefix}.{name}", tensor
+def _within(prefix: str, places: NamedPlaces) -> NamedPlaces:
+    for name, place in places:
+        yield f"{prefix}.{name}", place

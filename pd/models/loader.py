@@ -1,11 +1,15 @@
-"""Making a model: its weights read tensor by tensor into their final place, or seeded dummies."""
+"""Making a model: its weights read tensor by tensor into their final place, or seeded dummies.
+
+A rank of a tensor-parallel model reads its own part of each tensor and nothing else.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +23,7 @@ from pd.models.mixtral import MixtralForCausalLM
 from pd.models.qwen2 import Qwen2ForCausalLM
 from pd.models.qwen3 import Qwen3ForCausalLM
 from pd.models.qwen3_moe import Qwen3MoeForCausalLM
+from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,23 +58,26 @@ def load_model(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
     progress: bool = True,
+    tp: TensorParallel = SINGLE,
 ) -> CausalLM:
-    """Build the model of ``config`` and fill its weights.
+    """Build the model of ``config``, or a rank's part of it, and fill its weights.
 
     Args:
+        config: of the whole model.
         path: the checkpoint's directory (or an id in the local cache); not read for ``dummy``.
         load_format: ``auto`` reads safetensors; ``dummy`` makes random weights that depend on
-            ``seed`` and the tensors' names and shapes alone.
+            ``seed`` and the tensors' names and shapes alone. Ranks have parts of the same ones.
         progress: show a bar on standard error when it is a terminal and loading takes over 2 s.
 
     Raises:
-        UsageError: the weights are missing, or are not those of ``config``; names the tensor.
+        UsageError: the weights are missing, or are not those of ``config`` (names the tensor), or
+            ``tp.size`` ranks cannot divide them.
     """
     with torch.device(device):
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            model = _MODELS[config.architecture](config)
+            model = _MODELS[config.architecture](config.divided(tp.size), tp)
         finally:
             torch.set_default_dtype(previous)
     _fill(model, path, load_format, seed, progress)
@@ -78,9 +86,9 @@ def load_model(
 
 
 def _fill(model: CausalLM, path: str | Path, load_format: str, seed: int, progress: bool) -> None:
-    tensors = dict(model.checkpoint_tensors())
+    places = dict(model.checkpoint_tensors())
     bar = tqdm(
-        total=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        total=sum(place.memory.nbytes for place in places.values()),
         desc="loading weights",
         unit="B",
         unit_scale=True,
@@ -89,30 +97,30 @@ def _fill(model: CausalLM, path: str | Path, load_format: str, seed: int, progre
     )
     with bar:
         if load_format == "dummy":
-            _fill_dummy(tensors, seed, bar)
+            _fill_dummy(places, model.tp, seed, bar)
         else:
             tied = model.config.tie_word_embeddings
-            _read_checkpoint(find_checkpoint(path), tensors, tied, bar)
+            _read_checkpoint(find_checkpoint(path), places, model.tp, tied, bar)
 
 
 def _read_checkpoint(
-    directory: Path, tensors: dict[str, torch.Tensor], tied: bool, bar: tqdm
+    directory: Path, places: dict[str, Place], tp: TensorParallel, tied: bool, bar: tqdm
 ) -> None:
-    """Fill every tensor, opening one shard at a time and copying one tensor at a time."""
-    missing = set(tensors)
+    """Fill every place, opening one shard at a time and copying one tensor at a time."""
+    missing = set(places)
     for shard in _shards(directory):
         try:
             with safe_open(shard, framework="pt", device="cpu") as stored:
                 # Not a dictionary: safe_open's handle is iterated by keys() only.
                 for name in stored.keys():  # noqa: SIM118
                     if name in missing:
-                        _copy(stored.get_tensor(name), tensors[name], name, shard)
+                        _copy(stored, places[name], tp, name, shard)
                         missing.discard(name)
-                        bar.update(tensors[name].numel() * tensors[name].element_size())
+                        bar.update(places[name].memory.nbytes)
                     elif name == HEAD and tied:
                         _check_tied(stored.get_tensor(name), directory)
                     elif not name.endswith(_IGNORED_SUFFIX):
-                        what = "a second time" if name in tensors else "which the model lacks"
+                        what = "a second time" if name in places else "which the model lacks"
                         raise UsageError(f"{shard} holds tensor {name}, {what}")
         except (OSError, SafetensorError) as error:
             raise UsageError(f"cannot read {shard}: {error}") from None
@@ -121,15 +129,15 @@ def _read_checkpoint(
         raise UsageError(f"{directory} lacks tensor {min(missing)}{more}")
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, name: str, shard: Path) -> None:
-    if source.shape != target.shape:
-        raise UsageError(
-            f"{shard}: tensor {name} is {list(source.shape)}, "
-            f"config.json makes it {list(target.shape)}"
-        )
-    if not source.is_floating_point() or source.element_size() < 2:
-        raise UsageError(f"{shard}: tensor {name} is {source.dtype}; quantized weights are refused")
-    target.copy_(source)
+def _copy(stored: Any, place: Place, tp: TensorParallel, name: str, shard: Path) -> None:
+    whole = stored.get_slice(name)
+    shape, expected = list(whole.get_shape()), place.whole_shape(tp)
+    if shape != expected:
+        raise UsageError(f"{shard}: tensor {name} is {shape}, config.json makes it {expected}")
+    part = stored.get_tensor(name) if place.split is None else whole[place.index(tp)]
+    if not part.is_floating_point() or part.element_size() < 2:
+        raise UsageError(f"{shard}: tensor {name} is {part.dtype}; quantized weights are refused")
+    place.memory.copy_(part)
 
 
 def _check_tied(head: torch.Tensor, directory: Path) -> None:
@@ -165,31 +173,50 @@ def _shards(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _fill_dummy(tensors: dict[str, torch.Tensor], seed: int, bar: tqdm) -> None:
+def _fill_dummy(places: dict[str, Place], tp: TensorParallel, seed: int, bar: tqdm) -> None:
     """Random weights under which activations keep their size and every token matters.
 
     Matrices are normal with variance 1 / inputs, norms are 1 and biases small. The embedding has
     variance 1, but where it is the output head too it is scaled like one: otherwise every token
     would predict itself, and greedy output would repeat one token.
     """
-    embedding_scale = 1.0 if HEAD in tensors else tensors[EMBEDDING].shape[-1] ** -0.5
-    for name, tensor in tensors.items():
+    embedding_scale = 1.0 if HEAD in places else places[EMBEDDING].memory.shape[-1] ** -0.5
+    for name, place in places.items():
         if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+            place.memory.fill_(1.0)
         else:
-            scale = 0.02 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5
+            shape = place.whole_shape(tp)
+            scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
             scale = embedding_scale if name == EMBEDDING else scale
-            _fill_normal(tensor, scale, f"{seed}/{name}")
-        bar.update(tensor.numel() * tensor.element_size())
+            _fill_normal(place, tp, scale, f"{seed}/{name}")
+        bar.update(place.memory.nbytes)
 
 
-def _fill_normal(tensor: torch.Tensor, std: float, key: str) -> None:
+def _fill_normal(place: Place, tp: TensorParallel, std: float, key: str) -> None:
     generator = torch.Generator()
     digest = hashlib.sha256(key.encode()).digest()
     generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    block = torch.empty(min(tensor.numel(), _DUMMY_BLOCK), dtype=torch.float32)
-    block = block.normal_(std=std, generator=generator).to(tensor.dtype).to(tensor.device)
-    flat = tensor.view(-1)
-    for start in range(0, len(flat), len(block)):
-        piece = flat[start : start + len(block)]
-        piece.copy_(block[: len(piece)])
+    memory, (rows, *columns) = place.memory, place.whole_shape(tp)
+    width = math.prod(columns)
+    block = torch.empty(min(rows * width, _DUMMY_BLOCK), dtype=torch.float32)
+    block = block.normal_(std=std, generator=generator).to(memory.dtype).to(memory.device)
+    if place.split != 1:
+        first = place.index(tp)[0].start
+        _repeat(block, first * width, memory.view(-1))
+        return
+    # A rank's columns lie apart: some whole rows at a time.
+    mine, step = place.index(tp)[1], -(-len(block) // width)
+    scratch = memory.new_empty(min(step, rows), width)
+    for first in range(0, rows, step):
+        some = scratch[: min(step, rows - first)]
+        _repeat(block, first * width, some.view(-1))
+        memory[first : first + step] = some[:, mine]
+
+
+def _repeat(block: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """``out`` becomes the numbers from ``start`` on of ``block`` repeated for ever."""
+    done = 0
+    while done < len(out):
+        piece = block[(start + done) % len(block) :][: len(out) - done]
+        out[done : done + len(piece)] = piece
+        done += len(piece)

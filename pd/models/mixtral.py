@@ -14,4 +14,4 @@ class MixtralMoE(SparseMoE):
 
 class MixtralForCausalLM(CausalLM):
     def make_mlp(self) -> MixtralMoE:
-        return MixtralMoE(self.config)
+        return MixtralMoE(self.config, self.tp)

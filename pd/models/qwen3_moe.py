@@ -7,4 +7,4 @@ from pd.models.layers import CausalLM, SparseMoE
 
 class Qwen3MoeForCausalLM(CausalLM):
     def make_mlp(self) -> SparseMoE:
-        return SparseMoE(self.config)
+        return SparseMoE(self.config, self.tp)

@@ -17,6 +17,7 @@ from pd.core.errors import UsageError
 from pd.models import layers, loader
 from pd.models.config import ModelConfig
 from pd.models.loader import load_model
+from pd.models.tensor_parallel import SINGLE, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,11 +74,11 @@ class TestReading:
         places = dict(model.checkpoint_tensors())
         assert set(places) <= set(stored)
         for name, place in places.items():
-            assert torch.equal(place, stored[name]), name
+            assert torch.equal(place.memory, stored[name]), name
 
     def test_places_cover_every_parameter_once(self, checkpoint: Checkpoint) -> None:
         model = load(checkpoint("qwen3_moe"))
-        places = [tensor for _, tensor in model.checkpoint_tensors()]
+        places = [place.memory for _, place in model.checkpoint_tensors()]
         assert sum(t.numel() for t in places) == sum(p.numel() for p in model.parameters())
 
     def test_weights_are_converted_to_the_dtype(self, copy: Path) -> None:
@@ -193,7 +194,7 @@ class TestDummy:
 
     def test_a_large_tensor_repeats_no_row(self) -> None:
         tensor = torch.empty(3, loader._DUMMY_BLOCK // 2)
-        loader._fill_normal(tensor, 1.0, "key")
+        loader._fill_normal(Place(tensor), SINGLE, 1.0, "key")
         assert abs(float(tensor.std()) - 1) < 0.01
         assert abs(float((tensor[0] * tensor[2]).mean())) < 0.01
 
