@@ -117,7 +117,8 @@ def cell(name: str, value: object) -> str:
     if value is None:
         return ""
     if not is_number(value):
-        return str(value).strip().replace("|", "\\|")
+        text = str(value).strip().replace("|", "\\|")
+        return f"`{text}`" if "<" in text else text  # a C++ name is no HTML
     assert isinstance(value, int | float)
     if name.endswith("_rate"):
         return f"{value:.2%}"
