@@ -99,7 +99,7 @@ else
     fi
     if has split; then
         SHOW=40 part split 590 "$python" scripts/split_benchmark.py --model "$model" \
-            --node-flags "${NODE_FLAGS:-}" --output "$out/split_gpu.json" --logs "$out/split-logs"
+            "--node-flags=${NODE_FLAGS:-}" --output "$out/split_gpu.json" --logs "$out/split-logs"
     fi
 fi
 
