@@ -1,0 +1,52 @@
+"""The kernel behind :mod:`pd.kernels.activation`."""
+
+# Triton is not installed everywhere, and its language has no types.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 1024
+
+
+@triton.jit
+def gated(gate, up, DTYPE: tl.constexpr):
+    """``silu(gate) * up`` of float32, each step rounded as if its result were stored."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    return (silu * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _silu_and_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(gate_up + row * 2 * size + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * size + columns, gated(gate, up, out.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """:func:`pd.kernels.activation.silu_and_mul`."""
+    gate_up = gate_up.contiguous()
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    rows = out.numel() // size
+    if rows:
+        with on_device(out):
+            _silu_and_mul[(rows, triton.cdiv(size, _BLOCK))](
+                gate_up, out, size, BLOCK=_BLOCK, num_warps=4, **launch_options(out.device)
+            )
+    return out

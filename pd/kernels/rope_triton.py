@@ -1,0 +1,141 @@
+"""The kernels behind :mod:`pd.kernels.rope`."""
+
+# Triton is not installed everywhere, and its language has no types.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+
+# Heads of a token that one program rotates.
+_HEADS = 8
+
+
+# A value of 1 would be a constant, and others be compiled for again by their factors.
+@triton.jit(do_not_specialize=("tokens",))
+def _rotations(positions, frequencies, out, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HALF
+    position = tl.load(positions + token).to(tl.float32)
+    angles = position * tl.load(frequencies + columns, mask=mask, other=0.0)
+    there = out + token * HALF + columns
+    tl.store(there, tl.cos(angles), mask=mask)
+    tl.store(there + tokens.to(tl.int64) * HALF, tl.sin(angles), mask=mask)
+
+
+def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """:func:`pd.kernels.rope.rotations`."""
+    tokens, half = len(positions), len(frequencies)
+    out = torch.empty((2, tokens, 1, half), dtype=torch.float32, device=positions.device)
+    if tokens:
+        block = triton.next_power_of_2(half)
+        with on_device(out):
+            _rotations[(tokens,)](
+                positions, frequencies, out, tokens, HALF=half, BLOCK=block, num_warps=1
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=("tokens",))
+def _rotate_and_store(
+    qkv,
+    cos_sin,
+    keys,
+    values,
+    slots,
+    q_weight,
+    k_weight,
+    tokens,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """HEADS heads of one token: q and k are rotated where they lie; k and v go to the pool."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (columns < HALF)
+    is_q = heads < NUM_HEADS
+    is_v = heads >= NUM_HEADS + NUM_KV_HEADS
+    dtype: tl.constexpr = qkv.dtype.element_ty
+
+    there = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * 2 * HALF + columns
+    stored_first = tl.load(there, mask=mask, other=0.0)
+    stored_second = tl.load(there + HALF, mask=mask, other=0.0)
+    first, second = stored_first.to(tl.float32), stored_second.to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first + second * second, 1)[:, None]
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)
+        weights = tl.where(is_q, q_weight + columns, k_weight + columns)
+        first = (first * scale).to(dtype).to(tl.float32)
+        second = (second * scale).to(dtype).to(tl.float32)
+        first = first * tl.load(weights, mask=mask, other=0.0).to(tl.float32)
+        second = second * tl.load(weights + HALF, mask=mask, other=0.0).to(tl.float32)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+
+    angles = cos_sin + token * HALF + columns
+    cos = tl.load(angles, mask=columns < HALF, other=0.0)
+    sin = tl.load(angles + tokens.to(tl.int64) * HALF, mask=columns < HALF, other=0.0)
+    out_first = tl.where(is_v, stored_first, (first * cos - second * sin).to(dtype))
+    out_second = tl.where(is_v, stored_second, (second * cos + first * sin).to(dtype))
+
+    tl.store(there, out_first, mask=mask & ~is_v)
+    tl.store(there + HALF, out_second, mask=mask & ~is_v)
+    slot = tl.load(slots + token).to(tl.int64)
+    head = tl.where(is_v, heads - NUM_HEADS - NUM_KV_HEADS, heads - NUM_HEADS)
+    row = (slot * NUM_KV_HEADS + head) * 2 * HALF + columns
+    pool = tl.where(is_v, values + row, keys + row)
+    tl.store(pool, out_first, mask=mask & ~is_q)
+    tl.store(pool + HALF, out_second, mask=mask & ~is_q)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`pd.kernels.rope.rotate_and_store`, in place in ``qkv``."""
+    tokens, num_all, head_dim = qkv.shape
+    assert qkv.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
+    has_norm = q_weight is not None
+    if tokens:
+        with on_device(qkv):
+            _rotate_and_store[(tokens, triton.cdiv(num_all, _HEADS))](
+                qkv,
+                cos_sin,
+                keys,
+                values,
+                slots,
+                q_weight if has_norm else qkv,
+                k_weight if has_norm else qkv,
+                tokens,
+                eps,
+                NUM_HEADS=num_heads,
+                NUM_KV_HEADS=num_kv_heads,
+                HALF=head_dim // 2,
+                HEADS=_HEADS,
+                BLOCK=triton.next_power_of_2(head_dim // 2),
+                NORM=has_norm,
+                num_warps=2,
+                **launch_options(qkv.device),
+            )
+    return qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
