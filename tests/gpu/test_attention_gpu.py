@@ -61,6 +61,12 @@ def test_flashinfer_is_the_reference(step: list[tuple[int, int]], shape: tuple, 
     torch.testing.assert_close(out.float().cpu(), case.reference(), **BF16)
 
 
+@needs_flashinfer
+def test_auto_is_both() -> None:
+    case = Case([(0, 1)], 16, 8, 4, torch.bfloat16, 0, 128, DEVICE)
+    assert make_backend("auto", case).name == "flashinfer+triton"
+
+
 class Captured:
     """A graph of one layer's KV write and attention over static inputs."""
 
@@ -96,7 +102,9 @@ class Captured:
         return self.out[:n].clone()
 
 
-@pytest.fixture(params=["triton", pytest.param("flashinfer", marks=needs_flashinfer)])
+@pytest.fixture(
+    params=["triton", *(pytest.param(n, marks=needs_flashinfer) for n in ("flashinfer", "auto"))]
+)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

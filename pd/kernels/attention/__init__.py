@@ -3,6 +3,7 @@
 from pd.kernels.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    ChunkAttention,
     DecodeAttention,
     PagedKV,
     PlannedAttention,
@@ -12,6 +13,7 @@ from pd.kernels.attention.registry import find_attention_backend, make_attention
 __all__ = [
     "AttentionBackend",
     "AttentionBatch",
+    "ChunkAttention",
     "DecodeAttention",
     "PagedKV",
     "PlannedAttention",

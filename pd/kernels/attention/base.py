@@ -102,6 +102,25 @@ class DecodeAttention(PlannedAttention):
         """
 
 
+class ChunkAttention(PlannedAttention):
+    """A chunk of up to a fixed number of tokens of one sequence, for a CUDA graph.
+
+    As with :class:`DecodeAttention`, addresses stay and a plan is for the replay that follows it;
+    but :meth:`plan` may wait for the GPU.
+    """
+
+    @abstractmethod
+    def plan(self, start: int, length: int, pages: IntArray) -> None:
+        """Prepare the next replay.
+
+        Args:
+            start: tokens in the pool already.
+            length: new tokens, at least 1. Those behind them up to the fixed number are padding:
+                they are written to the pool's extra page, and what comes out of them means nothing.
+            pages: page table, int32, covering ``start + length`` tokens at least.
+        """
+
+
 class AttentionBackend(PlannedAttention):
     """Attention of batches of any shape over one pool: ``plan`` once per step."""
 
@@ -127,4 +146,9 @@ class AttentionBackend(PlannedAttention):
         Args:
             max_context: tokens of a sequence, the new one included.
         """
+        return None
+
+    def chunk_graph(self, tokens: int, max_context: int) -> ChunkAttention | None:
+        """Attention for a CUDA graph over a chunk of up to ``tokens`` tokens of one sequence, or
+        None if this backend has none; ``max_context`` as in :meth:`decode_graph`."""
         return None

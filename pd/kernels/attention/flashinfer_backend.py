@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
-from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
 
 from pd.core.errors import SetupError
 from pd.kernels.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    ChunkAttention,
     DecodeAttention,
     Int64Array,
     PagedKV,
@@ -44,7 +48,9 @@ _GRAPH_INT_WORKSPACE = 1 << 20
 
 class FlashInferAttention(AttentionBackend):
     """Single tokens and short chunks go through fa2, which splits keys among programs; long chunks
-    through fa3 where the GPU is a Hopper.
+    through fa3 where the GPU is a Hopper, with K and V gathered from their pages before each layer:
+    fa3 loads contiguous rows by the tensor memory accelerator, faster than it finds pages one by
+    one, and what the gathering costs is a hundredth of the attention over as many tokens.
 
     FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
     copy of the last, which is over as soon as the step before it is.
@@ -67,9 +73,11 @@ class FlashInferAttention(AttentionBackend):
         hopper = torch.cuda.get_device_capability(self.device)[0] == 9
         memory = self.workspace(_WORKSPACE)
         self._short = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa2"))
-        self._long = self._short
+        self._long: _Prefill | _Gathered = self._short
         if hopper:
-            self._long = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa3"))
+            self._long = _Gathered(
+                self, BatchPrefillWithRaggedKVCacheWrapper(memory, backend="fa3")
+            )
         self._parts: list[_Part] = []
         self._compile()
 
@@ -100,18 +108,22 @@ class FlashInferAttention(AttentionBackend):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        cache = self.paged(layer)
         for part in self._parts:
-            if isinstance(part.rows, slice):
-                part.prefill.wrapper.run(q[part.rows], cache, out=out[part.rows])
+            rows = part.rows
+            if isinstance(rows, slice):
+                part.prefill.run(layer, q[rows], k[rows], v[rows], out[rows])
             else:
-                mine = q.index_select(0, part.rows)
-                attended = part.prefill.wrapper.run(mine, cache, out=torch.empty_like(mine))
-                out.index_copy_(0, part.rows, attended)
+                mine, mine_k, mine_v = (x.index_select(0, rows) for x in (q, k, v))
+                attended = torch.empty_like(mine)
+                part.prefill.run(layer, mine, mine_k, mine_v, attended)
+                out.index_copy_(0, rows, attended)
         return out
 
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
         return FlashInferDecode(self, rows, max_context)
+
+    def chunk_graph(self, tokens: int, max_context: int) -> ChunkAttention:
+        return FlashInferChunk(self, tokens, max_context)
 
     def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer as ``[pages, page_size, kv_heads, head_dim]``."""
@@ -166,12 +178,60 @@ class _Prefill:
         )
         self._copied.record(torch.cuda.current_stream(self._backend.device))
 
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``q`` and ``out`` are those of the planned sequences."""
+        self.wrapper.run(q, self._backend.paged(layer), out=out)
+
+
+class _Gathered:
+    """A ragged wrapper over K and V that are contiguous: the new ones, or gathered from pages."""
+
+    def __init__(
+        self, backend: FlashInferAttention, wrapper: BatchPrefillWithRaggedKVCacheWrapper
+    ) -> None:
+        self._wrapper = wrapper
+        self._backend = backend
+        self._copied = torch.cuda.Event()
+        self._slots: torch.Tensor | None = None
+
+    def plan(
+        self, batch: AttentionBatch, members: Int64Array, tables: PageTables, indices: torch.Tensor
+    ) -> None:
+        """Plan for some sequences of a batch."""
+        totals = (batch.starts + batch.lengths)[members]
+        self._slots = None
+        if batch.starts[members].any():
+            slots = tables.slots(members, np.zeros(len(members), np.int64), totals)
+            (self._slots,) = self._backend.staging.upload([slots])
+        self._copied.synchronize()
+        self._wrapper.plan(
+            _indptr(batch.lengths[members]),
+            _indptr(totals),
+            *self._backend.heads,
+            causal=True,
+            q_data_type=self._backend.dtype,
+            kv_data_type=self._backend.dtype,
+        )
+        self._copied.record(torch.cuda.current_stream(self._backend.device))
+
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``q``, ``k``, ``v`` and ``out`` are those of the planned sequences' new tokens."""
+        if self._slots is not None:
+            pool = self._backend.pool
+            k = pool.key(layer).index_select(0, self._slots)
+            v = pool.value(layer).index_select(0, self._slots)
+        self._wrapper.run(q, k, v, out=out)
+
 
 @dataclass(frozen=True)
 class _Part:
     """Sequences of a step that one wrapper attends, and their rows among the step's tokens."""
 
-    prefill: _Prefill
+    prefill: _Prefill | _Gathered
     rows: slice | torch.Tensor
 
 
@@ -238,6 +298,64 @@ class FlashInferDecode(DecodeAttention):
             last_page_len,
             global_override_indptr_cpu=indptr,
             **self._settings,
+        )
+        self._copied.record(torch.cuda.current_stream(self._backend.device))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self._wrapper.run(q, self._backend.paged(layer), out=out)
+
+
+class FlashInferChunk(ChunkAttention):
+    """fa2's prefill wrapper in its CUDA-graph mode, over one sequence."""
+
+    def __init__(self, backend: FlashInferAttention, tokens: int, max_context: int) -> None:
+        self.pool = backend.pool
+        self._backend, self._tokens = backend, tokens
+        num_pages = max(-(-n // self.pool.page_size) for n in (max_context, tokens))
+        largest = [np.zeros(tokens, np.int64), np.zeros(num_pages, np.int32)]
+        self._memory = backend.graph_memory(packed_bytes(largest))
+        self.slots, self._indices = backend.staging.upload(largest, self._memory)
+        heads, kv_heads, head_dim = backend.heads
+        # Partial results of fa2's tiles of 128 rows of queries.
+        tiles = max(264 // kv_heads, tokens * heads // kv_heads // 128 + 1) * 128
+        workspace = backend.workspace(max(_WORKSPACE, 5 * heads * tiles * head_dim))
+        ends = torch.zeros(5, dtype=torch.int32, device=backend.device)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            use_cuda_graph=True,
+            qo_indptr_buf=ends[:2],
+            paged_kv_indptr_buf=ends[2:4],
+            paged_kv_indices_buf=self._indices,
+            paged_kv_last_page_len_buf=ends[4:],
+            backend="fa2",
+        )
+        self._wrapper.reset_workspace_buffer(workspace, backend.graph_int_workspace)
+        self._copied = torch.cuda.Event()
+        # The first plan fixes how many tokens there are at most.
+        extra = np.full(-(-tokens // self.pool.page_size), self.pool.num_pages, np.int32)
+        self.plan(0, tokens, extra)
+
+    def plan(self, start: int, length: int, pages: IntArray) -> None:
+        page_size, total = self.pool.page_size, start + length
+        pages = pages[: -(-total // page_size)]
+        positions = np.arange(start, total)
+        slots = np.full(self._tokens, self.pool.num_pages * page_size, np.int64)
+        slots[:length] = pages[positions // page_size].astype(np.int64) * page_size
+        slots[:length] += positions % page_size
+        self._backend.staging.upload([slots, pages], self._memory)
+        self._copied.synchronize()
+        one = np.ones(1, np.int64)
+        self._wrapper.plan(
+            _indptr(one * length),
+            _indptr(one * len(pages)),
+            self._indices[: len(pages)],
+            _last_page_len(one * total, page_size),
+            *self._backend.heads,
+            page_size,
+            causal=True,
+            q_data_type=self._backend.dtype,
+            kv_data_type=self._backend.dtype,
         )
         self._copied.record(torch.cuda.current_stream(self._backend.device))
 

@@ -32,6 +32,12 @@ def _flashinfer() -> type[AttentionBackend]:
     return FlashInferAttention
 
 
+def _fastest() -> type[AttentionBackend]:
+    from pd.kernels.attention.fastest import FastestAttention
+
+    return FastestAttention
+
+
 # The best first. The optional ones import their libraries only when they are chosen.
 _BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "flashinfer": _flashinfer,
@@ -50,7 +56,8 @@ def find_attention_backend(
     obstacles = {known: _obstacle(known, device, dtype, head_dim) for known in _BACKENDS}
     usable = [known for known, obstacle in obstacles.items() if not obstacle]
     if name == "auto":
-        return _BACKENDS[usable[0]]()
+        both = {"flashinfer", "triton"}.issubset(usable)
+        return _fastest() if both else _BACKENDS[usable[0]]()
     obstacle = obstacles.get(name, "there is no such backend")
     if obstacle:
         raise UsageError(

@@ -51,17 +51,23 @@ class TileShape:
 
 def decode_shape(dtype: torch.dtype, head_dim: int) -> TileShape:
     """For one query token, which is all about reading K and V."""
-    wide = head_dim * dtype.itemsize > 256
-    return TileShape(16, 32 if wide else 64, 4, 2 if wide else 3, programs=8)
+    if head_dim * dtype.itemsize > 256:
+        return TileShape(16, 32, 4, 2, programs=4, min_tiles=2)
+    return TileShape(16, 64, 4, 1, programs=4, min_tiles=2)
 
 
-def chunk_shape(dtype: torch.dtype, head_dim: int) -> TileShape:
-    """For many query tokens, which is all about arithmetic; float32 has none but plain."""
+def chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) -> TileShape:
+    """For many query tokens, which is all about arithmetic; float32 has none but plain.
+
+    ``shared_memory``: bytes that a program may have.
+    """
     if dtype == torch.float32:
         return TileShape(32, 32, 4, 1, programs=2, min_tiles=4)
     if head_dim > 128:
         return TileShape(64, 32, 4, 2, programs=2, min_tiles=4)
-    return TileShape(128, 64, 8, 3, programs=2, min_tiles=4)
+    if shared_memory > 225 << 10:
+        return TileShape(128, 128, 8, 5, programs=1, min_tiles=2)
+    return TileShape(128, 64, 8, 3, programs=1, min_tiles=4)
 
 
 class _Kernel:
@@ -112,6 +118,7 @@ class _Kernel:
             ROWS=self._rows,
             MERGE_ROWS=min(triton.next_power_of_2(self._rows), self._shape.num_warps),
             MERGE_SPLITS=8,
+            ONE_TOKEN=self.tile_tokens == 1,
             BLOCK_M=self._block_m,
             BLOCK_N=self._shape.keys,
             BLOCK_D=max(16, triton.next_power_of_2(self._head_dim)),
@@ -155,7 +162,9 @@ class TritonAttention(AttentionBackend):
         self.decode_kernel = _Kernel(
             pool, num_heads, decode or decode_shape(dtype, head_dim), one_token=True
         )
-        self._chunk_kernel = _Kernel(pool, num_heads, chunk or chunk_shape(dtype, head_dim))
+        self._chunk_kernel = _Kernel(
+            pool, num_heads, chunk or chunk_shape(dtype, head_dim, _shared_memory(self.device))
+        )
         self.staging = PinnedStaging(self.device)
         self.graph_memory = GraphMemory(self.device)
         self._launches: list[tuple[_Kernel, _Work]] = []
@@ -237,6 +246,12 @@ class TritonDecode(DecodeAttention):
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, whatever its arguments are on."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _shared_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return 0  # interpreted
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -1,0 +1,25 @@
+"""What ``auto`` means where FlashInfer and Triton both work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.kernels.attention.flashinfer_backend import FlashInferAttention
+from pd.kernels.attention.triton_backend import TritonAttention
+
+if TYPE_CHECKING:
+    from pd.kernels.attention.base import DecodeAttention, PagedKV
+
+
+class FastestAttention(FlashInferAttention):
+    """Chunks and mixed steps by FlashInfer, decode graphs by our Triton kernel: each is the faster
+    of the two there on an H200 (``benchmarks/results/attention_h200.json``)."""
+
+    name = "flashinfer+triton"
+
+    def __init__(self, pool: PagedKV, num_heads: int) -> None:
+        super().__init__(pool, num_heads)
+        self._triton = TritonAttention(pool, num_heads)
+
+    def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
+        return self._triton.decode_graph(rows, max_context)
