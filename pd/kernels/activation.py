@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
+from pd.kernels.dispatch import use_triton
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,5 +21,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor ``[..., size]``.
     """
+    if use_triton(gate_up):
+        from pd.kernels import activation_triton
+
+        return activation_triton.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from pd.kernels.activation import silu_and_mul
+from pd.kernels.dispatch import use_triton
 
 # Rows for which packed weights are laid out. They serve other numbers of rows as well: with this
 # layout 1 row and 256 are as fast as with one made for them, 4 to 32 half as fast again.
@@ -61,6 +62,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             return x.new_empty(0, weight.shape[0])
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
+    if use_triton(x):
+        from pd.kernels import linear_triton
+
+        if linear_triton.fits(x, weight):
+            return linear_triton.linear(x, weight, bias, is_gated=False)
     return functional.linear(x, weight, bias)
 
 
@@ -77,4 +83,9 @@ def gate_up_silu(
     Returns:
         ``[rows, size]``.
     """
+    if use_triton(x):
+        from pd.kernels import linear_triton
+
+        if linear_triton.fits(x, weight):
+            return linear_triton.linear(x, weight, bias, is_gated=True)
     return silu_and_mul(linear(x, weight, bias))

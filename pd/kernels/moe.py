@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pd.kernels.dispatch import use_triton
 from pd.kernels.linear import gate_up_silu, linear
 
 
@@ -21,6 +22,10 @@ def route(
     Returns:
         weights in the dtype of the logits and ids int64, both ``[tokens, top_k]``, likeliest first.
     """
+    if use_triton(router_logits):
+        from pd.kernels import moe_triton
+
+        return moe_triton.route(router_logits, top_k, normalize)
     probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
     weights, ids = probabilities.topk(top_k, dim=-1)
     if normalize:
@@ -46,6 +51,10 @@ def moe_mlp(
     Returns:
         A new tensor like ``x``.
     """
+    if use_triton(x):
+        from pd.kernels import moe_triton
+
+        return moe_triton.moe_mlp(x, weights, ids, gate_up, down)
     top_k = ids.shape[1]
     # Assignments (token, expert) ordered by expert, so that each expert's are one slice.
     assigned, order = ids.flatten().sort(stable=True)

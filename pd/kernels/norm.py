@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from pd.kernels.dispatch import use_triton
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, computed in float32.
@@ -15,6 +17,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         A new tensor like ``x``.
     """
+    if use_triton(x):
+        from pd.kernels import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps)
     if x.dtype == torch.float32:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         scale.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -30,12 +36,16 @@ def add_rms_norm(
     """``residual += x`` in place, rounded to its dtype, and :func:`rms_norm` of the sum.
 
     Args:
-        residual: ``[..., size]``, float32, bfloat16 or float16.
+        residual: contiguous ``[..., size]``, float32, bfloat16 or float16.
         x: like ``residual``, left as it is.
         weight: ``[size]``, same dtype.
 
     Returns:
         A new tensor like ``x``.
     """
+    if use_triton(x):
+        from pd.kernels import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps, residual)
     residual += x
     return rms_norm(residual, weight, eps)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from pd.kernels.dispatch import use_triton
 from pd.kernels.kv_store import store_kv
 from pd.kernels.norm import rms_norm
 
@@ -50,6 +51,10 @@ def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tenso
     Returns:
         float32 ``[2, tokens, 1, head_dim / 2]``, the same for every layer and head of a step.
     """
+    if use_triton(positions):
+        from pd.kernels import rope_triton
+
+        return rope_triton.rotations(positions, frequencies)
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -103,6 +108,12 @@ def rotate_and_store(
         q ``[tokens, num_heads, head_dim]``, k and v ``[tokens, num_kv_heads, head_dim]``, of which
         the last two dimensions are contiguous.
     """
+    if use_triton(qkv):
+        from pd.kernels import rope_triton
+
+        return rope_triton.rotate_and_store(
+            qkv, num_heads, num_kv_heads, cos_sin, keys, values, slots, q_weight, k_weight, eps
+        )
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_weight is not None and k_weight is not None:
         q = apply_rope(rms_norm(q, q_weight, eps), cos_sin)

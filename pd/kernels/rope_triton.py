@@ -117,6 +117,7 @@ def rotate_and_store(
     tokens, num_all, head_dim = qkv.shape
     assert qkv.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
     has_norm = q_weight is not None
+    block = triton.next_power_of_2(head_dim // 2)
     if tokens:
         with on_device(qkv):
             _rotate_and_store[(tokens, triton.cdiv(num_all, _HEADS))](
@@ -133,9 +134,9 @@ def rotate_and_store(
                 NUM_KV_HEADS=num_kv_heads,
                 HALF=head_dim // 2,
                 HEADS=_HEADS,
-                BLOCK=triton.next_power_of_2(head_dim // 2),
+                BLOCK=block,
                 NORM=has_norm,
-                num_warps=2,
+                num_warps=max(1, _HEADS * block // 256),
                 **launch_options(qkv.device),
             )
     return qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)

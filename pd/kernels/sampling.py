@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from pd.kernels.dispatch import use_triton
+
 _MASK = (1 << 32) - 1
 # The multipliers of the 32-bit mixer "lowbias32" (C. Wellons, hash-prospector, 2018), of which two
 # rounds are applied, and the golden ratio, which spreads consecutive token ids.
@@ -161,6 +163,20 @@ def sample_rows(
         tokens, int64 ``[rows]``, always inside the vocabulary; and bool ``[rows]``: False where the
         row has a NaN, +inf, or nothing above -inf, so that its token means nothing.
     """
+    if use_triton(logits):
+        from pd.kernels import sampling_triton
+
+        return sampling_triton.sample_rows(
+            logits.contiguous(),
+            temperatures,
+            keys,
+            top_k,
+            top_p,
+            min_p,
+            any_random,
+            any_filter,
+            _MIN_TEMPERATURE,
+        )
     best, tokens = logits.float().max(dim=-1)
     finite = torch.isfinite(best)
     if any_random:

@@ -38,6 +38,23 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def zero_after_previous(PDL: tl.constexpr):
+    """:func:`wait_for_previous`, and then 0, which the compiler does not know to be that: an
+    address to which it is added cannot be read ahead of the wait."""
+    if PDL:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return 0
+
+
 @functools.cache
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Arguments of every launch of a kernel that uses the functions above."""

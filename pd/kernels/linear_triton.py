@@ -1,0 +1,243 @@
+"""Products of a few rows with a matrix: streams of weights (the kernels behind
+:mod:`pd.kernels.linear`).
+
+With so few rows the time is that of reading the weights once, and what counts is that enough reads
+are under way at every moment, also while one kernel follows another: each program asks for some of
+its weights before it waits for the kernel that computes ``x``.
+
+There is no splitting of the inputs over programs, so a row's result does not depend on the other
+rows, except on whether there are any.
+"""
+
+# Triton is not installed everywhere, and its language has no types.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from pd.kernels.activation_triton import gated
+from pd.kernels.triton_launch import (
+    launch_options,
+    on_device,
+    start_next,
+    wait_for_previous,
+    zero_after_previous,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# With more rows, cuBLAS is faster.
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kernel is launched.
+
+    Attributes:
+        outputs: rows of the weight that a program computes (when gated, of gate and of up).
+        depth: inputs that it loads at a time.
+        num_warps, num_stages: see Triton; stages - 1 tiles of weights are in flight.
+    """
+
+    outputs: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# By the most rows: gated, then not gated with at most 4096 outputs, 8192, and more. Measured on an
+# H200 with Llama-3.1-8B's matrices.
+_SHAPES = {
+    1: (Shape(4, 1024, 4, 4), Shape(16, 1024, 8, 2), Shape(16, 512, 4, 5), Shape(8, 1024, 4, 4)),
+    16: (Shape(32, 256, 4, 3), Shape(32, 256, 4, 7), Shape(64, 128, 4, 9), Shape(64, 256, 4, 3)),
+}
+
+
+def _shape(rows: int, outputs: int, is_gated: bool) -> Shape:
+    shapes = next(shapes for most, shapes in _SHAPES.items() if rows <= most)
+    return shapes[0 if is_gated else 1 if outputs <= 4096 else 2 if outputs <= 8192 else 3]
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _one_row(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    outputs,
+    inputs,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """OUTPUTS outputs of the only row, without tensor cores.
+
+    The pipelined loop has its first tiles of weights on their way before it waits. ``x`` is loaded
+    in a branch, which the compiler does not pipeline, so that it is not loaded ahead as well; and
+    from an address that is known after the wait only.
+    """
+    start_next(PDL)
+    mine = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.minimum(mine, outputs - 1).to(tl.int64)
+    depth = tl.arange(0, DEPTH)
+    weight += rows[:, None] * inputs + depth[None, :]
+    up_shift = outputs.to(tl.int64) * inputs
+    dtype: tl.constexpr = x.dtype.element_ty
+    sums = tl.zeros([OUTPUTS, DEPTH], tl.float32)
+    ups = sums
+    zero = 0
+    whole = inputs // DEPTH * DEPTH
+    for start in tl.range(0, whole, DEPTH, num_stages=STAGES):
+        w = tl.load(weight + start, eviction_policy="evict_first")
+        if GATED:
+            u = tl.load(weight + up_shift + start, eviction_policy="evict_first")
+        if num_rows > 0:
+            if start == 0:
+                zero = zero_after_previous(PDL)
+            tile = tl.load(x + tl.multiple_of(start + zero, 16) + depth)
+        else:
+            tile = tl.zeros([DEPTH], dtype)
+        wide = tile.to(tl.float32)[None, :]
+        sums += w.to(tl.float32) * wide
+        if GATED:
+            ups += u.to(tl.float32) * wide
+    if whole < inputs:
+        wait_for_previous(PDL)
+        mask = depth < inputs - whole
+        wide = tl.load(x + whole + depth, mask=mask, other=0.0).to(tl.float32)[None, :]
+        w = tl.load(weight + whole, mask=mask[None, :], other=0.0)
+        sums += w.to(tl.float32) * wide
+        if GATED:
+            u = tl.load(weight + up_shift + whole, mask=mask[None, :], other=0.0)
+            ups += u.to(tl.float32) * wide
+    result = tl.sum(sums, 1)
+    if BIAS:
+        result += tl.load(bias + rows).to(tl.float32)
+    if GATED:
+        up = tl.sum(ups, 1)
+        if BIAS:
+            up += tl.load(bias + outputs + rows).to(tl.float32)
+        tl.store(out + mine, gated(result, up, dtype), mask=mine < outputs)
+    else:
+        tl.store(out + mine, result.to(dtype), mask=mine < outputs)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _few_rows(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    outputs,
+    inputs,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """OUTPUTS outputs of all rows on tensor cores.
+
+    The last tile of weights is read into registers before the wait, and used at the end.
+    """
+    start_next(PDL)
+    mine = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.minimum(mine, outputs - 1).to(tl.int64)
+    depth = tl.arange(0, DEPTH)
+    weight += rows[:, None] * inputs + depth[None, :]
+    up_shift = outputs.to(tl.int64) * inputs
+    last = (inputs - 1) // DEPTH * DEPTH
+    in_last = (depth < inputs - last)[None, :]
+    last_w = tl.load(weight + last, mask=in_last, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        there = weight + up_shift + last
+        last_u = tl.load(there, mask=in_last, other=0.0, eviction_policy="evict_first")
+    wait_for_previous(PDL)
+    x_rows = tl.arange(0, ROWS)
+    has_row = (x_rows < num_rows)[:, None]
+    x += x_rows[:, None].to(tl.int64) * inputs + depth[None, :]
+    last_tile = tl.load(x + last, mask=has_row & in_last, other=0.0)
+    dtype: tl.constexpr = out.dtype.element_ty
+    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    ups = sums
+    for start in tl.range(0, last, DEPTH, num_stages=STAGES):
+        tile = tl.load(x + start, mask=has_row, other=0.0)
+        w = tl.load(weight + start, eviction_policy="evict_first")
+        sums = tl.dot(tile, tl.trans(w), sums)
+        if GATED:
+            u = tl.load(weight + up_shift + start, eviction_policy="evict_first")
+            ups = tl.dot(tile, tl.trans(u), ups)
+    sums = tl.dot(last_tile, tl.trans(last_w), sums)
+    if BIAS:
+        sums += tl.load(bias + rows).to(tl.float32)[None, :]
+    there = out + x_rows[:, None].to(tl.int64) * outputs + mine[None, :]
+    exists = has_row & (mine < outputs)[None, :]
+    if GATED:
+        ups = tl.dot(last_tile, tl.trans(last_u), ups)
+        if BIAS:
+            ups += tl.load(bias + outputs + rows).to(tl.float32)[None, :]
+        tl.store(there, gated(sums, ups, dtype), mask=exists)
+    else:
+        tl.store(there, sums.to(dtype), mask=exists)
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether :func:`linear` takes these: 1 to MAX_ROWS rows of 2 bytes an element, aligned."""
+    return (
+        x.element_size() == 2
+        and x.dtype == weight.dtype
+        and 0 < x.shape[0] <= MAX_ROWS
+        and x.shape[1] % 16 == 0
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_gated: bool,
+    shape: Shape | None = None,
+) -> torch.Tensor:
+    """:func:`pd.kernels.linear.linear`, or ``gate_up_silu``, of what :func:`fits`.
+
+    The weight and bias must be in memory already, not be the result of a kernel launched just
+    before.
+    """
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    out = x.new_empty(rows, outputs)
+    shape = shape or _shape(rows, outputs, is_gated)
+    arguments = (x, weight, weight if bias is None else bias, out, rows, outputs, inputs)
+    common = {
+        "OUTPUTS": shape.outputs,
+        "DEPTH": shape.depth,
+        "GATED": is_gated,
+        "BIAS": bias is not None,
+        "STAGES": shape.num_stages,
+        "num_warps": shape.num_warps,
+        **launch_options(x.device),
+    }
+    grid = (triton.cdiv(outputs, shape.outputs),)
+    with on_device(x):
+        if rows == 1:
+            _one_row[grid](*arguments, **common)
+        else:
+            _few_rows[grid](*arguments, ROWS=MAX_ROWS, **common)
+    return out

@@ -1,0 +1,263 @@
+"""The kernels behind :mod:`pd.kernels.moe`: a grouped matrix product over tokens sorted by expert.
+
+An assignment is a (token, expert) pair; assignment i is the i-th entry of the flattened ids. Sorted
+by expert, each expert's lie side by side and are multiplied in blocks of rows, as MegaBlocks does
+(Gale et al., 2022). How many blocks there are is known on the device alone, so the grid is the most
+that there can be, and programs beyond the last block end at once: nothing waits for the GPU, and
+the launches are the same for the same number of tokens, as CUDA graphs need it.
+"""
+
+# Triton is not installed everywhere, and its language has no types.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from pd.kernels.activation_triton import gated
+from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+
+_SORT_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows, columns and depth of what a program multiplies at a time, and how it is launched."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(rows_per_expert: float, dtype: torch.dtype) -> _Tile:
+    """By how many rows an expert has: with few the product is a stream of weights."""
+    if dtype == torch.float32:
+        return _Tile(16, 32, 32, 4, 2)
+    if rows_per_expert <= 16:
+        return _Tile(16, 64, 128, 4, 4)
+    if rows_per_expert <= 96:
+        return _Tile(64, 64, 64, 4, 4)
+    return _Tile(128, 128, 64, 8, 3)
+
+
+@triton.jit
+def _route(
+    router_logits,
+    weights,
+    ids,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Softmax of one token's logits, and the TOP_K largest, one after another."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK)
+    exists = experts < EXPERTS
+    logits = tl.load(router_logits + token * EXPERTS + experts, mask=exists, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    mass = tl.exp(logits - tl.max(logits, 0))
+    probabilities = tl.div_rn(mass, tl.broadcast_to(tl.sum(mass, 0), mass.shape))
+    left = tl.where(exists, probabilities, -1.0)
+    places = tl.full([BLOCK], TOP_K, tl.int32)
+    total = 0.0
+    for place in range(TOP_K):
+        best = tl.max(left, 0)
+        expert = tl.min(tl.where(left == best, experts, BLOCK), 0)
+        places = tl.where(experts == expert, place, places)
+        left = tl.where(experts == expert, -1.0, left)
+        total += best
+    if NORMALIZE:
+        probabilities = tl.div_rn(probabilities, tl.broadcast_to(total, mass.shape))
+    there = token * TOP_K + places
+    is_chosen = places < TOP_K
+    tl.store(weights + there, probabilities.to(weights.dtype.element_ty), mask=is_chosen)
+    tl.store(ids + there, experts.to(tl.int64), mask=is_chosen)
+
+
+@triton.jit(do_not_specialize=("count",))
+def _sort(ids, order, starts, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """One expert per program: where its assignments start, and which they are, in order."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    expert = tl.program_id(0)
+    smaller = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, count, CHUNK):
+        places = first + tl.arange(0, CHUNK)
+        chosen = tl.load(ids + places, mask=places < count, other=0x7FFFFFFF)
+        smaller += (chosen < expert).to(tl.int32)
+    filled = tl.sum(smaller, 0)
+    tl.store(starts + expert, filled)
+    for first in range(0, count, CHUNK):
+        places = first + tl.arange(0, CHUNK)
+        is_mine = tl.load(ids + places, mask=places < count, other=-1) == expert
+        ranks = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(order + filled + ranks, places, mask=is_mine)
+        filled += tl.sum(is_mine.to(tl.int32), 0)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts + expert + 1, filled)
+
+
+@triton.jit
+def _block_of(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of a block of rows, its first row and the row after the expert's last. The expert
+    is EXPERTS where there is no such block."""
+    experts = tl.arange(0, BLOCK)
+    exists = experts < EXPERTS
+    first = tl.load(starts + experts, mask=exists, other=0)
+    stop = tl.load(starts + experts + 1, mask=exists, other=0)
+    blocks = (stop - first + ROWS - 1) // ROWS
+    ends = tl.cumsum(blocks, 0)
+    expert = tl.sum((exists & (ends <= block)).to(tl.int32), 0)
+    is_it = experts == expert
+    row = tl.sum(tl.where(is_it, first + (block - ends + blocks) * ROWS, 0), 0)
+    return expert, row, tl.sum(tl.where(is_it, stop, 0), 0)
+
+
+@triton.jit
+def _products(
+    x,
+    matrices,
+    out,
+    starts,
+    order,
+    weights,
+    inputs,
+    outputs,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A block of rows of one expert times COLUMNS of its outputs.
+
+    GATED: from tokens ``x`` to sorted rows, silu(gate) * up. Otherwise: from sorted rows to the
+    places of their assignments, times their weights.
+    """
+    start_next(PDL)
+    wait_for_previous(PDL)
+    expert, row, stop = _block_of(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
+    if expert < EXPERTS:
+        rows = row + tl.arange(0, ROWS)
+        has_row = rows < stop
+        assigned = tl.load(order + rows, mask=has_row, other=0)
+        if GATED:
+            source, target = (assigned // TOP_K).to(tl.int64), rows.to(tl.int64)
+        else:
+            source, target = rows.to(tl.int64), assigned.to(tl.int64)
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        has_column = columns < outputs
+        depth = tl.arange(0, DEPTH)
+        x_at = x + source[:, None] * inputs + depth[None, :]
+        num_rows = 2 * outputs if GATED else outputs
+        matrix_rows = (expert.to(tl.int64) * num_rows + columns).to(tl.int64)
+        w_at = matrices + matrix_rows[None, :] * inputs + depth[:, None]
+        gate_shift = outputs.to(tl.int64) * inputs
+        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+        ups = sums
+        for start in range(0, inputs, DEPTH):
+            in_depth = depth < inputs - start
+            w_mask = in_depth[:, None] & has_column[None, :]
+            tile = tl.load(x_at + start, mask=has_row[:, None] & in_depth[None, :], other=0.0)
+            w = tl.load(w_at + start, mask=w_mask, other=0.0)
+            sums = tl.dot(tile, w, sums, input_precision="ieee")
+            if GATED:
+                w = tl.load(w_at + start + gate_shift, mask=w_mask, other=0.0)
+                ups = tl.dot(tile, w, ups, input_precision="ieee")
+        dtype: tl.constexpr = out.dtype.element_ty
+        if GATED:
+            result = gated(sums, ups, dtype)
+        else:
+            scale = tl.load(weights + assigned, mask=has_row, other=0.0).to(tl.float32)
+            result = (sums * scale[:, None]).to(dtype)
+        there = out + target[:, None] * outputs + columns[None, :]
+        tl.store(there, result, mask=has_row[:, None] & has_column[None, :])
+
+
+def route(
+    router_logits: torch.Tensor, top_k: int, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`pd.kernels.moe.route`."""
+    router_logits = router_logits.contiguous()
+    tokens, experts = router_logits.shape
+    weights = router_logits.new_empty(tokens, top_k)
+    ids = torch.empty((tokens, top_k), dtype=torch.int64, device=router_logits.device)
+    if tokens:
+        with on_device(router_logits):
+            _route[(tokens,)](
+                router_logits,
+                weights,
+                ids,
+                EXPERTS=experts,
+                BLOCK=triton.next_power_of_2(experts),
+                TOP_K=top_k,
+                NORMALIZE=normalize,
+                num_warps=1,
+                **launch_options(router_logits.device),
+            )
+    return weights, ids
+
+
+def moe_mlp(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`pd.kernels.moe.moe_mlp`."""
+    tokens, top_k = ids.shape
+    experts, hidden, size = down.shape
+    count = tokens * top_k
+    if count == 0:
+        return torch.zeros_like(x)
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
+    order = torch.empty(count, dtype=torch.int32, device=x.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
+    inner, results = x.new_empty(count, size), x.new_empty(count, hidden)
+    options = launch_options(x.device)
+    tile = _tile(count / experts, x.dtype)
+    used = min(experts, count)
+    blocks = used + (count - used) // tile.rows
+    with on_device(x):
+        _sort[(experts,)](ids, order, starts, count, CHUNK=_SORT_CHUNK, num_warps=4, **options)
+        for source, matrices, out, is_gated in (
+            (x, gate_up, inner, True),
+            (inner, down, results, False),
+        ):
+            outputs = out.shape[1]
+            columns = tile.columns // 2 if is_gated else tile.columns
+            _products[(triton.cdiv(outputs, columns), blocks)](
+                source,
+                matrices,
+                out,
+                starts,
+                order,
+                weights,
+                source.shape[1],
+                outputs,
+                TOP_K=top_k,
+                EXPERTS=experts,
+                EXPERTS_BLOCK=triton.next_power_of_2(experts),
+                ROWS=tile.rows,
+                COLUMNS=columns,
+                DEPTH=tile.depth,
+                GATED=is_gated,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                **options,
+            )
+    return results.view(tokens, top_k, hidden).sum(dim=1)

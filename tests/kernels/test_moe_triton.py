@@ -1,0 +1,148 @@
+"""Routing and the grouped matrix product by the loop over experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.triton_device import (
+    DEVICE,
+    DTYPES,
+    ON_GPU,
+    assert_near,
+    normal,
+    seeded,
+    skip_unless_interpreter_works,
+)
+from torch.nn import functional
+
+from pd.kernels.moe import moe_mlp, route
+
+pytestmark = pytest.mark.usefixtures("_works")
+DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
+
+
+@pytest.fixture(scope="module")
+def _works() -> None:
+    skip_unless_interpreter_works()
+
+
+def experts(
+    tokens: int, count: int, top_k: int, hidden: int, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """x, weights, ids, gate_up and down."""
+    random = seeded()
+    x = normal(random, tokens, hidden).to(dtype)
+    weights, ids = route(normal(random, tokens, count).to(dtype), top_k, True)
+    gate_up = normal(random, count, 2 * size, hidden, scale=hidden**-0.5).to(dtype)
+    down = normal(random, count, hidden, size, scale=size**-0.5).to(dtype)
+    return x, weights, ids, gate_up, down
+
+
+class TestReference:
+    def test_is_the_sum_over_each_tokens_experts(self) -> None:
+        x, weights, ids, gate_up, down = experts(7, 5, 3, 16, 12, torch.float32)
+        expected = torch.zeros_like(x)
+        for token in range(7):
+            for weight, expert in zip(weights[token], ids[token], strict=True):
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                expected[token] += weight * (down[expert] @ (functional.silu(gate) * up))
+        assert_near(moe_mlp(x, weights, ids, gate_up, down), expected, 1e-5)
+
+    def test_normalized_weights_are_a_softmax_over_the_chosen(self) -> None:
+        logits = normal(seeded(), 6, 10)
+        weights, ids = route(logits, 4, True)
+        assert_near(weights, torch.softmax(logits.gather(1, ids), -1), 1e-6)
+        weights, ids = route(logits, 4, False)
+        assert_near(weights, torch.softmax(logits, -1).gather(1, ids), 1e-6)
+
+
+@DTYPE
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k"), [(1, 8, 2), (9, 60, 8), (3, 5, 5), (0, 4, 2)]
+)
+def test_routing(
+    tokens: int, count: int, top_k: int, normalize: bool, dtype: torch.dtype, error: float
+) -> None:
+    from pd.kernels import moe_triton
+
+    # No two logits of a token are equal, in any dtype.
+    logits = torch.rand(tokens, count, generator=seeded()).argsort(-1).to(dtype) / 8
+    expected_weights, expected_ids = route(logits, top_k, normalize)
+    weights, ids = moe_triton.route(logits.to(DEVICE), top_k, normalize)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert weights.dtype == dtype
+    assert_near(weights, expected_weights, error)
+
+
+@DTYPE
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k", "hidden", "size"),
+    [
+        (1, 16, 4, 32, 16),
+        (5, 8, 2, 48, 20),
+        (33, 5, 3, 40, 24),
+        (40, 2, 1, 32, 48),
+        (0, 4, 2, 8, 8),
+    ],
+)
+def test_grouped_product(
+    tokens: int,
+    count: int,
+    top_k: int,
+    hidden: int,
+    size: int,
+    dtype: torch.dtype,
+    error: float,
+) -> None:
+    from pd.kernels import moe_triton
+
+    arguments = experts(tokens, count, top_k, hidden, size, dtype)
+    out = moe_triton.moe_mlp(*(each.to(DEVICE) for each in arguments))
+    assert out.dtype == dtype
+    x, weights, ids, gate_up, down = arguments
+    wide = moe_mlp(x.float(), weights.float(), ids, gate_up.float(), down.float())
+    assert_near(out, wide, 2 * error)
+
+
+def test_all_tokens_may_choose_one_expert() -> None:
+    from pd.kernels import moe_triton
+
+    x, weights, _, gate_up, down = experts(20, 6, 1, 16, 16, torch.float32)
+    for expert in (0, 3, 5):
+        ids = torch.full((20, 1), expert)
+        out = moe_triton.moe_mlp(*(t.to(DEVICE) for t in (x, weights, ids, gate_up, down)))
+        assert_near(out, moe_mlp(x, weights, ids, gate_up, down), 1e-5)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 4, 64, 1000, 5000])
+def test_sizes_of_qwen3_30b_on_a_gpu_in_a_graph(tokens: int) -> None:
+    random = torch.Generator(DEVICE).manual_seed(0)
+
+    def draw(*shape: int, scale: float) -> torch.Tensor:
+        wide = torch.randn(shape, device=DEVICE, generator=random, dtype=torch.bfloat16)
+        return wide.mul_(scale)
+
+    x, gate_up = draw(tokens, 2048, scale=1.0), draw(128, 1536, 2048, scale=0.02)
+    down, logits = draw(128, 2048, 768, scale=0.03), draw(tokens, 128, scale=1.0)
+
+    def run() -> torch.Tensor:
+        return moe_mlp(x, *route(logits, 8, True), gate_up, down)
+
+    first = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    assert torch.equal(out, first)
+    weights, ids = (each.cpu() for each in route(logits, 8, True))
+    chosen = slice(0, tokens, max(1, tokens // 16))
+    expected = moe_mlp(
+        x[chosen].float().cpu(),
+        weights[chosen].float(),
+        ids[chosen],
+        gate_up.float().cpu(),
+        down.float().cpu(),
+    )
+    assert_near(out[chosen], expected, 3e-2)
