@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd.bench.engine_work import Bench
 
 # Steps before the trace begins, those in it, and those that may pass while it starts and stops.
-_PLAIN, _TRACED, _SPARE = 40, 20, 200
+_PLAIN, _TRACED, _SPARE = 40, 20, 400
 _SECONDS = 60.0
 
 
@@ -42,23 +42,25 @@ def profile_decode(bench: Bench, batch: int, context: int, path: Path) -> str:
 
     Raises SetupError if the steps cannot be reached.
     """
+    bench.start_afresh()
     bench.start_decode(batch, context, _PLAIN + _TRACED + _SPARE)
     _wait(bench, batch, _PLAIN)
     tracer = profile(activities=[ProfilerActivity.CUDA])
     tracer.start()
     before = len(bench.log.intervals(batch))
     _wait(bench, batch, before + _TRACED)
-    tracer.stop()
-    traced = bench.log.intervals(batch)[before : before + _TRACED]
-    bench.finish()
-    plain = bench.log.intervals(batch)[:_PLAIN]
+    intervals = bench.log.intervals(batch)
+    plain, traced = intervals[:_PLAIN], intervals[before : before + _TRACED]
     facts = {
         "batch": batch,
         "steps": len(traced),
         "step_ms": statistics.median(i.seconds for i in plain) * 1e3,
         "traced_step_ms": statistics.median(i.seconds for i in traced) * 1e3,
     }
+    # NOTE: the profiler takes this only while it traces.
     tracer.add_metadata_json("pd_decode", json.dumps(facts))
+    tracer.stop()
+    bench.finish()
     tracer.export_chrome_trace(str(path))
     return f"{len(traced)} steps of batch {batch}"
 
@@ -66,6 +68,6 @@ def profile_decode(bench: Bench, batch: int, context: int, path: Path) -> str:
 def _wait(bench: Bench, batch: int, count: int) -> None:
     deadline = time.monotonic() + _SECONDS
     while len(bench.log.intervals(batch)) < count:
-        if time.monotonic() > deadline:
-            raise SetupError(f"no {count} steps of batch {batch} within {_SECONDS:g} s")
+        if time.monotonic() > deadline or (bench.log.steps and bench.idle):
+            raise SetupError(f"the sequences ended before step {count} of batch {batch}")
         time.sleep(0.01)

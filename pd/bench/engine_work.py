@@ -115,12 +115,21 @@ class Bench:
     def close(self) -> None:
         self._client.close()
 
+    @property
+    def idle(self) -> bool:
+        """Whether the node has nothing to do."""
+        return self._node.idle
+
     def measure(self, work: Work) -> Measured:
         """Raises PDError if requests fail or the node cannot do the work."""
-        self._start_afresh()
+        self.start_afresh()
         return getattr(self, f"_{work.kind}")(work)  # type: ignore[no-any-return]
 
-    def _start_afresh(self) -> None:
+    def start_afresh(self) -> None:
+        """With an empty cache and no step noted, once the node is idle.
+
+        Raises SetupError if it does not get idle.
+        """
         deadline = time.monotonic() + _IDLE_SECONDS
         while not self._node.idle:
             if time.monotonic() > deadline:
@@ -192,7 +201,7 @@ class Bench:
         few = min(work.count, 4)
         self._run([Ask(self._prompt(work.num_in), 4) for _ in range(few)])
         asks = [Ask(self._prompt(work.num_in), work.num_out) for _ in range(work.count)]
-        self._start_afresh()
+        self.start_afresh()
         answers = self._run(asks)
         seconds = max(a.ended for a in answers) - min(a.sent for a in answers)
         return Measured([seconds], sum(answer.num_tokens for answer in answers))

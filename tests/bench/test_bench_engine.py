@@ -3,12 +3,16 @@ hand."""
 
 from __future__ import annotations
 
+import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from pd import cli
+from pd.bench import engine_profile
 from pd.bench.engine_roofline import CEILINGS, Roofline
 from pd.bench.engine_steps import Step, StepLog
 from pd.bench.engine_work import Work, parse_work
@@ -78,6 +82,23 @@ def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> N
 def test_a_profile_needs_a_gpu(tmp_path, capsys) -> None:
     assert cli.bench([*FLAGS, "--profile", str(tmp_path / "trace.json")]) == 2
     assert "torch sees no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_profile_holds_the_steps_of_one_batch(tmp_path, monkeypatch, capsys) -> None:
+    """As on a GPU, except for what the profiler looks at."""
+    activities = SimpleNamespace(CUDA=ProfilerActivity.CPU)
+    monkeypatch.setattr(engine_profile, "ProfilerActivity", activities)
+    monkeypatch.setattr(engine_profile, "prime", lambda: None)
+    monkeypatch.setattr(engine_profile, "_PLAIN", 6)
+    path = tmp_path / "trace.json.gz"
+    flags = ["--work", "decode:2", "--context", "24", "--steps", "10", "--profile-batch", "2"]
+    size = ["--kv-cache-tokens", "4096"]
+    assert cli.bench([*FLAGS, *flags, *size, "--profile", str(path)]) == 0
+    facts = json.loads(gzip.decompress(path.read_bytes()))["pd_decode"]
+    assert facts["batch"] == 2
+    assert 10 <= facts["steps"] <= 20
+    assert facts["step_ms"] > 0 and facts["traced_step_ms"] > 0
+    assert f"{facts['steps']} steps of batch 2; summarize it" in capsys.readouterr().out
 
 
 def test_work_is_read_from_its_short_form() -> None:

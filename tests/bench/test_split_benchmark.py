@@ -1,0 +1,72 @@
+"""`scripts/split_benchmark.py` measures a split and unified nodes alike, in real processes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import split_benchmark
+
+from pd.bench.serve import Load
+from pd.bench.shapes import NAMES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = ["--model", NAMES[-1], "--devices", "cpu,cpu", "--node-flags", "--cpu-threads 1"]
+LOAD = "streams=2,in=16,out=30,long=64,every=0.5,long_out=3,seconds=1"
+
+
+@pytest.mark.full
+def test_a_split_and_unified_nodes_are_asked_the_same(tmp_path: Path) -> None:
+    output = tmp_path / "split.json"
+    flags = ["--systems", "tcp,unified", "--kv-cache-tokens", "8192", "--unloaded", "48"]
+    flags += ["--repeats", "2", "--load", LOAD, "--output", str(output)]
+    assert split_benchmark.main([*SMALL, *flags]) == 0
+    report = json.loads(output.read_text())
+    assert set(report["settings"]) == {"start_s", "split, tcp", "unified x 2"}
+    seen = {(row["system"], row["work"], row["metric"]) for row in report["results"]}
+    for system in ("split, tcp", "unified x 2"):
+        assert (system, "unloaded:48", "second token after the first") in seen
+        assert (system, "load", "ITL of the streams") in seen
+    assert ("prefill node alone", "unloaded:48", "first token") in seen
+    for system in ("prefill node alone", "split, tcp"):
+        assert (system, "unloaded:48", "prefill, as the node says") in seen
+    assert ("split, tcp", "unloaded:48", "transfer that the second token waits for") in seen
+    assert not any(row["system"].startswith("vLLM") for row in report["results"])
+
+
+def test_means_are_of_what_happened_between_two_looks() -> None:
+    prefill, exposed = 'pd_stage_seconds_%s{stage="prefill"}', "pd_transfer_exposed_seconds_%s%s"
+    nvlink = '{backend="nvlink"}'
+    before = {prefill % "sum": 1.0, prefill % "count": 10.0}
+    after = {prefill % "sum": 1.5, prefill % "count": 15.0}
+    after |= {exposed % ("sum", nvlink): 0.02, exposed % ("count", nvlink): 4.0}
+    assert split_benchmark._node_rows("unloaded:8", before, after) == [
+        {"work": "unloaded:8", "metric": name, "count": count, "mean_ms": mean}
+        for name, count, mean in (
+            ("prefill, as the node says", 5, 100.0),
+            ("transfer that the second token waits for", 4, 5.0),
+        )
+    ]
+    assert split_benchmark._node_rows("unloaded:8", after, after) == []
+
+
+def test_reference_rows_stand_beside_the_same_load_alone() -> None:
+    args: Any = split_benchmark.parse([])
+    assert args.load == Load()
+    assert {row["work"] for row in split_benchmark.reference(args)} == {
+        "unloaded:1024",
+        "unloaded:8192",
+        "unloaded:32768",
+        "load",
+    }
+    assert split_benchmark.reference(split_benchmark.parse(["--load", "streams=2"])) == []
+    assert split_benchmark.reference(split_benchmark.parse(["--model", "embedded"])) == []
+
+
+def test_wrong_systems_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        split_benchmark.parse(["--systems", "pigeons"])
+    assert "--systems are backends or unified" in capsys.readouterr().err
