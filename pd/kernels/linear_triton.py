@@ -52,8 +52,8 @@ class Shape:
     num_stages: int
 
 
-# By the most rows: gated, then not gated with at most 4096 outputs, 8192, and more. Tuned on an H200
-# with Llama-3.1-8B's matrices; those for 16 rows with the plain loop, which reads no tile early.
+# By the most rows: gated, then not gated with at most 4096 outputs, 8192, and more. Tuned on an
+# H200 with Llama-3.1-8B's matrices; those for 16 rows with a loop that read no tile early.
 _SHAPES = {
     1: (Shape(4, 1024, 4, 4), Shape(16, 1024, 8, 2), Shape(16, 512, 4, 5), Shape(8, 1024, 4, 4)),
     16: (Shape(32, 256, 4, 3), Shape(32, 256, 4, 7), Shape(64, 128, 4, 9), Shape(64, 256, 4, 3)),
