@@ -1,11 +1,15 @@
 """Speed of attention over the paged pool: decode steps, chunks and mixed steps, every backend.
 
     python benchmarks/attention.py [--backends triton,flashinfer] [--output FILE]
+        [--decode-tile 16,64,4,1,4,2] [--chunk-tile 128,128,8,5,1,4]
 
 Heads and head size of Llama-3.1-8B (32 query heads, 8 KV heads, 128), bf16, pages of 16 tokens in
 random order. Every layer has its own K and V, so that nothing is left in a cache from one launch to
 the next. A step's layers are captured into a CUDA graph and replayed, which leaves the launches
 out: what is measured is the GPU's time. Beside it stands the host's time for one plan.
+
+The tile shapes are of the ``triton`` backend, to try others: query rows, keys, warps, stages,
+programs per multiprocessor, key tiles of the smallest split.
 
 TB/s counts K and V of every sequence once; TFLOP/s counts two matrix products over the keys that a
 query may see.
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.kernels.attention import AttentionBackend, PlannedAttention
+    from pd.kernels.attention.triton_backend import TileShape
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 POOL_BYTES = 9 << 30
@@ -94,8 +99,12 @@ STEPS = [
 class Bench:
     """A pool with random K and V, and random queries."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, decode: TileShape | None = None, chunk: TileShape | None = None
+    ) -> None:
+        """``decode``, ``chunk``: tile shapes of the triton backend instead of its own."""
         self.device = device
+        self._tiles = {"decode": decode, "chunk": chunk}
         self.random = np.random.default_rng(0)
         torch.manual_seed(0)
 
@@ -110,6 +119,8 @@ class Bench:
         pages = np.split(order, np.cumsum(counts)[:-1])
         starts, lengths = np.array(step.shapes, np.int64).T
         backend = make_attention_backend(backend_name, pool, HEADS)
+        if backend_name == "triton" and any(self._tiles.values()):
+            backend = type(backend)(pool, HEADS, **self._tiles)
         planned, plan = self._plan(backend, step, AttentionBatch(starts, lengths, pages))
         seconds = self._time(planned, layers, int(lengths.sum()))
         started = time.perf_counter()
@@ -163,12 +174,20 @@ class Bench:
         return statistics.median(times[3:])
 
 
+def tile_shape(text: str) -> TileShape:
+    from pd.kernels.attention.triton_backend import TileShape
+
+    return TileShape(*map(int, text.split(",")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", default="flashinfer,triton")
+    parser.add_argument("--decode-tile", type=tile_shape)
+    parser.add_argument("--chunk-tile", type=tile_shape)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    bench = Bench(torch.device("cuda:0"))
+    bench = Bench(torch.device("cuda:0"), arguments.decode_tile, arguments.chunk_tile)
     results = []
     print(f"{'step':28} {'backend':10} {'µs/layer':>9} {'TB/s':>6} {'TFLOP/s':>8} {'plan µs':>8}")
     for step in STEPS:

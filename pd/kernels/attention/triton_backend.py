@@ -66,7 +66,7 @@ def chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) -> TileSh
     if head_dim > 128:
         return TileShape(64, 32, 4, 2, programs=2, min_tiles=4)
     if shared_memory > 225 << 10:
-        return TileShape(128, 128, 8, 5, programs=1, min_tiles=2)
+        return TileShape(128, 128, 8, 5, programs=1, min_tiles=4)
     return TileShape(128, 64, 8, 3, programs=1, min_tiles=4)
 
 
@@ -118,7 +118,6 @@ class _Kernel:
             ROWS=self._rows,
             MERGE_ROWS=min(triton.next_power_of_2(self._rows), self._shape.num_warps),
             MERGE_SPLITS=8,
-            ONE_TOKEN=self.tile_tokens == 1,
             BLOCK_M=self._block_m,
             BLOCK_N=self._shape.keys,
             BLOCK_D=max(16, triton.next_power_of_2(self._head_dim)),

@@ -157,7 +157,6 @@ def paged_attention(
     ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -176,7 +175,6 @@ def paged_attention(
         scale: what scores are multiplied by, times log2(e).
         ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
         MERGE_ROWS, MERGE_SPLITS: rows and splits merged at a time.
-        ONE_TOKEN: no tile has more than one.
     """
     head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
@@ -213,35 +211,31 @@ def paged_attention(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Up to the first token's own position every row sees every key. Where that is nearly all there
-    # is, one loop is better than two: a short program waits for its instructions, too.
-    unmasked = begin
-    if not ONE_TOKEN:
-        seen_by_all = tl.minimum(end, position + 1)
-        unmasked += tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+    # Up to the first token's own position every row sees every key.
+    seen_by_all = tl.minimum(end, position + 1)
+    unmasked = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
     stride: tl.constexpr = KV_HEADS * HEAD_DIM
-    if not ONE_TOKEN:
-        peak, total, result = _attend_range(
-            peak,
-            total,
-            result,
-            queries,
-            keys,
-            values,
-            table,
-            begin,
-            unmasked,
-            end,
-            reach,
-            scale,
-            dims,
-            stride,
-            HEAD_DIM,
-            PAGE_SIZE,
-            BLOCK_N,
-            False,
-            PRECISION,
-        )
+    peak, total, result = _attend_range(
+        peak,
+        total,
+        result,
+        queries,
+        keys,
+        values,
+        table,
+        begin,
+        unmasked,
+        end,
+        reach,
+        scale,
+        dims,
+        stride,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BLOCK_N,
+        False,
+        PRECISION,
+    )
     peak, total, result = _attend_range(
         peak,
         total,
