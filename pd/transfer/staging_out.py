@@ -44,7 +44,8 @@ class OutLink:
     """The slots of one link, what lies in them, and the rooms that wait for one.
 
     A slot goes round: free → gathered into → flying (the library writes it) → held (D reads it) →
-    free. ``changed`` guards this and the senders; the library is called by the pump's thread only.
+    free. ``progress`` is when that, or a step of the link's opening, was last seen. ``changed``
+    guards this and the senders; the library is called by the pump's thread only.
     """
 
     def __init__(self, outgoing: Outgoing, peer: str, address: tuple[str, int]) -> None:
@@ -159,6 +160,7 @@ class OutLink:
                 channel.close()
                 return
             self.state, self._channel = OutState.OPENING, channel
+            self.progress = time.monotonic()
         channel.send(self._outgoing.wishes())
 
     def unreachable(self, error: TransferError, final: bool) -> None:
@@ -176,7 +178,7 @@ class OutLink:
             with self.changed:
                 if self.state is not OutState.OPENING or self._setting_up:
                     raise ValueError("slots that were not asked for")
-                self._setting_up = True
+                self._setting_up, self.progress = True, time.monotonic()
             threading.Thread(target=self._set_up, args=(message,), daemon=True).start()
         else:
             reason = getattr(message, "reason", "")
@@ -215,6 +217,7 @@ class OutLink:
             return
         with self.changed:
             self.slots, self._path, self._setting_up = slots, path, False
+            self.progress = time.monotonic()
             self.max_cells = slots.shape[1] // outgoing.copier.cell_bytes
         outgoing.pump.add(self)
 

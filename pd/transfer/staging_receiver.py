@@ -41,7 +41,7 @@ class StagedReceiver(Receiver):
         self._state = TransferState.ACTIVE
         self._touching = 0
         self._progress = time.monotonic()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def destination(self) -> bytes:
@@ -52,7 +52,7 @@ class StagedReceiver(Receiver):
         return self._received
 
     def commit(self, num_bytes: int) -> None:
-        with self._changed:
+        with self._lock:
             if self._committed:
                 return
             self._committed, self._progress = True, time.monotonic()
@@ -79,20 +79,15 @@ class StagedReceiver(Receiver):
 
     def fail(self, error: PDError) -> None:
         """Record the first error; nothing is written from now on but by copies under way."""
-        with self._changed:
+        with self._lock:
             if self._state is not TransferState.ACTIVE:
                 return
             self._state, self.error = TransferState.FAILED, error
         self._incoming.remove(self)
 
     def drained(self) -> bool:
-        with self._changed:
+        with self._lock:
             return self._state is not TransferState.ACTIVE and not self._touching
-
-    def wait_drained(self) -> None:
-        """After an end: a copy takes a moment, whatever the peer does."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._touching)
 
     def peer_drained(self) -> None:
         """Of no use here: D's own thread does the writing."""
@@ -122,7 +117,7 @@ class StagedReceiver(Receiver):
 
     def enter(self) -> bool:
         """Whether the pages may be written now; if so, :meth:`leave` must follow."""
-        with self._changed:
+        with self._lock:
             if self._state is not TransferState.ACTIVE:
                 return False
             self._touching += 1
@@ -130,12 +125,10 @@ class StagedReceiver(Receiver):
 
     def leave(self, arrived: int) -> None:
         """A copy is over; ``arrived`` bytes now count."""
-        with self._changed:
+        with self._lock:
             self._touching -= 1
             self._received += arrived
             self._progress = time.monotonic()
-            if self._state is not TransferState.ACTIVE:
-                self._changed.notify_all()
         self._settle()
 
     def lost(self, reason: str) -> None:
@@ -144,7 +137,7 @@ class StagedReceiver(Receiver):
             self.fail(TransferError(f"the link from {self.peer} was lost: {reason}"))
 
     def _settle(self) -> None:
-        with self._changed:
+        with self._lock:
             complete = self._committed and self._received == self._expected
             if not complete or self._state is not TransferState.ACTIVE:
                 return

@@ -78,7 +78,7 @@ class Incoming:
             self._receivers.pop((receiver.room, receiver.epoch), None)
 
     def disconnect(self, peer: str) -> None:
-        """Fail the peer's receivers and have it drain; returns when its pages are safe."""
+        """Fail the peer's receivers and have it drain."""
         self._fail_all(TransferError(f"{peer} was disconnected"), peer)
         with self.lock:
             links = [link for link in self._links if link.peer == peer]
@@ -86,7 +86,8 @@ class Incoming:
             link.end()
 
     def close(self, seconds: float) -> list[InLink]:
-        """End all links; returns those in whose slots something may still land after this time."""
+        """End all links; returns those in whose slots something may still land after this time.
+        Copies may go on until the hub is closed."""
         with self.lock:
             self._closing = True
             links = list(self._links)
@@ -108,7 +109,6 @@ class Incoming:
             ended = [r for r in self._receivers.values() if peer in (None, r.peer)]
         for receiver in ended:
             receiver.fail(error)
-            receiver.wait_drained()
 
     # ---- the hub's thread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,7 +78,8 @@ class HeldPath(Path):
 
 
 class HeldMover(Mover):
-    """``held``: writes do not end. ``error``: they end with this. ``written``: all that began."""
+    """``held``: writes do not end. ``error``: they end with this. ``written``: all that began.
+    ``slow``: seconds that each step of a link's opening takes."""
 
     name = "held"
 
@@ -85,6 +87,7 @@ class HeldMover(Mover):
         self.held = False
         self.error = ""
         self.refuses = ""
+        self.slow = 0.0
         self.written: list[tuple[int, int]] = []
         self.targets: list[HeldTarget] = []
         self.paths: list[HeldPath] = []
@@ -94,11 +97,13 @@ class HeldMover(Mover):
     def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
         if self.refuses:
             raise MoverError(self.refuses)
+        time.sleep(self.slow)
         self.targets.append(HeldTarget(self, slots, peer))
         return self.targets[-1]
 
     def path(
         self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
+        time.sleep(self.slow)
         self.paths.append(HeldPath(self, slots, description))
         return self.paths[-1]

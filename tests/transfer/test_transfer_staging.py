@@ -24,7 +24,7 @@ from transfer_helpers import (
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import staging_in
+from pd.transfer import staging_in, staging_out
 from pd.transfer.base import TransferState
 from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
@@ -258,6 +258,29 @@ def test_a_library_that_cannot_make_slots_is_reported(pair) -> None:
     nodes.into.refuses = ""
     receiver.abort()
     wait_until(lambda: nodes.out.paths, "the next link")
+    nodes.transfer()
+
+
+def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> None:
+    """Each step has a lease of time, not all of them together."""
+    monkeypatch.setattr(staging_out, "LEASE_SECONDS", 1.0)
+    nodes = pair()
+    nodes.out.slow = nodes.into.slow = 0.6
+    nodes.introduce()
+    nodes.transfer()
+
+
+def test_a_link_that_does_not_open_fails_its_rooms(pair, monkeypatch) -> None:
+    monkeypatch.setattr(staging_out, "LEASE_SECONDS", 0.2)
+    nodes = pair()
+    nodes.into.slow = 1.0
+    nodes.introduce()
+    sender, receiver, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    assert settled(sender) is TransferState.FAILED
+    assert "no KV data could be sent to D for 0." in str(sender.error)
+    receiver.abort()
+    wait_until(lambda: nodes.out.paths, "the link")
     nodes.transfer()
 
 
