@@ -167,3 +167,38 @@ class TestGraphs:
                 ours[:] = theirs[[0, 41]]
             graph.graph.replay()
             torch.testing.assert_close(graph.out.float().cpu(), expected[[0, 41]], **BF16)
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunk_graphs_follow_their_plans(shape: tuple, seed: int) -> None:
+    kv_heads, group, head_dim, page_size = shape
+    steps = [(3000, 16), (0, 32), (700, 5), (64, 1)]
+    case = Case(steps, page_size, kv_heads, group, torch.bfloat16, seed, head_dim, DEVICE)
+    case.spoil()
+    chunk = make_backend("flashinfer", case).chunk_graph(32, 4096)
+    assert chunk is not None
+    q, k, v = (
+        torch.zeros(32, *x.shape[1:], dtype=x.dtype, device=DEVICE)
+        for x in (case.q, case.k, case.v)
+    )
+
+    def attend() -> torch.Tensor:
+        store_kv(case.pool.key(1), case.pool.value(1), chunk.slots, k, v)
+        return chunk.attend(1, q, k, v)
+
+    attend()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    expected, stops = case.reference(), np.cumsum([length for _, length in steps])
+    for i in (0, 3, 1, 2, 0):
+        start, length = steps[i]
+        rows = slice(stops[i] - length, stops[i])
+        chunk.plan(start, length, case.pages[i])
+        for ours, theirs in ((q, case.q), (k, case.k), (v, case.v)):
+            ours[:length] = theirs[rows]
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(out[:length].float().cpu(), expected[rows], **BF16)
