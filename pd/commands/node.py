@@ -97,7 +97,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="limit of prompt and output in tokens (default: the model's)",
     )
-    add("--tp-size", type=int, default=1, metavar="N", help="GPUs to shard the model over")
+    add(
+        "--tp-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs to shard the model over, a process for each (unified nodes only so far)",
+    )
     add(
         "--cpu-threads",
         type=int,
@@ -291,6 +297,7 @@ def check_early(config: NodeConfig) -> None:
         raise UsageError(
             f"--context-length {config.context_length} exceeds the model's {model.context_length}"
         )
+    model.divided(config.tp_size)
     if config.role != "unified":
         check_backend(config.transfer_backend, config.fake_script, config.device)
 

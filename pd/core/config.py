@@ -68,6 +68,7 @@ class NodeConfig:
             raise UsageError(f"--page-size must be one of {PAGE_SIZES}, not {self.page_size}")
         for name, low in (
             ("kv_cache_tokens", self.page_size),
+            ("tp_size", 1),
             ("max_running_requests", 1),
             ("chunked_prefill_size", 1),
             ("max_overtakes", 0),
@@ -82,8 +83,11 @@ class NodeConfig:
                 raise UsageError(f"{flag} must be at least {low}, not {value}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise UsageError(f"--mem-fraction must be in (0, 1], not {self.mem_fraction}")
-        if self.tp_size != 1:
-            raise UsageError(f"--tp-size {self.tp_size} is not supported yet; use 1")
+        if self.tp_size > 1 and self.role != "unified":
+            raise UsageError(
+                f"--tp-size {self.tp_size} is for unified nodes: not yet with transfers, which "
+                f"a {self.role} node needs"
+            )
 
     @property
     def public_host(self) -> str:

@@ -44,7 +44,9 @@ class DecodeManager:
         self._pool = node.engine.pool
         self._model = node.engine.model_config
         self._max_running = node.config.max_running_requests
-        self._host_limit = node.config.retraction_host_memory
+        # Other ranks' parts of the KV are out of reach.
+        alone = node.config.tp_size == 1
+        self._host_limit = node.config.retraction_host_memory if alone else 0
         self._host_used = 0
         self.reserve = DecodeReserve(node.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()

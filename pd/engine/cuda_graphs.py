@@ -105,7 +105,9 @@ class DecodeGraphs:
         with torch.cuda.stream(self._stream):
             self._compute(rows, inputs, attention)  # compiles and chooses kernels
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads' calls are no concern of a capture: NCCL's watchdog makes some.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             logits = self._compute(rows, inputs, attention)
         return _Graph(graph, attention, inputs, logits)
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
-from pd.core.errors import SetupError, UsageError
+from pd.core.errors import PDError, SetupError, UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.cuda_graphs import DecodeGraphs, default_sizes
 from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
+from pd.engine.tensor_parallel.leader import Leader, LeadingRunner
 from pd.kernels.attention import find_attention_backend
 from pd.models.config import ModelConfig
 from pd.models.loader import load_model
+from pd.models.tensor_parallel import SINGLE, TensorParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd.core.config import NodeConfig
     from pd.engine.footprint import Footprint
 
@@ -32,20 +37,34 @@ _CPU_POOL_LIMIT = 4 << 30
 
 @dataclass(frozen=True)
 class Engine:
-    """Everything that computes, built from a configuration."""
+    """Everything that computes, built from a configuration.
+
+    Attributes:
+        model_config: of the whole model.
+        layout: of the whole model's KV; that of ``pool`` is a rank's part.
+        leader: of the other ranks' processes; None without them.
+    """
 
     model_config: ModelConfig
     model_id: str
     context_length: int
     attention_backend: str
+    layout: KVLayout
     pool: KVPool
-    runner: ModelRunner
+    runner: ModelRunner | LeadingRunner
     sampler: Sampler
+    leader: Leader | None = None
 
-    @property
-    def layout(self) -> KVLayout:
-        """Shape of the pool."""
-        return self.pool.layout
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """Have ``callback`` called, from any thread, with the reason for which nothing can be
+        computed any more: another rank's process is gone."""
+        if self.leader is not None:
+            self.leader.on_failure = callback
+
+    def close(self) -> None:
+        """End the other ranks' processes. Nothing may be launched any more."""
+        if self.leader is not None:
+            self.leader.close()
 
     def overlaps(self, setting: str) -> bool:
         """Whether steps are planned ahead under ``--overlap-schedule``; by default on GPUs. A CPU
@@ -59,14 +78,41 @@ class Engine:
 
     @classmethod
     def build(cls, config: NodeConfig) -> Engine:
-        """Load the model and allocate the pool.
+        """Load the model and allocate the pool, with ``--tp-size`` in as many processes.
 
         Raises:
             UsageError: a setting that cannot work, or an unsupported model.
-            SetupError: no such device, or not enough memory.
+            SetupError: no such device, or not enough memory, or another rank failed.
+        """
+        if config.tp_size == 1:
+            return cls.build_rank(config)
+        ModelConfig.from_pretrained(config.model).divided(config.tp_size)
+        leader = Leader(config, rank_device(config, 0))
+        try:
+            engine = cls.build_rank(config, leader.group, leader.agree_on_pages)
+            leader.wait_built()
+        except BaseException as error:
+            leader.close()
+            if leader.failure is None or isinstance(error, PDError):
+                raise
+            raise SetupError(leader.failure) from error
+        assert isinstance(engine.runner, ModelRunner)
+        return replace(engine, runner=LeadingRunner(engine.runner, leader), leader=leader)
+
+    @classmethod
+    def build_rank(
+        cls,
+        config: NodeConfig,
+        tp: TensorParallel = SINGLE,
+        agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages,
+    ) -> Engine:
+        """One rank's part of :meth:`build`; all ranks call this at the same time.
+
+        Args:
+            agree_on_pages: given the pages that this rank has memory for, the least of all ranks.
         """
         model_config = ModelConfig.from_pretrained(config.model)
-        device = _device(config.device)
+        device = rank_device(config, tp.rank)
         dtype = _dtype(config.dtype, model_config.dtype, device)
         context_length = config.context_length or model_config.context_length
         if context_length > model_config.context_length:
@@ -85,6 +131,8 @@ class Engine:
             device=device,
             load_format=config.load_format,
             seed=config.seed,
+            progress=tp.rank == 0,
+            tp=tp,
         )
         layout = KVLayout(
             num_layers=model_config.num_layers,
@@ -92,12 +140,14 @@ class Engine:
             head_dim=model_config.head_dim,
             dtype=dtype,
             page_size=config.page_size,
+            tp_size=tp.size,
         )
+        part = msgspec.structs.replace(layout, num_kv_heads=model.config.num_kv_heads)
         sizes = _graph_sizes(config, device)
-        needs = footprint(model, layout, attention, config, sizes, context_length)
-        num_pages = _num_pages(config, layout, device, needs)
-        pool = KVPool(layout, num_pages, device)
-        runner = ModelRunner(model, pool, attention(pool, model_config.num_heads))
+        needs = footprint(model, part, attention, config, sizes, context_length)
+        num_pages = agree_on_pages(_num_pages(config, part, device, needs))
+        pool = KVPool(part, num_pages, device)
+        runner = ModelRunner(model, pool, attention(pool, model.config.num_heads))
         if sizes:
             runner.graphs = DecodeGraphs(
                 model,
@@ -105,6 +155,7 @@ class Engine:
                 sizes,
                 max_rows=config.max_running_requests,
                 max_context=context_length,
+                progress=tp.rank == 0,
             )
         logger.info(
             "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
@@ -122,10 +173,30 @@ class Engine:
             model_id=model_config.fingerprint(config.model, config.load_format, config.seed),
             context_length=context_length,
             attention_backend=attention.name,
+            layout=layout,
             pool=pool,
             runner=runner,
             sampler=Sampler(model_config.vocab_size, device),
         )
+
+
+def rank_device(config: NodeConfig, rank: int) -> torch.device:
+    """The device of a rank: ranks have consecutive GPUs, rank 0 that of ``--device``.
+
+    Raises:
+        UsageError: there is no such kind of device.
+        SetupError: there are not so many.
+    """
+    device = _device(config.device)
+    if config.tp_size == 1 or device.type == "cpu":
+        return device
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + config.tp_size > count:
+        raise SetupError(
+            f"--tp-size {config.tp_size} needs GPUs {first} to {first + config.tp_size - 1}; this "
+            f"machine has {count} usable GPUs"
+        )
+    return torch.device("cuda", first + rank)
 
 
 def _device(name: str) -> torch.device:
@@ -169,7 +240,7 @@ def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device, needs
         free, total = torch.cuda.mem_get_info(device)
         usable = free - needs.graphs - max(int(total * (1 - config.mem_fraction)), needs.step)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.tp_size
         usable = int(free * config.mem_fraction)
     if config.kv_cache_tokens is not None:
         wanted = config.kv_cache_tokens // config.page_size

@@ -112,6 +112,7 @@ class Node(ABC):
 
     def start(self) -> None:
         """Begin to serve."""
+        self.engine.on_failure(self._scheduler.engine_failed)
         self._scheduler.start()
         self.control.start()
 
@@ -123,6 +124,7 @@ class Node(ABC):
             self.draining = True
         self._scheduler.stop()
         self.control.stop()
+        self.engine.close()
 
     def drain(self) -> None:
         """Refuse new requests and finish those that are here."""

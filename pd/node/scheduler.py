@@ -48,15 +48,24 @@ class Scheduler(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._stopping:
+            while not (self._stopping or self._broken):
                 self._step()
             if self._launched is not None:
                 self._account(self._launched)
         except Exception as error:
-            # The node's books are wrong and nothing here can mend them: it is not ready any more.
+            # The node's books are wrong and nothing here can mend them.
             logger.critical("the scheduler failed", exc_info=True)
-            self._broken = True
-            self._fail_all(NodeFailedError(f"the scheduler failed: {error!r}"))
+            self._give_up(f"the scheduler failed: {error!r}")
+
+    def engine_failed(self, reason: str) -> None:
+        """Nothing can be computed any more. May be called from any thread, during a step too."""
+        logger.critical("the engine failed: %s", reason)
+        self._give_up(f"the engine failed: {reason}")
+
+    def _give_up(self, reason: str) -> None:
+        """Fail all requests; the node is not ready any more."""
+        self._broken = True
+        self._fail_all(NodeFailedError(reason))
 
     def _step(self) -> None:
         node, last = self._node, self._launched

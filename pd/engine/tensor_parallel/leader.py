@@ -1,0 +1,267 @@
+"""Rank 0's side: it starts the workers, tells them each step, and notices when one is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from pd.core.errors import NodeFailedError, SetupError
+from pd.engine.tensor_parallel.group import ProcessGroup
+from pd.engine.tensor_parallel.messages import (
+    Built,
+    Capacity,
+    Channel,
+    Failed,
+    Joining,
+    Message,
+    Start,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd.core.config import NodeConfig
+    from pd.engine.model_runner import ForwardItem, ModelRunner
+
+    M = TypeVar("M", bound=Message)
+
+logger = logging.getLogger(__name__)
+
+_STOP_SECONDS = 5.0
+# How long the news that a worker is gone may take, after an error that may come of it.
+_NEWS_SECONDS = 1.0
+# Settings that do not concern an engine, or are secret.
+_NOT_FOR_WORKERS = ("cluster_key", "fake_script")
+
+
+class _Worker:
+    """A process and the messages that came from it; None after the last."""
+
+    def __init__(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.rank, self.channel = rank, Channel(ours)
+        self.inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        command = [sys.executable, "-m", "pd.engine.tensor_parallel.worker", str(theirs.fileno())]
+        with theirs:
+            # Standard output is for the node's own words.
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2
+            )
+
+    def stop(self) -> None:
+        """Its channel is closed, so it ends at once."""
+        try:
+            self.process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Leader:
+    """The workers of one node, which end with it.
+
+    Attributes:
+        group: this rank among the others.
+        failure: why the group is of no use any more; None while it is.
+        on_failure: called once, from any thread, with that reason.
+
+    Raises:
+        SetupError: a worker could not begin.
+    """
+
+    group: ProcessGroup
+
+    def __init__(self, config: NodeConfig, device: torch.device) -> None:
+        self.failure: str | None = None
+        self._failed = threading.Event()
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        self._page_size = config.page_size
+        self._lock = threading.Lock()
+        self._closing = False
+        self._directory = tempfile.TemporaryDirectory(prefix="pd-tp-")
+        self._workers = [_Worker(rank) for rank in range(1, config.tp_size)]
+        self._reader = threading.Thread(target=self._read, name="tp-reader", daemon=True)
+        self._reader.start()
+        try:
+            self._start(config, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: NodeConfig, device: torch.device) -> None:
+        settings = dataclasses.asdict(config) | {"model": str(config.model)}
+        for name in _NOT_FOR_WORKERS:
+            del settings[name]
+        rendezvous = f"{self._directory.name}/rendezvous"
+        threads = max(1, torch.get_num_threads() // config.tp_size)
+        level = logging.getLogger().getEffectiveLevel()
+        for worker in self._workers:
+            self._send(
+                worker,
+                Start(settings, worker.rank, config.tp_size, rendezvous, threads, level),
+            )
+        torch.set_num_threads(threads)
+        for worker in self._workers:
+            self._receive(worker, Joining)
+        self.group = ProcessGroup(0, config.tp_size, rendezvous, device)
+
+    # ---- building
+
+    def agree_on_pages(self, num_pages: int) -> int:
+        """The least number of pages that a rank has memory for; ``num_pages`` is this one's."""
+        least = min(num_pages, *(self._receive(w, Capacity).num_pages for w in self._workers))
+        for worker in self._workers:
+            self._send(worker, Capacity(least))
+        return least
+
+    def wait_built(self) -> None:
+        """Return when all workers wait for steps."""
+        for worker in self._workers:
+            self._receive(worker, Built)
+
+    def _send(self, worker: _Worker, message: Message) -> None:
+        try:
+            worker.channel.send(message)
+        except OSError as error:
+            while worker.inbox.get() is not None:
+                pass  # its last word says more than that it is gone
+            raise SetupError(str(self.failure)) from error
+
+    def _receive(self, worker: _Worker, kind: type[M]) -> M:
+        message = worker.inbox.get()
+        if message is None:
+            raise SetupError(self.failure or "the tensor-parallel workers were stopped")
+        assert isinstance(message, kind), f"rank {worker.rank} sent {message} for a {kind.__name__}"
+        return message
+
+    # ---- steps
+
+    def announce(self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None) -> None:
+        """Have the workers take part in a step that is about to be launched here.
+
+        Raises:
+            NodeFailedError: a worker is gone.
+        """
+        if self.failure is not None:
+            raise NodeFailedError(self.failure)
+        count = 0 if previous_tokens is None else len(previous_tokens)
+        data = self._workers[0].channel.encode(Step.of(items, self._page_size, count))
+        for worker in self._workers:
+            try:
+                worker.channel.send_encoded(data)
+            except OSError as error:
+                self.fail(self._epitaph(worker))
+                raise NodeFailedError(self.failure) from error
+        if previous_tokens is not None:
+            self.group.broadcast(previous_tokens)
+
+    # ---- ends
+
+    def fail(self, reason: str) -> None:
+        """Give the group up: the ranks do not do the same any more. The first reason counts."""
+        with self._lock:
+            if self._closing or self.failure is not None:
+                return
+            self.failure = reason
+        self._failed.set()
+        # NOTE: before anything is aborted, so that nobody takes what an aborted step leaves behind
+        # for its result.
+        self.on_failure(reason)
+        self._hang_up()
+        if hasattr(self, "group"):
+            self.group.abort()
+
+    def step_failed(self, error: Exception) -> None:
+        """Give the group up after an error in a step, which may be that of a worker that is gone:
+        then that is the reason."""
+        if not self._failed.wait(_NEWS_SECONDS):
+            # The workers compute a step that this rank takes no part in.
+            self.fail(f"rank 0 could not launch a step: {error}")
+
+    def close(self) -> None:
+        """End the workers. Nothing may be launched any more."""
+        with self._lock:
+            self._closing = True
+        self._hang_up()
+        if hasattr(self, "group"):
+            self.group.abort()
+        for worker in self._workers:
+            worker.stop()
+        self._reader.join()
+        for worker in self._workers:
+            worker.channel.close()
+        self._directory.cleanup()
+
+    def _hang_up(self) -> None:
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.channel.socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        """Fill the inboxes until every worker is gone."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.channel.socket, selectors.EVENT_READ, worker)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if not self._take(key.data):
+                        selector.unregister(key.fileobj)
+
+    def _take(self, worker: _Worker) -> bool:
+        """Read one message; False after the last."""
+        try:
+            message = worker.channel.receive()
+        except EOFError:
+            self.fail(self._epitaph(worker))
+        else:
+            if not isinstance(message, Failed):
+                worker.inbox.put(message)
+                return True
+            self.fail(f"tensor-parallel rank {worker.rank} failed: {message.reason}")
+        worker.inbox.put(None)
+        return False
+
+    def _epitaph(self, worker: _Worker) -> str:
+        status: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = worker.process.wait(1.0)
+        how = "hung up" if status is None else f"ended with status {status}"
+        return f"tensor-parallel rank {worker.rank} (process {worker.process.pid}) {how}"
+
+
+class LeadingRunner:
+    """Rank 0's :class:`pd.engine.model_runner.ModelRunner`: steps are computed by all ranks."""
+
+    def __init__(self, runner: ModelRunner, leader: Leader) -> None:
+        self._runner, self._leader = runner, leader
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        items: Sequence[ForwardItem],
+        on_layers_done: Callable[[int, int], None] | None = None,
+        previous_tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See :meth:`pd.engine.model_runner.ModelRunner.forward`.
+
+        Raises:
+            NodeFailedError: a worker is gone.
+        """
+        try:
+            self._leader.announce(items, previous_tokens)
+            return self._runner.forward(items, on_layers_done, previous_tokens)
+        except Exception as error:
+            self._leader.step_failed(error)
+            raise NodeFailedError(str(self._leader.failure)) from error

@@ -1,0 +1,164 @@
+"""What rank 0 and its workers say to each other, over a socket pair that both have from birth."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from pd.engine.model_runner import ForwardItem
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Start(msgspec.Struct, tag=True):
+    """To a worker, first of all.
+
+    Attributes:
+        settings: of the node's configuration, those that an engine is built from.
+        rendezvous: file in a private directory, through which the devices find each other.
+        threads: for computing on a CPU.
+        log_level: of the root logger.
+    """
+
+    settings: dict[str, Any]
+    rank: int
+    size: int
+    rendezvous: str
+    threads: int
+    log_level: int
+
+
+class Joining(msgspec.Struct, tag=True):
+    """From a worker: it is about to meet the others."""
+
+
+class Capacity(msgspec.Struct, tag=True):
+    """From a worker the pages that it has memory for, to all what the least of them has."""
+
+    num_pages: int
+
+
+class Built(msgspec.Struct, tag=True):
+    """From a worker: it waits for steps."""
+
+
+class Failed(msgspec.Struct, tag=True):
+    """From a worker, and the last: why it ends."""
+
+    reason: str
+
+
+class Step(msgspec.Struct, tag=True):
+    """To all workers: a forward pass. Numbers are int32 arrays as bytes.
+
+    Attributes:
+        starts, lengths, num_logits: of each item; ``num_pages`` of its page table.
+        token_ids, pages: of all items, one after the other.
+        num_previous: tokens sampled before, which rank 0 broadcasts first; 0 if none are needed.
+    """
+
+    starts: bytes
+    lengths: bytes
+    num_logits: bytes
+    num_pages: bytes
+    token_ids: bytes
+    pages: bytes
+    num_previous: int
+
+    @classmethod
+    def of(cls, items: Sequence[ForwardItem], page_size: int, num_previous: int) -> Step:
+        """Of the page tables, only what the step touches."""
+        tables = [
+            item.pages[: -(-(item.start + len(item.token_ids)) // page_size)] for item in items
+        ]
+        return cls(
+            _packed([item.start for item in items]),
+            _packed([len(item.token_ids) for item in items]),
+            _packed([item.num_logits for item in items]),
+            _packed([len(table) for table in tables]),
+            _packed(np.concatenate([item.token_ids for item in items])),
+            _packed(np.concatenate(tables)),
+            num_previous,
+        )
+
+    def items(self) -> list[ForwardItem]:
+        """What :meth:`of` was given."""
+        token_ids, pages = _unpacked(self.token_ids), _unpacked(self.pages)
+        lengths, num_pages = _unpacked(self.lengths), _unpacked(self.num_pages)
+        token_ends, page_ends = np.cumsum(lengths).tolist(), np.cumsum(num_pages).tolist()
+        rows = zip(
+            _unpacked(self.starts).tolist(),
+            lengths.tolist(),
+            token_ends,
+            num_pages.tolist(),
+            page_ends,
+            _unpacked(self.num_logits).tolist(),
+            strict=True,
+        )
+        return [
+            ForwardItem(token_ids[t - length : t], start, pages[p - count : p], logits)
+            for start, length, t, count, p, logits in rows
+        ]
+
+
+Message = Start | Joining | Capacity | Built | Failed | Step
+
+
+def _packed(values: Any) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def _unpacked(data: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.frombuffer(data, dtype="<i4")
+
+
+class Channel:
+    """Messages over a connected stream socket, which it owns. One thread may send and another
+    receive."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Message)
+
+    def encode(self, message: Message) -> bytes:
+        """What :meth:`send_encoded` sends, for several channels."""
+        body = self._encoder.encode(message)
+        return _LENGTH.pack(len(body)) + body
+
+    def send(self, message: Message) -> None:
+        """Waits for room; raises OSError when the other end is gone."""
+        self.send_encoded(self.encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """See :meth:`send`."""
+        self.socket.sendall(data)
+
+    def receive(self) -> Message:
+        """The next message; raises EOFError when the other end is gone."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._decoder.decode(self._read(length))
+
+    def _read(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            try:
+                count = self.socket.recv_into(view)
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if count == 0:
+                raise EOFError("the other end is closed")
+            view = view[count:]
+        return data
+
+    def close(self) -> None:
+        """The other end reads EOF."""
+        self.socket.close()

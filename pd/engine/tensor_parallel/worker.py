@@ -1,0 +1,122 @@
+"""``python -m pd.engine.tensor_parallel.worker FD``: a rank that computes what rank 0 says.
+
+It ends when rank 0 does, whatever it is doing, and heeds no signals that a terminal or a service
+manager sends to all processes: rank 0 drains first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from pd.core.config import NodeConfig
+from pd.core.errors import PDError
+from pd.engine.engine import Engine, rank_device
+from pd.engine.tensor_parallel.group import ProcessGroup
+from pd.engine.tensor_parallel.messages import (
+    Built,
+    Capacity,
+    Channel,
+    Failed,
+    Joining,
+    Start,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> NoReturn:
+    """Serve until rank 0 is gone or something fails."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=_end_with, args=(channel.socket,), daemon=True).start()
+    reason = ""
+    try:
+        _serve(channel)
+    except EOFError:
+        pass
+    except PDError as error:
+        reason = error.message
+    except Exception as error:
+        logger.exception("a tensor-parallel worker failed")
+        reason = repr(error)
+    if reason:
+        channel.send(Failed(reason))
+    # NOTE: without the usual end, in which CUDA waits for kernels that wait for other ranks.
+    os._exit(1 if reason else 0)
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End the process when the other end of the connection is closed."""
+    poll = select.poll()
+    poll.register(connection, 0)  # a hang-up is reported unasked
+    poll.poll()
+    os._exit(0)
+
+
+def _serve(channel: Channel) -> None:
+    start = channel.receive()
+    assert isinstance(start, Start)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=max(start.log_level, logging.WARNING),  # what rank 0 logs need not be repeated
+        format=f"%(asctime)s %(levelname)s rank {start.rank} %(name)s: %(message)s",
+    )
+    torch.set_num_threads(start.threads)
+    config = _config(start.settings)
+    device = rank_device(config, start.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    channel.send(Joining())
+    group = ProcessGroup(start.rank, start.size, start.rendezvous, device)
+    engine = Engine.build_rank(config, group, lambda pages: _agree(channel, pages))
+    channel.send(Built())
+    while True:
+        step = channel.receive()
+        assert isinstance(step, Step)
+        _compute(engine, group, device, step)
+
+
+def _config(settings: dict[str, Any]) -> NodeConfig:
+    sizes = settings["cuda_graph_batch_sizes"]
+    return NodeConfig(
+        **settings
+        | {
+            "model": Path(settings["model"]),
+            "cuda_graph_batch_sizes": None if sizes is None else tuple(sizes),
+        }
+    )
+
+
+def _agree(channel: Channel, num_pages: int) -> int:
+    channel.send(Capacity(num_pages))
+    agreed = channel.receive()
+    assert isinstance(agreed, Capacity)
+    return agreed.num_pages
+
+
+@torch.inference_mode()
+def _compute(engine: Engine, group: ProcessGroup, device: torch.device, step: Step) -> None:
+    previous = None
+    if step.num_previous:
+        previous = torch.empty(step.num_previous, dtype=torch.int64, device=device)
+        group.broadcast(previous)
+    engine.runner.forward(step.items(), None, previous)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Several ranks compute what one does: here as threads of one process, a model each."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    make_checkpoint,
+    reference_generate,
+    reference_logits,
+)
+from greedy_engine import generate
+
+from pd.core.errors import UsageError
+from pd.core.node_info import KVLayout
+from pd.engine.kv_pool import KVPool
+from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.tensor_parallel.messages import Step
+from pd.kernels.attention import make_attention_backend
+from pd.models.config import ModelConfig
+from pd.models.loader import load_model
+from pd.models.tensor_parallel import SINGLE, TensorParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Checkpoint = Callable[[str], Path]
+
+NEW_TOKENS = 12
+
+
+class Threads:
+    """Ranks that are threads: each puts down what it has and takes what the others put."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size)
+        self._slots: list[Any] = [None] * size
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self._slots[rank] = x.clone()
+        self._barrier.wait(30)
+        everything = list(self._slots)
+        self._barrier.wait(30)
+        return everything
+
+    def run(self, work: Callable[[Rank], Any]) -> list[Any]:
+        """The results of ``work`` on every rank."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(work, [Rank(self, rank) for rank in range(self.size)]))
+
+
+class Rank(TensorParallel):
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self._threads, self.rank, self.size = threads, rank, threads.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._threads.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._threads.exchange(self.rank, x), dim=1)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        x.copy_(self._threads.exchange(self.rank, x)[0])
+
+
+def make_runner(path: Path, tp: TensorParallel, **settings: Any) -> ModelRunner:
+    config = ModelConfig.from_pretrained(path)
+    model = load_model(path, config, dtype=torch.float32, device="cpu", tp=tp, **settings)
+    layout = KVLayout(
+        config.num_layers, model.config.num_kv_heads, config.head_dim, "float32", page_size=16
+    )
+    pool = KVPool(layout, 128, "cpu")
+    attention = make_attention_backend("auto", pool, model.config.num_heads)
+    return ModelRunner(model, pool, attention)
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+def check_parity(path: Path, size: int) -> None:
+    prompts = random_prompts([1, 17, 40, 150])
+    expected = reference_generate(path, prompts, NEW_TOKENS)
+
+    def work(rank: Rank) -> Any:
+        return generate(make_runner(path, rank), prompts, NEW_TOKENS, max_chunk=50, seed=0)
+
+    for sequences in Threads(size).run(work):
+        assert [s.output for s in sequences] == expected
+        for prompt, sequence in zip(prompts, sequences, strict=True):
+            logits = reference_logits(path, prompt + sequence.output[:-1])[len(prompt) - 1 :]
+            torch.testing.assert_close(torch.stack(sequence.logits), logits, atol=2e-4, rtol=0)
+
+
+class TestParity:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_two_ranks_equal_transformers(self, checkpoint: Checkpoint, architecture: str) -> None:
+        check_parity(checkpoint(architecture), 2)
+
+    @pytest.mark.parametrize("architecture", ["llama2", "qwen2", "qwen3", "qwen3_moe"])
+    def test_four_ranks_equal_transformers(self, architecture: str, tmp_path: Path) -> None:
+        bias = {"attention_bias": True} if architecture != "qwen2" else {}
+        path = make_checkpoint(architecture, tmp_path, num_key_value_heads=4, **bias)
+        check_parity(path, 4)
+
+
+class TestWeights:
+    @pytest.mark.parametrize("load_format", ["auto", "dummy"])
+    @pytest.mark.parametrize("architecture", ["llama2", "llama3", "mixtral", "qwen3_moe"])
+    def test_ranks_divide_the_same_weights(
+        self,
+        checkpoint: Checkpoint,
+        architecture: str,
+        load_format: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Put together, the parts are the tensors that a single rank has."""
+        monkeypatch.setattr("pd.models.layers.CausalLM.prepare", lambda model: None)
+        # Small, so that parts begin anywhere in a block, and end in others.
+        monkeypatch.setattr("pd.models.loader._DUMMY_BLOCK", 997)
+        path = checkpoint(architecture)
+        settings: Any = {"load_format": load_format}
+        whole = dict(make_runner(path, SINGLE, **settings).model.checkpoint_tensors())
+        parts = [
+            dict(make_runner(path, Rank(Threads(2), rank), **settings).model.checkpoint_tensors())
+            for rank in range(2)
+        ]
+        for name, place in whole.items():
+            one, two = parts[0][name], parts[1][name]
+            if one.split is None:
+                assert torch.equal(one.memory, place.memory), name
+                assert torch.equal(two.memory, place.memory), name
+            else:
+                assert one.memory.shape[one.split] * 2 == place.memory.shape[one.split], name
+                together = torch.cat((one.memory, two.memory), dim=one.split)
+                assert torch.equal(together, place.memory), name
+
+    def test_a_misshaped_tensor_is_named_with_the_whole_shape(
+        self, checkpoint: Checkpoint, tmp_path: Path
+    ) -> None:
+        path = checkpoint("llama2")
+        config = path / "config.json"
+        spoiled = config.read_text().replace('"intermediate_size": 96', '"intermediate_size": 48')
+        for file in path.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        (tmp_path / "config.json").write_text(spoiled)
+        with pytest.raises(UsageError, match=r"\[64, 96\], config.json makes it \[64, 48\]"):
+            make_runner(tmp_path, Rank(Threads(2), 0))
+
+    @pytest.mark.parametrize(
+        ("size", "what"),
+        [(4, "num_kv_heads 2"), (3, "num_heads 4"), (8, "num_heads 4")],
+    )
+    def test_what_cannot_be_divided_is_refused(
+        self, checkpoint: Checkpoint, size: int, what: str
+    ) -> None:
+        config = ModelConfig.from_pretrained(checkpoint("llama3"))
+        with pytest.raises(UsageError, match=f"--tp-size {size} does not divide .* {what}"):
+            config.divided(size)
+
+
+def test_a_step_arrives_as_it_was_sent() -> None:
+    def array(*values: int) -> Any:
+        return np.array(values, np.int32)
+
+    items = [
+        ForwardItem(array(5, 6, 7), 30, array(9, 4, 3, 8), 2),
+        ForwardItem(array(-1), 0, array(1), 1),
+        ForwardItem(array(4, 4), 14, array(2, 6), 0),
+    ]
+    step = Step.of(items, 16, 7)
+    assert step.num_previous == 7
+    received = step.items()
+    # Of the first table, the last page is not touched by this step.
+    tables = [[9, 4, 3], [1], [2]]
+    for sent, got, table in zip(items, received, tables, strict=True):
+        assert got.token_ids.tolist() == sent.token_ids.tolist()
+        assert (got.start, got.num_logits) == (sent.start, sent.num_logits)
+        assert got.pages.tolist() == table
+        assert got.pages.dtype == got.token_ids.dtype == np.int32
