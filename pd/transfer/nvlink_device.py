@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pd.core.errors import SetupError
+from pd.kernels.cuda_ipc import CudaIpc
 from pd.kernels.kv_copy import copy_to_peer, prepare
-from pd.transfer.cuda_ipc import CudaIpc
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray, KVBuffer

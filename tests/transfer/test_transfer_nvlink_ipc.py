@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd.core.errors import SetupError, TransferError
-from pd.transfer import cuda_ipc
-from pd.transfer.cuda_ipc import HANDLE_BYTES, CudaIpc
+from pd.kernels import cuda_ipc
+from pd.kernels.cuda_ipc import HANDLE_BYTES, CudaIpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Sums and exchanges between the devices of the ranks: NCCL between GPUs, gloo between CPUs."""
+"""Sums and exchanges between the devices of the ranks: NCCL between GPUs, gloo between CPUs, and
+straight through peer memory what is small."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from pd.core.errors import SetupError
+from pd.engine.tensor_parallel import peer_memory
 from pd.models.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class ProcessGroup(TensorParallel):
             os.environ[name] = "lo"
         store = dist.FileStore(str(rendezvous), size)
         store.set_timeout(_MEETING)
+        self._peers: peer_memory.PeerMemory | None = None
         # NOTE: not torch's default group, so that a process may be part of several.
         if device.type == "cuda":
             if not dist.is_nccl_available():
@@ -53,15 +56,20 @@ class ProcessGroup(TensorParallel):
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-            self._group.eager_connect_single_device(device)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        # The first exchange makes the connections: now, when nobody is busy with something else.
+        self.broadcast(torch.zeros(1, device=device))
+        if device.type == "cuda":
+            self._peers = peer_memory.connect(self, device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.all_reduce(x)
         if x.numel():
             options = AllreduceOptions()
             options.asyncOp = False
-            self._group.allreduce([x], options).wait()
+            _finish(self._group.allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,13 +78,13 @@ class ProcessGroup(TensorParallel):
         if rows:
             options = AllgatherOptions()
             options.asyncOp = False
-            self._group._allgather_base(gathered, x.contiguous(), options).wait()
+            _finish(self._group._allgather_base(gathered, x.contiguous(), options))
         return gathered.view(self.size, rows, columns).transpose(0, 1).flatten(1)
 
     def broadcast(self, x: torch.Tensor) -> None:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
-        self._group.broadcast([x], options).wait()
+        _finish(self._group.broadcast([x], options))
 
     def abort(self) -> None:
         """End what waits for other ranks, with whatever result. Returns within seconds."""
@@ -86,5 +94,16 @@ class ProcessGroup(TensorParallel):
             thread.join(_ABORT_SECONDS)
 
     def _abort(self) -> None:
+        if self._peers is not None:
+            self._peers.stop()
         with contextlib.suppress(RuntimeError):  # it may have noticed by itself
             self._group.abort()
+        if self._peers is not None:
+            torch.cuda.synchronize(self._device)
+            self._peers.close()
+
+
+def _finish(work: Any) -> None:
+    """Gloo's results have to be waited for; NCCL's are on the current stream already."""
+    if work is not None:
+        work.wait()

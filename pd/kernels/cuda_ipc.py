@@ -76,7 +76,7 @@ class CudaIpc:
                 self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
         except CudaError as error:
             raise SetupError(
-                f"the KV pool cannot be exported to other processes ({error}); "
+                f"this memory cannot be exported to other processes ({error}); "
                 "expandable segments must be off"
             ) from error
         return bytes(handle.data), address - base.value
@@ -100,7 +100,7 @@ class CudaIpc:
                     ctypes.c_uint(_ENABLE_PEER_ACCESS),
                 )
         except CudaError as error:
-            raise TransferError(f"the peer's KV pool cannot be mapped: {error}") from error
+            raise TransferError(f"the peer's memory cannot be mapped: {error}") from error
         return address.value
 
     def close(self, address: int) -> None:
@@ -109,7 +109,7 @@ class CudaIpc:
             with self._current():
                 self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         except CudaError as error:
-            raise TransferError(f"the peer's KV pool cannot be unmapped: {error}") from error
+            raise TransferError(f"the peer's memory cannot be unmapped: {error}") from error
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

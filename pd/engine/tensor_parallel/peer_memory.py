@@ -1,0 +1,153 @@
+"""Small sums straight through the memory of the other ranks' GPUs (:mod:`all_reduce_triton`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd.core.errors import SetupError, TransferError
+from pd.kernels.cuda_ipc import HANDLE_BYTES, CudaIpc
+
+if TYPE_CHECKING:
+    from pd.models.tensor_parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
+
+# Up to here one hop is faster than NCCL's ring.
+MAX_BYTES = 512 << 10
+_OFFSET_BYTES = 8
+# Another rank may have to compile the kernel first.
+_CHECK_SECONDS = 60.0
+
+
+class PeerMemory:
+    """The mailboxes of all ranks, mapped here.
+
+    Args:
+        tp: the ranks, for exchanging handles.
+        device: this rank's GPU.
+
+    Raises:
+        SetupError: memory of some rank cannot be exported.
+        TransferError: it cannot be mapped here. Other ranks may succeed.
+    """
+
+    def __init__(self, tp: TensorParallel, device: torch.device) -> None:
+        from pd.kernels import all_reduce_triton
+
+        self._kernel = all_reduce_triton
+        self._rank, self._size = tp.rank, tp.size
+        self._device = device
+        self._dtype: torch.dtype | None = None
+        self._ipc = CudaIpc(device.index)
+        # Words of 4 bytes for numbers of 2, of 8 for numbers of 4.
+        size = 4 * all_reduce_triton.mailbox_words(tp.size, MAX_BYTES // 2)
+        self._mailbox = torch.zeros(size, dtype=torch.uint8, device=device)
+        blocks = -(-MAX_BYTES // 2 // all_reduce_triton.BLOCK)
+        self._epochs = torch.zeros(blocks, dtype=torch.int32, device=device)
+        self._stop = torch.zeros(1, dtype=torch.int32, device=device)
+        self._aside = torch.cuda.Stream(device)
+        self._mapped: list[int] = []
+        handles = self._exchange(tp, device)
+        self._addresses = torch.tensor(self._map(handles), dtype=torch.int64, device=device)
+
+    def _exchange(self, tp: TensorParallel, device: torch.device) -> list[bytes]:
+        """Every rank's handle and offset. Behind it, all mailboxes are zero."""
+        try:
+            handle, offset = self._ipc.export(self._mailbox.data_ptr())
+            mine = handle + offset.to_bytes(_OFFSET_BYTES, "little")
+        except SetupError as error:
+            logger.debug("this rank has no mailbox: %s", error)
+            mine = bytes(HANDLE_BYTES + _OFFSET_BYTES)  # the others wait for something
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+        handles = [bytes(row) for row in tp.all_gather(sent[None]).view(tp.size, -1).tolist()]
+        if not all(any(handle) for handle in handles):
+            raise SetupError("a rank's memory cannot be exported; expandable segments must be off")
+        return handles
+
+    def _map(self, handles: list[bytes]) -> list[int]:
+        addresses = []
+        for rank, handle in enumerate(handles):
+            if rank == self._rank:
+                addresses.append(self._mailbox.data_ptr())
+                continue
+            base = self._ipc.open(handle[:HANDLE_BYTES])
+            self._mapped.append(base)
+            addresses.append(base + int.from_bytes(handle[HANDLE_BYTES:], "little"))
+        return addresses
+
+    def works(self) -> bool:
+        """Whether sums come, and are right: there are hosts on which GPUs map each other's memory
+        and what they write does not arrive. All ranks call this at the same time, and meet before
+        the next sum."""
+        numbers = torch.arange(5000, device=self._device) % 10
+        mine = ((self._rank + 1) * numbers).to(torch.bfloat16)
+        sums = [self.all_reduce(mine) for _ in range(3)]
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self._device))
+        deadline = time.monotonic() + _CHECK_SECONDS
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.stop()
+                return False
+            time.sleep(0.001)
+        # Everything that was sent has arrived; the words to come may be of another size.
+        self._mailbox.zero_()
+        expected = self._size * (self._size + 1) // 2 * numbers
+        return all(torch.equal(total, expected.to(torch.bfloat16)) for total in sums)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether :meth:`all_reduce` does this one, the same on all ranks."""
+        if self._dtype is None and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self._dtype = x.dtype  # words of another size would look like flags
+        return x.dtype == self._dtype and 0 < x.nbytes <= MAX_BYTES
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in new memory."""
+        out = torch.empty_like(x)
+        capacity = MAX_BYTES // x.element_size()
+        self._kernel.all_reduce(
+            x, out, self._addresses, self._epochs, self._stop, capacity, self._rank
+        )
+        return out
+
+    def stop(self) -> None:
+        """Whatever waits for another rank goes on, with wrong sums."""
+        with torch.cuda.stream(self._aside):
+            self._stop.fill_(1)
+
+    def close(self) -> None:
+        """Give the others' memory up. Nothing may be launched any more or wait."""
+        for address in self._mapped:
+            self._ipc.close(address)
+        self._mapped.clear()
+
+
+def connect(tp: TensorParallel, device: torch.device) -> PeerMemory | None:
+    """Map the ranks' memory into each other; None if it does not work for all of them."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    peers: PeerMemory | None = None
+    try:
+        peers = PeerMemory(tp, device)
+    except (SetupError, TransferError) as error:
+        logger.warning("the ranks' memory cannot be shared: %s", error)
+    if _all(tp, peers is not None, device):
+        assert peers is not None
+        if _all(tp, peers.works(), device):
+            return peers
+    if tp.rank == 0:
+        logger.warning("sums over the ranks go through NCCL alone, which is slower")
+    if peers is not None:
+        peers.close()
+    return None
+
+
+def _all(tp: TensorParallel, here: bool, device: torch.device) -> bool:
+    """Whether something is true on all ranks."""
+    flag = torch.tensor([[here]], dtype=torch.uint8, device=device)
+    return bool(tp.all_gather(flag).all())

@@ -1,0 +1,131 @@
+"""Sums over GPUs of one host that write into each other's memory, in one launch and one hop.
+
+Every rank stores its numbers into a mailbox on each other GPU and adds up what lies in its own. As
+in NCCL's "LL" protocol a number travels together with a flag in one word, which arrives whole: so
+there are no fences and no second hop, at the price of twice the bytes. For the few kilobytes of a
+decode step that is what counts.
+"""
+
+# Triton is not installed everywhere, and its language has no types.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Numbers that one program exchanges.
+BLOCK = 1024
+_WARPS = 4
+_WORDS = {2: torch.int32, 4: torch.int64}
+
+
+@triton.jit
+def _value(word, HALF: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr):
+    """The number in the upper half of a word, in float32."""
+    return (word >> HALF).to(BITS).to(NUMBER, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _all_reduce(
+    x,
+    out,
+    mailboxes,
+    epochs,
+    stop,
+    numel,
+    capacity,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program b of all ranks exchanges block b.
+
+    A mailbox is ``[2, RANKS, capacity]`` words: by the epoch's parity, by sender. Epochs count the
+    launches that a program took part in, which are the same on all ranks. A block is overwritten
+    two epochs later; its sender then has everybody's block of the epoch between, which a rank sends
+    in a launch after the one that read the first.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(epochs + program) + 1
+    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < numel
+    number: tl.constexpr = x.dtype.element_ty
+    bits: tl.constexpr = tl.int16 if HALF == 16 else tl.int32
+    words: tl.constexpr = tl.int32 if HALF == 16 else tl.int64
+    mine = tl.load(x + offsets, inside, other=0.0)
+    flag = epoch & 0x7FFF
+    word = (mine.to(bits, bitcast=True).to(words) << HALF) | flag.to(words)
+    base = (epoch & 1).to(tl.int64) * RANKS * capacity + offsets
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            box = tl.load(mailboxes + peer).to(tl.pointer_type(words))
+            tl.store(box + base + RANK * capacity, word, inside)
+    own = tl.load(mailboxes + RANK).to(tl.pointer_type(words))
+    total = tl.zeros((BLOCK,), tl.float32)
+    for sender in tl.static_range(RANKS):  # the same order on every rank
+        if sender == RANK:
+            total += mine.to(tl.float32)
+        else:
+            places = own + base + sender * capacity
+            got = tl.load(places, inside, other=0, volatile=True)
+            waiting = tl.max((((got & 0x7FFF) != flag) & inside).to(tl.int32), 0)
+            while (waiting != 0) & (tl.load(stop, volatile=True) == 0):
+                got = tl.load(places, inside, other=0, volatile=True)
+                waiting = tl.max((((got & 0x7FFF) != flag) & inside).to(tl.int32), 0)
+            total += _value(got, HALF, bits, number)
+    tl.store(out + offsets, total.to(number), inside)
+    tl.store(epochs + program, epoch)
+
+
+def mailbox_words(ranks: int, capacity: int) -> int:
+    """Words of a mailbox for up to ``capacity`` numbers."""
+    return 2 * ranks * capacity
+
+
+def all_reduce(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    mailboxes: torch.Tensor,
+    epochs: torch.Tensor,
+    stop: torch.Tensor,
+    capacity: int,
+    rank: int,
+) -> None:
+    """``out`` becomes the sum of all ranks' ``x``, added up in float32 in the order of ranks.
+
+    Every rank launches this with the same shapes in the same order, on one stream; it waits for the
+    others on the device. It can be captured in a graph.
+
+    Args:
+        x: contiguous float32, bfloat16 or float16, at most ``capacity`` numbers.
+        out: like ``x``, not overlapping it.
+        mailboxes: int64 ``[ranks]`` on the device: the address of each rank's mailbox, as mapped
+            here, of :func:`mailbox_words` words that were zero at first. A word is int32 for
+            numbers of 16 bits and int64 for those of 32.
+        epochs: int32, one for each ``BLOCK`` of ``capacity``, this rank's, zero at first.
+        stop: int32 ``[1]``; once it is not zero nobody is waited for, and sums are wrong.
+        rank: this one.
+    """
+    assert x.is_contiguous() and out.is_contiguous() and x.numel() <= capacity
+    _all_reduce[(triton.cdiv(x.numel(), BLOCK),)](
+        x,
+        out,
+        mailboxes,
+        epochs,
+        stop,
+        x.numel(),
+        capacity,
+        RANK=rank,
+        RANKS=len(mailboxes),
+        HALF=8 * x.element_size(),
+        BLOCK=BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+def word_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a mailbox for numbers of ``dtype``."""
+    return _WORDS[dtype.itemsize]
