@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,10 @@ ROLES = {
     "unified": "do both on one node (colocated baseline)",
 }
 _PORTS = {"prefill": 30000, "decode": 30100, "unified": 30200}
+
+# A thread that computes is asked this often, in seconds, to let another run. Transfers and messages
+# wait for it; with Python's default of 5 ms NIXL moved a sixth of what it does with this.
+_SWITCH_INTERVAL = 0.0002
 
 _EXAMPLES = """\
 examples:
@@ -329,6 +334,7 @@ def run(args: argparse.Namespace) -> int:
     logger.info("loading %s from %s", config.model_name, config.model.resolve())
     try:
         limit_threads(config.role, args.cpu_threads)
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         server.start()
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)

@@ -8,6 +8,7 @@ intermediate results, since only one runs at a time.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from bisect import bisect_left
@@ -19,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd.engine.model_runner import ForwardItem
     from pd.kernels.attention import AttentionBackend, DecodeAttention
@@ -48,16 +49,45 @@ class _Graph:
     """One captured size: ``inputs`` are int64 ``[2 * rows]``, token ids and then positions, and
     ``logits`` ``[rows, vocab_size]`` holds the result of the last replay."""
 
-    graph: torch.cuda.CUDAGraph
     attention: DecodeAttention
     inputs: torch.Tensor
+    graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+
+
+class GraphRecorder:
+    """Captures graphs that share the memory of their intermediate results."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    @torch.inference_mode()
+    def record(
+        self, compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Run ``compute``, which compiles and chooses kernels, then capture it.
+
+        Returns:
+            The graph and what ``compute`` returned, which each replay overwrites.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            compute()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads' calls are no concern of a capture: NCCL's watchdog makes some.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+            result = compute()
+        return graph, result
 
 
 class DecodeGraphs:
     """Runs steps of one token per sequence.
 
     Args:
+        recorder: of all graphs of the process.
         sizes: batch sizes to capture.
         max_rows: sequences that a step may have, in a graph or not.
         max_context: tokens of a sequence.
@@ -68,6 +98,7 @@ class DecodeGraphs:
         self,
         model: CausalLM,
         backend: AttentionBackend,
+        recorder: GraphRecorder,
         sizes: Sequence[int],
         *,
         max_rows: int,
@@ -81,8 +112,6 @@ class DecodeGraphs:
         self._inputs = torch.zeros(2 * largest, dtype=torch.int64, device=self._device)
         # Tokens of the step before, of which the host knows only where they are.
         self._previous = torch.zeros(max(max_rows, largest), dtype=torch.int64, device=self._device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self._device)
         self._graphs: dict[int, _Graph] = {}
         bar = tqdm(
             sorted(sizes, reverse=True),
@@ -94,22 +123,11 @@ class DecodeGraphs:
             attention = backend.decode_graph(rows, max_context)
             if attention is None:
                 raise ValueError(f"attention backend {backend.name} has no CUDA graphs")
-            self._graphs[rows] = self._capture(rows, attention)
+            inputs = self._inputs[: 2 * rows]
+            attention.plan(np.zeros(0, np.int64), [])
+            compute = functools.partial(self._compute, rows, inputs, attention)
+            self._graphs[rows] = _Graph(attention, inputs, *recorder.record(compute))
         torch.cuda.empty_cache()
-
-    @torch.inference_mode()
-    def _capture(self, rows: int, attention: DecodeAttention) -> _Graph:
-        inputs = self._inputs[: 2 * rows]
-        attention.plan(np.zeros(0, np.int64), [])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._compute(rows, inputs, attention)  # compiles and chooses kernels
-        graph = torch.cuda.CUDAGraph()
-        # Other threads' calls are no concern of a capture: NCCL's watchdog makes some.
-        mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            logits = self._compute(rows, inputs, attention)
-        return _Graph(graph, attention, inputs, logits)
 
     def _compute(self, rows: int, inputs: torch.Tensor, attention: DecodeAttention) -> torch.Tensor:
         ids, positions = inputs[:rows], inputs[rows:]

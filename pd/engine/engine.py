@@ -12,7 +12,8 @@ import torch
 
 from pd.core.errors import PDError, SetupError, UsageError
 from pd.core.node_info import KVLayout
-from pd.engine.cuda_graphs import DecodeGraphs, default_sizes
+from pd.engine.chunk_graphs import ChunkGraphs
+from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder, default_sizes
 from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
@@ -71,6 +72,12 @@ class Engine:
         computes a step before its launch returns, so that it would only deliver tokens later."""
         return setting == "on" or (setting == "auto" and self.pool.buffer.is_cuda)
 
+    def activate(self) -> None:
+        """Make the engine's GPU the calling thread's, for libraries that launch on the current one.
+        Every thread that launches steps calls this first."""
+        if self.pool.buffer.is_cuda:
+            torch.cuda.set_device(self.pool.buffer.device)
+
     def synchronize(self) -> None:
         """Wait until nothing that was launched touches the pool any more."""
         if self.pool.buffer.is_cuda:
@@ -113,6 +120,8 @@ class Engine:
         """
         model_config = ModelConfig.from_pretrained(config.model)
         device = rank_device(config, tp.rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dtype = _dtype(config.dtype, model_config.dtype, device)
         context_length = config.context_length or model_config.context_length
         if context_length > model_config.context_length:
@@ -148,15 +157,22 @@ class Engine:
         num_pages = agree_on_pages(_num_pages(config, part, device, needs))
         pool = KVPool(part, num_pages, device)
         runner = ModelRunner(model, pool, attention(pool, model.config.num_heads))
-        if sizes:
-            runner.graphs = DecodeGraphs(
-                model,
-                runner.attention,
-                sizes,
-                max_rows=config.max_running_requests,
-                max_context=context_length,
-                progress=tp.rank == 0,
-            )
+        if device.type == "cuda":
+            recorder = GraphRecorder(device)
+            if sizes:
+                runner.graphs = DecodeGraphs(
+                    model,
+                    runner.attention,
+                    recorder,
+                    sizes,
+                    max_rows=config.max_running_requests,
+                    max_context=context_length,
+                    progress=tp.rank == 0,
+                )
+            if config.role == "prefill" or (sizes and config.role == "unified"):
+                runner.chunk_graphs = ChunkGraphs(
+                    model, runner.attention, recorder, max_context=context_length
+                )
         logger.info(
             "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
             config.model_name,
@@ -201,19 +217,19 @@ def rank_device(config: NodeConfig, rank: int) -> torch.device:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not name.startswith("cuda"):
         raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not {name}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not {name}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SetupError(
-            f"--device {name}: this machine has {torch.cuda.device_count()} usable GPUs; "
-            "use --device cpu"
-        )
-    return device
+    if device.type == "cpu":
+        return device
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise SetupError(f"--device {name}: this machine has {count} usable GPUs; use --device cpu")
+    return torch.device("cuda", index)
 
 
 def _dtype(name: str, checkpoint: str | None, device: torch.device) -> str:

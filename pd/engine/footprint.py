@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pd.engine.cuda_graphs import DecodeGraphs
+from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
 
@@ -70,6 +70,7 @@ def footprint(
         captured = DecodeGraphs(
             model,
             backend,
+            GraphRecorder(device),
             [max(graph_sizes)],
             max_rows=config.max_running_requests,
             max_context=max_context,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd.engine.chunk_graphs import ChunkGraphs
     from pd.engine.cuda_graphs import DecodeGraphs
     from pd.engine.kv_pool import KVPool
     from pd.kernels.attention import AttentionBackend
@@ -60,6 +61,7 @@ class ModelRunner:
 
     Attributes:
         graphs: of decode steps, once captured; None to launch their kernels one by one.
+        chunk_graphs: of steps of one short chunk.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ModelRunner:
         self.attention = attention_backend
         self._layer_group = layer_group or layers_per_report(model.config.num_layers)
         self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
 
     @torch.inference_mode()
     def forward(
@@ -100,6 +103,11 @@ class ModelRunner:
         """
         if self.graphs is not None and on_layers_done is None and self.graphs.fits(items):
             return self.graphs.run(items, previous_tokens)
+        if self.chunk_graphs is not None and self.chunk_graphs.fits(items):
+            logits = self.chunk_graphs.run(items[0])
+            if on_layers_done is not None:
+                on_layers_done(0, self.model.config.num_layers)
+            return logits
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
         self.attention.plan(AttentionBatch(starts, lengths, [item.pages for item in items]))
@@ -119,8 +127,11 @@ class ModelRunner:
             self._tensor(positions),
             self.attention,
             self._reporter(on_layers_done),
+            chosen,
         )
-        return self.model.logits(hidden if chosen is None else hidden.index_select(0, chosen))
+        if len(hidden) == 0:
+            return hidden.new_empty(0, self.model.config.vocab_size)
+        return self.model.logits(hidden)
 
     def _reporter(
         self, on_layers_done: Callable[[int, int], None] | None

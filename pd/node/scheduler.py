@@ -48,6 +48,7 @@ class Scheduler(threading.Thread):
 
     def run(self) -> None:
         try:
+            self._node.engine.activate()
             while not (self._stopping or self._broken):
                 self._step()
             if self._launched is not None:

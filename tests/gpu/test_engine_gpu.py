@@ -17,7 +17,8 @@ from checkpoints import (
 )
 from greedy_engine import generate, make_runner
 
-from pd.engine.cuda_graphs import DecodeGraphs
+from pd.engine.chunk_graphs import ChunkGraphs
+from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder
 from pd.engine.model_runner import ForwardItem
 
 if TYPE_CHECKING:
@@ -37,9 +38,12 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def with_graphs(runner: ModelRunner) -> ModelRunner:
+    recorder = GraphRecorder(runner.pool.buffer.device)
+    model, attention = runner.model, runner.attention
     runner.graphs = DecodeGraphs(
-        runner.model, runner.attention, (1, 2, 4), max_rows=8, max_context=1024, progress=False
+        model, attention, recorder, (1, 2, 4), max_rows=8, max_context=1024, progress=False
     )
+    runner.chunk_graphs = ChunkGraphs(model, attention, recorder, max_context=1024)
     return runner
 
 
@@ -69,7 +73,7 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(
     if attention == "flashinfer":
         pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     # Of those that FlashInfer has.
-    path = make_checkpoint(architecture, tmp_path, head_dim=64)
+    path = make_checkpoint(architecture, tmp_path, head_dim=128)
     exact_model = copy.deepcopy(reference_model(path)).cuda()
     rounded_model = copy.deepcopy(exact_model).to(torch.bfloat16)
     runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
@@ -86,3 +90,26 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(
     ratio = torch.cat(ours).norm() / torch.cat(theirs).norm()
     print(f"{architecture}, {attention}: error {ratio:.3f} of that of transformers")
     assert ratio < 1.1
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+def test_chunks_in_graphs_are_those_without(tmp_path: Path, attention: str) -> None:
+    """Of every length around the captured ones, behind prefixes of several pages and of none."""
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    path = make_checkpoint("llama3", tmp_path, head_dim=128)
+    (prompt,) = prompts_of([600])
+    pages = np.random.default_rng(0).permutation(40).astype(np.int32)
+    found = []
+    for graphs in (False, True):
+        runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
+        if graphs:
+            with_graphs(runner)
+        logits, start = [], 0
+        for length in (1, 15, 16, 17, 100, 128, 129, 2, 64, 128):
+            chunk = np.array(prompt[start : start + length], np.int32)
+            logits.append(runner.forward([ForwardItem(chunk, start, pages)]).float().clone())
+            start += length
+        found.append(torch.cat(logits))
+    error = (found[0] - found[1]).norm() / found[0].norm()
+    assert error < 0.01, f"{error:.4f}"
