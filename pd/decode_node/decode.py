@@ -16,10 +16,9 @@ from pd.engine.sampler import SamplingState
 from pd.node.step import Work
 
 if TYPE_CHECKING:
-    import torch
-
     from pd.core.messages import Finish, FirstToken
     from pd.core.request import Request
+    from pd.engine.saved_pages import SavedPages
     from pd.node.node import Node
 
 # Tokens of one sequence that are computed again per step when its KV was lost.
@@ -28,11 +27,11 @@ RECOMPUTE_CHUNK = 512
 
 class HostKV(NamedTuple):
     """KV of a retracted sequence: its first ``num_tokens`` tokens, whole pages in host memory
-    (see :meth:`pd.engine.kv_pool.KVPool.gather_pages`)."""
+    (see :meth:`pd.engine.engine.Engine.save_pages`)."""
 
     num_tokens: int
     num_pages: int
-    pages: torch.Tensor
+    pages: SavedPages
 
 
 class DecodeManager:
@@ -41,12 +40,10 @@ class DecodeManager:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._memory = node.memory
-        self._pool = node.engine.pool
+        self._page_bytes = node.engine.pool.page_bytes(node.engine.layout)
         self._model = node.engine.model_config
         self._max_running = node.config.max_running_requests
-        # Other ranks' parts of the KV are out of reach.
-        alone = node.config.tp_size == 1
-        self._host_limit = node.config.retraction_host_memory if alone else 0
+        self._host_limit = node.config.retraction_host_memory
         self._host_used = 0
         self.reserve = DecodeReserve(node.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
@@ -179,7 +176,7 @@ class DecodeManager:
         host = sequence.host_kv
         if host is not None and host.num_tokens > sequence.num_computed:
             pages = sequence.pages[matched : host.num_pages]
-            self._pool.scatter_pages(pages, host.pages[:, :, matched:])
+            host.pages.restore(pages, matched)
             sequence.num_computed = host.num_tokens
         self._drop_host_kv(sequence)
         return True
@@ -203,9 +200,9 @@ class DecodeManager:
         self.reserve.retracted()
         self._node.metrics.retractions.inc()
         count = self._memory.pages_for(sequence.num_computed)
-        size = count * self._pool.page_bytes(self._pool.layout)
+        size = count * self._page_bytes
         if self._host_used + size <= self._host_limit:
-            pages = self._pool.gather_pages(sequence.pages[:count])
+            pages = self._node.engine.save_pages(sequence.pages[:count])
             sequence.host_kv = HostKV(sequence.num_computed, count, pages)
             self._host_used += size
         self._memory.cache(sequence)
@@ -213,8 +210,7 @@ class DecodeManager:
 
     def _drop_host_kv(self, sequence: Sequence) -> None:
         if sequence.host_kv is not None:
-            page_bytes = self._pool.page_bytes(self._pool.layout)
-            self._host_used -= sequence.host_kv.num_pages * page_bytes
+            self._host_used -= sequence.host_kv.num_pages * self._page_bytes
             sequence.host_kv = None
 
     def process(self, works: list[Work]) -> None:

@@ -18,6 +18,7 @@ from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
+from pd.engine.saved_pages import SavedPages
 from pd.engine.tensor_parallel.leader import Leader, LeadingRunner
 from pd.kernels.attention import find_attention_backend
 from pd.models.config import ModelConfig
@@ -27,8 +28,13 @@ from pd.models.tensor_parallel import SINGLE, TensorParallel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    import numpy.typing as npt
+
     from pd.core.config import NodeConfig
     from pd.engine.footprint import Footprint
+
+    IntArray = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +67,10 @@ class Engine:
         computed any more: another rank's process is gone."""
         if self.leader is not None:
             self.leader.on_failure = callback
+
+    def save_pages(self, pages: IntArray) -> SavedPages:
+        """Copy pages (int32 ``[n]``) to host memory, on every rank its part. Waits for the GPU."""
+        return SavedPages(self.pool, pages, self.leader)
 
     def close(self) -> None:
         """End the other ranks' processes. Nothing may be launched any more."""

@@ -102,6 +102,8 @@ class Scheduler(threading.Thread):
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
         with node.lock:
+            if self._broken:  # what the step left behind need not be its result
+                return
             node.process(step.works)
             node.close_ended()
             node.outbox.flush()

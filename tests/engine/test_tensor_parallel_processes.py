@@ -85,13 +85,24 @@ def cluster() -> Iterator[Cluster]:
 
 class TestNode:
     def test_answers_are_those_of_one_rank(self, cluster: Cluster) -> None:
+        """The pool is so small that sequences are retracted, and their KV comes back from the host
+        memory of both ranks."""
         requests = some_requests(3)
         with tiny_cluster(0, 0, 1) as single:
             expected = answers(single, requests)
-        assert answers(cluster, requests) == expected
         node = cluster.unified[0].node
+        scatter, returned = node.engine.pool.scatter_pages, []
+
+        def counting(pages: Any, host: Any) -> None:
+            returned.append(len(pages))
+            scatter(pages, host)
+
+        node.engine.pool.scatter_pages = counting
+        assert answers(cluster, requests) == expected
         assert node.metrics.retractions._value.get() > 0
+        assert sum(returned) > 0
         cluster.wait_idle()
+        assert node.decode._host_used == 0
 
     def test_server_info_says_so(self, cluster: Cluster) -> None:
         assert cluster.unified[0].node.server_info()["tp_size"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import queue
 import selectors
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,24 +25,32 @@ from pd.engine.tensor_parallel.messages import (
     Capacity,
     Channel,
     Failed,
+    ForgetPages,
     Joining,
     Message,
+    RestorePages,
+    SavePages,
     Start,
     Step,
+    packed,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from pd.core.config import NodeConfig
     from pd.engine.model_runner import ForwardItem, ModelRunner
 
+    IntArray = npt.NDArray[np.int32]
     M = TypeVar("M", bound=Message)
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
-# How long the news that a worker is gone may take, after an error that may come of it.
+# How long the news that a worker is gone may take, to come here and to be passed on.
 _NEWS_SECONDS = 1.0
 # Settings that do not concern an engine, or are secret.
 _NOT_FOR_WORKERS = ("cluster_key", "fake_script")
@@ -70,7 +80,7 @@ class _Worker:
 
 
 class Leader:
-    """The workers of one node, which end with it.
+    """The workers of one node, which end with it. One thread at a time tells them what to do.
 
     Attributes:
         group: this rank among the others.
@@ -89,6 +99,8 @@ class Leader:
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._page_size = config.page_size
         self._lock = threading.Lock()
+        self._keys = itertools.count()
+        self._forgotten: deque[int] = deque()
         self._closing = False
         self._directory = tempfile.TemporaryDirectory(prefix="pd-tp-")
         self._workers = [_Worker(rank) for rank in range(1, config.tp_size)]
@@ -154,18 +166,39 @@ class Leader:
         Raises:
             NodeFailedError: a worker is gone.
         """
+        count = 0 if previous_tokens is None else len(previous_tokens)
+        self._tell(Step.of(items, self._page_size, count))
+        if previous_tokens is not None:
+            self.group.broadcast(previous_tokens)
+
+    def save_pages(self, pages: IntArray) -> int:
+        """Have the workers copy pages to host memory; returns the key to them."""
+        key = next(self._keys)
+        self._tell(SavePages(key, packed(pages)))
+        return key
+
+    def restore_pages(self, key: int, pages: IntArray, first: int) -> None:
+        """Have them put these copies, from page ``first`` on, into ``pages``."""
+        self._tell(RestorePages(key, packed(pages), first))
+
+    def forget_pages(self, key: int) -> None:
+        """Have them give these copies up, when they are told something the next time. May be called
+        from any thread, a finalizer too."""
+        self._forgotten.append(key)
+
+    def _tell(self, message: Message) -> None:
+        """Send to all workers, which do what they are told in the order in which they are."""
         if self.failure is not None:
             raise NodeFailedError(self.failure)
-        count = 0 if previous_tokens is None else len(previous_tokens)
-        data = self._workers[0].channel.encode(Step.of(items, self._page_size, count))
+        channel = self._workers[0].channel
+        data = channel.encode(message)
+        while self._forgotten:
+            data = channel.encode(ForgetPages(self._forgotten.popleft())) + data
         for worker in self._workers:
             try:
                 worker.channel.send_encoded(data)
             except OSError as error:
-                self.fail(self._epitaph(worker))
-                raise NodeFailedError(self.failure) from error
-        if previous_tokens is not None:
-            self.group.broadcast(previous_tokens)
+                raise NodeFailedError(self._epitaph(worker)) from error
 
     # ---- ends
 
@@ -177,8 +210,10 @@ class Leader:
             self.failure = reason
         self._failed.set()
         # NOTE: before anything is aborted, so that nobody takes what an aborted step leaves behind
-        # for its result.
-        self.on_failure(reason)
+        # for its result. It may wait for a lock whose holder waits for that step.
+        news = threading.Thread(target=self.on_failure, args=(reason,), daemon=True)
+        news.start()
+        news.join(_NEWS_SECONDS)
         self._hang_up()
         if hasattr(self, "group"):
             self.group.abort()

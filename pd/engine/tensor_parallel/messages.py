@@ -79,27 +79,27 @@ class Step(msgspec.Struct, tag=True):
             item.pages[: -(-(item.start + len(item.token_ids)) // page_size)] for item in items
         ]
         return cls(
-            _packed([item.start for item in items]),
-            _packed([len(item.token_ids) for item in items]),
-            _packed([item.num_logits for item in items]),
-            _packed([len(table) for table in tables]),
-            _packed(np.concatenate([item.token_ids for item in items])),
-            _packed(np.concatenate(tables)),
+            packed([item.start for item in items]),
+            packed([len(item.token_ids) for item in items]),
+            packed([item.num_logits for item in items]),
+            packed([len(table) for table in tables]),
+            packed(np.concatenate([item.token_ids for item in items])),
+            packed(np.concatenate(tables)),
             num_previous,
         )
 
     def items(self) -> list[ForwardItem]:
         """What :meth:`of` was given."""
-        token_ids, pages = _unpacked(self.token_ids), _unpacked(self.pages)
-        lengths, num_pages = _unpacked(self.lengths), _unpacked(self.num_pages)
+        token_ids, pages = unpacked(self.token_ids), unpacked(self.pages)
+        lengths, num_pages = unpacked(self.lengths), unpacked(self.num_pages)
         token_ends, page_ends = np.cumsum(lengths).tolist(), np.cumsum(num_pages).tolist()
         rows = zip(
-            _unpacked(self.starts).tolist(),
+            unpacked(self.starts).tolist(),
             lengths.tolist(),
             token_ends,
             num_pages.tolist(),
             page_ends,
-            _unpacked(self.num_logits).tolist(),
+            unpacked(self.num_logits).tolist(),
             strict=True,
         )
         return [
@@ -108,14 +108,39 @@ class Step(msgspec.Struct, tag=True):
         ]
 
 
-Message = Start | Joining | Capacity | Built | Failed | Step
+class SavePages(msgspec.Struct, tag=True):
+    """To all workers: copy pages to host memory."""
+
+    key: int
+    pages: bytes
 
 
-def _packed(values: Any) -> bytes:
+class RestorePages(msgspec.Struct, tag=True):
+    """To all workers: what was saved, from its page ``first`` on, belongs into ``pages``."""
+
+    key: int
+    pages: bytes
+    first: int
+
+
+class ForgetPages(msgspec.Struct, tag=True):
+    """To all workers: what was saved is not needed any more."""
+
+    key: int
+
+
+Message = (
+    Start | Joining | Capacity | Built | Failed | Step | SavePages | RestorePages | ForgetPages
+)
+
+
+def packed(values: Any) -> bytes:
+    """int32 numbers as they travel."""
     return np.asarray(values, dtype="<i4").tobytes()
 
 
-def _unpacked(data: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
+def unpacked(data: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """See :func:`packed`; read-only."""
     return np.frombuffer(data, dtype="<i4")
 
 

@@ -27,9 +27,13 @@ from pd.engine.tensor_parallel.messages import (
     Capacity,
     Channel,
     Failed,
+    ForgetPages,
     Joining,
+    RestorePages,
+    SavePages,
     Start,
     Step,
+    unpacked,
 )
 
 if TYPE_CHECKING:
@@ -85,10 +89,19 @@ def _serve(channel: Channel) -> None:
     group = ProcessGroup(start.rank, start.size, start.rendezvous, device)
     engine = Engine.build_rank(config, group, lambda pages: _agree(channel, pages))
     channel.send(Built())
+    saved: dict[int, torch.Tensor] = {}
     while True:
-        step = channel.receive()
-        assert isinstance(step, Step)
-        _compute(engine, group, device, step)
+        message = channel.receive()
+        if isinstance(message, Step):
+            _compute(engine, group, device, message)
+        elif isinstance(message, SavePages):
+            saved[message.key] = engine.pool.gather_pages(unpacked(message.pages))
+        elif isinstance(message, RestorePages):
+            pages = saved[message.key][:, :, message.first :]
+            engine.pool.scatter_pages(unpacked(message.pages), pages)
+        else:
+            assert isinstance(message, ForgetPages)
+            del saved[message.key]
 
 
 def _config(settings: dict[str, Any]) -> NodeConfig:

@@ -1,0 +1,32 @@
+"""Pages of the KV pool that wait in host memory, of every rank its part."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.engine.kv_pool import KVPool
+    from pd.engine.tensor_parallel.leader import Leader
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class SavedPages:
+    """A copy of ``pages`` (int32 ``[n]``), kept for as long as this object is."""
+
+    def __init__(self, pool: KVPool, pages: IntArray, leader: Leader | None) -> None:
+        self._pool, self._leader = pool, leader
+        if leader is not None:
+            self._key = leader.save_pages(pages)
+            weakref.finalize(self, leader.forget_pages, self._key).atexit = False
+        self._host = pool.gather_pages(pages)
+
+    def restore(self, pages: IntArray, first: int) -> None:
+        """Put the copy from its ``first`` page on into ``pages``, int32 ``[n - first]``."""
+        if self._leader is not None:
+            self._leader.restore_pages(self._key, pages, first)
+        self._pool.scatter_pages(pages, self._host[:, :, first:])
