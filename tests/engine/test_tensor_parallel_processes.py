@@ -22,6 +22,7 @@ from pd.core.config import NodeConfig
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem
+from pd.engine.tensor_parallel.messages import Start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -156,6 +157,17 @@ class TestStart:
         monkeypatch.setattr(sys, "executable", "/bin/false")
         with pytest.raises(SetupError, match=r"rank 1 \(process \d+\) ended with status 1"):
             tiny_node("unified", tp_size=2)
+
+    def test_a_worker_that_cannot_build_its_part_says_why(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def spoiled(settings: dict[str, Any], *rest: Any) -> Start:
+            return Start(settings | {"dtype": "int3"}, *rest)
+
+        monkeypatch.setattr("pd.engine.tensor_parallel.leader.Start", spoiled)
+        with pytest.raises(SetupError, match=r"rank 1 failed: --dtype must be .* not int3"):
+            tiny_node("unified", tp_size=2)
+        assert not workers_of(os.getpid())
 
     @pytest.mark.parametrize("role", ["prefill", "decode"])
     def test_nodes_that_transfer_refuse(self, role: str) -> None:

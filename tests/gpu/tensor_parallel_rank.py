@@ -15,8 +15,6 @@ from pd.engine.tensor_parallel.peer_memory import MAX_BYTES
 def main() -> None:
     rendezvous, size, rank, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
     group = ProcessGroup(rank, size, rendezvous, device)
     assert (group._peers is not None) == (kind == "cuda")
     check_sums(group, device)

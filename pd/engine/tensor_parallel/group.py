@@ -38,7 +38,7 @@ class ProcessGroup(TensorParallel):
 
     Args:
         rendezvous: a file that does not exist yet, the same for all; to be kept until the end.
-        device: this rank's.
+        device: this rank's; a GPU becomes the calling thread's current one.
     """
 
     def __init__(self, rank: int, size: int, rendezvous: Path | str, device: torch.device) -> None:
@@ -53,6 +53,7 @@ class ProcessGroup(TensorParallel):
         if device.type == "cuda":
             if not dist.is_nccl_available():
                 raise SetupError("--tp-size needs a build of torch with NCCL")
+            torch.cuda.set_device(device)
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)

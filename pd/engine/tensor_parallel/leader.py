@@ -65,9 +65,13 @@ class _Worker:
         self.inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         command = [sys.executable, "-m", "pd.engine.tensor_parallel.worker", str(theirs.fileno())]
         with theirs:
-            # Standard output is for the node's own words.
+            # Standard output is for the node's own words, and a terminal's Ctrl-C for the node.
             self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                process_group=0,
             )
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ manager sends to all processes: rank 0 drains first.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -59,7 +60,8 @@ def main() -> NoReturn:
         logger.exception("a tensor-parallel worker failed")
         reason = repr(error)
     if reason:
-        channel.send(Failed(reason))
+        with contextlib.suppress(OSError):
+            channel.send(Failed(reason))
     # NOTE: without the usual end, in which CUDA waits for kernels that wait for other ranks.
     os._exit(1 if reason else 0)
 
@@ -83,8 +85,6 @@ def _serve(channel: Channel) -> None:
     torch.set_num_threads(start.threads)
     config = _config(start.settings)
     device = rank_device(config, start.rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     channel.send(Joining())
     group = ProcessGroup(start.rank, start.size, start.rendezvous, device)
     engine = Engine.build_rank(config, group, lambda pages: _agree(channel, pages))
