@@ -52,17 +52,27 @@ class Shape:
     num_stages: int
 
 
+# Up to this many outputs that are not gated, the kernel for few rows is the faster for one, too
+# (benchmarks/results/kernels_gpu.json: output and down).
+_NARROW = 4096
 # By the most rows: gated, then not gated with at most 4096 outputs, 8192, and more. Tuned on an
 # H200 with Llama-3.1-8B's matrices; those for 16 rows with a loop that read no tile early.
 _SHAPES = {
-    1: (Shape(4, 1024, 4, 4), Shape(16, 1024, 8, 2), Shape(16, 512, 4, 5), Shape(8, 1024, 4, 4)),
+    1: (Shape(4, 1024, 4, 4), None, Shape(16, 512, 4, 5), Shape(8, 1024, 4, 4)),
     16: (Shape(32, 256, 4, 3), Shape(32, 256, 4, 7), Shape(64, 128, 4, 9), Shape(64, 256, 4, 3)),
 }
 
 
 def _shape(rows: int, outputs: int, is_gated: bool) -> Shape:
-    shapes = next(shapes for most, shapes in _SHAPES.items() if rows <= most)
-    return shapes[0 if is_gated else 1 if outputs <= 4096 else 2 if outputs <= 8192 else 3]
+    shapes = _SHAPES[1 if _has_own_kernel(rows, outputs, is_gated) else MAX_ROWS]
+    shape = shapes[0 if is_gated else 1 if outputs <= _NARROW else 2 if outputs <= 8192 else 3]
+    assert shape is not None
+    return shape
+
+
+def _has_own_kernel(rows: int, outputs: int, is_gated: bool) -> bool:
+    """Whether this is a product of one row for which :func:`_one_row` is the faster."""
+    return rows == 1 and (is_gated or outputs > _NARROW)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -236,7 +246,7 @@ def linear(
     }
     grid = (triton.cdiv(outputs, shape.outputs),)
     with on_device(x):
-        if rows == 1:
+        if _has_own_kernel(rows, outputs, is_gated):
             _one_row[grid](*arguments, **common)
         else:
             _few_rows[grid](*arguments, ROWS=MAX_ROWS, **common)
