@@ -139,7 +139,13 @@ class TestLinear:
     @pytest.mark.parametrize("is_gated", [False, True])
     @pytest.mark.parametrize(
         ("rows", "outputs", "inputs", "has_bias"),
-        [(1, 40, 1040, True), (1, 35, 2048, False), (2, 72, 560, True), (16, 33, 512, False)],
+        [
+            (1, 40, 1040, True),
+            (1, 35, 2048, False),
+            (1, 12, 528, True),
+            (2, 72, 560, True),
+            (16, 33, 512, False),
+        ],
     )
     def test_few_rows(
         self,
@@ -150,9 +156,11 @@ class TestLinear:
         is_gated: bool,
         dtype: torch.dtype,
         error: float,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         from pd.kernels import linear_triton
 
+        monkeypatch.setattr(linear_triton, "_NARROW", 16)
         random = seeded()
         x = normal(random, rows, inputs).to(dtype)
         weight = normal(random, outputs * (1 + is_gated), inputs, scale=0.05).to(dtype)
