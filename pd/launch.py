@@ -99,6 +99,7 @@ class NodeServer:
         """End at once."""
         if hasattr(self, "node"):
             self.node.stop()
+            self.node.engine.close()
         self._http.stop()
 
 

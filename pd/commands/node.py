@@ -107,7 +107,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="GPUs to shard the model over, a process for each (unified nodes only so far)",
+        help="GPUs to shard the model over, a process for each",
     )
     add(
         "--cpu-threads",
@@ -304,7 +304,7 @@ def check_early(config: NodeConfig) -> None:
         )
     model.divided(config.tp_size)
     if config.role != "unified":
-        check_backend(config.transfer_backend, config.fake_script, config.device)
+        check_backend(config.transfer_backend, config.fake_script, config.device, config.tp_size)
 
 
 def limit_threads(role: str, threads: int | None) -> None:

@@ -83,11 +83,6 @@ class NodeConfig:
                 raise UsageError(f"{flag} must be at least {low}, not {value}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise UsageError(f"--mem-fraction must be in (0, 1], not {self.mem_fraction}")
-        if self.tp_size > 1 and self.role != "unified":
-            raise UsageError(
-                f"--tp-size {self.tp_size} is for unified nodes: not yet with transfers, which "
-                f"a {self.role} node needs"
-            )
 
     @property
     def public_host(self) -> str:

@@ -72,8 +72,8 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return address
 
 
-# What cannot be converted between peers. Page size, by contrast, may differ freely.
-_MUST_MATCH_KV = ("num_layers", "num_kv_heads", "head_dim", "dtype", "layout", "tp_size")
+# What cannot be converted between peers. Page size and sharding, by contrast, may differ freely.
+_MUST_MATCH_KV = ("num_layers", "num_kv_heads", "head_dim", "dtype", "layout")
 
 
 def choose_transfer(prefill: NodeInfo, decode: NodeInfo) -> str:

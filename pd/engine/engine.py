@@ -107,7 +107,7 @@ class Engine:
         leader = Leader(config, rank_device(config, 0))
         try:
             engine = cls.build_rank(config, leader.group, leader.agree_on_pages)
-            leader.wait_built()
+            engine.pool.parts = leader.map_pools(engine.pool.buffer)
         except BaseException as error:
             leader.close()
             if leader.failure is None or isinstance(error, PDError):
@@ -122,11 +122,13 @@ class Engine:
         config: NodeConfig,
         tp: TensorParallel = SINGLE,
         agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages,
+        shared_memory: int | None = None,
     ) -> Engine:
         """One rank's part of :meth:`build`; all ranks call this at the same time.
 
         Args:
             agree_on_pages: given the pages that this rank has memory for, the least of all ranks.
+            shared_memory: of the pool, on a CPU (see :class:`KVPool`).
         """
         model_config = ModelConfig.from_pretrained(config.model)
         device = rank_device(config, tp.rank)
@@ -165,7 +167,7 @@ class Engine:
         sizes = _graph_sizes(config, device)
         needs = footprint(model, part, attention, config, sizes, context_length)
         num_pages = agree_on_pages(_num_pages(config, part, device, needs))
-        pool = KVPool(part, num_pages, device)
+        pool = KVPool(part, num_pages, device, shared_memory)
         runner = ModelRunner(model, pool, attention(pool, model.config.num_heads))
         if device.type == "cuda":
             recorder = GraphRecorder(device)

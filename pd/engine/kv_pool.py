@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pd.kernels.digest import digest_bytes, token_digests
+from pd.kernels.kv_copy import gather_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from pd.core.node_info import KVLayout
 
     IntArray = npt.NDArray[np.int32]
 
+# Tokens of all ranks that are put together to be hashed.
+_DIGEST_TOKENS = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -28,17 +34,31 @@ class KVPool:
         buffer: contiguous ``[num_layers, 2, slots, num_kv_heads, head_dim]``, K then V, zeros at
             first. Token t of a sequence whose page table is ``pages`` lies in slot
             ``pages[t // page_size] * page_size + t % page_size``.
+        parts: address of the buffer of each tensor-parallel rank, in the order of their heads, as
+            mapped here; ``buffer``, of which all have the shape, is the first of them.
         num_pages: pages for callers. One more at the end, page ``num_pages``, takes the writes of
             padding and is never read.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device | str,
+        shared_memory: int | None = None,
+    ) -> None:
+        """``shared_memory``: descriptor of an empty file for the buffer to lie in, on a CPU."""
         self.layout = layout
         self.num_pages = num_pages
         self.page_size = layout.page_size
         slots = (num_pages + 1) * layout.page_size
         shape = (layout.num_layers, 2, slots, layout.num_kv_heads, layout.head_dim)
-        self.buffer = _zeros(shape, DTYPES[layout.dtype], torch.device(device))
+        dtype = DTYPES[layout.dtype]
+        if shared_memory is None:
+            self.buffer = _zeros(shape, dtype, torch.device(device))
+        else:
+            self.buffer = _zeros_in(shared_memory, shape, dtype)
+        self.parts: Sequence[int] = (self.buffer.data_ptr(),)
         self._keys = [layer[0] for layer in self.buffer]
         self._values = [layer[1] for layer in self.buffer]
 
@@ -87,10 +107,26 @@ class KVPool:
         positions = np.arange(start, stop)
         slots = pages[positions // self.page_size].astype(np.int64) * self.page_size
         slots += positions % self.page_size
-        return digest_bytes(token_digests(self.buffer, slots, start))
+        if len(self.parts) == 1:
+            return digest_bytes(token_digests(self.buffer, slots, start))
+        digests = []
+        layers, _, _, heads, head_dim = self.buffer.shape
+        for first in range(0, len(slots), _DIGEST_TOKENS):
+            some = torch.from_numpy(slots[first : first + _DIGEST_TOKENS]).to(self.buffer.device)
+            shape = (layers, 2, len(some), heads * len(self.parts), head_dim)
+            whole = self.buffer.new_empty(shape)
+            gather_parts(self.buffer, self.parts, some, 0, layers, whole)
+            digests.append(token_digests(whole, np.arange(len(some)), start + first))
+        return digest_bytes(np.concatenate([*digests, np.empty(0, np.int64)]))
 
     def _index(self, pages: IntArray) -> torch.Tensor:
         return torch.from_numpy(pages.astype("int64")).to(self.buffer.device)
+
+
+def _zeros_in(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    os.ftruncate(file, size)
+    return torch.frombuffer(mmap.mmap(file, size), dtype=dtype).view(shape)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 A row is K or V of one token in one layer: ``num_kv_heads * head_dim`` elements that lie together.
 Pools are ``[num_layers, 2, num_slots, num_kv_heads, head_dim]``; packed data is contiguous bytes in
-the order ``[layers, 2, tokens, row]``.
+the order ``[layers, 2, tokens, row]``. Where tensor-parallel ranks divide the heads, each has such
+a pool for its own; packed rows are of all heads.
 
 On the CPU this is numpy, which is also the reference of the one Triton kernel that does all three
 on a GPU (:mod:`pd.kernels.kv_copy_triton`), queued on the current stream of the pool's device.
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pd.kernels.kv_copy_triton import LaunchShape
 
@@ -65,6 +66,74 @@ def gather(
             np.take(
                 _coarse(source, run), index, axis=0, out=_coarse(target[where], run), mode="clip"
             )
+
+
+def gather_parts(
+    buffer: torch.Tensor,
+    parts: Sequence[int],
+    slots: torch.Tensor,
+    layer_start: int,
+    layer_stop: int,
+    out: torch.Tensor,
+) -> None:
+    """:func:`gather` of all heads.
+
+    Args:
+        buffer: one rank's pool; the others' have the same shape.
+        parts: address of each rank's, in the order of their heads, valid on this device.
+        slots: as for :func:`gather`, int32.
+        out: of exactly ``len(parts)`` times the bytes of one rank.
+
+    Raises:
+        ValueError, IndexError: as :func:`gather` does.
+    """
+    _copy_parts(buffer, parts, slots, layer_start, layer_stop, out, into_pool=False)
+
+
+def scatter_parts(
+    buffer: torch.Tensor,
+    parts: Sequence[int],
+    slots: torch.Tensor,
+    layer_start: int,
+    layer_stop: int,
+    data: torch.Tensor,
+) -> None:
+    """The reverse of :func:`gather_parts`, with the same arguments. Slots must differ from each
+    other."""
+    _copy_parts(buffer, parts, slots, layer_start, layer_stop, data, into_pool=True)
+
+
+def _copy_parts(
+    buffer: torch.Tensor,
+    parts: Sequence[int],
+    slots: torch.Tensor,
+    layer_start: int,
+    layer_stop: int,
+    data: torch.Tensor,
+    *,
+    into_pool: bool,
+) -> None:
+    """A packed row is ``len(parts)`` rows of pools, one behind the other."""
+    packed = _packed(buffer, slots, layer_start, layer_stop, data, len(parts))
+    num_planes, width = 2 * (layer_stop - layer_start), row_bytes(buffer)
+    for index, address in enumerate(parts):
+        if buffer.is_cuda:
+            from pd.kernels.kv_copy_triton import Side, copy_rows, part_of_rows
+
+            whole = part_of_rows(packed, slots, index, len(parts))
+            pool = Side(address, 2 * layer_start, buffer.shape[2], slots)
+            source, target = (whole, pool) if into_pool else (pool, whole)
+            copy_rows(source, target, len(slots), num_planes, width, buffer.device)
+            continue
+        chosen = _inside(slots, buffer.shape[2])
+        memory = (ctypes.c_int8 * buffer.nbytes).from_address(address)
+        planes = np.ctypeslib.as_array(memory).reshape(-1, buffer.shape[2], width)
+        planes = planes[2 * layer_start : 2 * layer_stop]
+        rows_of_all = packed.numpy().view(np.int8).reshape(num_planes, -1, len(parts), width)
+        if into_pool:
+            planes[:, chosen] = rows_of_all[:, :, index]
+        else:
+            rows_of_all[:, :, index] = planes[:, chosen]
 
 
 def scatter(
@@ -169,11 +238,16 @@ def _check(buffer: torch.Tensor, slots: torch.Tensor, layer_start: int, layer_st
 
 
 def _packed(
-    buffer: torch.Tensor, slots: torch.Tensor, layer_start: int, layer_stop: int, data: torch.Tensor
+    buffer: torch.Tensor,
+    slots: torch.Tensor,
+    layer_start: int,
+    layer_stop: int,
+    data: torch.Tensor,
+    num_parts: int = 1,
 ) -> torch.Tensor:
     """The packed side as bytes."""
     _check(buffer, slots, layer_start, layer_stop)
-    size = (layer_stop - layer_start) * 2 * len(slots) * row_bytes(buffer)
+    size = (layer_stop - layer_start) * 2 * len(slots) * row_bytes(buffer) * num_parts
     if not data.is_contiguous() or data.numel() * data.element_size() != size:
         raise ValueError(
             f"packed data must be {size} contiguous bytes, not {tuple(data.shape)} of {data.dtype}"

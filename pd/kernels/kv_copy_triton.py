@@ -187,6 +187,13 @@ class Side:
     slots: torch.Tensor | None = None
 
 
+def part_of_rows(packed: torch.Tensor, slots: torch.Tensor, index: int, parts: int) -> Side:
+    """Part ``index`` of each row of packed memory, whose rows are ``parts`` rows of pools one
+    behind the other; one row for each of ``slots``."""
+    first = torch.arange(len(slots), dtype=torch.int32, device=slots.device) * parts
+    return Side(packed.data_ptr(), 0, len(slots) * parts, first + index)
+
+
 class _Pointer:
     """An address as an argument of a kernel, which knows tensors by these two names."""
 

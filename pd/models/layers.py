@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        self._layer = layer
+        self._layer, self._tp = layer, tp
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         q_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
@@ -156,6 +156,7 @@ class Attention(nn.Module):
             self._eps,
         )
         if rows is not None and len(rows) == 0:
+            self._tp.meet(x.device)  # whoever is told of this layer finds all ranks' K and V
             return x[:0]
         attended = attention.attend(self._layer, q, k, v).flatten(1)
         return self.output(attended if rows is None else attended.index_select(0, rows))

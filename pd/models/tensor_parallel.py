@@ -38,6 +38,9 @@ class TensorParallel:
         """``[rows, n]`` of every rank, side by side: ``[rows, size * n]``."""
         return x
 
+    def meet(self, device: torch.device) -> None:
+        """What is queued behind this runs when all ranks are here."""
+
     def broadcast(self, x: torch.Tensor) -> None:
         """Make ``x`` what it is on rank 0."""
 

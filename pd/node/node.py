@@ -124,7 +124,6 @@ class Node(ABC):
             self.draining = True
         self._scheduler.stop()
         self.control.stop()
-        self.engine.close()
 
     def drain(self) -> None:
         """Refuse new requests and finish those that are here."""

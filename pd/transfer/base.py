@@ -16,6 +16,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -32,11 +34,15 @@ class KVBuffer(Protocol):
 
     ``buffer``: contiguous tensor ``[num_layers, 2, num_slots, num_kv_heads, head_dim]`` (K then V);
     token t of a sequence whose page table is ``pages`` lies in slot
-    ``pages[t // page_size] * page_size + t % page_size``.
+    ``pages[t // page_size] * page_size + t % page_size``. ``parts``: where tensor-parallel ranks
+    divide the heads, the address of each rank's buffer as mapped here, of the same shape as
+    ``buffer``, which is the first of them. Nothing else knows of parts than copies between pages
+    and staging: what travels has all heads.
     """
 
     buffer: torch.Tensor
     layout: KVLayout
+    parts: Sequence[int]
 
 
 class TransferState(IntEnum):

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 BACKENDS = TRANSFER_BACKENDS
 # What ``auto`` offers, in order of preference; each pair uses the first that works for it.
 AUTO = ("nvlink", "nixl", "tcp")
+# Those that reach into the pool themselves, not by way of staging.
+_WHOLE_POOLS = ("nvlink", "fake")
 
 # Imported when needed: the libraries take long to load and may be missing.
 _MANAGERS = {
@@ -33,18 +35,27 @@ _MANAGERS = {
 }
 
 
-def check_backend(name: str, fake_script: Path | None = None, device: str = "auto") -> None:
+def check_backend(
+    name: str, fake_script: Path | None = None, device: str = "auto", tp_size: int = 1
+) -> None:
     """Refuse what cannot work whatever the pool is, before a model is loaded for nothing.
 
     Args:
         device: ``--device``.
+        tp_size: ``--tp-size``.
 
     Raises:
-        UsageError: unknown backend, or a script that is bad or for another backend.
+        UsageError: unknown backend, or one that does not go with ``tp_size``, or a script that is
+            bad or for another backend.
         SetupError: the backend's library is missing.
     """
     if name not in BACKENDS:
         raise UsageError(f"unknown transfer backend {name!r}; choose one of {', '.join(BACKENDS)}")
+    if tp_size > 1 and name in _WHOLE_POOLS:
+        raise UsageError(
+            f"--transfer-backend {name} moves the KV of one device; with --tp-size {tp_size} use "
+            "nixl, mooncake or tcp"
+        )
     obstacle = None if name == "auto" else _obstacle(name, device)
     if obstacle is not None:
         raise SetupError(f"--transfer-backend {name}: {obstacle}")
@@ -111,7 +122,7 @@ def make_transfer_manager(
         SetupError: the backend's library is missing or the address cannot be used.
     """
     device = pool.buffer.device.type
-    check_backend(name, fake_script, device)
+    check_backend(name, fake_script, device, len(pool.parts))
 
     def make(backend: str) -> TransferManager:
         return _make(
@@ -123,6 +134,8 @@ def make_transfer_manager(
     managers = []
     for backend in AUTO:
         reason = _obstacle(backend, device)
+        if len(pool.parts) > 1 and backend in _WHOLE_POOLS:
+            reason = "it moves the KV of one device, and --tp-size divides it among several"
         try:
             if reason is None:
                 managers.append(make(backend))

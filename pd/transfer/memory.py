@@ -104,8 +104,8 @@ class PoolMemory:
     """Blocks of a pool in the order in which they travel: for each layer the tokens' K, then their
     V.
 
-    Sockets use a pool in host memory in place (:class:`InPlace`). Any other (``staged``) they reach
-    by way of :mod:`pd.transfer.tcp_staging`.
+    Sockets use a pool in host memory in place (:class:`InPlace`). Any other, and one whose heads
+    are divided (``staged``), they reach by way of :mod:`pd.transfer.tcp_staging`.
     """
 
     def __init__(self, pool: KVBuffer, *, staged: bool | None = None) -> None:
@@ -117,11 +117,13 @@ class PoolMemory:
         self.num_slots = buffer.shape[2]
         self.page_size = pool.layout.page_size
         # Bytes of K or V of one token in one layer.
-        self.width = buffer.shape[3] * buffer.shape[4] * buffer.element_size()
+        width = buffer.shape[3] * buffer.shape[4] * buffer.element_size()
+        self.width = width * len(pool.parts)
         self.cell_bytes = 2 * self.width
-        self.staged = buffer.device.type != "cpu" if staged is None else staged
+        in_place = buffer.device.type == "cpu" and len(pool.parts) == 1
+        self.staged = not in_place if staged is None else staged
         flat = buffer.view(-1).view(torch.uint8)
-        self._rows = flat.view(self.num_layers, 2, self.num_slots, self.width)
+        self._rows = flat.view(self.num_layers, 2, self.num_slots, width)
         self._address = buffer.data_ptr()
         self._layer_bytes = self.num_slots * self.cell_bytes
 

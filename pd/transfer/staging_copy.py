@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from pd.kernels.kv_copy import gather_parts, row_bytes, scatter_parts
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -59,7 +61,7 @@ class Copier(ABC):
             raise ValueError(f"a pool is one contiguous 5-D tensor, not {tuple(buffer.shape)}")
         self.num_layers, self.num_slots = buffer.shape[0], buffer.shape[2]
         self.page_size = pool.layout.page_size
-        self.row_bytes = buffer.shape[3] * buffer.shape[4] * buffer.element_size()
+        self.row_bytes = row_bytes(buffer) * len(pool.parts)
         self.cell_bytes = 2 * self.row_bytes
 
     @abstractmethod
@@ -86,7 +88,7 @@ class Copier(ABC):
 
 def copier_for(pool: KVBuffer) -> Copier:
     if pool.buffer.device.type == "cpu":
-        return HostCopier(pool)
+        return HostCopier(pool) if len(pool.parts) == 1 else HostPartsCopier(pool)
     from pd.transfer.staging_cuda import CudaCopier
 
     return CudaCopier(pool)
@@ -148,3 +150,29 @@ class HostCopier(Copier):
     ) -> npt.NDArray[np.void]:
         packed: npt.NDArray[np.void] = slot.numpy()[: block.cells * self.cell_bytes]
         return packed.view(pool.dtype)
+
+
+class HostPartsCopier(HostCopier):
+    """Pools in host memory that divide the heads, token by token."""
+
+    def __init__(self, pool: KVBuffer) -> None:
+        super().__init__(pool)
+        self._pool = pool
+
+    def gather(
+        self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor, after: None
+    ) -> Ticket:
+        gather_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, slot))
+        return _OVER
+
+    def scatter(self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor) -> Ticket:
+        scatter_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, slot))
+        return _OVER
+
+    def _arguments(
+        self, pages: npt.NDArray[np.int64], block: Block, slot: torch.Tensor
+    ) -> tuple[torch.Tensor, int, int, torch.Tensor]:
+        tokens = np.arange(block.token_start, block.token_stop)
+        slots = pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
+        packed = slot[: block.cells * self.cell_bytes]
+        return torch.from_numpy(slots), block.layer_start, block.layer_stop, packed

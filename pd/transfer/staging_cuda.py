@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pd.kernels.kv_copy import gather, scatter
+from pd.kernels.kv_copy import gather, gather_parts, scatter, scatter_parts
 from pd.transfer.ranges import Block
 from pd.transfer.staging_copy import Copier, Ticket
 
@@ -84,7 +84,7 @@ class CudaCopier(Copier):
 
     def __init__(self, pool: KVBuffer) -> None:
         super().__init__(pool)
-        self._buffer = pool.buffer
+        self._buffer, self._parts = pool.buffer, pool.parts
         self._device = pool.buffer.device
         self._out, self._in = _Lane(self._device), _Lane(self._device)
         # Tables wait for nothing, least of all for the forward pass that a gather waits for.
@@ -109,7 +109,11 @@ class CudaCopier(Copier):
             slots = table.slots(block, lane.stream)
             size = block.cells * self.cell_bytes
             target = slot[:size] if slot.is_cuda else lane.buffer(size)
-            gather(self._buffer, slots, block.layer_start, block.layer_stop, target)
+            layers = block.layer_start, block.layer_stop
+            if len(self._parts) == 1:
+                gather(self._buffer, slots, *layers, target)
+            else:
+                gather_parts(self._buffer, self._parts, slots, *layers, target)
             if not slot.is_cuda:
                 slot[:size].copy_(target, non_blocking=True)
             return _Event(lane.stream, after)
@@ -123,7 +127,11 @@ class CudaCopier(Copier):
             if not slot.is_cuda:
                 source = lane.buffer(size)
                 source.copy_(slot[:size], non_blocking=True)
-            scatter(self._buffer, slots, block.layer_start, block.layer_stop, source)
+            layers = block.layer_start, block.layer_stop
+            if len(self._parts) == 1:
+                scatter(self._buffer, slots, *layers, source)
+            else:
+                scatter_parts(self._buffer, self._parts, slots, *layers, source)
             return _Event(lane.stream)
 
     def make_slots(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:

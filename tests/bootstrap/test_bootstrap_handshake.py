@@ -61,7 +61,6 @@ OTHER = {
     "head_dim": ("head_dim", 16),
     "dtype": ("dtype", "bfloat16"),
     "layout": ("layout", "page_major"),
-    "tp_size": ("tp_size", 2),
 }
 
 

@@ -169,11 +169,6 @@ class TestStart:
             tiny_node("unified", tp_size=2)
         assert not workers_of(os.getpid())
 
-    @pytest.mark.parametrize("role", ["prefill", "decode"])
-    def test_nodes_that_transfer_refuse(self, role: str) -> None:
-        with pytest.raises(UsageError, match=r"--tp-size 2 .* not yet with transfers"):
-            NodeConfig(role=role, model=tiny_model(), tp_size=2)
-
     def test_sizes_below_one_are_refused(self) -> None:
         with pytest.raises(UsageError, match="--tp-size must be at least 1, not 0"):
             NodeConfig(role="unified", model=tiny_model(), tp_size=0)

@@ -10,14 +10,20 @@ import pytest
 import torch
 from kernels.test_kv_copy import SHAPES, make_pool, some_slots
 
-from pd.kernels.kv_copy import copy_to_peer, gather, row_bytes, scatter
+from pd.kernels.kv_copy import copy_to_peer, gather, gather_parts, row_bytes, scatter
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from pd.kernels.kv_copy_triton import PEER_SHAPE, LaunchShape, Side, copy_rows  # noqa: E402
+from pd.kernels.kv_copy_triton import (  # noqa: E402
+    PEER_SHAPE,
+    LaunchShape,
+    Side,
+    copy_rows,
+    part_of_rows,
+)
 
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
 DEVICE = "cuda:0" if ON_GPU else "cpu"
@@ -118,3 +124,19 @@ def test_rows_are_stored_into_another_gpu(rng: random.Random) -> None:
     copy_to_peer(pool, slots, peer.data_ptr(), 8192, theirs, 1, 3, PEER_SHAPE)
     torch.cuda.synchronize("cuda:0")
     assert torch.equal(peer, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_of_rows_are_those_of_the_reference(shape: tuple, rng: random.Random) -> None:
+    pools = [make_pool(shape) for _ in range(2)]
+    slots = some_slots(rng, shape[1], 4, 29)
+    width, count = row_bytes(pools[0]), 2 * shape[0]
+    expected = torch.zeros(count * 29 * 2 * width, dtype=torch.uint8)
+    gather_parts(pools[0], [p.data_ptr() for p in pools], slots, 0, shape[0], expected)
+    there, where = [pool.to(DEVICE) for pool in pools], slots.to(DEVICE)
+    out = torch.zeros_like(expected, device=DEVICE)
+    for index, pool in enumerate(there):
+        source = Side(pool.data_ptr(), 0, pool.shape[2], where)
+        target = part_of_rows(out, where, index, 2)
+        copy_rows(source, target, 29, count, width, pool.device)
+    assert torch.equal(out.cpu(), expected)

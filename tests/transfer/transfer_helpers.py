@@ -58,6 +58,10 @@ class Pool:
     buffer: torch.Tensor
     layout: KVLayout
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (self.buffer.data_ptr(),)
+
     def tokens(self, pages: IntArray, start: int, stop: int) -> torch.Tensor:
         """``[layers, 2, tokens, heads, dim]`` of a sequence's tokens, by the definition."""
         size = self.layout.page_size

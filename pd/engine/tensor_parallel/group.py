@@ -68,10 +68,13 @@ class ProcessGroup(TensorParallel):
         if self._peers is not None and self._peers.takes(x):
             return self._peers.all_reduce(x)
         if x.numel():
-            options = AllreduceOptions()
-            options.asyncOp = False
-            _finish(self._group.allreduce([x], options))
+            self._sum(x)
         return x
+
+    def _sum(self, x: torch.Tensor) -> None:
+        options = AllreduceOptions()
+        options.asyncOp = False
+        _finish(self._group.allreduce([x], options))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape
@@ -81,6 +84,9 @@ class ProcessGroup(TensorParallel):
             options.asyncOp = False
             _finish(self._group._allgather_base(gathered, x.contiguous(), options))
         return gathered.view(self.size, rows, columns).transpose(0, 1).flatten(1)
+
+    def meet(self, device: torch.device) -> None:
+        self._sum(torch.zeros(1, device=device))
 
     def broadcast(self, x: torch.Tensor) -> None:
         options = BroadcastOptions()

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import mmap
+import os
 import queue
 import selectors
 import socket
@@ -34,6 +36,7 @@ from pd.engine.tensor_parallel.messages import (
     Step,
     packed,
 )
+from pd.kernels.cuda_ipc import CudaIpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,22 +60,32 @@ _NOT_FOR_WORKERS = ("cluster_key", "fake_script")
 
 
 class _Worker:
-    """A process and the messages that came from it; None after the last."""
+    """A process and the messages that came from it; None after the last. ``memory``: a file that on
+    a CPU holds its KV pool."""
 
     def __init__(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         self.rank, self.channel = rank, Channel(ours)
         self.inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        command = [sys.executable, "-m", "pd.engine.tensor_parallel.worker", str(theirs.fileno())]
+        self.memory = os.memfd_create(f"pd-kv-rank-{rank}")
+        descriptors = [theirs.fileno(), self.memory]
+        command = [sys.executable, "-m", "pd.engine.tensor_parallel.worker"]
         with theirs:
             # Standard output is for the node's own words, and a terminal's Ctrl-C for the node.
             self.process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
+                [*command, *map(str, descriptors)],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 process_group=0,
             )
+
+    def close(self) -> None:
+        """After :meth:`stop`."""
+        self.channel.close()
+        if self.memory >= 0:
+            os.close(self.memory)
+        self.memory = -1
 
     def stop(self) -> None:
         """Its channel is closed, so it ends at once."""
@@ -106,6 +119,9 @@ class Leader:
         self._keys = itertools.count()
         self._forgotten: deque[int] = deque()
         self._closing = False
+        self._ipc: CudaIpc | None = None
+        self._mapped: list[int] = []
+        self._shared: list[torch.Tensor] = []
         self._directory = tempfile.TemporaryDirectory(prefix="pd-tp-")
         self._workers = [_Worker(rank) for rank in range(1, config.tp_size)]
         self._reader = threading.Thread(target=self._read, name="tp-reader", daemon=True)
@@ -142,10 +158,29 @@ class Leader:
             self._send(worker, Capacity(least))
         return least
 
-    def wait_built(self) -> None:
-        """Return when all workers wait for steps."""
+    def map_pools(self, buffer: torch.Tensor) -> list[int]:
+        """Wait until all workers wait for steps, and map their KV pools.
+
+        Args:
+            buffer: this rank's pool, of the same shape as theirs.
+
+        Returns:
+            The address of each rank's pool, this one's first, valid until :meth:`close`.
+        """
+        addresses = [buffer.data_ptr()]
         for worker in self._workers:
-            self._receive(worker, Built)
+            built = self._receive(worker, Built)
+            if buffer.is_cuda:
+                ipc = self._ipc = self._ipc or CudaIpc(buffer.device.index)
+                self._mapped.append(ipc.open(built.handle))
+                addresses.append(self._mapped[-1] + built.offset)
+            else:
+                memory = torch.frombuffer(
+                    mmap.mmap(worker.memory, buffer.nbytes), dtype=torch.uint8
+                )
+                self._shared.append(memory)
+                addresses.append(memory.data_ptr())
+        return addresses
 
     def _send(self, worker: _Worker, message: Message) -> None:
         try:
@@ -230,7 +265,7 @@ class Leader:
             self.fail(f"rank 0 could not launch a step: {error}")
 
     def close(self) -> None:
-        """End the workers. Nothing may be launched any more."""
+        """End the workers. Nothing may be launched any more, and nothing use their pools."""
         with self._lock:
             self._closing = True
         self._hang_up()
@@ -239,8 +274,12 @@ class Leader:
         for worker in self._workers:
             worker.stop()
         self._reader.join()
+        for address in self._mapped:
+            assert self._ipc is not None
+            self._ipc.close(address)
+        self._mapped.clear()
         for worker in self._workers:
-            worker.channel.close()
+            worker.close()
         self._directory.cleanup()
 
     def _hang_up(self) -> None:

@@ -46,7 +46,15 @@ class Capacity(msgspec.Struct, tag=True):
 
 
 class Built(msgspec.Struct, tag=True):
-    """From a worker: it waits for steps."""
+    """From a worker: it waits for steps.
+
+    Attributes:
+        handle, offset: of its pool, for :class:`pd.kernels.cuda_ipc.CudaIpc`; empty on a CPU, where
+            the pool lies in the file that rank 0 made.
+    """
+
+    handle: bytes = b""
+    offset: int = 0
 
 
 class Failed(msgspec.Struct, tag=True):

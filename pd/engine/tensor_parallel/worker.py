@@ -1,6 +1,7 @@
-"""``python -m pd.engine.tensor_parallel.worker FD``: a rank that computes what rank 0 says.
+"""``python -m pd.engine.tensor_parallel.worker FD FD``: a rank that computes what rank 0 says.
 
-It ends when rank 0 does, whatever it is doing, and heeds no signals that a terminal or a service
+The descriptors are of the connection to rank 0 and of a file for the KV pool of a CPU. It ends when
+rank 0 does, whatever it is doing, and heeds no signals that a terminal or a service
 manager sends to all processes: rank 0 drains first.
 """
 
@@ -36,6 +37,7 @@ from pd.engine.tensor_parallel.messages import (
     Step,
     unpacked,
 )
+from pd.kernels.cuda_ipc import CudaIpc
 
 if TYPE_CHECKING:
     from typing import Any
@@ -87,8 +89,12 @@ def _serve(channel: Channel) -> None:
     device = rank_device(config, start.rank)
     channel.send(Joining())
     group = ProcessGroup(start.rank, start.size, start.rendezvous, device)
-    engine = Engine.build_rank(config, group, lambda pages: _agree(channel, pages))
-    channel.send(Built())
+    shared_memory = int(sys.argv[2]) if device.type == "cpu" else None
+    engine = Engine.build_rank(config, group, lambda pages: _agree(channel, pages), shared_memory)
+    handle, offset = b"", 0
+    if device.type == "cuda":
+        handle, offset = CudaIpc(device.index).export(engine.pool.buffer.data_ptr())
+    channel.send(Built(handle, offset))
     saved: dict[int, torch.Tensor] = {}
     while True:
         message = channel.receive()

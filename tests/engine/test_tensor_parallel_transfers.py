@@ -1,0 +1,83 @@
+"""Prefill and decode nodes of any ``--tp-size`` hand KV to each other."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import TokenClient, random_prompts, wait_idle
+from tiny import tiny_cluster, tiny_model, tiny_node
+
+from pd.core.config import NodeConfig
+from pd.core.errors import UsageError
+from pd.launch import NodeServer
+from pd.transfer.factory import check_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Pages differ between the two sides, and so few that sequences are retracted on the decode nodes.
+PREFILL = {"page_size": 4, "chunked_prefill_size": 48}
+DECODE = {"page_size": 8, "kv_cache_tokens": 256, "reserved_decode_tokens": 2}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "tcp",
+        pytest.param("nixl", marks=pytest.mark.full),
+        pytest.param("mooncake", marks=pytest.mark.full),
+    ],
+)
+def nodes(request: pytest.FixtureRequest) -> Iterator[dict[str, NodeServer]]:
+    """Prefill and decode nodes of one rank and of two."""
+    common: dict[str, Any] = {"transfer_backend": request.param, "kv_digest": True}
+
+    def start(role: str, tp_size: int) -> NodeServer:
+        settings = PREFILL if role == "prefill" else DECODE
+        return tiny_node(role, tp_size=tp_size, **common, **settings)
+
+    kinds = [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 2)]
+    made = {f"{role}{tp_size}": start(role, tp_size) for role, tp_size in kinds}
+    yield made
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(NodeServer.stop, made.values()))
+
+
+def test_every_pair_answers_what_one_node_answers(nodes: dict[str, NodeServer], seed: int) -> None:
+    """Prompts that end anywhere in a chunk and a page, most with prefixes that are cached already,
+    under a digest of what was computed and of what arrived."""
+    rng = random.Random(seed)
+    prompts = list(random_prompts(seed, [1, 4, 33, 48, 100, 150]))
+    prompts += [prompts[4][:60] + prompts[2], prompts[5][: rng.randrange(1, 150)] + prompts[0]]
+    params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "n": 2}
+    with tiny_cluster(0, 0, 1) as single:
+        sent = [single.client.generate(p, single.unified, **params) for p in prompts]
+        expected = [request.result(60) for request in sent]
+    client = TokenClient(list(nodes.values()))
+    try:
+        for prefill in ("prefill1", "prefill2"):
+            for decode in ("decode1", "decode2"):
+                pair = (nodes[prefill], nodes[decode])
+                pending = [client.generate(p, pair, **params) for p in prompts]
+                assert [p.result(60) for p in pending] == expected, (prefill, decode, seed)
+        for server in nodes.values():
+            wait_idle(server)
+    finally:
+        client.close()
+
+
+def test_the_whole_model_is_what_peers_are_told(nodes: dict[str, NodeServer]) -> None:
+    one, two = nodes["decode1"].node.engine, nodes["decode2"].node.engine
+    assert (one.layout.tp_size, two.layout.tp_size) == (1, 2)
+    assert one.layout.num_kv_heads == two.layout.num_kv_heads == 2 * two.pool.layout.num_kv_heads
+    assert two.pool.buffer.shape[3] * len(two.pool.parts) == two.layout.num_kv_heads
+
+
+@pytest.mark.parametrize("backend", ["nvlink", "fake"])
+def test_backends_that_reach_into_one_pool_are_refused(backend: str) -> None:
+    config = NodeConfig(role="prefill", model=tiny_model(), tp_size=2, transfer_backend=backend)
+    with pytest.raises(UsageError, match=f"{backend} moves the KV of one device; .* tcp"):
+        check_backend(config.transfer_backend, None, "cuda", config.tp_size)
