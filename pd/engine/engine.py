@@ -107,7 +107,9 @@ class Engine:
         leader = Leader(config, rank_device(config, 0))
         try:
             engine = cls.build_rank(config, leader.group, leader.agree_on_pages)
-            engine.pool.parts = leader.map_pools(engine.pool.buffer)
+            built = leader.wait_built()
+            if config.role != "unified":  # which has no transfers
+                engine.pool.parts = leader.map_pools(built, engine.pool.buffer)
         except BaseException as error:
             leader.close()
             if leader.failure is None or isinstance(error, PDError):

@@ -158,18 +158,22 @@ class Leader:
             self._send(worker, Capacity(least))
         return least
 
-    def map_pools(self, buffer: torch.Tensor) -> list[int]:
-        """Wait until all workers wait for steps, and map their KV pools.
+    def wait_built(self) -> list[Built]:
+        """Return when all workers wait for steps."""
+        return [self._receive(worker, Built) for worker in self._workers]
+
+    def map_pools(self, all_built: list[Built], buffer: torch.Tensor) -> list[int]:
+        """Map the workers' KV pools.
 
         Args:
+            all_built: of :meth:`wait_built`.
             buffer: this rank's pool, of the same shape as theirs.
 
         Returns:
             The address of each rank's pool, this one's first, valid until :meth:`close`.
         """
         addresses = [buffer.data_ptr()]
-        for worker in self._workers:
-            built = self._receive(worker, Built)
+        for worker, built in zip(self._workers, all_built, strict=True):
             if buffer.is_cuda:
                 ipc = self._ipc = self._ipc or CudaIpc(buffer.device.index)
                 self._mapped.append(ipc.open(built.handle))

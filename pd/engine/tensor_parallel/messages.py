@@ -49,8 +49,8 @@ class Built(msgspec.Struct, tag=True):
     """From a worker: it waits for steps.
 
     Attributes:
-        handle, offset: of its pool, for :class:`pd.kernels.cuda_ipc.CudaIpc`; empty on a CPU, where
-            the pool lies in the file that rank 0 made.
+        handle, offset: of its pool, for :class:`pd.kernels.cuda_ipc.CudaIpc`, if the node has
+            transfers; empty on a CPU, where the pool lies in the file that rank 0 made.
     """
 
     handle: bytes = b""

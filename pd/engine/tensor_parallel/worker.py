@@ -92,7 +92,7 @@ def _serve(channel: Channel) -> None:
     shared_memory = int(sys.argv[2]) if device.type == "cpu" else None
     engine = Engine.build_rank(config, group, lambda pages: _agree(channel, pages), shared_memory)
     handle, offset = b"", 0
-    if device.type == "cuda":
+    if device.type == "cuda" and config.role != "unified":
         handle, offset = CudaIpc(device.index).export(engine.pool.buffer.data_ptr())
     channel.send(Built(handle, offset))
     saved: dict[int, torch.Tensor] = {}
