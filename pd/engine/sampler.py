@@ -131,12 +131,16 @@ class Sampler:
 
         Args:
             logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
-            states: ``n`` states, in the order of the rows.
+            states: ``n`` states, in the order of the rows; with none the result is still there only
+                when everything queued before is done.
             ahead: how many tokens of each row were sampled and not observed yet, by default none.
                 Rows with penalties cannot be ahead.
         """
         assert logits.shape == (len(states), self._vocab_size)
         ahead = ahead or [0] * len(states)
+        if not states:
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            return Samples(nothing, nothing.bool(), None)
         tokens, finite = self._draw(self._adjust(logits, states, ahead), states, ahead)
         return Samples(tokens, finite, self._logprobs(logits, tokens, states))
 

@@ -77,16 +77,14 @@ class LaunchedStep:
 
     Attributes:
         works: not to be changed until :meth:`complete` has returned.
-        samples: of all works, in their order; None if nobody samples.
+        samples: of all works, in their order.
     """
 
     works: list[Work]
-    samples: Samples | None
+    samples: Samples
 
     def complete(self) -> None:
         """Wait for the step and fill in what its works sampled."""
-        if self.samples is None:
-            return
         sampled = self.samples.result()
         for work in self.works:
             work.sampled = sampled[work.row : work.row + len(work.samples)]
@@ -106,7 +104,7 @@ def launch(
     """
     known = None
     if any(work.follows is not None for work in works):
-        assert previous is not None and previous.samples is not None
+        assert previous is not None
         known = previous.samples.tokens
     items = [work.item for work in works]
     logits = runner.forward(items, on_layers_done, known)
@@ -122,10 +120,9 @@ def launch(
         rows += [offset - 1] * len(work.samples)
         states += work.samples
         ahead += [0 if work.follows is None else 1] * len(work.samples)
-    if not states:
-        return LaunchedStep(works, None)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
+    # NOTE: also where nobody samples: pages must not change their owner before its result is here.
     return LaunchedStep(works, sampler.launch(logits, states, ahead))
 
 

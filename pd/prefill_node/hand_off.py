@@ -173,12 +173,14 @@ class HandOff:
             self._start_digest(request)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """For one step: pushes the chunks of open senders as groups of layers are computed."""
+        """For one step: pushes the chunks of open senders as groups of layers are computed. One
+        whose predecessor is launched and not pushed is left to :meth:`computed`."""
         streams: list[tuple[Outgoing, int, int]] = []
         for work in works:
             outgoing: Outgoing = work.sequence.request.hand_off
             start = max(work.start, outgoing.pushed)
-            if outgoing.sender is not None and start < work.stop:
+            follows = outgoing.pushed >= work.start
+            if outgoing.sender is not None and follows and start < work.stop:
                 streams.append((outgoing, start, work.stop))
                 outgoing.pushed = work.stop
         if not streams:

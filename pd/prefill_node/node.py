@@ -102,6 +102,9 @@ class PrefillNode(Node):
             self.hand_off.open(work.sequence.request)
         return works
 
+    def may_plan_ahead(self, launched: list[Work]) -> bool:
+        return True  # what a chunk brings is known when it is launched
+
     def on_layers_done(self, works: list[Work]) -> Callable[[int, int], None] | None:
         with self.lock:
             return self.hand_off.layer_sender(works)

@@ -125,7 +125,8 @@ class PrefillManager:
     def _chunk(self, request: Request, budget: int, works: list[Work]) -> int:
         sequence = request.sequence
         length = len(request.prompt)
-        start = sequence.num_computed
+        launched: Work | None = sequence.launched
+        start = sequence.num_computed if launched is None else launched.stop
         logprobs_from = request.params.prompt_logprobs_start
         if request.times.first_token is not None:
             logprobs_from = None
@@ -146,7 +147,8 @@ class PrefillManager:
         completed = []
         for work in works:
             sequence, request = work.sequence, work.sequence.request
-            sequence.launched = None
+            if sequence.launched is work:
+                sequence.launched = None
             if request.state.terminal:
                 continue
             sequence.num_computed = work.stop

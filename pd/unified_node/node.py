@@ -48,7 +48,7 @@ class UnifiedNode(Node):
         return works + self.prefill.plan(budget, room)
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
-        return self.decode.may_plan_ahead(launched)
+        return self.decode.may_plan_ahead([w for w in launched if w.sequence.sampling is not None])
 
     def process(self, works: list[Work]) -> None:
         chunks = [w for w in works if w.sequence.sampling is None]

@@ -86,10 +86,9 @@ def test_a_committed_sequence_runs_when_the_retracted_one_lacks_its_pages() -> N
     expected = [expected_tokens([p], n)[0] for p, n in ((first, 60), (second, 20))]
     with tiny_cluster(**POOL, decode_settings={"max_running_requests": 1}) as cluster:
         gate = Gate(cluster.decode[0])
-        sent = [
-            cluster.client.generate(first, cluster.pair, max_tokens=60),
-            cluster.client.generate(second, cluster.pair, max_tokens=20),
-        ]
+        sent = [cluster.client.generate(first, cluster.pair, max_tokens=60)]
+        wait_until(lambda: queues(cluster.decode[0])["running"] == 1, 5)
+        sent.append(cluster.client.generate(second, cluster.pair, max_tokens=20))
         wait_until(lambda: queues(cluster.decode[0])["waiting"] == 1, 5)
         gate.open()
         assert [request.tokens(10) for request in sent] == expected

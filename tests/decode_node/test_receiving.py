@@ -79,6 +79,7 @@ def test_choices_that_ended_with_token_1_or_at_the_proxy_do_not_run(
     room = ask(proxy, decode, prefill, params={"n": 4, "max_tokens": 6})
     reservation = prefill.receive(Reservation)
     proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room, index=2))
+    wait_until(lambda: decode.node.requests[room].ended_choices == {2}, 5)
     sender = prefill.push(reservation, len(PROMPT))
     stopped = FirstToken(1, 8, finish=Finish("stop", 8))
     tokens = [FirstToken(0, 7), stopped, FirstToken(2, 9), FirstToken(3, 10)]
