@@ -345,6 +345,7 @@ class Node(ABC):
     def on_tick(self) -> None:
         """Leases, deadlines, heartbeats."""
         now = time.monotonic()
+        self._scheduler.check_progress(now)
         with self.lock:
             self._tombstones = {r: t for r, t in self._tombstones.items() if t > now}
             for proxy in self._proxies.expired(now):

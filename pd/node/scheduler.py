@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT = 0.05
+# Steps take fractions of a second, but for kernels that are compiled in one.
+STEP_LIMIT_SECONDS = 300.0
 
 
 class Scheduler(threading.Thread):
@@ -30,6 +33,8 @@ class Scheduler(threading.Thread):
         self._node = node
         self._overlap = overlap
         self._launched: LaunchedStep | None = None
+        # When the steps that are under way began, or the older of them.
+        self._busy_since: float | None = None
         self._stopping = False
         self._broken = False
 
@@ -58,6 +63,12 @@ class Scheduler(threading.Thread):
             logger.critical("the scheduler failed", exc_info=True)
             self._give_up(f"the scheduler failed: {error!r}")
 
+    def check_progress(self, now: float) -> None:
+        """Give up if a step has been under way for so long that it will not end. Any thread."""
+        since = self._busy_since
+        if since is not None and now - since > STEP_LIMIT_SECONDS and not self._broken:
+            self.engine_failed(f"a step has not ended within {STEP_LIMIT_SECONDS:g} s")
+
     def engine_failed(self, reason: str) -> None:
         """Nothing can be computed any more. May be called from any thread, during a step too."""
         logger.critical("the engine failed: %s", reason)
@@ -77,12 +88,15 @@ class Scheduler(threading.Thread):
             if not works and last is None:
                 node.work_available.wait(_IDLE_WAIT)
                 return
+        began = time.monotonic()
+        self._busy_since = self._busy_since or began
         self._launched = self._launch(works, last) if works else None
         if last is not None:
             self._account(last)
+        self._busy_since = began if self._launched is not None else None
         if self._launched is not None and not self._overlap:
             self._account(self._launched)
-            self._launched = None
+            self._launched = self._busy_since = None
 
     def _launch(self, works: list[Work], last: LaunchedStep | None) -> LaunchedStep | None:
         node, engine = self._node, self._node.engine

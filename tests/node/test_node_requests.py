@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from cluster import is_idle, random_prompts, wait_until
+from hand_off_helpers import Gate
 from raw_peer import RawPeer, proxy_of
 from requests_for_tests import make_generate
 from tiny import CONTEXT, VOCAB_SIZE, tiny_cluster, tiny_node
 
 from pd.core.errors import AbortedError, DeadlineExceededError, NodeFailedError, UnavailableError
 from pd.core.messages import Abort, Failed, NodeHeartbeat, StepOutputs
+from pd.node import scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -328,6 +330,23 @@ def test_logits_that_are_no_numbers_fail_the_request_not_the_node(
         patch.setattr(runner, "forward", lambda *args: forward(*args) * math.nan)
         ask(proxy, unified)
         assert "not finite" in proxy.receive(Failed).error.message
+
+
+def test_a_step_that_never_ends_fails_its_requests_and_the_node_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "STEP_LIMIT_SECONDS", 0.5)
+    server = tiny_node("unified")
+    gate = Gate(server)
+    try:
+        with proxy_of(server) as proxy:
+            ask(proxy, server, params=LONG)
+            failed = proxy.receive(Failed)
+            assert "has not ended within 0.5 s" in failed.error.message
+            assert not server.node.ready
+    finally:
+        gate.open()
+        server.stop()
 
 
 def test_a_broken_scheduler_fails_its_requests_and_is_not_ready() -> None:
