@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORK",
         help=f"decode:B,… prefill:N,… cached:N,… offline:RxIxO (default: {' '.join(DEFAULT_WORK)})",
     )
-    add("--context", type=int, default=1024, help="tokens of a prompt of decode")
+    add("--context", type=int, default=1024, help="tokens attended to in decode, on average")
     add("--steps", type=int, default=100, help="decode steps to measure")
     add("--repeats", type=int, default=5, help="timed prompts of each length")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one work")

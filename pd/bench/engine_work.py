@@ -31,7 +31,7 @@ class Work:
 
     Attributes:
         count: sequences, of ``decode`` and ``offline``; 1 otherwise.
-        num_in: tokens of each prompt (of ``decode``: its context).
+        num_in: tokens of each prompt (of ``decode``: of the context, on average).
         num_out: tokens that each generates; 0 where that follows from the rest.
     """
 
@@ -148,12 +148,15 @@ class Bench:
     # ---- decode
 
     def start_decode(self, batch: int, context: int, steps: int) -> None:
-        """Have ``batch`` sequences begin that will decode together for ``steps`` steps at least."""
+        """Have ``batch`` sequences begin that will decode together for ``steps`` steps at least,
+        with about ``context`` tokens in the middle of them."""
         chunk = self._node.config.chunked_prefill_size
         # The first of them decode while the last ones' prompts are computed.
         waits = min(batch, 2 * -(-batch * context // chunk) + 8)
         max_tokens = steps + waits + _WARM_STEPS + 2
-        self._client.start([Ask(self._prompt(context), max_tokens) for _ in range(batch)])
+        # What they decode before all of them do: nothing to ``waits`` / 2 tokens or so.
+        length = max(1, context - steps // 2 - _WARM_STEPS - waits // 4)
+        self._client.start([Ask(self._prompt(length), max_tokens) for _ in range(batch)])
 
     def finish(self) -> None:
         """Wait for what was started."""
