@@ -134,8 +134,11 @@ class DecodeGraphs:
         ids = torch.where(ids < 0, self._previous[(-1 - ids).clamp_(min=0)], ids)
         return self._model.logits(self._model(ids, positions, attention))
 
-    def fits(self, items: Sequence[ForwardItem]) -> bool:
-        """Whether these are one token of each of not too many sequences."""
+    def fits(self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None) -> bool:
+        """Whether these are one token of each of not too many sequences, after a step that did not
+        sample more than there is room for (one with many prompts or choices may)."""
+        if previous_tokens is not None and len(previous_tokens) > len(self._previous):
+            return False
         return len(items) <= self.sizes[-1] and all(
             len(item.token_ids) == 1 and item.num_logits == 1 for item in items
         )

@@ -101,10 +101,12 @@ class ModelRunner:
             Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
             and on its device.
         """
-        if self.graphs is not None and on_layers_done is None and self.graphs.fits(items):
-            return self.graphs.run(items, previous_tokens)
-        if self.chunk_graphs is not None and self.chunk_graphs.fits(items):
-            logits = self.chunk_graphs.run(items[0])
+        graphs = self.graphs if on_layers_done is None else None
+        if graphs is not None and graphs.fits(items, previous_tokens):
+            return graphs.run(items, previous_tokens)
+        short = self.chunk_graphs if previous_tokens is None else None
+        if short is not None and short.fits(items):
+            logits = short.run(items[0])
             if on_layers_done is not None:
                 on_layers_done(0, self.model.config.num_layers)
             return logits
