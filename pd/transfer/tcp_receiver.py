@@ -160,7 +160,7 @@ class TcpReceiver(Receiver):
     def lost(self, connection: int, reason: str) -> None:
         """A connection ended; if this room lacks bytes, they may have been lost with it."""
         if connection in self._connections and self._arrived < self._expected:
-            self.fail(TransferError(f"a data connection from {self.peer} was lost: {reason}"))
+            self.fail(TransferError(f"a data connection from node {self.peer} was lost: {reason}"))
 
     def _settle(self) -> None:
         with self._changed:
