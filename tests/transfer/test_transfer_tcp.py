@@ -292,7 +292,7 @@ def test_a_cut_connection_fails_its_rooms_and_later_ones_reconnect(relayed, d, t
     wait_until(lambda: receiver.bytes_received > 0, "the first half")
     relay.cut()
     assert settled(receiver) is TransferState.FAILED
-    assert "a data connection from P was lost" in str(receiver.error)
+    assert "a data connection from node P was lost" in str(receiver.error)
     assert receiver.drained()
     sender.send(4, 8, 0, LAYERS)
     assert settled(sender) is TransferState.FAILED
