@@ -252,7 +252,7 @@ class Link:
 
     def lane_lost(self, lane: int, reason: str) -> None:
         """What this lane carried may not have arrived: its rooms end."""
-        error = TransferError(f"the data connection to {self.peer} was lost: {reason}")
+        error = TransferError(f"the data connection to node {self.peer} was lost: {reason}")
         with self.changed:
             for sender in [s for s in self._senders if lane in s.lanes]:
                 sender.fail(error)

@@ -296,7 +296,7 @@ def test_a_cut_connection_fails_its_rooms_and_later_ones_reconnect(relayed, d, t
     assert receiver.drained()
     sender.send(4, 8, 0, LAYERS)
     assert settled(sender) is TransferState.FAILED
-    assert "the data connection to D was lost" in str(sender.error)
+    assert "the data connection to node D was lost" in str(sender.error)
     wait_until(sender.drained, "the sender to drain")
     # It had nothing on the connection, so it lives on; and new rooms find a new connection.
     assert idle.poll() is TransferState.ACTIVE
