@@ -134,11 +134,8 @@ class DecodeGraphs:
         ids = torch.where(ids < 0, self._previous[(-1 - ids).clamp_(min=0)], ids)
         return self._model.logits(self._model(ids, positions, attention))
 
-    def fits(self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None) -> bool:
-        """Whether these are one token of each of not too many sequences, after a step that did not
-        sample more than there is room for (one with many prompts or choices may)."""
-        if previous_tokens is not None and len(previous_tokens) > len(self._previous):
-            return False
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        """Whether these are one token of each of not too many sequences."""
         return len(items) <= self.sizes[-1] and all(
             len(item.token_ids) == 1 and item.num_logits == 1 for item in items
         )
@@ -157,7 +154,9 @@ class DecodeGraphs:
         inputs[rows : rows + count] = [item.start for item in items]
         graph.inputs.copy_(host, non_blocking=True)
         if previous_tokens is not None:
-            self._previous[: len(previous_tokens)].copy_(previous_tokens)
+            # Prompts, of which there may be many choices, come behind the rows that go on.
+            known = previous_tokens[: len(self._previous)]
+            self._previous[: len(known)].copy_(known)
         graph.attention.plan(inputs[rows : rows + count].copy(), [item.pages for item in items])
         graph.graph.replay()
         return graph.logits[:count]

@@ -102,7 +102,7 @@ class ModelRunner:
             and on its device.
         """
         graphs = self.graphs if on_layers_done is None else None
-        if graphs is not None and graphs.fits(items, previous_tokens):
+        if graphs is not None and graphs.fits(items):
             return graphs.run(items, previous_tokens)
         short = self.chunk_graphs if previous_tokens is None else None
         if short is not None and short.fits(items):

@@ -117,8 +117,9 @@ class Scheduler(threading.Thread):
             return
         with node.lock:
             if self._broken:  # what the step left behind need not be its result
-                return
-            node.process(step.works)
+                self._forget(step.works)
+            else:
+                node.process(step.works)
             node.close_ended()
             node.outbox.flush()
 
@@ -128,11 +129,16 @@ class Scheduler(threading.Thread):
         # is not ready any more.
         self._node.engine.synchronize()
         with self._node.lock:
-            for work in works:
-                if work.sequence.launched is work:
-                    work.sequence.launched = None
+            self._forget(works)
             for work in works:
                 self._node.fail(work.sequence.request, error)
+
+    @staticmethod
+    def _forget(works: list[Work]) -> None:
+        """A step is over, and of no use."""
+        for work in works:
+            if work.sequence.launched is work:
+                work.sequence.launched = None
 
     def _fail_all(self, error: NodeFailedError) -> None:
         with self._node.lock:

@@ -122,6 +122,8 @@ def launch(
         ahead += [0 if work.follows is None else 1] * len(work.samples)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
+    for work in works:
+        work.follows = None  # else each keeps all that came before it
     # NOTE: also where nobody samples: pages must not change their owner before its result is here.
     return LaunchedStep(works, sampler.launch(logits, states, ahead))
 

@@ -173,22 +173,24 @@ class HandOff:
             self._start_digest(request)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """For one step: pushes the chunks of open senders as groups of layers are computed. One
-        whose predecessor is launched and not pushed is left to :meth:`computed`."""
-        streams: list[tuple[Outgoing, int, int]] = []
+        """For one step: pushes the chunks of open senders as groups of layers are computed, after
+        what D's reservation came too late for. That is computed, or queued before this step."""
+        streams: list[tuple[Outgoing, range, range]] = []
         for work in works:
             outgoing: Outgoing = work.sequence.request.hand_off
-            start = max(work.start, outgoing.pushed)
-            follows = outgoing.pushed >= work.start
-            if outgoing.sender is not None and follows and start < work.stop:
-                streams.append((outgoing, start, work.stop))
+            if outgoing.sender is not None and outgoing.pushed < work.stop:
+                missed = range(outgoing.pushed, max(work.start, outgoing.pushed))
+                streams.append((outgoing, missed, range(missed.stop, work.stop)))
                 outgoing.pushed = work.stop
         if not streams:
             return None
+        num_layers = self._node.engine.layout.num_layers
 
         def layers_done(first: int, stop: int) -> None:
-            for outgoing, start, end in streams:
-                outgoing.send(start, end, first, stop)
+            for outgoing, missed, chunk in streams:
+                if first == 0 and missed:
+                    outgoing.send(missed.start, missed.stop, 0, num_layers)
+                outgoing.send(chunk.start, chunk.stop, first, stop)
 
         return layers_done
 
