@@ -27,8 +27,11 @@ END
 }
 
 case "${1:-}" in -h | --help) usage; exit 0 ;; esac
-out=${1:-gpu-check}
-[ $# -gt 0 ] && shift
+out=gpu-check
+if [ $# -gt 0 ] && [[ " ${PARTS[*]} " != *" $1 "* ]]; then
+    out=$1
+    shift
+fi
 chosen=("$@")
 [ ${#chosen[@]} -gt 0 ] || chosen=("${PARTS[@]}")
 for part in "${chosen[@]}"; do

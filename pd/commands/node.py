@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from pd.commands import parser as types
@@ -34,6 +36,9 @@ _PORTS = {"prefill": 30000, "decode": 30100, "unified": 30200}
 # A thread that computes is asked this often, in seconds, to let another run. Transfers and messages
 # wait for it; with Python's default of 5 ms NIXL moved a sixth of what it does with this.
 _SWITCH_INTERVAL = 0.0002
+
+# Seconds between looks at whether the node is broken.
+_LOOK_INTERVAL = 1.0
 
 _EXAMPLES = """\
 examples:
@@ -340,11 +345,24 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, on_signal)
         logger.info("%s node %s listens on %s", config.role, server.instance_id, server.url)
         announce(Ready(config.role, server.url, server.instance_id))
-        signals.get()
+        if not _wait(server, signals):
+            logger.critical("nothing can be computed any more: this process ends, start it again")
+            return 1
         _drain(server, signals)
     finally:
         server.stop()
     return 0
+
+
+def _wait(server: NodeServer, signals: queue.SimpleQueue[int]) -> bool:
+    """Until a signal comes, or (False) the node is broken and has said so to those who wait."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            signals.get(timeout=_LOOK_INTERVAL)
+            return True
+        if server.node.broken:
+            time.sleep(_LOOK_INTERVAL)
+            return False
 
 
 def _drain(server: NodeServer, signals: queue.SimpleQueue[int]) -> None:

@@ -110,6 +110,11 @@ class Node(ABC):
         """Accepts requests."""
         return self._scheduler.running and not self.draining
 
+    @property
+    def broken(self) -> bool:
+        """Nothing will be computed any more."""
+        return self._scheduler.broken
+
     def start(self) -> None:
         """Begin to serve."""
         self.engine.on_failure(self._scheduler.engine_failed)

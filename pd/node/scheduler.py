@@ -43,13 +43,18 @@ class Scheduler(threading.Thread):
         """Requests that are queued now will be computed."""
         return self.is_alive() and not (self._stopping or self._broken)
 
+    @property
+    def broken(self) -> bool:
+        """It gave up."""
+        return self._broken
+
     def stop(self) -> None:
-        """End after the present step."""
+        """End after the present step, unless that may never end."""
         with self._node.lock:
             self._stopping = True
             self._node.work_available.notify_all()
         if self.is_alive():
-            self.join(timeout=30)
+            self.join(timeout=1 if self._broken else 30)
 
     def run(self) -> None:
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -17,7 +19,6 @@ from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @contextmanager
@@ -231,3 +232,13 @@ def test_a_demo_that_fails_says_why_and_leaves_nothing_behind(tmp_path: Path) ->
     assert f"cannot listen on 127.0.0.1:{port}" in log
     assert "the proxy ended" in log.splitlines()[-1]
     assert len(urls(shown)) == 2 and all(refuses(url) for url in urls(shown))
+
+
+def test_a_node_whose_tensor_parallel_worker_dies_ends_with_status_1(tmp_path: Path) -> None:
+    flags = ["--model", EMBEDDED_MODEL, "--device", "cpu", "--tp-size", 2, "--cpu-threads", 1]
+    with process(tmp_path, "unified", *flags, "--port", 0, "--kv-cache-tokens", 8192) as node:
+        pid = node.child.pid
+        (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        assert ended(node) == 1
+        assert "start it again" in node.log.read_text()
