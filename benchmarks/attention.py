@@ -182,11 +182,14 @@ def tile_shape(text: str) -> TileShape:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default="flashinfer,triton")
-    parser.add_argument("--decode-tile", type=tile_shape)
-    parser.add_argument("--chunk-tile", type=tile_shape)
-    parser.add_argument("--output", type=Path)
+    add = parser.add_argument
+    add("--backends", default="flashinfer,triton", help="(default: flashinfer,triton)")
+    add("--decode-tile", type=tile_shape, help="of the Triton kernel for single tokens")
+    add("--chunk-tile", type=tile_shape, help="of the Triton kernel for chunks")
+    add("--output", type=Path, help="write the measurements as JSON")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU here")
     bench = Bench(torch.device("cuda:0"), arguments.decode_tile, arguments.chunk_tile)
     results = []
     print(f"{'step':28} {'backend':10} {'µs/layer':>9} {'TB/s':>6} {'TFLOP/s':>8} {'plan µs':>8}")

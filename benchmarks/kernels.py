@@ -270,6 +270,8 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(KERNELS), action="append", help="default: all")
     parser.add_argument("--output", type=Path, help="write the measurements as JSON")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU here")
     torch.manual_seed(0)
     print(f"{'kernel':<17}{'size':<26}{'us':>9}{'torch':>9}{'GB/s':>7}{'share':>7}")
     results = []
