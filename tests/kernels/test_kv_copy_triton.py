@@ -29,6 +29,12 @@ SEED = int(os.environ.get("PD_TEST_SEED", "0"))
 DEVICE = "cuda:0" if ON_GPU else "cpu"
 # Few programs, so that each walks over several tiles; tiles of one row and of many.
 LAUNCHES = [LaunchShape(3, 1024, 1), LaunchShape(1, 256, 1), LaunchShape(5, 8192, 4)]
+# Interpreted, the second takes seconds.
+CASES = [
+    LAUNCHES[0],
+    pytest.param(LAUNCHES[1], marks=() if ON_GPU else pytest.mark.full),
+    LAUNCHES[2],
+]
 
 
 @pytest.fixture
@@ -60,7 +66,7 @@ def run_gather(
     return out.cpu()
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("launch", CASES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gather_and_scatter_are_those_of_the_reference(
     shape: tuple, launch: LaunchShape, rng: random.Random
@@ -81,7 +87,7 @@ def test_gather_and_scatter_are_those_of_the_reference(
         assert torch.equal(there.cpu(), pool)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("launch", CASES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_copies_to_another_pool_are_those_of_the_reference(
     shape: tuple, launch: LaunchShape, rng: random.Random
