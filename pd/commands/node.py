@@ -34,7 +34,7 @@ ROLES = {
 _PORTS = {"prefill": 30000, "decode": 30100, "unified": 30200}
 
 # A thread that computes is asked this often, in seconds, to let another run. Transfers and messages
-# wait for it; with Python's default of 5 ms NIXL moved a sixth of what it does with this.
+# wait for it, and Python's default of 5 ms is as long as a step.
 _SWITCH_INTERVAL = 0.0002
 
 # Seconds between looks at whether the node is broken.
