@@ -111,7 +111,11 @@ class Process:
 
 
 class Deployment:
-    """Processes of one model behind one proxy, all on loopback."""
+    """Processes of one model behind one proxy, all on loopback.
+
+    ``devices`` are dealt out in turn to the nodes of each role, so that two prefill and two decode
+    nodes on two GPUs make pairs within a GPU and between both.
+    """
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class Deployment:
         *,
         prefill: int = 1,
         decode: int = 1,
+        devices: Sequence[str] = ("auto",),
         node_flags: Sequence[str] = (),
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
@@ -135,10 +140,12 @@ class Deployment:
         self.prefill, self.decode = [], []
         for index in range(prefill):
             ports = ["--port", str(free_port()), "--bootstrap-port", str(free_port())]
-            command = ["prefill", *ports, *common, *prefill_flags]
+            device = ["--device", devices[index % len(devices)]]
+            command = ["prefill", *ports, *device, *common, *prefill_flags]
             self.prefill.append(self._process(f"prefill{index}", *command))
         for index in range(decode):
-            command = ["decode", "--port", str(free_port()), *common, *decode_flags]
+            device = ["--device", devices[index % len(devices)]]
+            command = ["decode", "--port", str(free_port()), *device, *common, *decode_flags]
             self.decode.append(self._process(f"decode{index}", *command))
         self._workers = [f for p in self.prefill for f in ("--prefill", p.url)]
         self._workers += [f for d in self.decode for f in ("--decode", d.url)]

@@ -1,4 +1,4 @@
-"""The transfer backends that the tests of this directory run over, in one list."""
+"""The transfer backends that end-to-end tests run over, in one list."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ NIXL = Backend("nixl", "nixl")
 NIXL_TCP = Backend("nixl-tcp", "nixl", {"UCX_TLS": "tcp"})
 # Its engines are never destroyed: a node that loses peers comes to have eight or so.
 MOONCAKE = Backend("mooncake", "mooncake", keeps=(64, 24))
+# Between pools on GPUs only, so it is in none of the lists: see tests/gpu.
+NVLINK = Backend("nvlink", "nvlink")
 
 IN_PROCESS = (TCP, FAKE, NIXL, MOONCAKE)
 PROCESSES = (TCP, NIXL, NIXL_TCP, MOONCAKE)

@@ -1,4 +1,7 @@
-"""Requests at a steady pace while every second one is aborted or a node is killed."""
+"""Requests at a steady pace while every second one is aborted or a node is killed.
+
+:func:`check_churn` is the whole test; the rest is what it is made of.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 from cluster import Cluster
-from processes import Stream
+from processes import Stream, deployment, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
+    from backends import Backend
     from processes import Deployment, Process
 
 PER_SECOND = 12.0
 CLIENTS = 12
 EVENTS_PER_KILL = 10
 END_WITHIN = 60.0
+CASES = 60
+# So many that each pair of a prefill and a decode node has served several.
+WARM_UP = 24
 
 
 @dataclass
@@ -44,7 +52,7 @@ class Case:
         return {"sampling_params": params | ({"temperature": 0} if self.seed is None else drawn)}
 
 
-def make_cases(model: Path, rng: random.Random, count: int) -> list[Case]:
+def make_cases(model: Path, rng: random.Random) -> list[Case]:
     """Greedy and seeded, short and long, some with a common prefix."""
 
     def text(low: int, high: int) -> list[int]:
@@ -52,7 +60,7 @@ def make_cases(model: Path, rng: random.Random, count: int) -> list[Case]:
 
     shared = [text(20, 200) for _ in range(4)]
     cases = []
-    for number in range(count):
+    for number in range(CASES):
         prompt = rng.choice(shared) + text(1, 60) if rng.random() < 0.5 else text(1, 900)
         seed = None if number % 2 else rng.randrange(1 << 30)
         cases.append(Case(prompt, rng.randrange(2, 150), seed))
@@ -211,7 +219,9 @@ class Churn:
                 outcomes["aborted"] += 1
             else:
                 outcomes["failed"] += 1
-        return outcomes | {"events": self.events, "kills": len(self.outages)}
+        longest = max((end - begin for begin, end in self.outages), default=0.0)
+        happened = {"events": self.events, "kills": len(self.outages)}
+        return outcomes | happened | {"longest_outage_s": round(longest)}
 
 
 @dataclass
@@ -236,3 +246,63 @@ class Footprint:
             or self.threads > before.threads + 8 + keeps[1]
             or self.resident > before.resident * 1.3 + (64 << 20)
         )
+
+
+def check_churn(
+    model: Path,
+    logs: Path,
+    cases: list[Case],
+    backend: Backend,
+    requests: int,
+    seed: int,
+    *,
+    devices: Sequence[str] = ("auto",),
+    node_flags: Sequence[str] = (),
+) -> None:
+    """2P2D while requests are aborted and nodes killed: no wrong token, and nothing left behind."""
+    print(f"PD_TEST_SEED={seed}: {requests} requests over {backend} on {', '.join(devices)}")
+    with deployment(
+        model,
+        logs,
+        prefill=2,
+        decode=2,
+        devices=devices,
+        node_flags=["--transfer-backend", backend.flag, *node_flags],
+        # By turns on both sides, a prefill node would always meet the same decode node.
+        proxy_flags=["--policy", "random"],
+        env=backend.env,
+    ) as running:
+        _calm_round(running, cases)
+        before = _footprints(running)
+        churn = Churn(running, cases, seed)
+        churn.run(requests)
+        summary = churn.summary()
+        print(summary)
+        faults = churn.faults()
+        assert not faults, "\n".join(map(str, [summary, *faults]))
+        assert summary["right"] > requests // 2, summary
+        assert summary["kills"] > 0, summary
+        _calm_round(running, cases)
+        running.wait_idle(60)
+        wait_until(lambda: _proxy_is_idle(running), 10)
+        after = _footprints(running)
+        print(before, after, sep="\n")
+        grown = [n for n, now in after.items() if now.has_grown_from(before[n], backend.keeps)]
+        assert not grown, f"{grown} grew: {before}, then {after}"
+
+
+def _calm_round(running: Deployment, cases: list[Case]) -> None:
+    """All succeed, one after the other."""
+    for case in cases[:WARM_UP]:
+        stream = running.stream(case.prompt, case.length, **case.body).join(60)
+        assert stream.succeeded_as(case.expected), (stream, stream.output, case.expected)
+
+
+def _footprints(running: Deployment) -> dict[str, Footprint]:
+    return {p.log.stem: Footprint.of(p) for p in (running.proxy, *running.nodes)}
+
+
+def _proxy_is_idle(running: Deployment) -> bool:
+    """As the proxy sees it, a heartbeat later than the nodes."""
+    workers = httpx.get(f"{running.proxy.url}/workers").json()["workers"]
+    return all(w["running"] == w["queued_tokens"] == 0 for w in workers)
