@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
@@ -11,6 +13,9 @@ from pd.kernels.dispatch import use_triton
 # Rows for which packed weights are laid out. They serve other numbers of rows as well: with this
 # layout 1 row and 256 are as fast as with one made for them, 4 to 32 half as fast again.
 _PACKED_ROWS = 16
+# With so few rows, cuBLASLt chooses the faster kernels for matrices with no more outputs than
+# inputs, by a tenth on an H200. Torch asks it, and not cuBLAS, where there is a bias.
+_LT_ROWS = 64
 
 
 def _has_onednn() -> bool:
@@ -67,7 +72,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
         if linear_triton.fits(x, weight):
             return linear_triton.linear(x, weight, bias, is_gated=False)
+        outputs, inputs = weight.shape
+        if bias is None and x.element_size() == 2 and len(x) <= _LT_ROWS and outputs <= inputs:
+            bias = _zeros(outputs, weight.dtype, weight.device)
     return functional.linear(x, weight, bias)
+
+
+@functools.cache
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def gate_up_silu(

@@ -56,9 +56,9 @@ def zero_after_previous(PDL: tl.constexpr):
 
 
 @functools.cache
-def launch_options(device: torch.device) -> dict[str, Any]:
+def launch_options(device: torch.device, overlaps: bool = True) -> dict[str, Any]:
     """Arguments of every launch of a kernel that uses the functions above."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
+    if overlaps and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -53,7 +53,8 @@ class FlashInferAttention(AttentionBackend):
     one, and what the gathering costs is a hundredth of the attention over as many tokens.
 
     FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
-    copy of the last, which is over as soon as the step before it is.
+    copy of the last, which is over as soon as the step before it begins. What else it copies is
+    given to it in pinned memory, since copies from other memory wait for the whole step before.
     """
 
     name = "flashinfer"
@@ -173,6 +174,7 @@ class _Prefill:
             *self._backend.heads,
             tables.page_size,
             causal=True,
+            seq_lens=_pinned(totals),
             q_data_type=self._backend.dtype,
             kv_data_type=self._backend.dtype,
         )
@@ -354,6 +356,7 @@ class FlashInferChunk(ChunkAttention):
             *self._backend.heads,
             page_size,
             causal=True,
+            seq_lens=_pinned(one * total),
             q_data_type=self._backend.dtype,
             kv_data_type=self._backend.dtype,
         )
@@ -365,15 +368,18 @@ class FlashInferChunk(ChunkAttention):
 
 
 def _indptr(counts: Int64Array) -> torch.Tensor:
-    """Where each begins, and the end: int32 ``[n + 1]`` on the CPU."""
-    ends = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=ends[1:])
-    return torch.from_numpy(ends)
+    """Where each begins, and the end: int32 ``[n + 1]`` in pinned memory."""
+    return _pinned(np.concatenate(([0], np.cumsum(counts))))
 
 
 def _last_page_len(totals: Int64Array, page_size: int) -> torch.Tensor:
-    """Tokens in each sequence's last page, int32 on the CPU."""
-    return torch.from_numpy(((totals - 1) % page_size + 1).astype(np.int32))
+    """Tokens in each sequence's last page, int32 in pinned memory."""
+    return _pinned((totals - 1) % page_size + 1)
+
+
+def _pinned(values: Int64Array) -> torch.Tensor:
+    """int32 in pinned memory, which torch keeps until copies from it are done."""
+    return torch.from_numpy(values.astype(np.int32)).pin_memory()
 
 
 def _ranges(firsts: Int64Array, counts: Int64Array, members: Int64Array) -> Int64Array:

@@ -21,7 +21,9 @@ from pd.kernels.attention.base import (
 from pd.kernels.attention.page_tables import PageTables, padded_decode
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import SplitPolicy, Tiles
+from pd.kernels.linear_triton import MAX_ROWS
 from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
+from pd.kernels.triton_launch import launch_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,11 +51,21 @@ class TileShape:
     min_tiles: int = 1
 
 
-def decode_shape(dtype: torch.dtype, head_dim: int) -> TileShape:
-    """For one query token, which is all about reading K and V."""
+# More sequences than these decode with the shape for many.
+_FEW = 32
+
+
+def decode_shape(dtype: torch.dtype, head_dim: int, num_sequences: int) -> TileShape:
+    """For one query token of each sequence, which is all about reading K and V.
+
+    With few sequences, what counts is how soon a program has its keys; with many, how many programs
+    a multiprocessor has room for.
+    """
     if head_dim * dtype.itemsize > 256:
         return TileShape(16, 32, 4, 2, programs=4, min_tiles=2)
-    return TileShape(16, 64, 4, 1, programs=4, min_tiles=2)
+    if num_sequences <= _FEW:
+        return TileShape(16, 64, 4, 1, programs=4, min_tiles=2)
+    return TileShape(16, 32, 4, 2, programs=8, min_tiles=4)
 
 
 def chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) -> TileShape:
@@ -124,6 +136,8 @@ class _Kernel:
             PRECISION=precision,
             num_warps=self._shape.num_warps,
             num_stages=self._shape.num_stages,
+            # Of use where the product that comes next overlaps too.
+            **launch_options(q.device, len(q) <= MAX_ROWS),
         )
 
 
@@ -158,8 +172,9 @@ class TritonAttention(AttentionBackend):
         self.pool = pool
         sample = pool.key(0)
         self.device, dtype, head_dim = sample.device, sample.dtype, sample.shape[-1]
-        self.decode_kernel = _Kernel(
-            pool, num_heads, decode or decode_shape(dtype, head_dim), one_token=True
+        self._few_kernel, self._many_kernel = (
+            _Kernel(pool, num_heads, decode or decode_shape(dtype, head_dim, n), one_token=True)
+            for n in (_FEW, _FEW + 1)
         )
         self._chunk_kernel = _Kernel(
             pool, num_heads, chunk or chunk_shape(dtype, head_dim, _shared_memory(self.device))
@@ -175,7 +190,7 @@ class TritonAttention(AttentionBackend):
         single = batch.lengths == 1
         kernels, arrays = [], []
         for kernel, chosen in (
-            (self.decode_kernel, np.flatnonzero(single)),
+            (self.decode_kernel(int(single.sum())), np.flatnonzero(single)),
             (self._chunk_kernel, np.flatnonzero(~single)),
         ):
             if len(chosen):
@@ -199,6 +214,9 @@ class TritonAttention(AttentionBackend):
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
         return TritonDecode(self, rows, max_context)
 
+    def decode_kernel(self, num_sequences: int) -> _Kernel:
+        return self._few_kernel if num_sequences <= _FEW else self._many_kernel
+
 
 class TritonDecode(DecodeAttention):
     """The decode kernel over buffers of a fixed size.
@@ -209,7 +227,8 @@ class TritonDecode(DecodeAttention):
     def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
         self.pool = backend.pool
         self._backend, self._rows = backend, rows
-        self._capacity = rows + backend.decode_kernel.policy.max_slots
+        self._kernel = backend.decode_kernel(rows)
+        self._capacity = rows + self._kernel.policy.max_slots
         num_pages = rows * -(-max_context // self.pool.page_size)
         largest = self._layout(
             np.empty(rows, np.int64), np.empty((0, FIELDS), np.int32), np.empty(num_pages, np.int32)
@@ -220,9 +239,7 @@ class TritonDecode(DecodeAttention):
     def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
         starts, tables = padded_decode(self.pool, self._rows, starts, pages)
         everyone, ones = np.arange(self._rows), np.ones(self._rows, np.int64)
-        work = self._backend.decode_kernel.policy.work(
-            Tiles(everyone, ones, starts, tables.offsets)
-        )
+        work = self._kernel.policy.work(Tiles(everyone, ones, starts, tables.offsets))
         arrays = self._layout(tables.slots(everyone, starts, ones), work, tables.flat)
         assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
         views = self._backend.staging.upload(arrays, self._memory)
@@ -232,7 +249,7 @@ class TritonDecode(DecodeAttention):
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         with on_device(self._backend.device):
-            self._backend.decode_kernel.launch(layer, q, out, self._work, self._tables)
+            self._kernel.launch(layer, q, out, self._work, self._tables)
         return out
 
     def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[IntArray]:

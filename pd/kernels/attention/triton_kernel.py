@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pd.kernels.triton_launch import start_next, wait_for_previous
+
 # Fields of a work item, int32 each: where its tile begins among the step's tokens, its tokens, the
 # position of the first of them, where its page table begins, the keys ``[begin, end)`` to attend
 # to, its own slot for a partial result, the first slot of its tile, and the splits of its tile.
@@ -161,6 +163,7 @@ def paged_attention(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One work item and KV head per program; programs without an item end at once.
 
@@ -175,7 +178,10 @@ def paged_attention(
         scale: what scores are multiplied by, times log2(e).
         ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
         MERGE_ROWS, MERGE_SPLITS: rows and splits merged at a time.
+        PDL: see :mod:`pd.kernels.triton_launch`. Work items are uploaded before a step's kernels,
+            so they are there without waiting. Programs that have none need not wait: others do.
     """
+    start_next(PDL)
     head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
     # NOTE: the fields are read before it is known that they matter, to wait once and not twice;
@@ -192,6 +198,7 @@ def paged_attention(
     splits = tl.load(fields + 8)
     if item >= tl.load(num_items):
         return
+    wait_for_previous(PDL)
 
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
