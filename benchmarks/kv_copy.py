@@ -76,7 +76,7 @@ class Case:
             self.peer_slots,
             0,
             self.layers,
-            shape=shape,
+            shape,
         )
 
     def gather(self, shape: LaunchShape) -> None:

@@ -170,8 +170,6 @@ def copy_to_peer(
     peer_slots: torch.Tensor,
     layer_start: int,
     layer_stop: int,
-    *,
-    beside: bool = False,
     shape: LaunchShape | None = None,
 ) -> None:
     """Copy tokens straight into another pool of the same layers, heads and dtype.
@@ -183,8 +181,7 @@ def copy_to_peer(
             access); on the CPU an address of this process.
         peer_num_slots: slots of the other pool.
         peer_slots: as ``slots``: where the tokens go in the other pool, each slot once.
-        beside: a forward pass is running, which the copy must not hold up, rather than be fast.
-        shape: how else the kernel is launched (tuned by ``benchmarks/kv_copy.py``).
+        shape: how the kernel is launched (tuned by ``benchmarks/kv_copy.py``).
 
     Raises:
         ValueError: shapes, sizes or devices do not fit.
@@ -194,13 +191,12 @@ def copy_to_peer(
     if peer_slots.shape != slots.shape or peer_slots.device != slots.device:
         raise ValueError(f"{slots.shape} slots cannot be copied to {peer_slots.shape}")
     if buffer.is_cuda:
-        from pd.kernels.kv_copy_triton import BESIDE_SHAPE, PEER_SHAPE, Side, copy_rows
+        from pd.kernels.kv_copy_triton import PEER_SHAPE, Side, copy_rows
 
         own_side = Side(buffer.data_ptr(), 2 * layer_start, buffer.shape[2], slots)
         peer_side = Side(peer, 2 * layer_start, peer_num_slots, peer_slots)
         num_planes = 2 * (layer_stop - layer_start)
-        shape = shape or (BESIDE_SHAPE if beside else PEER_SHAPE)
-        width = row_bytes(buffer)
+        width, shape = row_bytes(buffer), shape or PEER_SHAPE
         copy_rows(own_side, peer_side, len(slots), num_planes, width, buffer.device, shape)
         return
     own = _inside(slots, buffer.shape[2])
@@ -226,8 +222,7 @@ def prepare(buffer: torch.Tensor) -> None:
         )
         gather(small, slots, 0, 1, peer)
         scatter(small, slots, 0, 1, peer)
-        for beside in (False, True):
-            copy_to_peer(small, slots, peer.data_ptr(), 1, slots, 0, 1, beside=beside)
+        copy_to_peer(small, slots, peer.data_ptr(), 1, slots, 0, 1)
         torch.cuda.current_stream(buffer.device).synchronize()
 
 

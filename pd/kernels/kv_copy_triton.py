@@ -31,13 +31,11 @@ class LaunchShape:
         tile_bytes: bytes that a program has in its registers at a time; it loads the next tile
             before it stores this one.
         num_warps: warps of a program.
-        max_registers: of a thread; None lets the compiler choose.
     """
 
     programs: int
     tile_bytes: int
     num_warps: int
-    max_registers: int | None = None
 
 
 # A kernel for each combination of multiples of 16 and ones would be compiled during requests.
@@ -52,10 +50,6 @@ _ANY_VALUE = (
 
 PEER_SHAPE = LaunchShape(programs=132, tile_bytes=16384, num_warps=8)
 LOCAL_SHAPE = LaunchShape(programs=264, tile_bytes=16384, num_warps=8)
-# Beside a forward pass. Its large kernels (cuBLAS's products, FlashAttention-3) run one program per
-# multiprocessor and take all registers of it but 1024, and a program of theirs that has to wait for
-# room makes the whole kernel wait. One warp of 32 registers per thread fits in with them.
-BESIDE_SHAPE = LaunchShape(programs=132, tile_bytes=1024, num_warps=1, max_registers=32)
 
 
 @triton.jit
@@ -247,7 +241,6 @@ def copy_rows(
             FROM_SLOTS=source.slots is not None,
             TO_SLOTS=target.slots is not None,
             num_warps=shape.num_warps,
-            maxnreg=shape.max_registers,
         )
 
 

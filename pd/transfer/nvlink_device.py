@@ -50,8 +50,6 @@ class Lane(Protocol):
         peer_num_slots: int,
         peer_slots: torch.Tensor,
         block: Block,
-        *,
-        beside: bool,
     ) -> Ticket:
         """Launch the copy of ``block``'s layers, of as many tokens as there are slots, into the
         pool mapped at ``peer``.
@@ -59,7 +57,6 @@ class Lane(Protocol):
         Args:
             after: from :meth:`StoreDevice.mark`: what must be complete before.
             slots, peer_slots: parts of a :meth:`table`.
-            beside: the forward pass goes on; the copy is not to be fast but out of its way.
         """
 
 
@@ -136,16 +133,12 @@ class CudaLane(Lane):
         peer_num_slots: int,
         peer_slots: torch.Tensor,
         block: Block,
-        *,
-        beside: bool,
     ) -> Ticket:
         assert isinstance(after, torch.cuda.Event)
         layers = block.layer_start, block.layer_stop
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            copy_to_peer(
-                self._buffer, slots, peer, peer_num_slots, peer_slots, *layers, beside=beside
-            )
+            copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         return CudaTicket(self._stream)
 
 

@@ -137,12 +137,10 @@ class NvlinkSender(Sender):
     def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> Ticket:
         self.prepare(lane)
         assert self._table is not None
-        block, first = store.block, self._tokens.start
-        columns = slice(block.token_start - first, block.token_stop - first)
+        first = self._tokens.start
+        columns = slice(store.block.token_start - first, store.block.token_stop - first)
         own, theirs = self._table[0, columns], self._table[1, columns]
-        # The last layers of the last tokens, for which the request waits, are what is stored last.
-        beside = (block.token_stop, block.layer_stop) != (self._tokens.stop, self._num_layers)
-        self._last = lane.store(store.after, own, peer, num_slots, theirs, block, beside=beside)
+        self._last = lane.store(store.after, own, peer, num_slots, theirs, store.block)
         return self._last
 
 

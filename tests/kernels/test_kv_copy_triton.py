@@ -18,7 +18,6 @@ if not ON_GPU:
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from pd.kernels.kv_copy_triton import (  # noqa: E402
-    BESIDE_SHAPE,
     PEER_SHAPE,
     LaunchShape,
     Side,
@@ -29,7 +28,7 @@ from pd.kernels.kv_copy_triton import (  # noqa: E402
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
 DEVICE = "cuda:0" if ON_GPU else "cpu"
 # Few programs, so that each walks over several tiles; tiles of one row and of many.
-LAUNCHES = [LaunchShape(3, 1024, 1), LaunchShape(1, 256, 1), LaunchShape(5, 8192, 4), BESIDE_SHAPE]
+LAUNCHES = [LaunchShape(3, 1024, 1), LaunchShape(1, 256, 1), LaunchShape(5, 8192, 4)]
 # Interpreted, the second takes seconds.
 CASES = [
     LAUNCHES[0],
@@ -128,7 +127,7 @@ def test_rows_are_stored_into_another_gpu(rng: random.Random) -> None:
     expected = peer.clone()
     expected[1:3, :, theirs.long().to("cuda:1")] = pool[1:3, :, slots.long()].to("cuda:1")
     torch.cuda.synchronize("cuda:1")
-    copy_to_peer(pool, slots, peer.data_ptr(), 8192, theirs, 1, 3, shape=PEER_SHAPE)
+    copy_to_peer(pool, slots, peer.data_ptr(), 8192, theirs, 1, 3, PEER_SHAPE)
     torch.cuda.synchronize("cuda:0")
     assert torch.equal(peer, expected)
 

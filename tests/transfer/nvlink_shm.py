@@ -78,7 +78,7 @@ class ShmLane:
     def table(self, slots) -> torch.Tensor:
         return torch.from_numpy(slots)
 
-    def store(self, after, slots, peer, peer_num_slots, peer_slots, block, *, beside) -> ShmTicket:
+    def store(self, after, slots, peer, peer_num_slots, peer_slots, block) -> ShmTicket:
         ticket = ShmTicket()
         layers = block.layer_start, block.layer_stop
         args = (self._device.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
