@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import sys
@@ -36,6 +37,8 @@ Every command has its own --help. configs/ has more deployments, docs/ says how 
 
 def launch(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-launch``."""
+    if argv is None and sys.stderr is not None:
+        faulthandler.enable()  # a library that crashes would leave no word in the log
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = launch_parser()
     name = arguments[0] if arguments and arguments[0] in commands else ""

@@ -100,6 +100,8 @@ class Churn:
         self.events = 0
         # When a node was killed, and when all could serve again.
         self.outages: list[list[float]] = []
+        # Of nodes that ended though nobody killed them.
+        self.deaths: list[str] = []
 
     # ---- requests
 
@@ -140,10 +142,21 @@ class Churn:
             if self._over.wait(1.0):
                 return
             self.events += 1
-            if event == kill_at and (self._recovery is None or self._recovery.done()):
+            recovered = self._recovered()
+            if event == kill_at and recovered:
                 self._kill()
             else:
                 self._abort()
+
+    def _recovered(self) -> bool:
+        """Whether all nodes run. Raises what went wrong when one was started again."""
+        if self._recovery is not None:
+            if not self._recovery.done():
+                return False
+            self._recovery.result()
+        ended = [node for node in self._running.nodes if node.child.poll() is not None]
+        self.deaths += [f"{node.log.stem} ended with {node.child.returncode}" for node in ended]
+        return not ended
 
     def _abort(self) -> None:
         live: list[Sent] = []
@@ -180,7 +193,9 @@ class Churn:
     def faults(self) -> list[str]:
         """What went wrong that no abort and no kill explains, one line each."""
         found = [(sent, self._fault(sent)) for sent in self.sent]
-        return [f"{s.rid} ({len(s.case.prompt)} tokens): {w}; {s.stream}" for s, w in found if w]
+        wrong = [(sent, what) for sent, what in found if what]
+        lines = [f"{s.rid} ({len(s.case.prompt)} tokens): {what}; {s.stream}" for s, what in wrong]
+        return list(dict.fromkeys(self.deaths)) + lines
 
     def _fault(self, sent: Sent) -> str | None:
         stream, expected = sent.stream, sent.case.expected
