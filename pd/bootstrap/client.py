@@ -13,6 +13,11 @@ from pd.core.errors import HandshakeError, PDError, UnavailableError
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import NodeInfo, check_compatible
 
+# NOTE: decoders are made while one thread runs. msgspec crashes when two threads learn the same
+# type at once, as they do in ``decode(..., type=T)`` the first time (seen with 0.22).
+_error_decoder = msgspec.json.Decoder(ErrorInfo)
+_node_decoder = msgspec.json.Decoder(NodeInfo)
+
 
 def handshake(
     bootstrap_url: str,
@@ -77,7 +82,7 @@ def _post(
 
 def _error_of(status: int, content: bytes, url: str) -> PDError:
     try:
-        message = msgspec.json.decode(content, type=ErrorInfo).message
+        message = _error_decoder.decode(content).message
     except (msgspec.DecodeError, UnicodeDecodeError):
         message = f"status {status}"
     if status >= 500:
@@ -87,7 +92,7 @@ def _error_of(status: int, content: bytes, url: str) -> PDError:
 
 def _checked(content: bytes, own: NodeInfo, expected_instance: str, url: str) -> NodeInfo:
     try:
-        peer = msgspec.json.decode(content, type=NodeInfo)
+        peer = _node_decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HandshakeError(f"{url} did not answer with a NodeInfo: {error}") from error
     if peer.instance_id != expected_instance:

@@ -41,6 +41,7 @@ MAX_BODY_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
 
 _json = msgspec.json.Encoder()
+_node_decoder = msgspec.json.Decoder(NodeInfo)
 
 
 def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) -> Starlette:
@@ -66,7 +67,7 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
                 "answers (the prefill node restarted)"
             )
         try:
-            peer = msgspec.json.decode(body, type=NodeInfo)
+            peer = _node_decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f"the body is not a NodeInfo: {error}") from error
         return await run_in_threadpool(registry.handshake, peer)

@@ -31,6 +31,9 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
+_abort_decoder = msgspec.json.Decoder(AbortBody)
+
+
 def make_admin_app(node: Node) -> Starlette:
     """``GET /health /metrics /server_info``, ``POST /flush_cache /drain /abort_request``.
 
@@ -109,7 +112,7 @@ async def _abort_body(request: Request) -> AbortBody:
         if len(content) > MAX_BODY_BYTES:
             raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes")
     try:
-        body = msgspec.json.decode(content, type=AbortBody)
+        body = _abort_decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f'the body must be {{"rid": …}}: {error}') from error
     if (body.rid is None) == (not body.abort_all):

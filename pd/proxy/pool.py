@@ -47,6 +47,7 @@ DEAF = (
 )
 
 _ROLES = ("prefill", "decode", "unified")
+_info_decoder = msgspec.json.Decoder(ServerInfo)
 
 
 class WorkerPool:
@@ -164,7 +165,7 @@ class WorkerPool:
     async def _poll(self, worker: Worker) -> None:
         try:
             response = await self._http.get(worker.url + "/server_info")
-            info = msgspec.json.decode(response.content, type=ServerInfo)
+            info = _info_decoder.decode(response.content)
         except httpx.ConnectError as error:
             if worker.alive and time.monotonic() - worker.last_heard > SILENCE_SECONDS:
                 self._lose(worker, "its port refuses connections and its heartbeats stopped")

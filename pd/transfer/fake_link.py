@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pd.transfer.memory import PoolMemory
 
 _WRITE_BYTES = 1 << 20
+_destination_decoder = msgspec.msgpack.Decoder(Destination)
 _CONNECT_SECONDS = 2.0
 _CLOSE_SECONDS = 1.0
 
@@ -154,7 +155,7 @@ class FakeSender(Sender):
 
 def _parse(reservation: Reservation, num_tokens: int) -> Destination:
     try:
-        found = msgspec.msgpack.decode(reservation.destination, type=Destination)
+        found = _destination_decoder.decode(reservation.destination)
     except msgspec.DecodeError as error:
         raise TransferError(f"{reservation.sender} sent a bad destination: {error}") from error
     start = reservation.cached_prefix_len

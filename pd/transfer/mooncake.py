@@ -111,6 +111,9 @@ class _Description(msgspec.Struct, forbid_unknown_fields=True):
     slots: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
 
 
+_description_decoder = msgspec.msgpack.Decoder(_Description)
+
+
 class MooncakeMover(Mover):
     """Args: host: by which peers reach this node. Raises SetupError."""
 
@@ -129,7 +132,7 @@ class MooncakeMover(Mover):
         self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
         try:
-            there = msgspec.msgpack.decode(description, type=_Description)
+            there = _description_decoder.decode(description)
         except msgspec.MsgspecError as error:
             raise MoverError(f"bad description of mooncake slots: {error}") from error
         if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", there.engine):

@@ -75,6 +75,9 @@ class _Description(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     device: int
 
 
+_description_decoder = msgspec.msgpack.Decoder(_Description)
+
+
 def _api() -> Any:
     """NIXL's Python module. What it and UCX would write when a peer dies, our own log says."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -214,7 +217,7 @@ class NixlPath(staging_mover.Path):
 
     def __init__(self, name: str, slots: torch.Tensor, description: bytes) -> None:
         try:
-            there = msgspec.msgpack.decode(description, type=_Description)
+            there = _description_decoder.decode(description)
         except msgspec.DecodeError as error:
             raise MoverError(f"bad description of slots: {error}") from error
         agent = self._agent = _Agent(name, slots)

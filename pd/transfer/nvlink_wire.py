@@ -54,10 +54,13 @@ class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return token_slots(pages, self.page_size, self.token_start, self.token_stop)
 
 
+_destination_decoder = msgspec.msgpack.Decoder(Destination)
+
+
 def parse_destination(data: bytes, peer: str) -> Destination:
     """Raises TransferError unless it is one."""
     try:
-        return msgspec.msgpack.decode(data, type=Destination)
+        return _destination_decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise TransferError(f"{peer} sent a destination that is none: {error}") from error
 

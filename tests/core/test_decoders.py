@@ -1,0 +1,36 @@
+"""msgspec crashes the process when two threads teach it the same type at once, by a first typed
+decode in each (a decode node died of it when two prefill nodes answered together). So types are
+learned where only one thread runs: by decoders that are made when a module is loaded."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import pd
+
+SOURCES = sorted(Path(pd.__file__).parent.rglob("*.py"))
+# While they run there is one thread.
+AT_START = {"transfer/fake_script.py"}
+
+
+def learns_a_type(call: ast.Call) -> bool:
+    """``msgspec.json.decode(..., type=T)``, ``msgspec.convert(..., T)`` and their like."""
+    name = ast.unparse(call.func)
+    if not name.startswith("msgspec."):
+        return False
+    typed = any(keyword.arg == "type" for keyword in call.keywords)
+    return name == "msgspec.convert" or (name.endswith(".decode") and typed)
+
+
+@pytest.mark.parametrize(
+    "path", SOURCES, ids=lambda path: str(path.relative_to(Path(pd.__file__).parent))
+)
+def test_types_are_learned_when_modules_are_loaded(path: Path) -> None:
+    name = str(path.relative_to(Path(pd.__file__).parent))
+    if name in AT_START or name.startswith("bench/"):
+        pytest.skip("one thread")
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [ast.unparse(call) for call in calls if learns_a_type(call)]
