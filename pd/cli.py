@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pd import __version__
 from pd.commands.parser import Parser
 from pd.core.errors import PDError
+from pd.core.exit import leave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +43,9 @@ def launch(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = launch_parser()
     name = arguments[0] if arguments and arguments[0] in commands else ""
-    return _guarded(f"pd-launch {name}".strip(), lambda: _launch(parser, commands, arguments))
+    status = _guarded(f"pd-launch {name}".strip(), lambda: _launch(parser, commands, arguments))
+    leave(status)
+    return status
 
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -138,7 +141,9 @@ def bench(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments, argparse.Namespace(command_line=arguments))
         return programs[args.command][0].run(args)
 
-    return _guarded(f"pd-bench {name}".strip(), measure)
+    status = _guarded(f"pd-bench {name}".strip(), measure)
+    leave(status)
+    return status
 
 
 def _guarded(program: str, run: Callable[[], int]) -> int:

@@ -75,6 +75,8 @@ class Engine:
     def close(self) -> None:
         """End the other ranks' processes. Nothing may be launched any more."""
         if self.leader is not None:
+            # NCCL does not let go of what a graph has captured.
+            self.runner.drop_graphs()
             self.leader.close()
 
     def overlaps(self, setting: str) -> bool:

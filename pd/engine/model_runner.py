@@ -81,6 +81,10 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
 
+    def drop_graphs(self) -> None:
+        """Launch kernels one by one from now on."""
+        self.graphs = self.chunk_graphs = None
+
     @torch.inference_mode()
     def forward(
         self,

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from pd.core.errors import SetupError
+from pd.core.exit import STUCK_PREFIX
 from pd.engine.tensor_parallel import peer_memory
 from pd.models.tensor_parallel import TensorParallel
 
@@ -96,7 +97,9 @@ class ProcessGroup(TensorParallel):
     def abort(self) -> None:
         """End what waits for other ranks, with whatever result. Returns within seconds."""
         if self._device.type == "cuda":
-            thread = threading.Thread(target=self._abort, name="abort", daemon=True)
+            thread = threading.Thread(
+                target=self._abort, name=STUCK_PREFIX + "abort of a process group", daemon=True
+            )
             thread.start()
             thread.join(_ABORT_SECONDS)
 

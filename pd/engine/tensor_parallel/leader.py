@@ -329,6 +329,10 @@ class LeadingRunner:
     def __init__(self, runner: ModelRunner, leader: Leader) -> None:
         self._runner, self._leader = runner, leader
 
+    def drop_graphs(self) -> None:
+        """See :meth:`pd.engine.model_runner.ModelRunner.drop_graphs`; on this rank alone."""
+        self._runner.drop_graphs()
+
     @torch.inference_mode()
     def forward(
         self,

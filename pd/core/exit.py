@@ -1,0 +1,22 @@
+"""The end of a process in which a library may be stuck."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+# Names of threads that may wait in a library for ever begin with this.
+STUCK_PREFIX = "may be stuck: "
+
+
+def leave(status: int) -> None:
+    """End the process with this exit status if a thread is stuck; otherwise return.
+
+    Python ends threads that come back from a library after its own end by unwinding their stack,
+    which aborts the process where C++ is on it.
+    """
+    if any(thread.name.startswith(STUCK_PREFIX) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
