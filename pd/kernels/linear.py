@@ -13,8 +13,8 @@ from pd.kernels.dispatch import use_triton
 # Rows for which packed weights are laid out. They serve other numbers of rows as well: with this
 # layout 1 row and 256 are as fast as with one made for them, 4 to 32 half as fast again.
 _PACKED_ROWS = 16
-# With so few rows, cuBLASLt chooses faster kernels than cuBLAS for matrices with no more outputs than
-# inputs (seen on an H200). Torch asks it where there is a bias.
+# With so few rows, cuBLASLt chooses faster kernels than cuBLAS for matrices with no more outputs
+# than inputs (seen on an H200). Torch asks it where there is a bias.
 _LT_ROWS = 64
 
 
