@@ -2,7 +2,7 @@
 # Check and measure pd on this host's GPUs: results as JSON, logs beside them, a table last.
 set -uo pipefail
 
-PARTS=(tests kernels attention engine idle transfer split)
+PARTS=(tests kernels attention engine idle tensor transfer split)
 
 usage() {
     cat <<END
@@ -14,6 +14,7 @@ parts, all by default:
   attention   benchmarks/attention.py
   engine      pd-bench engine: decode, prefill, offline
   idle        how much of a decode step the GPU is idle (of the same run as engine, if that is chosen)
+  tensor      pd-bench engine over two GPUs, tensor parallel
   transfer    pd-bench transfer between two GPUs
   split       a split over two GPUs beside two unified nodes
 
@@ -72,7 +73,8 @@ verdict() {
 skip() { table+=$(printf '%-10s %s' "$1" "skipped: $2")$'\n'; }
 
 if has tests; then
-    part tests 900 "$python" -m pytest -p no:cacheprovider -q --timeout 120 tests/gpu tests/kernels
+    part tests 900 "$python" -m pytest -p no:cacheprovider -q --timeout 120 -m "not full" \
+        tests/gpu tests/kernels
 fi
 for name in kernels attention; do
     has $name && SHOW=60 part $name 300 "$python" benchmarks/$name.py --output "$out/${name}_gpu.json"
@@ -92,10 +94,14 @@ if has idle; then
     part idle 120 "$python" scripts/gpu_idle.py "$trace" --output "$out/gpu_idle.json"
 fi
 if [ "$gpus" -lt 2 ]; then
-    for name in transfer split; do has $name && skip $name "needs two GPUs"; done
+    for name in tensor transfer split; do has $name && skip $name "needs two GPUs"; done
 else
     backends=nvlink,tcp
     "$python" -c 'import nixl' 2> /dev/null && backends=nvlink,nixl,tcp
+    if has tensor; then
+        part tensor 300 "$python" -m pd.bench engine --model "$model" "${node_flags[@]}" --tp-size 2 \
+            --work decode:1,8,64 prefill:1024,8192 --output "$out/engine_tp2_gpu.json"
+    fi
     if has transfer; then
         part transfer 300 "$python" -m pd.bench transfer --backend $backends --connections 1 \
             --repeats 5 --timeout 60 --device cuda:0,cuda:1 --output "$out/transfer_gpu.json"

@@ -78,15 +78,17 @@ def _decode_load(worker: Worker) -> int:
 
 
 class RoundRobin(_LoadOnly):
-    """One after the other."""
+    """One after the other; decode nodes begin each round one further on, so that two prefill and
+    two decode nodes do not always pair up the same way."""
 
     def __init__(self) -> None:
         self._turns: dict[str, count[int]] = {}
 
     def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
-        # A turn per role, or two prefill and two decode nodes would always pair up the same way.
-        turns = self._turns.setdefault(workers[0].role, count())
-        return workers[next(turns) % len(workers)]
+        role = workers[0].role
+        turn = next(self._turns.setdefault(role, count()))
+        rounds = turn // len(workers) if role == "decode" else 0
+        return workers[(turn + rounds) % len(workers)]
 
 
 class Random(_LoadOnly):
