@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd.engine.sampler import Draw
     from pd.launch import NodeServer
 
 
@@ -90,7 +91,7 @@ class LaggingDevice:
         rows = list(range(sum(item.num_logits for item in items)))
         return _LaterLogits(_Later(self._queue, compute), rows, self._device)
 
-    def _sample_later(self, logits: _LaterLogits, states: Any, ahead: Any) -> Any:
-        states = [copy.copy(state) for state in states]
-        compute = lambda: self._sample(logits.get(), states, ahead)  # noqa: E731
+    def _sample_later(self, logits: _LaterLogits, draw: Draw) -> Any:
+        draw = replace(draw, states=[copy.copy(state) for state in draw.states])
+        compute = lambda: self._sample(logits.get(), draw)  # noqa: E731
         return _LaterSamples(_Later(self._queue, compute))

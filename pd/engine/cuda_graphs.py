@@ -46,8 +46,9 @@ def default_sizes(max_running: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Graph:
-    """One captured size: ``inputs`` are int64 ``[2 * rows]``, token ids and then positions, and
-    ``logits`` ``[rows, vocab_size]`` holds the result of the last replay."""
+    """One captured size: ``inputs`` are int64 ``[3 * rows]``: where each row's token is among all
+    tokens, positions, and tokens that the host knows; ``logits`` ``[rows, vocab_size]`` holds the
+    result of the last replay."""
 
     attention: DecodeAttention
     inputs: torch.Tensor
@@ -109,9 +110,12 @@ class DecodeGraphs:
         self._device = model.embedding.device
         self.sizes = sorted(sizes)
         largest = self.sizes[-1]
-        self._inputs = torch.zeros(2 * largest, dtype=torch.int64, device=self._device)
-        # Tokens of the step before, of which the host knows only where they are.
-        self._previous = torch.zeros(max(max_rows, largest), dtype=torch.int64, device=self._device)
+        # Behind the inputs come tokens of the step before, of which the host knows only where they
+        # are.
+        self._tokens = torch.zeros(
+            3 * largest + max(max_rows, largest), dtype=torch.int64, device=self._device
+        )
+        self._previous = self._tokens[3 * largest :]
         self._graphs: dict[int, _Graph] = {}
         bar = tqdm(
             sorted(sizes, reverse=True),
@@ -123,16 +127,15 @@ class DecodeGraphs:
             attention = backend.decode_graph(rows, max_context)
             if attention is None:
                 raise ValueError(f"attention backend {backend.name} has no CUDA graphs")
-            inputs = self._inputs[: 2 * rows]
+            inputs = self._tokens[: 3 * rows]
             attention.plan(np.zeros(0, np.int64), [])
             compute = functools.partial(self._compute, rows, inputs, attention)
             self._graphs[rows] = _Graph(attention, inputs, *recorder.record(compute))
         torch.cuda.empty_cache()
 
     def _compute(self, rows: int, inputs: torch.Tensor, attention: DecodeAttention) -> torch.Tensor:
-        ids, positions = inputs[:rows], inputs[rows:]
-        ids = torch.where(ids < 0, self._previous[(-1 - ids).clamp_(min=0)], ids)
-        return self._model.logits(self._model(ids, positions, attention))
+        ids = self._tokens.index_select(0, inputs[:rows])
+        return self._model.logits(self._model(ids, inputs[rows : 2 * rows], attention))
 
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         """Whether these are one token of each of not too many sequences."""
@@ -148,15 +151,18 @@ class DecodeGraphs:
         count = len(items)
         rows = self.sizes[bisect_left(self.sizes, count)]
         graph = self._graphs[rows]
-        host = torch.zeros(2 * rows, dtype=torch.int64, pin_memory=True)
-        inputs = host.numpy()
-        inputs[:count] = [item.token_ids[0] for item in items]
-        inputs[rows : rows + count] = [item.start for item in items]
+        host = torch.zeros(3 * rows, dtype=torch.int64, pin_memory=True)
+        places, positions, tokens = host.numpy().reshape(3, rows)
+        places[:] = 2 * rows + np.arange(rows)
+        tokens[:count] = [item.token_ids[0] for item in items]
+        positions[:count] = [item.start for item in items]
+        previous = np.flatnonzero(tokens < 0)
+        places[previous] = 3 * self.sizes[-1] - 1 - tokens[previous]
         graph.inputs.copy_(host, non_blocking=True)
         if previous_tokens is not None:
             # Prompts, of which there may be many choices, come behind the rows that go on.
             known = previous_tokens[: len(self._previous)]
             self._previous[: len(known)].copy_(known)
-        graph.attention.plan(inputs[rows : rows + count].copy(), [item.pages for item in items])
+        graph.attention.plan(positions[:count].copy(), [item.pages for item in items])
         graph.graph.replay()
         return graph.logits[:count]

@@ -12,6 +12,7 @@ from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.sampling_state import SamplingState
 from pd.kernels.sampling import noise_keys, sample_rows
+from pd.kernels.staging import PinnedStaging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-__all__ = ["SampledToken", "Sampler", "Samples", "SamplingState"]
+__all__ = ["Draw", "PromptLogprobs", "SampledToken", "Sampler", "Samples", "SamplingState"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,32 @@ class _RowLogprobs:
         }
 
 
+class PromptLogprobs:
+    """Log probabilities of prompt tokens, on their way to the host."""
+
+    def __init__(self, logprobs: _RowLogprobs) -> None:
+        self._logprobs = logprobs
+        self._copy = HostCopy(logprobs.tensors)
+
+    def result(self) -> list[TokenLogprobs]:
+        """One for each token; waits for the device."""
+        return list(self._logprobs.read(self._copy.wait()).values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """What the tokens of a step's rows depend on besides logits; tensors are on the device and as
+    :func:`pd.kernels.sampling.sample_rows` takes them."""
+
+    states: Sequence[SamplingState]
+    ahead: Sequence[int]
+    temperatures: torch.Tensor
+    keys: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
 class Sampler:
     """Samples one token for each row of a step.
 
@@ -114,41 +141,72 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
+        self._staging = PinnedStaging(self._device)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """:meth:`launch`, and its result."""
-        return self.launch(logits, states).result()
+        """:meth:`prepare` and :meth:`launch`, and the result."""
+        return self.launch(logits, self.prepare(states)).result()
 
     @torch.inference_mode()
-    def launch(
-        self,
-        logits: torch.Tensor,
-        states: Sequence[SamplingState],
-        ahead: Sequence[int] | None = None,
-    ) -> Samples:
-        """Choose a token for each row; on a GPU this is only queued. States are read, not changed
-        (see ``observe``).
+    def prepare(self, states: Sequence[SamplingState], ahead: Sequence[int] | None = None) -> Draw:
+        """Upload what :meth:`launch` needs of these rows, best before what computes their logits.
+        States are read, not changed (see ``observe``).
 
         Args:
-            logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
-            states: ``n`` states, in the order of the rows; with none the result is still there only
-                when everything queued before is done.
+            states: in the order of the rows.
             ahead: how many tokens of each row were sampled and not observed yet, by default none.
                 Rows with penalties cannot be ahead.
         """
-        assert logits.shape == (len(states), self._vocab_size)
         ahead = ahead or [0] * len(states)
+        vocab = self._vocab_size
+        params = [state.params for state in states]
+        keys = [
+            noise_keys(state.seed, state.position(count))
+            for state, count in zip(states, ahead, strict=True)
+        ]
+        tensors = self._staging.upload(
+            [
+                np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
+                np.array(keys, np.int32).reshape(-1, 2),
+                np.array([min(p.top_k or vocab, vocab) for p in params], np.int64),
+                np.array([p.top_p for p in params], np.float32),
+                np.array([p.min_p for p in params], np.float32),
+            ]
+        )
+        return Draw(states, ahead, *tensors)
+
+    @torch.inference_mode()
+    def launch(self, logits: torch.Tensor, draw: Draw) -> Samples:
+        """Choose a token for each row; on a GPU this is only queued.
+
+        Args:
+            logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
+            draw: of ``n`` states; with none the result is still there only when everything queued
+                before is done.
+        """
+        states = draw.states
+        assert logits.shape == (len(states), self._vocab_size)
         if not states:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
             return Samples(nothing, nothing.bool(), None)
-        tokens, finite = self._draw(self._adjust(logits, states, ahead), states, ahead)
+        params = [state.params for state in states]
+        tokens, finite = sample_rows(
+            self._adjust(logits, states, draw.ahead),
+            draw.temperatures,
+            draw.keys,
+            draw.top_k,
+            draw.top_p,
+            draw.min_p,
+            any_random=not all(p.greedy for p in params),
+            any_filter=any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params),
+        )
         return Samples(tokens, finite, self._logprobs(logits, tokens, states))
 
     @torch.inference_mode()
     def prompt_logprobs(
         self, logits: torch.Tensor, targets: IntArray, top_n: int
-    ) -> list[TokenLogprobs]:
-        """Log probabilities of prompt tokens.
+    ) -> PromptLogprobs:
+        """Log probabilities of prompt tokens; on a GPU this is only queued.
 
         Args:
             logits: as in :meth:`launch`; row i follows the token before ``targets[i]``.
@@ -157,8 +215,7 @@ class Sampler:
         """
         chosen = self._index(targets)
         rows = range(len(targets))
-        found = _RowLogprobs.of(logits, chosen, rows, [top_n] * len(targets))
-        return list(found.read(found.tensors).values())
+        return PromptLogprobs(_RowLogprobs.of(logits, chosen, rows, [top_n] * len(targets)))
 
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, states: Sequence[SamplingState]
@@ -208,39 +265,6 @@ class Sampler:
         values = logits[index]
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits[index] = values - frequency * counts - presence * (counts > 0)
-
-    def _draw(
-        self, logits: torch.Tensor, states: Sequence[SamplingState], ahead: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 tokens and whether each means anything."""
-        params = [state.params for state in states]
-        rows, vocab = len(states), self._vocab_size
-        keys = [
-            noise_keys(state.seed, state.position(count))
-            for state, count in zip(states, ahead, strict=True)
-        ]
-        floats = np.array(
-            [
-                [0.0 if p.greedy else p.temperature for p in params],
-                [p.top_p for p in params],
-                [p.min_p for p in params],
-            ],
-            dtype=np.float32,
-        )
-        # One copy to the device rather than four.
-        packed = np.concatenate([np.array(keys, np.int32).ravel(), floats.view(np.int32).ravel()])
-        on_device = to_device(packed, torch.int32, self._device)
-        temperatures, top_p, min_p = on_device[2 * rows :].view(torch.float32).view(3, rows)
-        return sample_rows(
-            logits,
-            temperatures,
-            on_device[: 2 * rows].view(rows, 2),
-            self._index([min(p.top_k or vocab, vocab) for p in params]),
-            top_p,
-            min_p,
-            any_random=not all(p.greedy for p in params),
-            any_filter=any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params),
-        )
 
     def _index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values, torch.int64, self._device)

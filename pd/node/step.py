@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.request import Sequence
-    from pd.engine.sampler import SampledToken, Sampler, Samples, SamplingState
+    from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples, SamplingState
 
 
 @dataclass(eq=False, slots=True)
@@ -78,16 +78,20 @@ class LaunchedStep:
     Attributes:
         works: not to be changed until :meth:`complete` has returned.
         samples: of all works, in their order.
+        prompt_logprobs: of works that want them.
     """
 
     works: list[Work]
     samples: Samples
+    prompt_logprobs: list[tuple[Work, PromptLogprobs]]
 
     def complete(self) -> None:
-        """Wait for the step and fill in what its works sampled."""
+        """Wait for the step and fill in its works' results."""
         sampled = self.samples.result()
         for work in self.works:
             work.sampled = sampled[work.row : work.row + len(work.samples)]
+        for work, logprobs in self.prompt_logprobs:
+            work.prompt_logprobs += logprobs.result()
 
 
 def launch(
@@ -107,39 +111,45 @@ def launch(
         assert previous is not None
         known = previous.samples.tokens
     items = [work.item for work in works]
-    logits = runner.forward(items, on_layers_done, known)
     rows: list[int] = []
     states: list[SamplingState] = []
     ahead: list[int] = []
     offset = 0
     for work, item in zip(works, items, strict=True):
-        if work.logprobs_from is not None:
-            work.prompt_logprobs = _prompt_logprobs(sampler, work, logits, offset, item.num_logits)
         offset += item.num_logits
         work.row = len(rows)
         rows += [offset - 1] * len(work.samples)
         states += work.samples
         ahead += [0 if work.follows is None else 1] * len(work.samples)
+    draw = sampler.prepare(states, ahead)
+    logits = runner.forward(items, on_layers_done, known)
+    prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
     for work in works:
         work.follows = None  # else each keeps all that came before it
     # NOTE: also where nobody samples: pages must not change their owner before its result is here.
-    return LaunchedStep(works, sampler.launch(logits, states, ahead))
+    return LaunchedStep(works, sampler.launch(logits, draw), prompt_logprobs)
 
 
 def _prompt_logprobs(
-    sampler: Sampler, work: Work, logits: torch.Tensor, offset: int, count: int
-) -> list[TokenLogprobs]:
-    """Row r of ``logits[offset:]`` predicts the token after position ``stop - count + r``."""
-    prompt = work.sequence.request.prompt
-    first = work.stop - count + 1
-    targets = prompt[first : work.stop + 1]
-    found: list[TokenLogprobs] = []
-    if work.logprobs_from == 0 and work.start == 0:
-        found.append(TokenLogprobs(int(prompt[0]), None))
-    if len(targets):
-        top = work.sequence.request.params.top_logprobs
-        rows = logits[offset : offset + len(targets)]
-        found += sampler.prompt_logprobs(rows, targets, top)
-    return found
+    sampler: Sampler, works: list[Work], items: list[ForwardItem], logits: torch.Tensor
+) -> list[tuple[Work, PromptLogprobs]]:
+    """Of works that want them. Of one of ``n`` logits, row r of its rows predicts the token after
+    position ``stop - n + r``."""
+    launched = []
+    offset = 0
+    for work, item in zip(works, items, strict=True):
+        first_row = offset
+        offset += item.num_logits
+        if work.logprobs_from is None:
+            continue
+        request = work.sequence.request
+        if work.logprobs_from == 0 and work.start == 0:
+            work.prompt_logprobs.append(TokenLogprobs(int(request.prompt[0]), None))
+        targets = request.prompt[work.stop - item.num_logits + 1 : work.stop + 1]
+        if len(targets):
+            rows = logits[first_row : first_row + len(targets)]
+            top = request.params.top_logprobs
+            launched.append((work, sampler.prompt_logprobs(rows, targets, top)))
+    return launched

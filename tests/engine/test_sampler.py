@@ -260,7 +260,7 @@ class TestLogprobs:
     def test_of_prompt_tokens(self) -> None:
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
         targets = np.array([4, 0, 49], np.int32)
-        found = Sampler(VOCAB, "cpu").prompt_logprobs(logits, targets, 2)
+        found = Sampler(VOCAB, "cpu").prompt_logprobs(logits, targets, 2).result()
         expected = torch.log_softmax(logits, -1)
         for i, entry in enumerate(found):
             assert entry.token_id == targets[i]

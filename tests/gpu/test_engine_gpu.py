@@ -113,3 +113,25 @@ def test_chunks_in_graphs_are_those_without(tmp_path: Path, attention: str) -> N
         found.append(torch.cat(logits))
     error = (found[0] - found[1]).norm() / found[0].norm()
     assert error < 0.01, f"{error:.4f}"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tokens_that_only_the_gpu_knows(tmp_path: Path, graphs: bool) -> None:
+    """They are those of the step before, in whatever rows of it, beside one that the host knows."""
+    runner = make_runner(make_checkpoint("llama3", tmp_path), device="cuda", attention="triton")
+    if graphs:
+        with_graphs(runner)
+    prompts = prompts_of([40, 17, 5])
+    pages = np.random.default_rng(0).permutation(12).astype(np.int32).reshape(3, 4)
+    for prompt, table in zip(prompts, pages, strict=True):
+        runner.forward([ForwardItem(np.array(prompt, np.int32), 0, table)])
+
+    def step(tokens: list[int], previous: torch.Tensor | None = None) -> torch.Tensor:
+        rows = zip(tokens, prompts, pages, strict=True)
+        items = [ForwardItem(np.array([t], np.int32), len(p), table) for t, p, table in rows]
+        return runner.forward(items, None, previous).clone()
+
+    known = step([7, 8, 9])
+    previous = torch.tensor([1, 9, 2, 7, 3], device="cuda")
+    assert torch.equal(step([-1 - 3, 8, -1 - 1], previous), known)
+    assert not torch.equal(step([-1 - 3, 8, -1 - 2], previous), known)
