@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 from torch.nn import functional
@@ -16,6 +17,11 @@ _PACKED_ROWS = 16
 # With so few rows, cuBLASLt chooses faster kernels than cuBLAS for matrices with no more outputs
 # than inputs (seen on an H200). Torch asks it where there is a bias.
 _LT_ROWS = 64
+# Torch and oneDNN keep what they prepared for each number of rows, by default for 1,024 of them
+# each, which is half a gigabyte of a process that computes prompts of many lengths. They look here
+# when they are first used.
+for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, "128")
 
 
 def _has_onednn() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -94,7 +96,32 @@ class TestActivation:
         assert torch.equal(x, before)
 
 
+MEMORY = """
+import torch
+from pd.kernels.linear import linear, pack_weight
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+torch.set_num_threads(1)
+weights = [pack_weight(torch.randn(256 + 8 * i, 256)) for i in range(4)]
+for rows in range(1, 400):
+    for weight in weights:
+        linear(torch.randn(rows, 256), weight)
+    if rows == 100:
+        before = resident()
+print(resident() - before)
+"""
+
+
 class TestLinear:
+    def test_prompts_of_many_lengths_need_no_more_memory(self) -> None:
+        """In a process of its own, for nobody else may have set up the caches."""
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert int(done.stdout) < 64, f"{done.stdout} MiB more after 300 more lengths"
+
     @DTYPES
     @pytest.mark.parametrize("rows", [0, 1, 2, 17])
     def test_equals_its_formula(self, dtype: torch.dtype, error: float, rows: int) -> None:
