@@ -44,7 +44,8 @@ def launch(argv: Sequence[str] | None = None) -> int:
     parser, commands = launch_parser()
     name = arguments[0] if arguments and arguments[0] in commands else ""
     status = _guarded(f"pd-launch {name}".strip(), lambda: _launch(parser, commands, arguments))
-    leave(status)
+    if argv is None:
+        leave(status)
     return status
 
 
@@ -142,7 +143,8 @@ def bench(argv: Sequence[str] | None = None) -> int:
         return programs[args.command][0].run(args)
 
     status = _guarded(f"pd-bench {name}".strip(), measure)
-    leave(status)
+    if argv is None:
+        leave(status)
     return status
 
 

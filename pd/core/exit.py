@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -17,6 +18,8 @@ def leave(status: int) -> None:
     which aborts the process where C++ is on it.
     """
     if any(thread.name.startswith(STUCK_PREFIX) for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            # It may be closed, or nobody may read it any more.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
         os._exit(status)

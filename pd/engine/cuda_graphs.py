@@ -157,6 +157,7 @@ class DecodeGraphs:
         tokens[:count] = [item.token_ids[0] for item in items]
         positions[:count] = [item.start for item in items]
         previous = np.flatnonzero(tokens < 0)
+        # NOTE: no more than max_rows sequences go on, and their rows come first.
         places[previous] = 3 * self.sizes[-1] - 1 - tokens[previous]
         graph.inputs.copy_(host, non_blocking=True)
         if previous_tokens is not None:

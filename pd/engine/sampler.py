@@ -131,7 +131,7 @@ class Draw:
 
 
 class Sampler:
-    """Samples one token for each row of a step.
+    """Samples one token for each row of a step. Used by one thread.
 
     The order is that of vLLM: repetition, frequency and presence penalties, logit bias and minimum
     length on the raw logits; then temperature, top-k, top-p, min-p; then Gumbel noise keyed by

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError
+from pd.core.exit import STUCK_PREFIX
 from pd.node.step import LaunchedStep, Work, launch
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Scheduler(threading.Thread):
             self._node.work_available.notify_all()
         if self.is_alive():
             self.join(timeout=1 if self._broken else 30)
+            if self.is_alive():
+                self.name = STUCK_PREFIX + self.name
 
     def run(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -78,17 +79,21 @@ def _decode_load(worker: Worker) -> int:
 
 
 class RoundRobin(_LoadOnly):
-    """One after the other; decode nodes begin each round one further on, so that two prefill and
-    two decode nodes do not always pair up the same way."""
+    """One after the other. When pairs begin to repeat, decode nodes go one further, so that every
+    prefill node meets every decode node."""
 
     def __init__(self) -> None:
-        self._turns: dict[str, count[int]] = {}
+        self._prefill_turns, self._decode_turns = count(), count()
+        self._num_prefill = 1
 
-    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
-        role = workers[0].role
-        turn = next(self._turns.setdefault(role, count()))
-        rounds = turn // len(workers) if role == "decode" else 0
-        return workers[(turn + rounds) % len(workers)]
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+        self._num_prefill = len(workers)
+        return Choice(workers[next(self._prefill_turns) % len(workers)], "RoundRobin")
+
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+        turn = next(self._decode_turns)
+        repeats = turn // math.lcm(self._num_prefill, len(workers))
+        return Choice(workers[(turn + repeats) % len(workers)], "RoundRobin")
 
 
 class Random(_LoadOnly):

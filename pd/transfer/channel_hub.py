@@ -11,14 +11,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pd.core.errors import TransferError
 from pd.transfer.channel import Channel, ChannelEvents, DialEvents
 from pd.transfer.greeting import GreetingError, RefusedError, Welcome, greet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import msgspec
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ChannelHub:
     Args:
         service: the backend's name; both ends must have the same.
         key: sub-key of data connections (:func:`pd.transfer.greeting.transfer_key`).
-        messages: a msgspec type, or a union of tagged ones, that peers may send.
+        decoder: of the messages that peers may send.
         accept: told of each inbound channel, by the hub's thread; returns its owner.
     """
 
@@ -106,11 +106,11 @@ class ChannelHub:
         instance_id: str,
         host: str,
         key: bytes | None,
-        messages: Any,
+        decoder: msgspec.msgpack.Decoder[Any],
         accept: Callable[[Channel], ChannelEvents],
     ) -> None:
         self.service, self.instance, self.key = service, instance_id, key
-        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._decoder = decoder
         self._accept_channel = accept
         self._strangers: set[_Stranger] = set()
         self._channels: set[Channel] = set()

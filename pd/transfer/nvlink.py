@@ -42,7 +42,12 @@ from pd.transfer.greeting import require_loopback, transfer_key
 from pd.transfer.nvlink_device import CudaDevice
 from pd.transfer.nvlink_inbox import LAST_LAUNCH_SECONDS, Inbox, NvlinkReceiver
 from pd.transfer.nvlink_link import Link, NvlinkSender
-from pd.transfer.nvlink_wire import PeerPool, Welcome, parse_destination, token_slots
+from pd.transfer.nvlink_wire import (
+    PeerPool,
+    parse_destination,
+    token_slots,
+    welcome_decoder,
+)
 from pd.transfer.ranges import check_pages
 
 if TYPE_CHECKING:
@@ -90,7 +95,9 @@ class NvlinkManager(TransferManager):
         self._device = device or CudaDevice(pool)
         self._key = transfer_key(cluster_key)
         self._inbox = Inbox()
-        self._hub = ChannelHub(SERVICE, instance_id, host, self._key, Welcome, self._inbox.accept)
+        self._hub = ChannelHub(
+            SERVICE, instance_id, host, self._key, welcome_decoder, self._inbox.accept
+        )
         self._address = {
             "host": advertise_host or host,
             "port": str(self._hub.port),

@@ -26,6 +26,9 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welc
     session: int
 
 
+welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+
+
 class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a room's tokens go, as carried by ``Reservation.destination``.
 

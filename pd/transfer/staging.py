@@ -34,7 +34,7 @@ from pd.transfer.channel_hub import ChannelHub
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
 from pd.transfer.staging_copy import copier_for
 from pd.transfer.staging_gather import Outgoing, SlotShape
-from pd.transfer.staging_messages import MAX_SLOT_BYTES, AnyMessage
+from pd.transfer.staging_messages import MAX_SLOT_BYTES, decoder
 from pd.transfer.staging_pump import Pump
 from pd.transfer.staging_receiver import StagedReceiver
 from pd.transfer.staging_scatter import Incoming
@@ -92,7 +92,7 @@ class StagedManager(TransferManager):
         self._pump = Pump(f"pd-{self.name}-pump")
         self._incoming = Incoming(self._copier, mover, self._pump, self._shape)
         self._hub = ChannelHub(
-            self.name, instance_id, host, self._key, AnyMessage, self._incoming.accept
+            self.name, instance_id, host, self._key, decoder, self._incoming.accept
         )
         self._outgoing = Outgoing(self._copier, mover, self._pump, self._hub, self._shape)
         self.counters = self._incoming.counters

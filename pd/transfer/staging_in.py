@@ -8,6 +8,7 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from pd.core.exit import STUCK_PREFIX
 from pd.transfer.staging_messages import (
     VERSION,
     FilledSlots,
@@ -140,7 +141,8 @@ class InLink:
             self._channel.send(Refused(refusal))
             return
         self._setting_up = True
-        threading.Thread(target=self._set_up, args=(message,), daemon=True).start()
+        name = STUCK_PREFIX + "set-up of a link"
+        threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
 
     def _set_up(self, wishes: Open) -> None:
         """On a thread of its own, since libraries take their time."""

@@ -125,4 +125,6 @@ class Freed(_Note):
 
 ToDecode: TypeAlias = Open | Waiting | FilledSlots | Leaving
 ToPrefill: TypeAlias = Ready | Refused | Freed
-AnyMessage: TypeAlias = ToDecode | ToPrefill
+decoder: msgspec.msgpack.Decoder[ToDecode | ToPrefill] = msgspec.msgpack.Decoder(
+    ToDecode | ToPrefill
+)

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
+from pd.core.exit import STUCK_PREFIX
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.staging_messages import Filled, FilledSlots, Freed, Leaving, Ready, Waiting
 
@@ -179,7 +180,8 @@ class OutLink:
                 if self.state is not OutState.OPENING or self._setting_up:
                     raise ValueError("slots that were not asked for")
                 self._setting_up, self.progress = True, time.monotonic()
-            threading.Thread(target=self._set_up, args=(message,), daemon=True).start()
+            name = STUCK_PREFIX + "set-up of a link"
+            threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
         else:
             reason = getattr(message, "reason", "")
             if not reason:

@@ -17,12 +17,13 @@ AT_START = {"transfer/fake_script.py"}
 
 
 def learns_a_type(call: ast.Call) -> bool:
-    """``msgspec.json.decode(..., type=T)``, ``msgspec.convert(..., T)`` and their like."""
+    """``msgspec.json.decode(..., type=T)``, ``msgspec.convert(..., T)``, ``Decoder(T)``."""
     name = ast.unparse(call.func)
     if not name.startswith("msgspec."):
         return False
     typed = any(keyword.arg == "type" for keyword in call.keywords)
-    return name == "msgspec.convert" or (name.endswith(".decode") and typed)
+    is_decode = name.endswith(".decode") and typed
+    return is_decode or name == "msgspec.convert" or name.endswith(".Decoder")
 
 
 @pytest.mark.parametrize(
@@ -32,5 +33,11 @@ def test_types_are_learned_when_modules_are_loaded(path: Path) -> None:
     name = str(path.relative_to(Path(pd.__file__).parent))
     if name in AT_START or name.startswith("bench/"):
         pytest.skip("one thread")
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    inside = (node for function in functions for node in ast.walk(function))
+    calls = [node for node in inside if isinstance(node, ast.Call)]
     assert not [ast.unparse(call) for call in calls if learns_a_type(call)]

@@ -283,8 +283,7 @@ def check_churn(
         decode=2,
         devices=devices,
         node_flags=["--transfer-backend", backend.flag, *node_flags],
-        # By turns on both sides, a prefill node would always meet the same decode node.
-        proxy_flags=["--policy", "random"],
+        proxy_flags=["--policy", "round_robin"],
         env=backend.env,
     ) as running:
         _calm_round(running, cases)

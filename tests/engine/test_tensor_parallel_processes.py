@@ -165,20 +165,20 @@ class TestStart:
             return Start(settings | {"dtype": "int3"}, *rest)
 
         monkeypatch.setattr("pd.engine.tensor_parallel.leader.Start", spoiled)
-        before = workers_of(os.getpid())
+        before = set(workers_of(os.getpid()))
         with pytest.raises(SetupError, match=r"rank 1 failed: --dtype must be .* not int3"):
             tiny_node("unified", tp_size=2)
-        assert workers_of(os.getpid()) == before
+        assert set(workers_of(os.getpid())) <= before
 
     def test_sizes_below_one_are_refused(self) -> None:
         with pytest.raises(UsageError, match="--tp-size must be at least 1, not 0"):
             NodeConfig(role="unified", model=tiny_model(), tp_size=0)
 
     def test_sizes_that_do_not_divide_start_nothing(self) -> None:
-        before = workers_of(os.getpid())
+        before = set(workers_of(os.getpid()))
         with pytest.raises(UsageError, match=r"--tp-size 4 does not divide .* num_kv_heads 2"):
             tiny_node("unified", tp_size=4)
-        assert workers_of(os.getpid()) == before
+        assert set(workers_of(os.getpid())) <= before
 
 
 @pytest.mark.parametrize("how", ["killed", "drained"])

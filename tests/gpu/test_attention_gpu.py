@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,6 +128,19 @@ class TestGraphs:
             (graphs[0], [1, 6, 0, 3]),
         ):
             out = graph.replay(chosen)
+            torch.testing.assert_close(out.float().cpu(), expected[chosen], **BF16)
+
+    def test_graphs_of_few_and_of_many_sequences(self, name: str, seed: int) -> None:
+        rng = random.Random(seed)
+        step = [(rng.randrange(2000), 1) for _ in range(45)]
+        case = Case(step, 16, 8, 4, torch.bfloat16, seed, 128, DEVICE)
+        case.spoil()
+        backend = make_backend(name, case)
+        graphs = {rows: Captured(case, backend.decode_graph(rows, 2048), rows) for rows in (48, 8)}
+        expected = case.reference()
+        for rows, count in ((48, 45), (8, 5), (48, 33), (8, 8), (48, 1)):
+            chosen = rng.sample(range(45), count)
+            out = graphs[rows].replay(chosen)
             torch.testing.assert_close(out.float().cpu(), expected[chosen], **BF16)
 
     def test_plans_overtake_running_steps(self, name: str, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import numpy as np
 import pytest
@@ -70,6 +71,15 @@ def test_steps_are_those_of_the_reference(
     out = case.attend(TritonAttention(case.pool, case.q.shape[1]))
     assert out.is_contiguous()
     assert_right(out, case)
+
+
+def test_many_sequences_have_a_tile_shape_of_their_own(seed: int) -> None:
+    rng = random.Random(seed)
+    step = [(rng.randrange(200), 1) for _ in range(40)] + [(20, 5)]
+    case = make_case(step, (1, 4, 64, 16), torch.float16, seed)
+    backend = TritonAttention(case.pool, case.q.shape[1])
+    assert backend.decode_kernel(40) is not backend.decode_kernel(5)
+    assert_right(case.attend(backend), case)
 
 
 def test_queries_may_be_a_slice_of_fused_projections(seed: int) -> None:

@@ -105,17 +105,17 @@ def test_a_tree_is_no_larger_than_the_nodes_pool() -> None:
     assert tree.match(np.arange(5000, dtype=np.int32), "") == 400
 
 
-@pytest.mark.parametrize("num_prefill", [1, 2, 3])
-@pytest.mark.parametrize("num_decode", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_prefill", range(1, 7))
+@pytest.mark.parametrize("num_decode", range(1, 7))
 def test_round_robin_takes_turns_per_role_and_meets_every_pair(
     num_prefill: int, num_decode: int
 ) -> None:
     policy = RoundRobin()
-    prefill = [worker("prefill", name) for name in "abc"[:num_prefill]]
-    decode = [worker("decode", name) for name in "wxyz"[:num_decode]]
+    prefill = [worker("prefill", name) for name in "abcdef"[:num_prefill]]
+    decode = [worker("decode", name) for name in "uvwxyz"[:num_decode]]
     pairs = [
         (policy.prefill(prefill, LONG).worker.url[-1], policy.decode(decode, LONG).worker.url[-1])
-        for _ in range(12 * 12)
+        for _ in range(60 * 6)
     ]
     for side, nodes in ((0, num_prefill), (1, num_decode)):
         rounds = [{p[side] for p in pairs[i : i + nodes]} for i in range(0, len(pairs), nodes)]

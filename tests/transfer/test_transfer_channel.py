@@ -28,6 +28,9 @@ class Pong(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     number: int
 
 
+DECODER = msgspec.msgpack.Decoder(Ping | Pong)
+
+
 class Side:
     """A hub whose owner remembers everything."""
 
@@ -38,7 +41,7 @@ class Side:
         self.errors: list[tuple[str, bool]] = []
         self.answers = False
         self.raises: Exception | None = None
-        self.hub = ChannelHub(service, instance, "127.0.0.1", key, Ping | Pong, self._accept)
+        self.hub = ChannelHub(service, instance, "127.0.0.1", key, DECODER, self._accept)
 
     def dial(self, other: Side, peer: str, port: int = 0):
         return self.hub.dial(peer, ("127.0.0.1", port or other.hub.port), self)

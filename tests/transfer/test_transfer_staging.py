@@ -29,7 +29,7 @@ from pd.transfer.base import TransferState
 from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
 from pd.transfer.staging import StagedManager
-from pd.transfer.staging_messages import AnyMessage, Filled, FilledSlots, Freed, Open, Ready
+from pd.transfer.staging_messages import Filled, FilledSlots, Freed, Open, Ready, decoder
 from pd.transfer.staging_sender import pieces
 
 SLOTS, TOKENS = 4, 64
@@ -342,7 +342,7 @@ class RawP:
         if not head:
             return None
         body = self.sock.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL)
-        return msgspec.msgpack.decode(body, type=AnyMessage)
+        return decoder.decode(body)
 
     def filled(self, slot: int, epoch: int, block: Block, room: bytes = bytes(16)) -> None:
         ends = (block.token_start, block.token_stop, block.layer_start, block.layer_stop)

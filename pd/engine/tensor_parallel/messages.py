@@ -140,6 +140,7 @@ class ForgetPages(msgspec.Struct, tag=True):
 Message = (
     Start | Joining | Capacity | Built | Failed | Step | SavePages | RestorePages | ForgetPages
 )
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def packed(values: Any) -> bytes:
@@ -159,7 +160,6 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Message)
 
     def encode(self, message: Message) -> bytes:
         """What :meth:`send_encoded` sends, for several channels."""
@@ -177,7 +177,7 @@ class Channel:
     def receive(self) -> Message:
         """The next message; raises EOFError when the other end is gone."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return self._decoder.decode(self._read(length))
+        return _decoder.decode(self._read(length))
 
     def _read(self, length: int) -> bytearray:
         data = bytearray(length)

@@ -8,6 +8,7 @@ manager sends to all processes: rank 0 drains first.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import select
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> NoReturn:
     """Serve until rank 0 is gone or something fails."""
+    faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))

@@ -91,7 +91,7 @@ class _Kernel:
         """``one_token``: tiles hold no more than that."""
         sample = pool.key(0)
         device, (_, kv_heads, head_dim) = sample.device, sample.shape
-        self._pool, self._shape = pool, shape
+        self._pool, self._shape, self._one_token = pool, shape, one_token
         self._group, self._kv_heads, self._head_dim = num_heads // kv_heads, kv_heads, head_dim
         self._block_m = max(shape.rows, triton.next_power_of_2(self._group))
         self.tile_tokens = 1 if one_token else self._block_m // self._group
@@ -137,7 +137,7 @@ class _Kernel:
             num_warps=self._shape.num_warps,
             num_stages=self._shape.num_stages,
             # Of use where the product that comes next overlaps too.
-            **launch_options(q.device, len(q) <= MAX_ROWS),
+            **launch_options(q.device, self._one_token and len(q) <= MAX_ROWS),
         )
 
 
