@@ -179,7 +179,7 @@ class Dispatcher:
     def _start(self, spec: Spec, job: Job, timeout: float | None) -> None:
         prompt = Prompt(spec.token_ids, spec.namespace)
         needs_decode = spec.params.max_tokens > 1
-        route = self._router.route(spec.model, prompt, needs_decode=needs_decode)
+        route = self._route(spec.model, prompt, needs_decode)
         assert route.first.info is not None
         generation = Generation(spec, job, route.first.info.vocab_size)
         job.generations.append(generation)
@@ -193,6 +193,15 @@ class Dispatcher:
             self._metrics.routing.labels(worker.role, reason).inc()
             self._router.policy.computed(worker, prompt)
         self._send(generation, route, timeout)
+
+    def _route(self, model: str, prompt: Prompt, needs_decode: bool) -> Route:
+        """To nodes whose connections stand: one that died a moment ago, whose heartbeats are not
+        missed yet, is found out here. Raises as :meth:`pd.proxy.routing.Router.route` does."""
+        while True:
+            route = self._router.route(model, prompt, needs_decode=needs_decode)
+            nodes = [node for node in (route.first, route.decode) if node is not None]
+            if all([node.beat(self._instance_id) for node in nodes]):
+                return route
 
     def _send(self, generation: Generation, route: Route, timeout: float | None) -> None:
         spec, first, decode = generation.spec, route.first, route.decode

@@ -18,7 +18,6 @@ from pd.core.messages import (
     LEASE_SECONDS,
     AnyMessage,
     NodeHeartbeat,
-    ProxyHeartbeat,
 )
 from pd.proxy.worker import ServerInfo, Worker
 
@@ -205,7 +204,7 @@ class WorkerPool:
         log.info("%s node %s at %s", info.role, info.instance_id, worker.url)
         # Nothing can be sent before the connection stands, and nothing else says when it does.
         for _ in range(CONNECT_TRIES):
-            if self._heartbeat(worker):
+            if worker.beat(self._sockets.instance_id):
                 return
             await asyncio.sleep(CONNECT_TRY_SECONDS)
 
@@ -231,7 +230,10 @@ class WorkerPool:
                 # While this process stood still nobody was heard, which says nothing about them.
                 if late > HEARTBEAT_INTERVAL:
                     worker.last_heard += late
-                self._heartbeat(worker)
+                before = worker.ready
+                worker.beat(self._sockets.instance_id)
+                if worker.ready != before:
+                    self._on_change()
                 silence = time.monotonic() - worker.last_heard
                 if worker.alive and silence > LEASE_SECONDS:
                     self._lose(worker, f"no heartbeat for {silence:.1f} s")
@@ -242,9 +244,6 @@ class WorkerPool:
                     log.warning("%s %s", worker.url, DEAF)
             due = time.monotonic() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
-
-    def _heartbeat(self, worker: Worker) -> bool:
-        return worker.send(ProxyHeartbeat(to=worker.instance_id, sender=self._sockets.instance_id))
 
     def _lose(self, worker: Worker, reason: str) -> None:
         if not worker.alive and not worker.active:

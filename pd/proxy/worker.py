@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pd.core.messages import ProxyHeartbeat
 from pd.core.node_info import Role
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Worker:
         info: what the present (or last) instance says about itself; None before the first contact.
         channel: message socket to that instance.
         alive: its heartbeats come.
+        connected: what was sent to it last was taken; false as soon as its process is gone.
         accepting: it takes new requests, by its own word.
         draining: removed by the operator; it only finishes what it has.
         active: generations that need this node.
@@ -80,6 +82,7 @@ class Worker:
         self.info: ServerInfo | None = None
         self.channel: Channel | None = None
         self.alive = False
+        self.connected = True
         self.accepting = False
         self.draining = False
         self.last_heard = time.monotonic()
@@ -97,7 +100,7 @@ class Worker:
     @property
     def ready(self) -> bool:
         """Whether new requests may go there."""
-        return self.alive and self.accepting and not self.draining
+        return self.alive and self.connected and self.accepting and not self.draining
 
     def can_take(self, prompt_tokens: int) -> bool:
         """Whether a new request with a prompt of this size may go there."""
@@ -132,7 +135,13 @@ class Worker:
         self.problem = problem
 
     def send(self, message: Message) -> bool:
-        return self.channel is not None and self.channel.send(message)
+        """Whether the message was taken, by a connection that stood."""
+        self.connected = self.channel is not None and self.channel.send(message)
+        return self.connected
+
+    def beat(self, sender: str) -> bool:
+        """Send a heartbeat of the proxy ``sender``; whether the connection stands."""
+        return self.send(ProxyHeartbeat(to=self.instance_id, sender=sender))
 
     def describe(self) -> dict[str, Any]:
         """One entry of ``GET /workers``."""
@@ -145,5 +154,5 @@ class Worker:
             "draining": self.draining,
             "running": self.decode_load,
             "queued_tokens": self.prefill_load,
-            "problem": self.problem or None,
+            "problem": self.problem or (None if self.connected else "it cannot be reached"),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,22 @@ def test_one_nodes_death_leaves_other_pairs_alone(
     decode.say(decode.generates[0], [40, 41], finish=Finish("length"))
     assert sorted(result.result(20)[0] for result in results) == [200, 502]
     assert ready(proxy)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_dead_node_gets_no_new_requests(cluster: Cluster, role: str) -> None:
+    """Not even before its heartbeats are missed: its connection is gone."""
+    cluster.pair()
+    cluster.pair()
+    proxy = cluster.proxy(policy="round_robin")
+    assert [post(proxy.url)[0] for _ in range(8)] == [200] * 8
+    victim = (cluster.prefill if role == "prefill" else cluster.decode)[0]
+    victim.kill()
+    time.sleep(0.05)  # until the kernel has told
+    assert [post(proxy.url)[0] for _ in range(8)] == [200] * 8
+    victim.start()
+    wait_until(lambda: all(worker["ready"] for worker in workers(proxy)))
+    assert [post(proxy.url)[0] for _ in range(8)] == [200] * 8
 
 
 def test_nodes_may_start_after_the_proxy(cluster: Cluster) -> None:
