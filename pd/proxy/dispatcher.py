@@ -200,7 +200,7 @@ class Dispatcher:
         while True:
             route = self._router.route(model, prompt, needs_decode=needs_decode)
             nodes = [node for node in (route.first, route.decode) if node is not None]
-            if all([node.beat(self._instance_id) for node in nodes]):
+            if all([node.can_be_reached(self._instance_id) for node in nodes]):
                 return route
 
     def _send(self, generation: Generation, route: Route, timeout: float | None) -> None:

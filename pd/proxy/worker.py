@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pd.proxy.prefix_tree import PrefixTree
 
 
+_JUST_NOW_SECONDS = 0.02
+
+
 class Endpoints(msgspec.Struct):
     zmq: str
     bootstrap: str | None = None
@@ -86,6 +89,7 @@ class Worker:
         self.accepting = False
         self.draining = False
         self.last_heard = time.monotonic()
+        self._sent_at = 0.0
         self.queued_tokens = 0
         self.running = 0
         self.active: dict[Generation, None] = {}
@@ -137,11 +141,17 @@ class Worker:
     def send(self, message: Message) -> bool:
         """Whether the message was taken, by a connection that stood."""
         self.connected = self.channel is not None and self.channel.send(message)
+        self._sent_at = time.monotonic()
         return self.connected
 
     def beat(self, sender: str) -> bool:
         """Send a heartbeat of the proxy ``sender``; whether the connection stands."""
         return self.send(ProxyHeartbeat(to=self.instance_id, sender=sender))
+
+    def can_be_reached(self, sender: str) -> bool:
+        """Whether the connection stands, by a heartbeat unless something was sent just now."""
+        is_known = time.monotonic() - self._sent_at < _JUST_NOW_SECONDS
+        return self.connected if is_known else self.beat(sender)
 
     def describe(self) -> dict[str, Any]:
         """One entry of ``GET /workers``."""
