@@ -43,10 +43,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = launch_parser()
     name = arguments[0] if arguments and arguments[0] in commands else ""
-    status = _guarded(f"pd-launch {name}".strip(), lambda: _launch(parser, commands, arguments))
-    if argv is None:
-        leave(status)
-    return status
+    return _guarded(f"pd-launch {name}".strip(), lambda: _launch(parser, commands, arguments), argv)
 
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -142,14 +139,19 @@ def bench(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments, argparse.Namespace(command_line=arguments))
         return programs[args.command][0].run(args)
 
-    status = _guarded(f"pd-bench {name}".strip(), measure)
+    return _guarded(f"pd-bench {name}".strip(), measure, argv)
+
+
+def _guarded(program: str, run: Callable[[], int], argv: Sequence[str] | None) -> int:
+    """The exit status of ``run``, with which a process of ours (``argv`` None) ends here if it
+    cannot end otherwise. Errors made for people end with one line; others keep their traceback."""
+    status = _status(program, run)
     if argv is None:
         leave(status)
     return status
 
 
-def _guarded(program: str, run: Callable[[], int]) -> int:
-    """Errors made for people end with one line; others keep their traceback."""
+def _status(program: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except PDError as error:

@@ -18,8 +18,8 @@ _PACKED_ROWS = 16
 # than inputs (seen on an H200). Torch asks it where there is a bias.
 _LT_ROWS = 64
 # Torch and oneDNN keep what they prepared for each number of rows, by default for 1,024 of them
-# each, which is half a gigabyte of a process that computes prompts of many lengths. They look here
-# when they are first used.
+# each, which makes a process grow that computes prompts of many lengths. They look here when they
+# are first used.
 for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 
