@@ -11,9 +11,10 @@ import pytest
 
 import pd
 
-SOURCES = sorted(Path(pd.__file__).parent.rglob("*.py"))
-# While they run there is one thread.
-AT_START = {"transfer/fake_script.py"}
+ROOT = Path(pd.__file__).parent
+# While these run there is one thread.
+AT_START = {ROOT / "transfer/fake_script.py", *(ROOT / "bench").iterdir()}
+SOURCES = sorted(set(ROOT.rglob("*.py")) - AT_START)
 
 
 def learns_a_type(call: ast.Call) -> bool:
@@ -26,13 +27,8 @@ def learns_a_type(call: ast.Call) -> bool:
     return is_decode or name == "msgspec.convert" or name.endswith(".Decoder")
 
 
-@pytest.mark.parametrize(
-    "path", SOURCES, ids=lambda path: str(path.relative_to(Path(pd.__file__).parent))
-)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_types_are_learned_when_modules_are_loaded(path: Path) -> None:
-    name = str(path.relative_to(Path(pd.__file__).parent))
-    if name in AT_START or name.startswith("bench/"):
-        pytest.skip("one thread")
     functions = [
         node
         for node in ast.walk(ast.parse(path.read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -154,15 +153,19 @@ def test_one_nodes_death_leaves_other_pairs_alone(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_dead_node_gets_no_new_requests(cluster: Cluster, role: str) -> None:
-    """Not even before its heartbeats are missed: its connection is gone."""
+def test_a_dead_node_gets_no_new_requests(
+    cluster: Cluster, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its heartbeats are not missed yet: its connection is gone."""
+    monkeypatch.setattr("pd.proxy.pool.SILENCE_SECONDS", 60.0)
+    monkeypatch.setattr("pd.proxy.pool.LEASE_SECONDS", 60.0)
     cluster.pair()
     cluster.pair()
     proxy = cluster.proxy(policy="round_robin")
     assert [post(proxy.url)[0] for _ in range(8)] == [200] * 8
     victim = (cluster.prefill if role == "prefill" else cluster.decode)[0]
     victim.kill()
-    time.sleep(0.05)  # until the kernel has told
+    wait_until(lambda: not all(worker["ready"] for worker in workers(proxy)))
     assert [post(proxy.url)[0] for _ in range(8)] == [200] * 8
     victim.start()
     wait_until(lambda: all(worker["ready"] for worker in workers(proxy)))
