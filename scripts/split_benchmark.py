@@ -5,10 +5,11 @@
 Real processes with dummy weights: a prefill node on the first device and a decode node on the
 second behind one proxy, for each transfer backend; and a unified node on each device behind
 another proxy. All start together, so that little time passes before the first measurement; who is
-not measured is idle. What is measured is said by `pd-bench serve`. Besides, prompts are sent to the
-prefill node alone (they ask for one token, so there is nothing to hand over), and the nodes' own
-metrics say how long prefill took on average with and without sending KV meanwhile, and how much of
-a transfer a request waits for. Rows of vLLM are not of this run (`benchmarks/reference_vllm.json`).
+not measured is idle. What is measured is said by `pd-bench serve`. Besides, every other unloaded
+prompt is for the prefill node alone (it asks for one token, so there is nothing to hand over), and
+the nodes' own metrics say how long prefill took on average with and without sending KV meanwhile,
+and how much of a transfer a request waits for. Rows of vLLM are not of this run
+(`benchmarks/reference_vllm.json`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,15 @@ sys.path[:0] = [str(ROOT)]
 
 from pd.bench.engine import REFERENCE  # noqa: E402
 from pd.bench.report import write_report  # noqa: E402
-from pd.bench.serve import Load, Prompts, measure_load, measure_unloaded, show  # noqa: E402
-from pd.bench.serve_client import Server  # noqa: E402
+from pd.bench.serve import (  # noqa: E402
+    Load,
+    Prompts,
+    ask_one,
+    measure_load,
+    show,
+    unloaded_rows,
+)
+from pd.bench.serve_client import Completion, Server  # noqa: E402
 from pd.bench.shapes import NAMES, SHAPES, model_directory  # noqa: E402
 from pd.commands.processes import Child, Children  # noqa: E402
 from pd.core.errors import PDError, SetupError  # noqa: E402
@@ -127,9 +136,7 @@ class Measurement:
         """Everything; what is known of the load besides its rows. Raises PDError."""
         args = self._args
         for length in args.unloaded:
-            if self._system.prefill is not None:
-                self._unloaded(length, 1, "prefill node alone")
-            self._unloaded(length, args.outputs, self._system.name)
+            self._unloaded(length)
         if args.load is None:
             return {}
         # Kernels that are compiled when their shapes are first seen are compiled in this one.
@@ -141,18 +148,26 @@ class Measurement:
         self._add(rows, self._system.name)
         return {self._system.name: facts}
 
-    def _unloaded(self, length: int, outputs: int, name: str) -> None:
-        def measure(repeats: int) -> Any:
-            work = measure_unloaded(self._server, self._prompts, length, outputs, repeats)
-            return self._within(work)
-
-        measure(1)
-        prefill = self._system.prefill
-        before = {} if prefill is None else totals(prefill)
-        rows = measure(self._args.repeats)
+    def _unloaded(self, length: int) -> None:
+        """Prompts for the prefill node alone and for the split take turns, each after a rest, so
+        that both meet GPUs that are as warm and clocked as high."""
+        name, prefill = self._system.name, self._system.prefill
+        kinds = {name: self._args.outputs}
         if prefill is not None:
-            rows += _node_rows(f"unloaded:{length}", before, totals(prefill))
-        self._add(rows, name)
+            kinds = {"prefill node alone": 1} | kinds
+        answers: dict[str, list[Completion]] = {kind: [] for kind in kinds}
+        stages: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+        for repeat in range(self._args.repeats + 1):
+            for kind, outputs in kinds.items():
+                before = totals(prefill)
+                time.sleep(self._args.rest)
+                answer = self._within(ask_one(self._server, self._prompts, length, outputs))
+                if repeat:  # the first one warms up
+                    answers[kind].append(answer)
+                    stages[kind].update(totals(prefill) - before)
+        for kind in kinds:
+            rows = unloaded_rows(length, answers[kind])
+            self._add(rows + _node_rows(f"unloaded:{length}", stages[kind]), kind)
 
     def _add(self, rows: list[dict[str, Any]], name: str) -> None:
         print(f"--- {name}", flush=True)
@@ -168,33 +183,30 @@ class Measurement:
             raise SetupError(f"not measured within {self._args.timeout:g} s") from None
 
 
-def totals(node: Child) -> dict[str, float]:
-    """Sums and counts of the histograms of a node, by name and labels."""
-    found = {}
-    for line in httpx.get(f"{node.url}/metrics", timeout=10).text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if name.partition("{")[0].endswith(("_sum", "_count")):
-            found[name] = float(value)
+def totals(node: Child | None) -> Counter[str]:
+    """Sums and counts of the histograms of a node, by name and labels; empty without a node."""
+    found: Counter[str] = Counter()
+    if node is not None:
+        for line in httpx.get(f"{node.url}/metrics", timeout=10).text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name.partition("{")[0].endswith(("_sum", "_count")):
+                found[name] = float(value)  # type: ignore[assignment]
     return found
 
 
-def _node_rows(
-    work: str, before: dict[str, float], after: dict[str, float]
-) -> list[dict[str, Any]]:
-    """Means of what happened between two looks at the prefill node's metrics."""
+def _node_rows(work: str, stages: Counter[str]) -> list[dict[str, Any]]:
+    """Means of what the prefill node's metrics grew by."""
     kinds = {
         'pd_stage_seconds_sum{stage="prefill"}': "prefill, as the node says",
         "pd_transfer_exposed_seconds_sum": "transfer that the second token waits for",
     }
     rows = []
-    for name, after_sum in after.items():
+    for name, seconds in stages.items():
         metric = next((text for start, text in kinds.items() if name.startswith(start)), None)
-        count_name = name.replace("_sum", "_count")
-        count = after.get(count_name, 0.0) - before.get(count_name, 0.0)
+        count = stages[name.replace("_sum", "_count")]
         if metric is not None and count > 0:
-            mean = (after_sum - before.get(name, 0.0)) / count * 1e3
-            row = {"work": work, "metric": metric, "count": int(count), "mean_ms": round(mean, 3)}
-            rows.append(row)
+            mean = round(seconds / count * 1e3, 3)
+            rows.append({"work": work, "metric": metric, "count": int(count), "mean_ms": mean})
     return rows
 
 
@@ -220,6 +232,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--unloaded", default="1024,8192,32768", type=_lengths, help="empty for none")
     add("--outputs", type=int, default=16)
     add("--repeats", type=int, default=7)
+    add("--rest", type=float, default=0.3, help="seconds before each unloaded prompt")
     add("--load", default="streams=48", type=_load, help="as for pd-bench serve; empty for none")
     add("--vocab-size", type=int, default=2000)
     add("--seed", type=int, default=0)

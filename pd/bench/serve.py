@@ -164,14 +164,21 @@ async def measure_unloaded(
     server: Server, prompts: Prompts, length: int, outputs: int, repeats: int
 ) -> list[dict[str, Any]]:
     """Rows of prompts of one length. Raises PDError if one is not answered."""
-    answers = []
-    for _ in range(repeats + 1):
-        request = server.request(prompts.make(length), outputs)
-        answers.append(_checked(await server.ask(request), outputs))
-    del answers[0]
+    answers = [await ask_one(server, prompts, length, outputs) for _ in range(repeats + 1)]
+    return unloaded_rows(length, answers[1:])
+
+
+async def ask_one(server: Server, prompts: Prompts, length: int, outputs: int) -> Completion:
+    """A prompt that nobody has seen. Raises PDError if it is not answered."""
+    request = server.request(prompts.make(length), outputs)
+    return _checked(await server.ask(request), outputs)
+
+
+def unloaded_rows(length: int, answers: list[Completion]) -> list[dict[str, Any]]:
+    """What answers to prompts of one length, sent one at a time, took."""
     work = f"unloaded:{length}"
     rows = [_row(work, "first token", _first(answers))]
-    if outputs > 1:
+    if any(len(answer.times) > 1 for answer in answers):
         rows.append(_row(work, "second token after the first", _second(answers)))
         rows.append(_row(work, "last token", [a.times[-1] - a.sent for a in answers]))
     return rows

@@ -24,7 +24,7 @@ from pd.core.messages import (
 )
 from pd.core.request import RequestState
 from pd.node.digests import Digests
-from pd.prefill_node.outgoing import Outgoing
+from pd.prefill_node.outgoing import Chunk, Outgoing
 from pd.prefill_node.peers import DecodePeers
 from pd.transfer.base import TransferState
 
@@ -173,30 +173,32 @@ class HandOff:
             self._start_digest(request)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """For one step: pushes the chunks of open senders as groups of layers are computed, after
-        what D's reservation came too late for. That is computed, or queued before this step."""
-        streams: list[tuple[Outgoing, range, range]] = []
-        for work in works:
-            outgoing: Outgoing = work.sequence.request.hand_off
-            if outgoing.sender is not None and outgoing.pushed < work.stop:
-                missed = range(outgoing.pushed, max(work.start, outgoing.pushed))
-                streams.append((outgoing, missed, range(missed.stop, work.stop)))
-                outgoing.pushed = work.stop
-        if not streams:
+        """For one step: pushes its chunks while their layers are computed, and what D's reservation
+        came too late for, also if that comes during the step."""
+        chunks = [
+            Chunk(request.hand_off, work.start, work.stop, len(request.prompt))
+            for work in works
+            if (request := work.sequence.request).peer
+        ]
+        if not chunks:
             return None
-        num_layers = self._node.engine.layout.num_layers
+        layout = self._node.engine.layout
 
         def layers_done(first: int, stop: int) -> None:
-            for outgoing, missed, chunk in streams:
-                if first == 0 and missed:
-                    outgoing.send(missed.start, missed.stop, 0, num_layers)
-                outgoing.send(chunk.start, chunk.stop, first, stop)
+            with self._node.lock:
+                for chunk in chunks:
+                    chunk.push(stop, layout)
 
         return layers_done
 
     def computed(self, work: Work) -> None:
-        """A chunk is in the pool; push it unless the forward pass did."""
-        self._push(work.sequence.request)
+        """A chunk is in the pool; push it unless the forward pass did, or it may wait."""
+        request = work.sequence.request
+        outgoing: Outgoing = request.hand_off
+        if outgoing.sender is None:
+            return
+        if not outgoing.may_wait(work.stop, len(request.prompt), self._node.engine.layout):
+            self._push(request)
 
     def completed(self, request: Request) -> None:
         """The whole prompt is computed and token 1 is known."""

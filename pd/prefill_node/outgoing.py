@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pd.core.messages import FirstToken, Reservation
+    from pd.core.node_info import KVLayout
     from pd.transfer.base import Sender
 
 
@@ -50,6 +51,15 @@ class Outgoing:
             self.first_sent = time.monotonic()
         self.sender.send(token_start, token_stop, layer_start, layer_stop)
 
+    def may_wait(self, computed: int, num_tokens: int, layout: KVLayout) -> bool:
+        """Whether KV of the first ``computed`` of a prompt's tokens had better be sent with more of
+        it: it is no burst yet (:attr:`Sender.burst_bytes`), and as much again is still to be
+        computed, so that it will leave behind that."""
+        assert self.sender is not None
+        unsent = computed - self.pushed
+        small = unsent * layout.token_bytes < self.sender.burst_bytes
+        return small and unsent <= num_tokens - computed
+
     def times(self, arrived: float) -> TransferTimes:
         """What it took, once everything is complete; ``arrived``: when the request came."""
         assert self.sent is not None and self.complete is not None
@@ -59,3 +69,43 @@ class Outgoing:
             wire=wire,
             exposed=max(0.0, self.complete - self.computed_at),
         )
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """Tokens ``[start, stop)`` of a prompt of ``num_tokens``, on their way through the layers.
+
+    Attributes:
+        sent: layers of this chunk that were given to the sender.
+    """
+
+    outgoing: Outgoing
+    start: int
+    stop: int
+    num_tokens: int
+    sent: int = 0
+
+    def push(self, layers: int, layout: KVLayout) -> None:
+        """The KV of so many layers is in the pool, or queued on the current stream, and all of the
+        tokens before. Where bursts are wanted, it is kept: until the chunk's end, or longer while
+        it may wait; of a chunk that ends the prompt until only the last quarter of the layers is
+        left, behind which the burst can hide."""
+        outgoing = self.outgoing
+        if outgoing.sender is None or outgoing.pushed >= self.stop:
+            return
+        num_layers = layout.num_layers
+        if outgoing.sender.burst_bytes:
+            enough = num_layers
+            if self.stop == self.num_tokens:
+                enough -= num_layers // 4
+            elif outgoing.may_wait(self.stop, self.num_tokens, layout):
+                return
+            if layers < enough:
+                return
+        if outgoing.pushed < self.start:
+            outgoing.send(outgoing.pushed, self.start, 0, num_layers)
+            outgoing.pushed = self.start
+        outgoing.send(outgoing.pushed, self.stop, self.sent, layers)
+        self.sent = layers
+        if layers == num_layers:
+            outgoing.pushed = self.stop

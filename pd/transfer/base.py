@@ -57,6 +57,9 @@ class Sender(ABC):
     """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`."""
 
     error: PDError | None = None
+    # Where above 0: how much a node should gather before it sends, if nothing waits for it, because
+    # every use of the link costs the forward pass something however little is sent.
+    burst_bytes: int = 0
 
     @property
     @abstractmethod
