@@ -112,12 +112,12 @@ class CudaTicket(Ticket):
 
 
 class CudaLane(Lane):
-    """A stream of its own, before others where the GPU has to choose: a store is short and its
-    request waits for it."""
+    """A stream of its own, of the same priority as the forward pass: a store that goes first holds
+    that up for longer than its request gains."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
 
     def table(self, slots: IntArray) -> torch.Tensor:
         host = torch.from_numpy(slots).pin_memory()
