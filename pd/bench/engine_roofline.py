@@ -60,10 +60,8 @@ class Roofline:
     def _computation(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
         """Floating-point operations; ``num_pairs`` of a query and a key that it attends to."""
         model = self._model
-        experts = model.num_experts_per_tok or 1
-        layer = self._attention + self._router + experts * self._mlp
-        pairs = 4 * model.num_heads * model.head_dim * num_pairs
-        return model.num_layers * (2 * layer * num_tokens + pairs) + 2 * self._head * num_logits
+        pairs = 4 * model.num_layers * model.num_heads * model.head_dim * num_pairs
+        return model.token_flops * num_tokens + pairs + 2 * self._head * num_logits
 
     def _time(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self._read_bytes, flops / self._flops)

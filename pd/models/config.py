@@ -107,6 +107,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    @property
+    def token_flops(self) -> int:
+        """Floating-point operations of a token's products with the layers' weights, two for each
+        weight; of a mixture of experts with the router's and the chosen experts'."""
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (heads + kv)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        router = self.hidden_size * self.num_experts
+        return 2 * self.num_layers * (attention + router + (self.num_experts_per_tok or 1) * mlp)
+
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
         """Read a Hugging Face model directory (or the id of a model in the local cache).

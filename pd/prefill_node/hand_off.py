@@ -24,7 +24,7 @@ from pd.core.messages import (
 )
 from pd.core.request import RequestState
 from pd.node.digests import Digests
-from pd.prefill_node.outgoing import Chunk, Outgoing
+from pd.prefill_node.outgoing import Chunk, Outgoing, TokenCost
 from pd.prefill_node.peers import DecodePeers
 from pd.transfer.base import TransferState
 
@@ -52,6 +52,10 @@ class HandOff:
         self._node = node
         self._transfer = transfer
         self._resume = resume
+        model, layout = node.engine.model_config, node.engine.layout
+        self._token = TokenCost(
+            layout.num_layers, layout.token_bytes, model.token_flops / layout.tp_size
+        )
         self._digests: Digests | None = None
         if node.config.kv_digest:
             self._digests = Digests(node.engine.pool, done=node.control.wake)
@@ -88,7 +92,7 @@ class HandOff:
 
     def accept(self, request: Request) -> None:
         """A new request; its reservation may have come first."""
-        request.hand_off = Outgoing()
+        request.hand_off = Outgoing(self._token)
         if not request.peer:
             return
         early = self._early.pop((request.room, request.peer), None)
@@ -182,12 +186,11 @@ class HandOff:
         ]
         if not chunks:
             return None
-        layout = self._node.engine.layout
 
         def layers_done(first: int, stop: int) -> None:
             with self._node.lock:
                 for chunk in chunks:
-                    chunk.push(stop, layout)
+                    chunk.layers_done(first, stop)
 
         return layers_done
 
@@ -195,9 +198,9 @@ class HandOff:
         """A chunk is in the pool; push it unless the forward pass did, or it may wait."""
         request = work.sequence.request
         outgoing: Outgoing = request.hand_off
-        if outgoing.sender is None:
+        if outgoing.sender is None or work.stop <= outgoing.pushed:
             return
-        if not outgoing.may_wait(work.stop, len(request.prompt), self._node.engine.layout):
+        if not outgoing.may_wait(work.stop - outgoing.pushed, len(request.prompt) - work.stop):
             self._push(request)
 
     def completed(self, request: Request) -> None:

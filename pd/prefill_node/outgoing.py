@@ -12,8 +12,21 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pd.core.messages import FirstToken, Reservation
-    from pd.core.node_info import KVLayout
     from pd.transfer.base import Sender
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """What one token of a prompt is.
+
+    Attributes:
+        kv_bytes: in all layers.
+        flops: to compute it, at least: the products with weights, on each of the GPUs.
+    """
+
+    num_layers: int
+    kv_bytes: int
+    flops: float
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +43,7 @@ class Outgoing:
             was known too.
     """
 
+    token: TokenCost
     reservation: Reservation | None = None
     sender: Sender | None = None
     pushed: int = 0
@@ -51,14 +65,12 @@ class Outgoing:
             self.first_sent = time.monotonic()
         self.sender.send(token_start, token_stop, layer_start, layer_stop)
 
-    def may_wait(self, computed: int, num_tokens: int, layout: KVLayout) -> bool:
-        """Whether KV of the first ``computed`` of a prompt's tokens had better be sent with more of
-        it: it is no burst yet (:attr:`Sender.burst_bytes`), and as much again is still to be
-        computed, so that it will leave behind that."""
+    def may_wait(self, unsent: float, ahead: float) -> bool:
+        """Whether the KV of ``unsent`` tokens had better be sent later: every use of the link costs
+        the forward pass something, and the work for ``ahead`` tokens is left to send it behind."""
         assert self.sender is not None
-        unsent = computed - self.pushed
-        small = unsent * layout.token_bytes < self.sender.burst_bytes
-        return small and unsent <= num_tokens - computed
+        hidden = unsent * self.token.kv_bytes * self.sender.flops_per_byte
+        return 0 < hidden <= ahead * self.token.flops
 
     def times(self, arrived: float) -> TransferTimes:
         """What it took, once everything is complete; ``arrived``: when the request came."""
@@ -76,7 +88,7 @@ class Chunk:
     """Tokens ``[start, stop)`` of a prompt of ``num_tokens``, on their way through the layers.
 
     Attributes:
-        sent: layers of this chunk that were given to the sender.
+        sent: layers of it that the sender was given.
     """
 
     outgoing: Outgoing
@@ -85,27 +97,24 @@ class Chunk:
     num_tokens: int
     sent: int = 0
 
-    def push(self, layers: int, layout: KVLayout) -> None:
-        """The KV of so many layers is in the pool, or queued on the current stream, and all of the
-        tokens before. Where bursts are wanted, it is kept: until the chunk's end, or longer while
-        it may wait; of a chunk that ends the prompt until only the last quarter of the layers is
-        left, behind which the burst can hide."""
+    def layers_done(self, first: int, stop: int) -> None:
+        """The KV of layers ``[first, stop)`` is in the pool, or queued on the current stream, like
+        that of the layers before and of the tokens before. Send what was not sent, unless that may
+        wait until as many layers again are computed. (A chunk of which some layers were sent is
+        sent to its end: what :attr:`Outgoing.pushed` leaves out has not been sent at all.)"""
         outgoing = self.outgoing
         if outgoing.sender is None or outgoing.pushed >= self.stop:
             return
-        num_layers = layout.num_layers
-        if outgoing.sender.burst_bytes:
-            enough = num_layers
-            if self.stop == self.num_tokens:
-                enough -= num_layers // 4
-            elif outgoing.may_wait(self.stop, self.num_tokens, layout):
-                return
-            if layers < enough:
-                return
+        num_layers = outgoing.token.num_layers
+        tokens, done = self.stop - self.start, (2 * stop - first) / num_layers
+        unsent = self.start - outgoing.pushed + tokens * (done - self.sent / num_layers)
+        may_stay = stop < num_layers or self.sent == 0
+        if may_stay and outgoing.may_wait(unsent, self.num_tokens - self.start - tokens * done):
+            return
         if outgoing.pushed < self.start:
             outgoing.send(outgoing.pushed, self.start, 0, num_layers)
             outgoing.pushed = self.start
-        outgoing.send(outgoing.pushed, self.stop, self.sent, layers)
-        self.sent = layers
-        if layers == num_layers:
+        outgoing.send(outgoing.pushed, self.stop, self.sent, stop)
+        self.sent = stop
+        if stop == num_layers:
             outgoing.pushed = self.stop

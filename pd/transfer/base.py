@@ -57,9 +57,10 @@ class Sender(ABC):
     """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`."""
 
     error: PDError | None = None
-    # Where above 0: how much a node should gather before it sends, if nothing waits for it, because
-    # every use of the link costs the forward pass something however little is sent.
-    burst_bytes: int = 0
+    # Where above 0, every use of the link costs the forward pass something, however little is sent,
+    # and a byte is sent while the GPU computes this much. So KV should be sent at once and late, if
+    # as much is still to be computed.
+    flops_per_byte: float = 0.0
 
     @property
     @abstractmethod
