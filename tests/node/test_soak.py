@@ -6,12 +6,15 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from cluster import random_prompts
 from hand_off_helpers import scripted_cluster
 from requests_for_tests import make_generate
-from tiny import tiny_cluster
+from tiny import TOKEN_BYTES, tiny_cluster, tiny_model
 
 from pd.core.errors import NodeFailedError, PDError, TransferError
+from pd.models.config import ModelConfig
+from pd.transfer.fake_link import FakeSender
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,7 +106,13 @@ def lose(decode: NodeServer, prefill: NodeServer) -> None:
         decode.node.peers.lose(prefill.instance_id, "the soak test said so")
 
 
-def test_random_aborts_losses_and_late_writes_harm_nobody_else(tmp_path: Path, seed: int) -> None:
+# Tokens computed while the KV of one is sent: see pd/prefill_node/outgoing.py.
+@pytest.mark.parametrize("pace", [0.0, 0.02, 0.5], ids=["by-layers", "late", "early"])
+def test_random_aborts_losses_and_late_writes_harm_nobody_else(
+    tmp_path: Path, seed: int, pace: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flops = ModelConfig.from_pretrained(tiny_model()).token_flops
+    monkeypatch.setattr(FakeSender, "flops_per_byte", pace * flops / TOKEN_BYTES)
     rng = random.Random(seed)
     shared = next(random_prompts(seed, [40]))
     tails = random_prompts(seed + 1, [rng.randrange(1, 60) for _ in range(16)])
