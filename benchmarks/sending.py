@@ -106,14 +106,14 @@ class Prefill:
         slots = (pages[:, None] * PAGE + np.arange(PAGE, dtype=np.int32)).ravel()
         self._slots = torch.from_numpy(slots).to(self._pool.device)
         layout, model = self._engine.layout, self._engine.model_config
-        self._token = TokenCost(layout.num_layers, layout.token_bytes, model.token_flops)
+        self._cost = TokenCost(layout.num_layers, layout.token_bytes, model.token_flops)
 
     def run(self, way: Way) -> tuple[float, float]:
         """Milliseconds of the pass, and of what was still to be stored when it ended."""
         runner = self._engine.runner
         assert isinstance(runner, ModelRunner)
         store = Store(self._pool, self._peer, self._slots, way)
-        outgoing = Outgoing(self._token)
+        outgoing = Outgoing(self._cost)
         if way.flops_per_byte is not None:
             outgoing.sender = _as_sender(store)
         begin, end, stored = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -136,7 +136,7 @@ def _as_sender(store: Any) -> Sender:
 
 
 def _whole(chunk: Chunk) -> Any:
-    layers = chunk.outgoing.token.num_layers
+    layers = chunk.outgoing.cost.num_layers
 
     def layers_done(first: int, stop: int) -> None:
         if stop == layers:

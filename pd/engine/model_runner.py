@@ -97,8 +97,8 @@ class ModelRunner:
         Args:
             items: at least one; no two may write the same page.
             on_layers_done: called with ``(first, stop)`` when this step's KV of those layers is in
-                the pool (on a GPU: is queued on the current stream). It must not wait for a GPU:
-                the layers after it are not launched until it returns.
+                the pool (on a GPU: is queued on the current stream). It must not wait for a GPU
+                nor for long: the layers after it are not launched until it returns.
             previous_tokens: int64 ``[rows]`` on the model's device, where negative token ids look.
 
         Returns:

@@ -53,7 +53,7 @@ class HandOff:
         self._transfer = transfer
         self._resume = resume
         model, layout = node.engine.model_config, node.engine.layout
-        self._token = TokenCost(
+        self._cost = TokenCost(
             layout.num_layers, layout.token_bytes, model.token_flops / layout.tp_size
         )
         self._digests: Digests | None = None
@@ -92,7 +92,7 @@ class HandOff:
 
     def accept(self, request: Request) -> None:
         """A new request; its reservation may have come first."""
-        request.hand_off = Outgoing(self._token)
+        request.hand_off = Outgoing(self._cost)
         if not request.peer:
             return
         early = self._early.pop((request.room, request.peer), None)
@@ -150,7 +150,8 @@ class HandOff:
             self.open(request)
 
     def open(self, request: Request) -> None:
-        """Begin to send, if D has reserved; pushes what is in the pool."""
+        """Begin to send, if D has reserved; pushes what is in the pool and may not wait for what is
+        not launched yet."""
         outgoing: Outgoing = request.hand_off
         if outgoing.reservation is None or outgoing.sender is not None:
             return
@@ -162,7 +163,10 @@ class HandOff:
         except PDError as error:
             self._node.fail(request, error)
             return
-        self._push(request)
+        launched = sequence.num_computed if sequence.launched is None else sequence.launched.stop
+        unsent, ahead = sequence.num_computed - outgoing.pushed, len(request.prompt) - launched
+        if not outgoing.may_wait(unsent, ahead):
+            self._push(request)
 
     def _push(self, request: Request) -> None:
         outgoing, computed = request.hand_off, request.sequence.num_computed
@@ -178,7 +182,8 @@ class HandOff:
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """For one step: pushes its chunks while their layers are computed, and what D's reservation
-        came too late for, also if that comes during the step."""
+        came too late for, also if that comes during the step. What this returns takes the node's
+        lock by itself."""
         chunks = [
             Chunk(request.hand_off, work.start, work.stop, len(request.prompt))
             for work in works

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """What one token of a prompt is.
+    """What one token of a prompt costs.
 
     Attributes:
-        kv_bytes: in all layers.
-        flops: to compute it, at least: the products with weights, on each of the GPUs.
+        num_layers: that it goes through.
+        kv_bytes: to send, of all layers.
+        flops: to compute: the products with the layers' weights, on each of the GPUs.
     """
 
     num_layers: int
@@ -34,6 +35,7 @@ class Outgoing:
     """State of the hand-off, on ``Request.hand_off``.
 
     Attributes:
+        cost: of each token of the prompt.
         pushed: leading tokens whose KV of all layers was given to the sender (or is D's already).
         first_tokens: token 1 of each choice once sampled.
         parked: computed, then evicted for others before D reserved; computed again when it does.
@@ -43,7 +45,7 @@ class Outgoing:
             was known too.
     """
 
-    token: TokenCost
+    cost: TokenCost
     reservation: Reservation | None = None
     sender: Sender | None = None
     pushed: int = 0
@@ -69,8 +71,8 @@ class Outgoing:
         """Whether the KV of ``unsent`` tokens had better be sent later: every use of the link costs
         the forward pass something, and the work for ``ahead`` tokens is left to send it behind."""
         assert self.sender is not None
-        hidden = unsent * self.token.kv_bytes * self.sender.flops_per_byte
-        return 0 < hidden <= ahead * self.token.flops
+        hidden = unsent * self.cost.kv_bytes * self.sender.flops_per_byte
+        return 0 < hidden <= ahead * self.cost.flops
 
     def times(self, arrived: float) -> TransferTimes:
         """What it took, once everything is complete; ``arrived``: when the request came."""
@@ -100,18 +102,20 @@ class Chunk:
     def layers_done(self, first: int, stop: int) -> None:
         """The KV of layers ``[first, stop)`` is in the pool, or queued on the current stream, like
         that of the layers before and of the tokens before. Send what was not sent, unless that may
-        wait until as many layers again are computed. (A chunk of which some layers were sent is
-        sent to its end: what :attr:`Outgoing.pushed` leaves out has not been sent at all.)"""
+        wait until the next layers are computed (as many again, of this chunk or of the next)."""
         outgoing = self.outgoing
         if outgoing.sender is None or outgoing.pushed >= self.stop:
             return
-        num_layers = outgoing.token.num_layers
-        tokens, done = self.stop - self.start, (2 * stop - first) / num_layers
-        unsent = self.start - outgoing.pushed + tokens * (done - self.sent / num_layers)
+        num_layers = outgoing.cost.num_layers
+        done = (2 * stop - first) / num_layers
+        earlier, new = self.start - outgoing.pushed, self.stop - max(self.start, outgoing.pushed)
+        unsent = max(0, earlier) + new * (done - self.sent / num_layers)
+        ahead = self.num_tokens - self.start - (self.stop - self.start) * done
+        # A chunk that was sent in part is sent to its end: what ``pushed`` leaves out is unsent.
         may_stay = stop < num_layers or self.sent == 0
-        if may_stay and outgoing.may_wait(unsent, self.num_tokens - self.start - tokens * done):
+        if may_stay and outgoing.may_wait(unsent, ahead):
             return
-        if outgoing.pushed < self.start:
+        if earlier > 0:
             outgoing.send(outgoing.pushed, self.start, 0, num_layers)
             outgoing.pushed = self.start
         outgoing.send(outgoing.pushed, self.stop, self.sent, stop)

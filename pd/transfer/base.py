@@ -54,12 +54,15 @@ class TransferState(IntEnum):
 
 
 class Sender(ABC):
-    """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`."""
+    """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`.
+
+    Attributes:
+        flops_per_byte: above 0 where every use of the link costs the forward pass something,
+            however little is sent: while a byte leaves, the GPU computes this much. KV should then
+            be sent in one go, as late as what is left to compute still hides it.
+    """
 
     error: PDError | None = None
-    # Where above 0, every use of the link costs the forward pass something, however little is sent,
-    # and a byte is sent while the GPU computes this much. So KV should be sent at once and late, if
-    # as much is still to be computed.
     flops_per_byte: float = 0.0
 
     @property

@@ -77,6 +77,14 @@ def test_nothing_waits_for_a_chunk_too_short_to_hide_it() -> None:
     assert sent[:2] == [(16, 6, (0, 16, 0, 6)), (16, 8, (0, 16, 6, 8))]
 
 
+def test_what_d_has_of_a_chunk_does_not_make_the_rest_leave_early() -> None:
+    assert prefill(AT_LEISURE, 32, 16, cached=5) == [
+        (32, 6, (5, 16, 0, 8)),
+        (32, 6, (16, 32, 0, 6)),
+        (32, 8, (16, 32, 6, 8)),
+    ]
+
+
 @pytest.mark.parametrize(("pace", "layer"), [(LAYER_BY_LAYER, 4), (AT_LEISURE, 6)])
 def test_a_reservation_in_the_middle_of_a_pass_is_not_too_late(pace: float, layer: int) -> None:
     sent = prefill(pace, 32, 16, opened=(16, 4))

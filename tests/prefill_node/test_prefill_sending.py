@@ -1,0 +1,165 @@
+"""A prompt's KV is sent once and only when it is queued, whenever D reserves and steps overlap."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pd.core.request import RequestState
+from pd.node.step import Work
+from pd.prefill_node.hand_off import HandOff
+
+LAYERS = 8
+GROUPS = ((0, 2), (2, 4), (4, 6), (6, 8))
+WHOLE = ((0, 8),)
+
+
+class Prompt(SimpleNamespace):
+    """A request, as far as a hand-off looks at it.
+
+    ``queued``: of each token, how many layers' KV is queued; ``sent``: cells given to the sender.
+    It is the sender, too.
+    """
+
+    def __init__(self, room: int, rng: random.Random, pace: float) -> None:
+        size = rng.randint(1, 60)
+        super().__init__(
+            room=room,
+            peer="decode",
+            prompt=np.zeros(size, dtype=np.int32),
+            state=RequestState.BOOTSTRAPPING,
+            cached=rng.randint(0, size - 1),
+            cached_by_d=rng.randint(0, size),
+            reserved_at=rng.choice([0, rng.randint(0, 40)]),
+            queued=[0] * size,
+            sent=set(),
+            finished=False,
+            flops_per_byte=pace,
+        )
+        self.sequence = SimpleNamespace(request=self, num_computed=0, pages=None, launched=None)
+
+    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
+        assert not self.finished
+        for token in range(token_start, token_stop):
+            assert self.queued[token] >= layer_stop, f"token {token} is not computed"
+            cells = {(token, layer) for layer in range(layer_start, layer_stop)}
+            assert not cells & self.sent, f"token {token} is sent twice"
+            self.sent |= cells
+
+    def finish(self) -> None:
+        assert not self.finished
+        self.finished = True
+
+    def check(self) -> None:
+        everything = range(self.cached_by_d, len(self.prompt))
+        assert self.sent == {(token, layer) for token in everything for layer in range(LAYERS)}
+        assert self.finished
+
+
+class Node:
+    """The steps of a prefill node around a real hand-off; D reserves between any two of them."""
+
+    def __init__(self, rng: random.Random, overlap: bool) -> None:
+        self.rng, self.overlap = rng, overlap
+        self.budget, self.ticks = rng.randint(1, 40), 0
+        pace = rng.choice([0, 0.01, 0.1, 0.5, 1, 10])
+        self.prompts = [Prompt(room, rng, pace) for room in range(rng.randint(1, 4))]
+        layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
+        model = SimpleNamespace(token_flops=1.0)
+        node: Any = SimpleNamespace(
+            engine=SimpleNamespace(layout=layout, model_config=model),
+            config=SimpleNamespace(kv_digest=False),
+            control=SimpleNamespace(post=None, wake=None),
+            instance_id="prefill",
+            lock=threading.RLock(),
+        )
+        transfer: Any = SimpleNamespace(sender=lambda _, reservation, *__: reservation.prompt)
+        self.hand_off = HandOff(node, transfer, resume=lambda _: None)
+        for prompt in self.prompts:
+            self.hand_off.accept(prompt)  # type: ignore[arg-type]
+        self.waiting = list(self.prompts)
+
+    def tick(self) -> None:
+        self.ticks += 1
+        for prompt in self.prompts:
+            late = self.ticks >= prompt.reserved_at and self.rng.random() < 0.5
+            if late and prompt.hand_off.reservation is None:
+                self.reserve(prompt)
+
+    def reserve(self, prompt: Prompt) -> None:
+        reservation = SimpleNamespace(prompt=prompt, cached_prefix_len=prompt.cached_by_d)
+        self.hand_off.reserve(prompt, reservation)  # type: ignore[arg-type]
+
+    def plan(self) -> list[Work]:
+        while self.waiting and self.rng.random() < 0.7:
+            prompt = self.waiting.pop()
+            prompt.state = RequestState.RUNNING
+            prompt.sequence.num_computed = prompt.cached
+            prompt.queued[: prompt.cached] = [LAYERS] * prompt.cached
+        works, budget = [], self.budget
+        for prompt in self.prompts:
+            sequence = prompt.sequence
+            launched = sequence.launched
+            start = sequence.num_computed if launched is None else launched.stop
+            stop = min(len(prompt.prompt), start + budget)
+            if prompt.state is RequestState.RUNNING and stop > start:
+                sequence.launched = Work(sequence, start, stop)
+                works.append(sequence.launched)
+                budget -= stop - start
+        for work in works:
+            self.hand_off.open(work.sequence.request)
+        return works
+
+    def launch(self, works: list[Work]) -> None:
+        layers_done = self.hand_off.layer_sender(works)
+        assert layers_done is not None
+        for first, stop in self.rng.choice([GROUPS, GROUPS, WHOLE]):
+            for work in works:
+                queued: Any = work.sequence.request
+                queued.queued[work.start : work.stop] = [stop] * (work.stop - work.start)
+            self.tick()
+            layers_done(first, stop)
+        self.tick()
+
+    def process(self, works: list[Work]) -> None:
+        for work in works:
+            sequence = work.sequence
+            if sequence.launched is work:
+                sequence.launched = None
+            sequence.num_computed = work.stop
+            if work.stop < len(sequence.request.prompt):
+                self.hand_off.computed(work)
+            else:
+                self.hand_off.completed(sequence.request)
+        self.tick()
+
+    def run(self) -> None:
+        launched: list[Work] = []
+        while not all(prompt.state is RequestState.SENDING for prompt in self.prompts):
+            works = self.plan()
+            if works:
+                self.launch(works)
+            if launched:
+                self.process(launched)
+            launched = works
+            if not self.overlap:
+                self.process(launched)
+                launched = []
+        for prompt in self.prompts:
+            if prompt.hand_off.reservation is None:
+                self.reserve(prompt)
+            prompt.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one-by-one", "overlap"])
+def test_every_cell_is_sent_once_when_it_is_queued_and_before_the_end(
+    seed: int, overlap: bool
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(1000):
+        Node(rng, overlap).run()
