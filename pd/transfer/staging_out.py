@@ -120,7 +120,7 @@ class OutLink:
             idle = time.monotonic() - max(self.progress, sender.waiting_since)
             if idle > LEASE_SECONDS:
                 sender.fail(
-                    TransferError(f"no KV data could be sent to {self.peer} for {idle:.1f} s")
+                    TransferError(f"no KV data could be sent to node {self.peer} for {idle:.1f} s")
                 )
 
     def end(self, reason: str, *, move: bool = False) -> None:

@@ -277,7 +277,7 @@ class Link:
             idle = time.monotonic() - max(self.progress, sender.waiting_since)
             if idle > LEASE_SECONDS:
                 sender.fail(
-                    TransferError(f"no KV data could be sent to {self.peer} for {idle:.1f} s")
+                    TransferError(f"no KV data could be sent to node {self.peer} for {idle:.1f} s")
                 )
 
     def close(self, reason: str) -> None:

@@ -278,7 +278,7 @@ def test_a_link_that_does_not_open_fails_its_rooms(pair, monkeypatch) -> None:
     sender, receiver, _ = nodes.room()
     sender.send(0, 16, 0, 1)
     assert settled(sender) is TransferState.FAILED
-    assert "no KV data could be sent to D for 0." in str(sender.error)
+    assert "no KV data could be sent to node D for 0." in str(sender.error)
     receiver.abort()
     wait_until(lambda: nodes.out.paths, "the link")
     nodes.transfer()

@@ -342,7 +342,7 @@ def test_a_stuck_connection_fails_its_rooms_after_a_lease(relayed, d, target, mo
 
 @pytest.mark.parametrize(
     ("listening", "complaint"),
-    [(True, "no KV data could be sent to D"), (False, "nobody listens at its address")],
+    [(True, "no KV data could be sent to node D"), (False, "nobody listens at its address")],
 )
 def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, complaint) -> None:
     """After a lease when it does not answer, at once when its port is closed."""
