@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
     load = None if args.load is None else Load.parse(args.load)
     prompts = Prompts(args.vocab_size, args.seed)
     server = Server(args.url, args.model)
+    _check_lengths(server.context_length(), lengths, args.outputs, load)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = {}
     print(_COLUMNS, flush=True)
@@ -136,6 +137,23 @@ def _lengths(text: str) -> list[int]:
     if not all(lengths):
         raise UsageError(f"--unloaded is lengths of prompts, separated by commas, not {text}")
     return lengths
+
+
+def _check_lengths(limit: int | None, lengths: list[int], outputs: int, load: Load | None) -> None:
+    """Before anything is measured. Raises UsageError for what does not fit the context."""
+    wanted = [
+        (f"--unloaded {length} and --outputs {outputs}", length + outputs) for length in lengths
+    ]
+    if load is not None:
+        wanted.append((f"--load in={load.num_in},out={load.num_out}", load.num_in + load.num_out))
+        wanted.append(
+            (f"--load long={load.long},long_out={load.long_out}", load.long + load.long_out)
+        )
+    for what, tokens in wanted:
+        if limit is not None and tokens > limit:
+            raise UsageError(
+                f"{what} make {tokens} tokens; the model's context is {limit}: give less"
+            )
 
 
 async def _within(work: Any, seconds: float) -> Any:

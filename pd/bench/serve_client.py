@@ -15,6 +15,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -157,6 +159,19 @@ class Server:
             raise UsageError(f"--url is http://HOST:PORT, not {url}")
         self.host, self.port = parts.hostname, parts.port
         self._model = model
+
+    def context_length(self) -> int | None:
+        """Tokens of a prompt and its answer at most; None if the server does not say. Raises
+        SetupError if nobody is there."""
+        where = f"{self.host}:{self.port}"
+        try:
+            models = httpx.get(f"http://{where}/v1/models", timeout=10).json()["data"]
+            served = [model for model in models if self._model in (None, model["id"])]
+            return int(served[0]["max_model_len"])
+        except httpx.HTTPError as error:
+            raise SetupError(f"cannot reach {where}: {error}") from error
+        except (ValueError, KeyError, TypeError, IndexError):
+            return None
 
     def request(self, prompt: list[int], max_tokens: int) -> bytes:
         """A greedy completion of token ids, as it goes over the wire."""

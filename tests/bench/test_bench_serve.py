@@ -52,13 +52,30 @@ def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     served.wait_idle()  # who was hung up on is gone
 
 
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--unloaded", "64,8180"], "--unloaded 8180 and --outputs 16 make 8196 tokens"),
+        (["--load", ""], "--load long=8192,long_out=32 make 8224 tokens"),
+        (["--load", "in=8000"], "--load in=8000,out=900 make 8900 tokens"),
+    ],
+)
+def test_what_the_context_does_not_hold_is_refused_at_once(
+    served, capsys, flags, complaint
+) -> None:
+    assert cli.bench(["serve", "--url", served.proxy.url, *flags]) == 2
+    error = capsys.readouterr().err
+    assert f"{complaint}; the model's context is 8192: give less" in error
+    assert len(error.splitlines()) == 1
+
+
 def test_a_refused_prompt_is_an_error_in_one_line(served, capsys) -> None:
-    for what in (["--unloaded", "9000"], ["--load", "streams=1,in=9000,seconds=0.1"]):
-        assert cli.bench(["serve", "--url", served.proxy.url, *what]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("pd-bench serve: ")
-        assert "HTTP status 400" in error
-        assert len(error.splitlines()) == 1
+    flags = ["--unloaded", "24", "--vocab-size", "99999999"]
+    assert cli.bench(["serve", "--url", served.proxy.url, *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pd-bench serve: ")
+    assert "HTTP status 400" in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
