@@ -1,11 +1,11 @@
-"""Speed of the KV copy kernel over grid sizes, tiles and warps.
+"""Speed of the KV copy kernel over grid sizes, tiles and warps, and what it costs a forward pass.
 
     python benchmarks/kv_copy.py [--output FILE]
 
 Copies 8,192 tokens between pools of Llama-3.1-8B's KV shape (1 GiB), pages of 16 tokens scattered
 on both sides, from the first GPU to the second (on a machine of one GPU: within it), and gathers
 and scatters them locally. Beside each figure stands the plain copy of as many bytes. Also: the same
-for rows of few bytes.
+for rows of few bytes, and how much longer matrix products on the source GPU take per GiB pushed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 132, 264)
 TILES = (8192, 16384, 32768)
 WARPS = (4, 8)
 TOKENS, PAGE = 8192, 16
+# What vLLM needs for a prompt of as many tokens (reference-numbers.md): a push is to cost little
+# of it.
+PREFILL_MS = 210.8
 # layers, heads, head_dim, tokens: rows of 2,048 bytes, 256 and 64.
 SHAPES = {
     "llama-8b": (32, 8, 128, TOKENS),
@@ -159,6 +162,38 @@ def sweep(case: Case, what: str, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+def interference(case: Case, device: torch.device, shape: LaunchShape) -> dict[str, Any]:
+    """What pushing 1 GiB adds to matrix products that run at the same time."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    b, out = torch.randn_like(a), torch.empty_like(a)
+    side = torch.cuda.Stream(device, priority=-1)
+    pushes = 4
+
+    def products() -> None:
+        for _ in range(30):
+            torch.mm(a, b, out=out)
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(pushes):
+                case.push(shape)
+        products()
+
+    alone = seconds(products, device, 1)
+    together = seconds(both, device, 1)
+    lost_ms = (together - alone) * 1e3 / (pushes * case.num_bytes / (1 << 30))
+    return {
+        "case": case.name,
+        "what": "interference",
+        "programs": shape.programs,
+        "tile_bytes": shape.tile_bytes,
+        "num_warps": shape.num_warps,
+        "lost_ms_per_gib": round(lost_ms, 2),
+        "lost_percent_of_prefill": round(100 * lost_ms / PREFILL_MS, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the measurements as JSON")
@@ -173,6 +208,11 @@ def main() -> None:
         case = Case(shape_name, source, target)
         for what in ("push", "gather", "scatter"):
             results += sweep(case, what, source)
+        if shape_name == "llama-8b":
+            for programs in (16, 32, 64, 132):
+                shape = LaunchShape(programs, PEER_SHAPE.tile_bytes, PEER_SHAPE.num_warps)
+                results.append(interference(case, source, shape))
+                print(results[-1])
         del case
     print(f"in use: push {PEER_SHAPE}, gather and scatter {LOCAL_SHAPE}")
     if args.output is not None:

@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ class Measurement:
         if prefill is not None:
             kinds = {"prefill node alone": 1} | kinds
         answers: dict[str, list[Completion]] = {kind: [] for kind in kinds}
-        stages: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+        stages: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in kinds}
         for repeat in range(self._args.repeats + 1):
             for kind, outputs in kinds.items():
                 before = totals(prefill)
@@ -164,7 +164,8 @@ class Measurement:
                 answer = self._within(ask_one(self._server, self._prompts, length, outputs))
                 if repeat:  # the first one warms up
                     answers[kind].append(answer)
-                    stages[kind].update(totals(prefill) - before)
+                    for series, total in totals(prefill).items():
+                        stages[kind][series] += total - before.get(series, 0.0)
         for kind in kinds:
             rows = unloaded_rows(length, answers[kind])
             self._add(rows + _node_rows(f"unloaded:{length}", stages[kind]), kind)
@@ -183,18 +184,18 @@ class Measurement:
             raise SetupError(f"not measured within {self._args.timeout:g} s") from None
 
 
-def totals(node: Child | None) -> Counter[str]:
+def totals(node: Child | None) -> dict[str, float]:
     """Sums and counts of the histograms of a node, by name and labels; empty without a node."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     if node is not None:
         for line in httpx.get(f"{node.url}/metrics", timeout=10).text.splitlines():
             name, _, value = line.rpartition(" ")
             if name.partition("{")[0].endswith(("_sum", "_count")):
-                found[name] = float(value)  # type: ignore[assignment]
+                found[name] = float(value)
     return found
 
 
-def _node_rows(work: str, stages: Counter[str]) -> list[dict[str, Any]]:
+def _node_rows(work: str, stages: dict[str, float]) -> list[dict[str, Any]]:
     """Means of what the prefill node's metrics grew by."""
     kinds = {
         'pd_stage_seconds_sum{stage="prefill"}': "prefill, as the node says",
@@ -203,7 +204,7 @@ def _node_rows(work: str, stages: Counter[str]) -> list[dict[str, Any]]:
     rows = []
     for name, seconds in stages.items():
         metric = next((text for start, text in kinds.items() if name.startswith(start)), None)
-        count = stages[name.replace("_sum", "_count")]
+        count = stages.get(name.replace("_sum", "_count"), 0.0)
         if metric is not None and count > 0:
             mean = round(seconds / count * 1e3, 3)
             rows.append({"work": work, "metric": metric, "count": int(count), "mean_ms": mean})

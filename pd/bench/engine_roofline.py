@@ -41,12 +41,9 @@ class Roofline:
         self._width = width
         self._read_bytes = ceiling.read_bytes * num_gpus
         self._flops = ceiling.flops * num_gpus
-        heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        self._attention = 2 * model.hidden_size * (heads + kv)
-        self._mlp = 3 * model.hidden_size * model.intermediate_size
-        self._router = model.hidden_size * model.num_experts
         self._head = model.hidden_size * model.vocab_size
-        self._kv_bytes = 2 * kv * model.num_layers * width  # of one token
+        # Of one token.
+        self._kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.num_layers * width
 
     def _weight_bytes(self, num_tokens: int) -> float:
         """Of the weights that this many tokens touch together."""
@@ -54,8 +51,7 @@ class Roofline:
         if model.num_experts:
             missed = 1 - model.num_experts_per_tok / model.num_experts
             experts = model.num_experts * (1 - missed**num_tokens)
-        layer = self._attention + self._router + experts * self._mlp
-        return (model.num_layers * layer + self._head) * self._width
+        return (model.num_layers * model.layer_weights(experts) + self._head) * self._width
 
     def _computation(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
         """Floating-point operations; ``num_pairs`` of a query and a key that it attends to."""

@@ -111,11 +111,14 @@ class ModelConfig:
     def token_flops(self) -> int:
         """Floating-point operations of a token's products with the layers' weights, two for each
         weight; of a mixture of experts with the router's and the chosen experts'."""
+        return int(2 * self.num_layers * self.layer_weights(self.num_experts_per_tok or 1))
+
+    def layer_weights(self, num_experts: float) -> float:
+        """Weights of one layer's matrices, of its experts so many (1 for a dense model)."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (heads + kv)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        router = self.hidden_size * self.num_experts
-        return 2 * self.num_layers * (attention + router + (self.num_experts_per_tok or 1) * mlp)
+        return attention + self.hidden_size * self.num_experts + num_experts * mlp
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:

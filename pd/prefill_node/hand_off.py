@@ -203,7 +203,7 @@ class HandOff:
         """A chunk is in the pool; push it unless the forward pass did, or it may wait."""
         request = work.sequence.request
         outgoing: Outgoing = request.hand_off
-        if outgoing.sender is None or work.stop <= outgoing.pushed:
+        if outgoing.sender is None:
             return
         if not outgoing.may_wait(work.stop - outgoing.pushed, len(request.prompt) - work.stop):
             self._push(request)

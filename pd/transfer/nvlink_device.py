@@ -112,8 +112,7 @@ class CudaTicket(Ticket):
 
 
 class CudaLane(Lane):
-    """A stream of its own, of the same priority as the forward pass: a store that goes first holds
-    that up for longer than its request gains."""
+    """A stream of its own, beside the forward pass and of the same priority."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer

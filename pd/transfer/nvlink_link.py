@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 # they cannot be called back when their room is aborted or the peer dies, and a store waits for the
 # layers that it carries.
 LAUNCHED_AHEAD = 4
-# A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
-# power, which a long forward pass on a GPU at its limit then lacks: its clock falls by 3 %, whether
-# a group of layers or one token was sent. An H200 computes 700 TFLOP/s and sends 340 GB/s, so 2,000
-# operations hide a byte; the rest is room for a busy link.
+# An H200's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`), however
+# little was sent. That takes power, which a long forward pass on a GPU at its limit then lacks. It
+# computes 700 TFLOP/s and sends 340 GB/s, so 2,000 operations hide a byte; the rest is room for a
+# busy link. (Where peers are joined by a slower link, more would be right.)
 FLOPS_PER_BYTE = 3000.0
 
 

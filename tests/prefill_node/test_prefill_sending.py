@@ -68,7 +68,7 @@ class Node:
         self.rng, self.overlap = rng, overlap
         self.budget, self.ticks = rng.randint(1, 40), 0
         pace = rng.choice([0, 0.01, 0.1, 0.5, 1, 10])
-        self.prompts = [Prompt(room, rng, pace) for room in range(rng.randint(1, 4))]
+        self.prompts: list[Any] = [Prompt(room, rng, pace) for room in range(rng.randint(1, 4))]
         layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
         model = SimpleNamespace(token_flops=1.0)
         node: Any = SimpleNamespace(
@@ -81,7 +81,7 @@ class Node:
         transfer: Any = SimpleNamespace(sender=lambda _, reservation, *__: reservation.prompt)
         self.hand_off = HandOff(node, transfer, resume=lambda _: None)
         for prompt in self.prompts:
-            self.hand_off.accept(prompt)  # type: ignore[arg-type]
+            self.hand_off.accept(prompt)
         self.waiting = list(self.prompts)
 
     def tick(self) -> None:
@@ -91,9 +91,9 @@ class Node:
             if late and prompt.hand_off.reservation is None:
                 self.reserve(prompt)
 
-    def reserve(self, prompt: Prompt) -> None:
-        reservation = SimpleNamespace(prompt=prompt, cached_prefix_len=prompt.cached_by_d)
-        self.hand_off.reserve(prompt, reservation)  # type: ignore[arg-type]
+    def reserve(self, prompt: Any) -> None:
+        reservation: Any = SimpleNamespace(prompt=prompt, cached_prefix_len=prompt.cached_by_d)
+        self.hand_off.reserve(prompt, reservation)
 
     def plan(self) -> list[Work]:
         while self.waiting and self.rng.random() < 0.7:
