@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -104,10 +103,10 @@ def upset(nodes: Nodes, rng: random.Random, room: int) -> None:
         nodes.release(room)
         nodes.p.call("abort", room)
     elif what == "stop D":
-        nodes.d.signal(signal.SIGSTOP)
+        nodes.d.stop()
         time.sleep(rng.uniform(0.0, 0.3))
         nodes.p.call("abort", room)
-        nodes.d.signal(signal.SIGCONT)
+        nodes.d.resume()
         nodes.d.call("abort", room)
     elif what.startswith("kill"):
         role = "decode" if what == "kill D" else "prefill"

@@ -12,7 +12,7 @@ import time
 
 import msgspec
 import pytest
-from transfer_helpers import Relay, wait_until
+from transfer_helpers import Relay, stop_process, wait_until
 
 from pd.transfer.channel import MAX_MESSAGE_BYTES, Channel
 from pd.transfer.channel_hub import ChannelHub
@@ -177,7 +177,7 @@ def test_a_stopped_process_proves_nothing_until_it_goes_on(make) -> None:
     process.start()
     assert pipe.poll(30.0)
     wait_until(lambda: d.channel is not None, "the channel")
-    os.kill(process.pid, signal.SIGSTOP)
+    stop_process(process.pid)
     d.channel.half_close()
     # Time enough for an answer of its kernel, which takes the FIN.
     time.sleep(0.3)

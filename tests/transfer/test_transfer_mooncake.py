@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 
 import msgspec
@@ -60,7 +59,8 @@ def test_a_killed_peer_is_noticed_at_once(nodes) -> None:
 def test_a_peer_that_stands_still_holds_slots_until_the_library_gives_up(nodes) -> None:
     """Then both sides are at rest without anybody's help, and the next room arrives."""
     nodes.complete(*nodes.begin())
-    nodes.d.signal(signal.SIGSTOP)
+    wait_until(lambda: nodes.p.call("owed") == 0, "slots to stop with")
+    nodes.d.stop()
     room = nodes.room + 1
     asked = reservation_of(room)
     nodes.p.call("send_part", nodes.d.info.instance_id, asked)
@@ -68,11 +68,11 @@ def test_a_peer_that_stands_still_holds_slots_until_the_library_gives_up(nodes) 
     time.sleep(1.0)
     nodes.p.call("disconnect", nodes.d.info.instance_id)
     nodes.end(nodes.p, room)
-    assert nodes.p.call("quarantined") > 0
+    wait_until(lambda: nodes.p.call("quarantined") > 0, "the link's thread to give up its slots")
     begun = time.monotonic()
     wait_until(lambda: nodes.p.call("quarantined") == 0, "the library to give up", 4 * STALL)
     assert time.monotonic() - begun < 2 * STALL
-    nodes.d.signal(signal.SIGCONT)
+    nodes.d.resume()
     nodes.d.call("disconnect", nodes.p.info.instance_id)
     nodes.introduce()
     nodes.at_rest()

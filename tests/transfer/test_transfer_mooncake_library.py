@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from transfer_helpers import SEED, wait_until
+from transfer_helpers import SEED, stop_process, wait_until
 
 from pd.core.errors import SetupError
 from pd.transfer.factory import check_backend
@@ -75,8 +75,11 @@ class Child:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+    def stop(self) -> None:
+        stop_process(self.process.pid)
+
+    def resume(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
@@ -163,7 +166,7 @@ def test_a_killed_peer_fails_a_write_at_once(engine, children) -> None:
     there = children()
     source = np.ones(SIZE, np.uint8)
     assert write(engine, there, source.ctypes.data, there.address, 1)
-    there.signal(signal.SIGSTOP)
+    there.stop()
     batch = engine.submit(there.name, source.ctypes.data, there.address, SIZE)
     time.sleep(0.2)
     assert engine.poll(batch) is None
@@ -181,13 +184,13 @@ def test_bytes_of_a_dead_writer_land_until_the_target_hangs_up(children, hang_up
     assert writer.ask(f"engine.result({to_target} 1), 1e-3)")
     writer.ask("memory.fill(1)")
     target.ask("memory.fill(0)")
-    target.signal(signal.SIGSTOP)
+    target.stop()
     writer.ask(f"{to_target} {SIZE})")
     time.sleep(0.3)
     writer.kill()
     if hang_up:
         target.tell("[engine.unregister(address), engine.hang_up(5.0)], memory.fill(7)")
-    target.signal(signal.SIGCONT)
+    target.resume()
     if hang_up:
         assert target._answer()[0] == [None, True]
     time.sleep(0.5)
@@ -198,7 +201,7 @@ def test_bytes_of_a_dead_writer_land_until_the_target_hangs_up(children, hang_up
 def test_a_stopped_peer_holds_up_only_its_own_engine(engine, children) -> None:
     stopped, other = children(), children()
     source = np.ones(4096, np.uint8)
-    stopped.signal(signal.SIGSTOP)
+    stopped.stop()
     waiting = ENGINES.take(HOST, stopped.name)
     arrived: list[bool] = []
     asking = threading.Thread(
@@ -211,7 +214,7 @@ def test_a_stopped_peer_holds_up_only_its_own_engine(engine, children) -> None:
     assert write(engine, other, source.ctypes.data, other.address, source.size)
     assert time.monotonic() - begun < 2.0, "Python's lock is not held either"
     assert not arrived
-    stopped.signal(signal.SIGCONT)
+    stopped.resume()
     asking.join(timeout=20.0)
     assert arrived == [True]
     ENGINES.give_back(HOST, waiting)

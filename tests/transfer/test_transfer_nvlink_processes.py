@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -148,13 +147,13 @@ def test_a_stopped_prefill_node_keeps_the_pages_in_quarantine(start: Start) -> N
     p.call("hold")
     open_room(p, d, 1)
     wait_until(lambda: p.call("launched") == 1, "the launch")
-    p.signal(signal.SIGSTOP)
+    p.stop()
     d.call("disconnect", "P")
     assert "disconnected" in error(d, 1)
     time.sleep(LAST_LAUNCH_SECONDS + 0.5)
     assert not is_drained(d, 1), "P may still store"
     before = d.call("checksum")
-    p.signal(signal.SIGCONT)
+    p.resume()
     p.call("release")
     assert "ended" in error(p, 1)
     wait_until(lambda: is_drained(p, 1), "the late store")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 from transfer_helpers import backends, wait_until
 from transfer_process import LAYERS, NodeProcess
@@ -105,12 +103,12 @@ def test_a_stopped_decode_node_blocks_nobody(start) -> None:
     introduce(p, other)
     transfer_works(p, d, 1)
     asked = d.call("receive", "P", 2)
-    d.signal(signal.SIGSTOP)
+    d.stop()
     for _ in range(4):
         p.call("send", "D", asked, 0, LAYERS)
     transfer_works(p, other, 3)
     p.call("disconnect", "D")
     assert ended(p, 2)[0] is TransferState.FAILED
     drained(p, 2)
-    d.signal(signal.SIGCONT)
+    d.resume()
     transfer_works(p, other, 4)

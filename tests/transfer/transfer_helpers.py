@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import socket
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,6 +134,18 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = 20.0) 
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for: {what}"
         time.sleep(0.001)
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait: on a busy machine its threads run on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+
+    def stopped() -> bool:
+        stats = [(thread / "stat").read_text() for thread in threads.iterdir()]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    wait_until(stopped, f"process {pid} to stop")
 
 
 def settled(end: Sender | Receiver) -> TransferState:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transfer_helpers import make_pool, node_info, reservation
+from transfer_helpers import make_pool, node_info, reservation, stop_process
 
 from pd.core.errors import PDError
 from pd.transfer import make_transfer_manager
 
 if TYPE_CHECKING:
-    import signal
     from multiprocessing.connection import Connection
 
 # Children fork from a server that imported torch once and has no threads.
@@ -53,9 +53,13 @@ class NodeProcess:
         self._process.kill()
         self._process.join()
 
-    def signal(self, number: signal.Signals) -> None:
+    def stop(self) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        stop_process(self._process.pid)
+
+    def resume(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGCONT)
 
 
 class _Node:
@@ -117,6 +121,10 @@ class _Node:
 
     def quarantined(self) -> int:
         return getattr(self.manager, "quarantined_slots", 0)
+
+    def owed(self) -> int:
+        """Slots of a staged backend that decode nodes have not given back after use."""
+        return sum(len(link._held) for link in self.manager._outgoing._links.values())
 
     def cpu_seconds(self) -> float:
         return time.process_time()
