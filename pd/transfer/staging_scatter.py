@@ -163,7 +163,7 @@ class Incoming:
             receivers = [r for r in self._receivers.values() if r.peer == link.peer]
         link.end()
         for receiver in receivers:
-            if (awaited and not others) or link in receiver.links:
+            if (awaited and not others) or link in receiver.sources:
                 receiver.lost(reason)
         link.finish_unused()
 

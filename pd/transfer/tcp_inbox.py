@@ -37,6 +37,7 @@ _READS_PER_TURN = 16
 _GREETING_SECONDS = 5.0
 _MAX_STRANGERS = 256
 _LOG_INTERVAL = 1.0
+_DRAIN_SECONDS = 1.0
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Inbox:
             ended = [r for r in self._receivers.values() if peer in (None, r.peer)]
         for receiver in ended:
             receiver.fail(error)
-            receiver.wait_drained()
+            receiver.wait_drained(_DRAIN_SECONDS)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

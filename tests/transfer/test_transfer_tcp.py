@@ -26,7 +26,7 @@ from transfer_helpers import (
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import tcp_inbox, tcp_lane, tcp_link, tcp_receiver
+from pd.transfer import counted_receiver, tcp_inbox, tcp_lane, tcp_link
 from pd.transfer.base import TransferState
 from pd.transfer.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
 from pd.transfer.greeting import greet
@@ -223,7 +223,7 @@ def test_a_finished_room_takes_nothing_more(d, target, open_socket) -> None:
 
 
 def test_repeated_ranges_are_counted_once(d, target, open_socket, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_receiver, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(counted_receiver, "LEASE_SECONDS", 0.2)
     receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
     sock = open_socket()
     half = Block(0, TOKENS // 2, 0, LAYERS)
