@@ -30,6 +30,7 @@ from pd.transfer.fake_nic import FakeNic, FakeReceiver
 from pd.transfer.fake_script import RoomCounter, Script
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
 from pd.transfer.memory import PoolMemory
+from pd.transfer.ranges import wanted_tokens
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
@@ -99,12 +100,8 @@ class FakeManager(TransferManager):
                 self._began = time.monotonic()
         if link is None:
             raise TransferError(f"{peer} is not connected")
-        if not 0 <= reservation.cached_prefix_len <= num_tokens:
-            raise TransferError(
-                f"{peer} says that it holds {reservation.cached_prefix_len} tokens of a prompt of "
-                f"{num_tokens}"
-            )
-        sender = FakeSender(link, self._memory, self._rooms.next(), reservation, pages, num_tokens)
+        tokens = wanted_tokens(reservation, num_tokens)
+        sender = FakeSender(link, self._memory, self._rooms.next(), reservation, pages, tokens)
         link.open(sender, self._began)
         return sender
 

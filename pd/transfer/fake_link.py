@@ -60,17 +60,16 @@ class FakeSender(Sender):
         ordinal: int,
         reservation: Reservation,
         pages: IntArray,
-        num_tokens: int,
+        tokens: range,
     ) -> None:
-        start = reservation.cached_prefix_len
-        check_pages(pages, memory.page_size, memory.num_slots, start, num_tokens)
+        check_pages(pages, memory.page_size, memory.num_slots, tokens.start, tokens.stop)
         self.error: PDError | None = None
         self.ordinal = ordinal
         self.unresolved = 0
-        self.destination = _parse(reservation, num_tokens)
+        self.destination = _parse(reservation, tokens)
         self._targets = np.frombuffer(self.destination.pages, dtype="<i4")
         self._link, self._memory = link, memory
-        self._pages, self._tokens = pages.copy(), range(start, num_tokens)
+        self._pages, self._tokens = pages.copy(), tokens
         self._state = TransferState.ACTIVE
         self._finished = False
         self._bytes = 0
@@ -153,18 +152,18 @@ class FakeSender(Sender):
         return data
 
 
-def _parse(reservation: Reservation, num_tokens: int) -> Destination:
+def _parse(reservation: Reservation, tokens: range) -> Destination:
     try:
         found = _destination_decoder.decode(reservation.destination)
     except msgspec.DecodeError as error:
         raise TransferError(f"{reservation.sender} sent a bad destination: {error}") from error
-    start = reservation.cached_prefix_len
-    pages = -(-num_tokens // found.page_size) if found.page_size > 0 else -1
-    fits = (found.token_start, found.token_stop) == (start, num_tokens)
+    pages = -(-tokens.stop // found.page_size) if found.page_size > 0 else -1
+    fits = (found.token_start, found.token_stop) == (tokens.start, tokens.stop)
     if not fits or len(found.pages) != 4 * pages:
         raise TransferError(
             f"{reservation.sender} reserved tokens [{found.token_start}, {found.token_stop}) on "
-            f"{len(found.pages) // 4} pages of {found.page_size}; [{start}, {num_tokens}) are sent"
+            f"{len(found.pages) // 4} pages of {found.page_size}; those sent "
+            f"are [{tokens.start}, {tokens.stop})"
         )
     return found
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd.core.errors import TransferError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
+    from pd.core.messages import Reservation
     from pd.transfer.base import IntArray
 
 
@@ -59,6 +62,17 @@ def slot_runs(
     starts[0] += token_start - first * page_size
     stops[-1] -= (last + 1) * page_size - token_stop
     return starts, stops
+
+
+def wanted_tokens(reservation: Reservation, num_tokens: int) -> range:
+    """Those of a prompt of ``num_tokens`` that D does not hold yet. Raises TransferError when it
+    says that it holds more than all."""
+    held = reservation.cached_prefix_len
+    if not 0 <= held <= num_tokens:
+        raise TransferError(
+            f"{reservation.sender} says that it holds {held} tokens of a prompt of {num_tokens}"
+        )
+    return range(held, num_tokens)
 
 
 def check_pages(

@@ -28,10 +28,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd.core.errors import TransferError
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.channel_hub import ChannelHub
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
+from pd.transfer.ranges import wanted_tokens
 from pd.transfer.staging_copy import copier_for
 from pd.transfer.staging_gather import Outgoing, SlotShape
 from pd.transfer.staging_messages import MAX_SLOT_BYTES, decoder
@@ -117,12 +117,8 @@ class StagedManager(TransferManager):
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
     ) -> Sender:
         link = self._outgoing.link(peer)
-        start = reservation.cached_prefix_len
-        if not 0 <= start <= num_tokens:
-            raise TransferError(
-                f"{peer} says that it holds {start} tokens of a prompt of {num_tokens}"
-            )
-        sender = StagedSender(link, self._copier, reservation, pages, range(start, num_tokens))
+        tokens = wanted_tokens(reservation, num_tokens)
+        sender = StagedSender(link, self._copier, reservation, pages, tokens)
         self._outgoing.work()
         link.open(sender)
         return sender

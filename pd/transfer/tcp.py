@@ -30,6 +30,7 @@ from pd.core.errors import TransferError
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
 from pd.transfer.memory import PoolMemory
+from pd.transfer.ranges import wanted_tokens
 from pd.transfer.tcp_inbox import Inbox
 from pd.transfer.tcp_link import Link, TcpSender
 from pd.transfer.tcp_receiver import TcpReceiver
@@ -114,11 +115,6 @@ class TcpManager(TransferManager):
             link = self._links.get(peer)
         if link is None:
             raise TransferError(f"{peer} is not connected")
-        start = reservation.cached_prefix_len
-        if not 0 <= start <= num_tokens:
-            raise TransferError(
-                f"{peer} says that it holds {start} tokens of a prompt of {num_tokens}"
-            )
         sender = TcpSender(
             link,
             self._memory,
@@ -126,7 +122,7 @@ class TcpManager(TransferManager):
             reservation.room,
             reservation.epoch,
             pages,
-            range(start, num_tokens),
+            wanted_tokens(reservation, num_tokens),
         )
         link.open(sender)
         return sender
