@@ -106,7 +106,11 @@ class Receiving:
             incoming.receiver = self._node.transfer.receiver(
                 request.peer, request.room, incoming.epoch, sequence.pages, cached, length
             )
-        except PDError as error:
+        except Exception as error:
+            # A PDError, or whatever torch raises without memory.
+            if not isinstance(error, PDError):
+                logger.exception("cannot receive from %s", request.peer)
+                error = TransferError(f"cannot receive from {request.peer}: {error}")
             memory.commit(sequence)
             self._node.fail(request, error)
             return True

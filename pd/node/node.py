@@ -293,16 +293,18 @@ class Node(ABC):
     def close_ended(self) -> None:
         """The one way out: pages of ended requests are released when nothing can touch them."""
         waiting: deque[tuple[float, Request]] = deque()
-        # NOTE: what a release makes possible may end other requests, and so call this again.
-        while self._closing:
-            ended, request = self._closing.popleft()
-            if request.in_step or not self.may_release(request):
-                waiting.append((ended, request))
-                continue
-            del self.requests[request.room]
-            self.release(request)
-            self.work_available.notify_all()
-        self._closing = waiting
+        try:
+            # NOTE: what a release makes possible may end other requests, and so call this again.
+            while self._closing:
+                ended, request = self._closing.popleft()
+                if request.in_step or not self.may_release(request):
+                    waiting.append((ended, request))
+                    continue
+                del self.requests[request.room]
+                self.release(request)
+                self.work_available.notify_all()
+        finally:
+            self._closing.extendleft(reversed(waiting))
 
     def release(self, request: Request) -> None:
         """Give the pages of an ended request back."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pd.core.request import Request
     from pd.node.step import Work
     from pd.prefill_node.node import PrefillNode
-    from pd.transfer.base import TransferManager
+    from pd.transfer.base import Sender, TransferManager
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +117,16 @@ class HandOff:
         first = request.hand_off.reservation
         if message.sender != request.peer:
             self._refuse(message, ErrorInfo("node_failed", "the room is for another node"))
+        elif first is not None and first.epoch != message.epoch:
+            self._refuse(message, ErrorInfo("node_failed", "the room has a reservation already"))
         elif request.state.terminal:
-            self._refuse(message, _reason(request))
+            error = _reason(request)
+            if first is None:
+                self._refuse(message, error)
+            else:  # its release says when it has drained
+                self.peers.tell(self._abort(message.sender, message.room, message.epoch, error))
         elif first is None:
             self.reserve(request, message)
-        elif first.epoch != message.epoch:
-            self._refuse(message, ErrorInfo("node_failed", "the room has a reservation already"))
         else:
             logger.warning("dropped a repeated reservation of room %s", message.room.hex())
 
@@ -160,7 +164,11 @@ class HandOff:
             outgoing.sender = self._transfer.sender(
                 request.peer, outgoing.reservation, sequence.pages, len(request.prompt)
             )
-        except PDError as error:
+        except Exception as error:
+            # A PDError, or whatever torch raises without memory.
+            if not isinstance(error, PDError):
+                logger.exception("cannot open a transfer to %s", request.peer)
+                error = TransferError(f"cannot open a transfer to {request.peer}: {error}")
             self._node.fail(request, error)
             return
         launched = sequence.num_computed if sequence.launched is None else sequence.launched.stop
@@ -223,17 +231,21 @@ class HandOff:
             outgoing: Outgoing = request.hand_off
             if outgoing.sender is None:
                 continue
-            state = outgoing.sender.poll()
-            if state is TransferState.FAILED:
-                error = outgoing.sender.error or TransferError("the transfer failed")
-                self._node.fail(request, error)
-            elif state is TransferState.DONE:
+            state = self._check(request, outgoing.sender)
+            if state is TransferState.DONE:
                 outgoing.sent = outgoing.sent or now
                 if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
                     self._commit(request, now)
-            else:
+            elif state is TransferState.ACTIVE:
                 busy = True
         return busy
+
+    def _check(self, request: Request, sender: Sender) -> TransferState:
+        """What became of its transfer; if that failed, the request ends."""
+        state = sender.poll()
+        if state is TransferState.FAILED:
+            self._node.fail(request, sender.error or TransferError("the transfer failed"))
+        return state
 
     def _commit(self, request: Request, now: float) -> None:
         """All bytes left for good: say so, once the digest is known too."""
@@ -361,6 +373,9 @@ class HandOff:
                 del self._early[key]
                 self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
         for request in list(self._node.requests.values()):
+            sender = request.hand_off.sender
+            if request.state is RequestState.RUNNING and sender is not None:
+                self._check(request, sender)
             waited = now - request.times.arrived
             if request.peer and request.peer not in self.peers and waited > LEASE_SECONDS:
                 error = NodeFailedError(f"decode node {request.peer} did not shake hands")

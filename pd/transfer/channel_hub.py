@@ -56,13 +56,13 @@ class Dial:
 
     def _run(self) -> None:
         while not self._cancelled.wait(self._delay):
-            sock = self._connect()
-            if sock is not None:
-                self._hub.adopt(sock, self._peer, self._events)
+            channel = self._connect()
+            if channel is not None:
+                self._hub.adopt(channel, self._events)
                 return
             self._delay = min(_MAX_BACKOFF, self._delay * 2 or 0.05)
 
-    def _connect(self) -> socket.socket | None:
+    def _connect(self) -> Channel | None:
         hub, peer = self._hub, self._peer
         try:
             sock = socket.create_connection(self._address, timeout=_DIAL_SECONDS)
@@ -74,6 +74,7 @@ class Dial:
             return None
         try:
             greet(sock, hub.service, hub.instance, peer, hub.key)
+            return hub.channel(sock, peer, inbound=False)
         except RefusedError as error:
             sock.close()
             logger.warning("%s", error)
@@ -84,7 +85,6 @@ class Dial:
             sock.close()
             logger.info("cannot open a %s channel to %s: %s", hub.service, peer, error)
             return None
-        return sock
 
     def _tell(self, error: TransferError, *, final: bool = False) -> None:
         self._hub.call(lambda: self._events.unreachable(error, final))
@@ -147,18 +147,21 @@ class ChannelHub:
             # Full: it will wake anyway. Closed: nothing is called any more.
             self._waker.send(b"\0")
 
-    def adopt(self, sock: socket.socket, peer: str, events: DialEvents) -> None:
-        """Watch a connection that was greeted; called by :class:`Dial`."""
+    def channel(self, sock: socket.socket, peer: str, *, inbound: bool) -> Channel:
+        """Of a connection that was greeted. Raises OSError when that is over already."""
+        return Channel(sock, peer, inbound=inbound, decoder=self._decoder, attend=self._attend)
+
+    def adopt(self, channel: Channel, events: DialEvents) -> None:
+        """Watch a channel that :class:`Dial` opened."""
 
         def watch() -> None:
-            channel = self._watch(sock, peer, inbound=False)
-            if channel is not None:
-                channel.events = events
-                self._guard(channel, lambda: events.opened(channel))
+            self._watch(channel)
+            channel.events = events
+            self._guard(channel, lambda: events.opened(channel))
 
         self.call(watch)
         if self._closing:
-            sock.close()
+            channel.sock.close()
 
     def close(self) -> None:
         """Close everything but P's channels that their owners did not close: those stay open for
@@ -243,9 +246,15 @@ class ChannelHub:
     def _welcome(self, stranger: _Stranger) -> None:
         self._strangers.discard(stranger)
         self._selector.unregister(stranger.sock)
-        channel = self._watch(stranger.sock, stranger.welcome.peer, inbound=True)
-        if channel is not None:
-            self._guard(channel, lambda: self._own(channel))
+        peer = stranger.welcome.peer
+        try:
+            channel = self.channel(stranger.sock, peer, inbound=True)
+        except OSError as error:
+            logger.info("lost the %s channel of %s: %s", self.service, peer, error)
+            stranger.sock.close()
+            return
+        self._watch(channel)
+        self._guard(channel, lambda: self._own(channel))
 
     def _own(self, channel: Channel) -> None:
         channel.events = self._accept_channel(channel)
@@ -257,19 +266,9 @@ class ChannelHub:
         self._selector.unregister(stranger.sock)
         stranger.sock.close()
 
-    def _watch(self, sock: socket.socket, peer: str, *, inbound: bool) -> Channel | None:
-        try:
-            channel = Channel(
-                sock, peer, inbound=inbound, decoder=self._decoder, attend=self._attend
-            )
-        except OSError as error:
-            # It is over already.
-            logger.info("lost the %s channel of %s: %s", self.service, peer, error)
-            sock.close()
-            return None
+    def _watch(self, channel: Channel) -> None:
         self._channels.add(channel)
-        self._selector.register(sock, selectors.EVENT_READ, channel)
-        return channel
+        self._selector.register(channel.sock, selectors.EVENT_READ, channel)
 
     def _attend(self, channel: Channel) -> None:
         """A channel has something to write, failed or was closed."""

@@ -121,11 +121,14 @@ class InLink:
                 return
             if self.state is not InState.UP or self.slots is None:
                 raise ValueError("slots were filled before there were any")
+            filled: set[int] = set()
             for note in notes:
-                if note.slot >= len(self.slots) or note.slot in self.landing:
+                if note.slot >= len(self.slots) or note.slot in self.landing | filled:
                     raise ValueError(f"slot {note.slot} is not P's to fill")
                 note.check(incoming.copier.num_layers, self.max_cells)
-                self.landing.add(note.slot)
+                filled.add(note.slot)
+            # NOTE: all or none, since nothing of a bad message lands.
+            self.landing |= filled
         incoming.land(self, notes)
 
     def _open(self, message: Open) -> None:

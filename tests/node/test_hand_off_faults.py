@@ -56,6 +56,52 @@ def test_a_slow_hand_off_does_not_delay_token_1(tmp_path: Path, slow: str) -> No
         cluster.wait_idle()
 
 
+# ---- what fails where nobody expects it
+
+
+@pytest.mark.parametrize(("side", "method"), [("decode", "receiver"), ("prefill", "sender")])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_transfer_that_cannot_be_opened_fails_one_request(
+    monkeypatch: pytest.MonkeyPatch, side: str, method: str, late: bool
+) -> None:
+    with tiny_cluster() as cluster:
+        sent(cluster, max_tokens=2).tokens()
+        transfer = getattr(cluster, side)[0].node.transfer
+        make = getattr(transfer, method)
+
+        def once(*args: Any) -> Any:
+            setattr(transfer, method, make)
+            raise RuntimeError("no memory to pin")
+
+        if late:  # then it is opened by another thread
+            monkeypatch.setattr(cluster.decode[0].node.transfer, "reservation_delay", lambda: 0.3)
+        monkeypatch.setattr(transfer, method, once)
+        request = sent(cluster, [*PROMPT, 1])
+        assert request.done.wait(SOON)
+        assert "no memory to pin" in str(request.error)
+        sent(cluster, [*PROMPT, 2], max_tokens=2).tokens()
+        cluster.wait_idle()
+
+
+def test_a_transfer_that_fails_ends_a_prompt_that_is_being_computed() -> None:
+    with tiny_cluster(chunked_prefill_size=8) as cluster:
+        node = cluster.prefill[0].node
+        forward = node.engine.runner.forward
+
+        def slow(*args: Any) -> Any:
+            time.sleep(0.1)
+            return forward(*args)
+
+        node.engine.runner.forward = slow
+        request = sent(cluster, [i % 250 for i in range(800)])
+        wait_until(lambda: request.room in node.requests, 5)
+        wait_until(lambda: node.requests[request.room].hand_off.sender is not None, 5)
+        node.requests[request.room].hand_off.sender.fail(TransferError("the link was lost"))
+        assert request.done.wait(SOON)
+        assert "the link was lost" in str(request.error)
+        cluster.wait_idle()
+
+
 # ---- an abort in every state, told to one node, frees both
 
 

@@ -93,6 +93,31 @@ def test_when_token_1_ends_the_request_d_is_told_so(
     decode.receive(Drained)
 
 
+def test_a_repeated_reservation_gets_no_word_of_a_drain_that_is_not_over(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained = []
+    make = prefill.node.transfer.sender
+
+    def stubborn(*args: Any) -> Any:
+        sender = make(*args)
+        monkeypatch.setattr(sender, "drained", lambda: bool(drained))
+        return sender
+
+    monkeypatch.setattr(prefill.node.transfer, "sender", stubborn)
+    room = ask(proxy, prefill, decode)
+    epoch, receiver = decode.reserve(room, len(PROMPT))
+    decode.receive(Commit)
+    proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
+    assert decode.receive(AbortRoom).error.kind == "aborted"
+    decode.say(Reservation, room, epoch, cached_prefix_len=0, destination=receiver.destination)
+    assert decode.receive(AbortRoom).error.kind == "aborted"
+    assert not any(isinstance(seen, Drained) for seen in decode.seen)
+    drained.append(True)
+    assert decode.receive(Drained).epoch == epoch
+    wait_until(lambda: is_idle(prefill), 5)
+
+
 # ---- reservations that are not what they should be
 
 

@@ -24,7 +24,7 @@ from transfer_helpers import (
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import staging_in, staging_out
+from pd.transfer import channel_hub, staging_in, staging_out
 from pd.transfer.base import TransferState
 from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
@@ -415,6 +415,24 @@ def test_a_slot_cannot_be_filled_again_before_it_was_freed(raw) -> None:
     p.send(FilledSlots([one, one]))
     assert settled(receiver) is TransferState.FAILED
     assert "slot 0 is not P's to fill" in str(receiver.error)
+    p.sock.close()
+    wait_until(lambda: nodes.d.quarantined_slots == 0, "the proof")
+
+
+def test_a_channel_that_is_over_before_it_was_looked_at_is_dialled_again(pair, monkeypatch) -> None:
+    nodes = pair()
+    make, tries = channel_hub.Channel, []
+
+    def reset_at_first(*args, **kwargs):
+        if not kwargs["inbound"]:
+            tries.append(args)
+            if len(tries) == 1:
+                raise OSError("reset by the test")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(channel_hub, "Channel", reset_at_first)
+    nodes.introduce()
+    nodes.transfer()
 
 
 def test_pieces_cover_the_block_once_and_end_between_pages() -> None:
