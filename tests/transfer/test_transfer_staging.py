@@ -432,7 +432,9 @@ def test_a_channel_that_is_over_before_it_was_looked_at_is_dialled_again(pair, m
 
     monkeypatch.setattr(channel_hub, "Channel", reset_at_first)
     nodes.introduce()
+    wait_until(lambda: nodes.out.paths, "the link")
     nodes.transfer()
+    assert len(tries) == 2
 
 
 def test_pieces_cover_the_block_once_and_end_between_pages() -> None:
