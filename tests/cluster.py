@@ -195,7 +195,7 @@ class TokenClient:
             for socket in list(self._sockets.values()):
                 while socket.poll(0):
                     received = True
-                    self._receive(decode(socket.recv()))
+                    self._receive(decode(socket.recv_multipart()[-1]))
             if not received:
                 time.sleep(0.001)
 

@@ -60,7 +60,7 @@ class RawPeer:
             left = deadline - time.monotonic()
             assert left > 0, f"no {kind.__name__} within {timeout} s, only {self.seen}"
             if self._socket.poll(int(left * 1000) + 1):
-                message = decode(self._socket.recv())
+                message = decode(self._socket.recv_multipart()[-1])
                 self.seen.append(message)
                 self._unread.append(message)
 

@@ -169,7 +169,7 @@ class _Connection:
 
     def receive(self) -> list[Answer] | PDError | None:
         """Take one message; the answers when all are there, or what went wrong."""
-        message = decode(self.socket.recv())
+        message = decode(self.socket.recv_multipart()[-1])
         if isinstance(message, Failed) and message.room in self._pending:
             self._pending.clear()
             return error_from_kind(message.error.kind, message.error.message, message.error.param)

@@ -113,7 +113,8 @@ class Output(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     Attributes:
         position: index among the choice's output tokens of the first of ``token_ids``.
         logprobs: one entry per token when asked for.
-        cached_tokens, prompt_logprobs: with token 1 from the node that computed the prompt.
+        cached_tokens, prompt_logprobs: with token 1 from the node that computed the prompt; of a
+            long prompt they come before it in parts, without token ids.
         transferred_bytes: on D's first message: KV bytes received for this room.
     """
 
@@ -149,11 +150,14 @@ class NodeHeartbeat(Message):
         ready: accepts new requests.
         queued_tokens: prompt tokens not yet computed (prefill) or reserved (decode).
         running: requests on the node.
+        losses: how often it gave up the requests of this proxy, because messages were lost or the
+            proxy was silent; when the number grows, so must the proxy.
     """
 
     ready: bool
     queued_tokens: int
     running: int
+    losses: int = 0
 
 
 # ---- decode node to prefill node and back (over P's message socket)
@@ -244,6 +248,15 @@ AnyMessage: TypeAlias = (
     | AbortRoom
     | Drained
 )
+
+# Repeated twice a second: a lost one is no loss.
+_HEARTBEATS = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat)
+
+
+def counts(message: Message) -> bool:
+    """Whether it is missed when it is lost (:mod:`pd.core.numbering`)."""
+    return not isinstance(message, _HEARTBEATS)
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

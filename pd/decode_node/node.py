@@ -113,6 +113,14 @@ class DecodeNode(Node):
             self.peers.heard_from(identity.decode(errors="replace"))
         super().on_message(identity, message)
 
+    def on_gap(self, identity: bytes) -> None:
+        with self.lock:
+            peer = identity.decode(errors="replace")
+            if self.peers.connected(peer):
+                self.peers.lose(peer, "messages from it were lost")
+                return
+        super().on_gap(identity)
+
     def on_heartbeat(self) -> None:
         self.peers.heartbeat()
 

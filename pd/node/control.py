@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from socket import socketpair
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
@@ -17,7 +17,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pd.core.cluster_key import curve_keypair
 from pd.core.errors import HandshakeError, SetupError
-from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, decode, encode
+from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
+from pd.core.numbering import Received, Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ _TICK = 0.1
 # While a transfer is about to complete its state is polled this often.
 _FAST_POLL_MS = 1
 _MESSAGES_PER_TURN = 256
+_MAX_STREAMS = 4096
 
 
 class ControlHandler(Protocol):
@@ -36,11 +38,23 @@ class ControlHandler(Protocol):
     def on_message(self, identity: bytes, message: AnyMessage) -> None:
         """A message from the process with this identity."""
 
+    def on_gap(self, identity: bytes) -> None:
+        """Messages of this process were lost before the one that comes next."""
+
+    def on_anew(self, identity: bytes) -> None:
+        """This process gave up what it had with us and begins anew."""
+
     def on_tick(self) -> None:
         """About ten times a second."""
 
     def on_poll(self) -> bool:
         """After every turn; True asks to be called again soon (a transfer is completing)."""
+
+
+def _forget_some(streams: dict[bytes, Any]) -> None:
+    """Room for one more; the oldest are those of processes that left long ago."""
+    while len(streams) >= _MAX_STREAMS:
+        del streams[next(iter(streams))]
 
 
 class ControlThread(threading.Thread):
@@ -66,7 +80,9 @@ class ControlThread(threading.Thread):
         except zmq.ZMQError as error:
             raise SetupError(f"cannot listen on {host}: {error}") from error
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
-        self._outbox: deque[tuple[bytes, bytes]] = deque()
+        self._sent: dict[bytes, Sent] = {}
+        self._received: dict[bytes, Received] = {}
+        self._outbox: deque[tuple[bytes, bytes, bool]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         # NOTE: sockets, not a pipe: they know that they are closed, while the number of a closed
         # descriptor may belong to somebody else by the time a late caller writes to it.
@@ -104,7 +120,13 @@ class ControlThread(threading.Thread):
 
     def post(self, identity: bytes, message: Message) -> None:
         """Send to a connected process. Lost when it is gone: leases find that out."""
-        self._outbox.append((identity, encode(message)))
+        frame = encode(message)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            # The receiver would give up the connection. The gap tells it that something is missing.
+            kind = type(message).__name__
+            logger.error("%s for %.64r is too large: %d bytes", kind, identity, len(frame))
+            frame = b""
+        self._outbox.append((identity, frame, counts(message)))
         self._wake()
 
     def wake(self) -> None:
@@ -133,6 +155,8 @@ class ControlThread(threading.Thread):
             dealer.close()
             raise HandshakeError(f"cannot connect to endpoint {endpoint!r}: {error}") from error
         self._dealers[identity] = dealer
+        # NOTE: the peer's own stream goes on; what it said to the last socket is not missed.
+        self._sent[identity], self._received[identity] = Sent(), Received(whole=False)
         self._poller.register(dealer, zmq.POLLIN)
 
     def disconnect(self, identity: bytes) -> None:
@@ -141,6 +165,7 @@ class ControlThread(threading.Thread):
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close()
+            del self._sent[identity], self._received[identity]
 
     def stop(self) -> None:
         """End the thread and close its sockets; what was posted before is still sent."""
@@ -195,9 +220,11 @@ class ControlThread(threading.Thread):
             if message is None:
                 continue
             identity = self._identity(socket, frames)
-            if message.sender.encode() != identity:
+            if identity is None or message.sender.encode() != identity:
                 logger.warning("dropped a message of %.64r that claims another sender", identity)
                 continue
+            if len(frames) > 1 + (socket is self._router):
+                self._check(identity, frames[-2])
             self._guarded(self._handler.on_message, identity, message)
 
     def _identity(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bytes | None:
@@ -206,6 +233,23 @@ class ControlThread(threading.Thread):
             return next((name for name, dealer in self._dealers.items() if dealer is socket), None)
         # A prefill node speaks through the socket that was opened to it, so this is not the one.
         return None if frames[0] in self._dealers else frames[0]
+
+    def _check(self, identity: bytes, number: bytes) -> None:
+        """Whether this message is the one that should come next."""
+        received = self._received.get(identity)
+        if received is None:
+            _forget_some(self._received)
+            received = self._received[identity] = Received(whole=True)
+        began = received.began
+        try:
+            gap = received.missing(number)
+        except ValueError as error:
+            logger.warning("%.64r: %s", identity, error)
+            return
+        if received.began > began > 0:
+            self._guarded(self._handler.on_anew, identity)
+        if gap:
+            self._guarded(self._handler.on_gap, identity)
 
     def _parse(self, frames: list[bytes]) -> AnyMessage | None:
         try:
@@ -218,16 +262,23 @@ class ControlThread(threading.Thread):
 
     def _flush(self) -> None:
         while self._outbox:
-            identity, frame = self._outbox.popleft()
+            identity, frame, counting = self._outbox.popleft()
+            sent = self._sent.get(identity)
+            if sent is None:
+                _forget_some(self._sent)
+                sent = self._sent[identity] = Sent()
+            frames = [sent.number(counts=counting), frame]
             dealer = self._dealers.get(identity)
             try:
+                if not frame:
+                    continue
                 if dealer is not None:
-                    dealer.send(frame, zmq.NOBLOCK)
+                    dealer.send_multipart(frames, zmq.NOBLOCK)
                 else:
-                    self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+                    self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                # NOTE: the receiver left or does not read; its lease ends what concerns it, and
-                # positions in outputs show a proxy that something is missing.
+                # NOTE: the receiver left or does not read; its lease ends what concerns it, or the
+                # number of the next message tells it.
                 logger.debug("message to %.64r not sent: %s", identity, error)
 
     def _close(self) -> None:

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Proxies to remember.
+_MAX_LOSSES = 1024
 # How long the end of a request's transfer is looked for at once rather than ten times a second.
 _DRAIN_SECONDS = 1.0
 
@@ -87,6 +89,8 @@ class Node(ABC):
         self._closing: deque[tuple[float, Request]] = deque()
         self._tombstones: dict[bytes, float] = {}
         self._proxies: Leases[bytes] = Leases()
+        # How often requests of a proxy were given up that it may still wait for.
+        self._losses: dict[bytes, int] = {}
         self._next_heartbeat = 0.0
         self.control = ControlThread(self, config.host, config.cluster_key)
         self.outbox = Outbox(instance_id, self.control.post)
@@ -346,8 +350,33 @@ class Node(ABC):
             ready=self.ready,
             queued_tokens=self.queued_tokens,
             running=len(self.requests),
+            losses=self._losses.get(identity, 0),
         )
         self.control.post(identity, reply)
+
+    def on_gap(self, identity: bytes) -> None:
+        """Messages of a process were lost though it lives, so nobody knows what it waits for."""
+        logger.warning("messages of proxy %.64r were lost", identity)
+        with self.lock:
+            self._give_up_proxy(identity, "messages of its proxy were lost")
+            self._count_loss(identity)
+
+    def on_anew(self, identity: bytes) -> None:
+        """A proxy gave up what it had here."""
+        with self.lock:
+            self._give_up_proxy(identity, "its proxy gave it up")
+
+    def _give_up_proxy(self, proxy: bytes, why: str) -> bool:
+        """End the requests of a proxy that does not know them any more; whether there were any."""
+        found = [r for r in self.requests.values() if r.proxy == proxy and not r.state.terminal]
+        for request in found:
+            self.fail(request, AbortedError(why), tell_proxy=False)
+        return bool(found)
+
+    def _count_loss(self, proxy: bytes) -> None:
+        while len(self._losses) >= _MAX_LOSSES:
+            del self._losses[next(iter(self._losses))]
+        self._losses[proxy] = self._losses.get(proxy, 0) + 1
 
     def on_tick(self) -> None:
         """Leases, deadlines, heartbeats."""
@@ -357,8 +386,8 @@ class Node(ABC):
             self._tombstones = {r: t for r, t in self._tombstones.items() if t > now}
             for proxy in self._proxies.expired(now):
                 self._proxies.drop(proxy)
-                for request in [r for r in self.requests.values() if r.proxy == proxy]:
-                    self.fail(request, AbortedError("its proxy is gone"), tell_proxy=False)
+                if self._give_up_proxy(proxy, "its proxy is gone"):
+                    self._count_loss(proxy)  # should it only have stood still
             for request in list(self.requests.values()):
                 if request.deadline is not None and now > request.deadline:
                     self.fail(request, DeadlineExceededError("the request's deadline passed"))

@@ -8,10 +8,43 @@ from typing import TYPE_CHECKING
 from pd.core.messages import ErrorInfo, Failed, Output, StepOutputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd.core.errors import PDError
-    from pd.core.messages import Message
+    from pd.core.messages import Message, TokenLogprobs
+
+
+# Log probabilities in one message, with the alternatives of each: 15 bytes each at most.
+_MAX_LOGPROBS = 1 << 19
+
+
+def _parts(output: Output) -> Iterator[Output]:
+    """Log probabilities of a long prompt go ahead of the tokens."""
+    logprobs = output.prompt_logprobs
+    if logprobs is not None and sum(map(_size, logprobs)) > _MAX_LOGPROBS:
+        some = max(1, _MAX_LOGPROBS // max(map(_size, logprobs)))
+        for first in range(0, len(logprobs), some):
+            part = logprobs[first : first + some]
+            yield Output(output.room, output.index, 0, [], prompt_logprobs=part)
+        output.prompt_logprobs = None
+    yield output
+
+
+def _messages(outputs: list[Output]) -> Iterator[list[Output]]:
+    """Outputs in their order, so many to a message as are far from the largest."""
+    some, size = [], 0
+    for output in (part for whole in outputs for part in _parts(whole)):
+        added = sum(map(_size, [*(output.logprobs or ()), *(output.prompt_logprobs or ())]))
+        if some and size + added > _MAX_LOGPROBS:
+            yield some
+            some, size = [], 0
+        some.append(output)
+        size += added
+    yield some
+
+
+def _size(logprobs: TokenLogprobs) -> int:
+    return 1 + len(logprobs.top_ids)
 
 
 class Outbox:
@@ -34,8 +67,9 @@ class Outbox:
     def flush(self) -> None:
         """Send what was collected."""
         for proxy, outputs in self._outputs.items():
-            message = StepOutputs(to=proxy.decode(), sender=self._sender, outputs=outputs)
-            self._post(proxy, message)
+            for some in _messages(outputs):
+                message = StepOutputs(to=proxy.decode(), sender=self._sender, outputs=some)
+                self._post(proxy, message)
         self._outputs.clear()
 
     def failed(self, proxy: bytes, room: bytes, error: PDError) -> None:

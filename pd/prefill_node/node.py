@@ -185,6 +185,14 @@ class PrefillNode(Node):
     def _on_peer_heartbeat(self, identity: bytes, message: AnyMessage) -> None:
         self.hand_off.peers.heard_from(message.sender)
 
+    def on_gap(self, identity: bytes) -> None:
+        with self.lock:
+            peer = identity.decode(errors="replace")
+            if peer in self.hand_off.peers:
+                self.hand_off.lose_peer(peer, "messages from it were lost")
+                return
+        super().on_gap(identity)
+
     def on_heartbeat(self) -> None:
         self.hand_off.peers.heartbeat()
 

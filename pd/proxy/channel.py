@@ -10,7 +10,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, decode, encode
+from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
+from pd.core.numbering import Received, Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,8 +34,13 @@ class Sockets:
 
             self._keys = curve_keypair(cluster_key)
 
-    def open(self, endpoint: str, on_message: Callable[[AnyMessage], None]) -> Channel:
-        """Connect to a node's ROUTER. Raises zmq.ZMQError for an endpoint that makes no sense."""
+    def open(
+        self, endpoint: str, on_message: Callable[[AnyMessage], None], on_gap: Callable[[], None]
+    ) -> Channel:
+        """Connect to a node's ROUTER. Raises zmq.ZMQError for an endpoint that makes no sense.
+
+        ``on_gap``: called before a message when others before it were lost.
+        """
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.IDENTITY, self.instance_id.encode())
         socket.set(zmq.LINGER, 0)
@@ -55,7 +61,7 @@ class Sockets:
         except zmq.ZMQError:
             socket.close()
             raise
-        return Channel(socket, self.instance_id, on_message)
+        return Channel(socket, self.instance_id, on_message, on_gap)
 
     def close(self) -> None:
         """Call after all channels are closed."""
@@ -70,17 +76,26 @@ class Channel:
         socket: zmq.asyncio.Socket,
         identity: str,
         on_message: Callable[[AnyMessage], None],
+        on_gap: Callable[[], None],
     ) -> None:
         self._socket = socket
+        self._on_gap = on_gap
+        # The node's stream began with an earlier channel, maybe.
+        self._sent, self._received = Sent(), Received(whole=False)
         self._on_message = on_message
         self._identity = identity
         self._reader = asyncio.create_task(self._read())
 
     def send(self, message: Message) -> bool:
         """Whether the message was taken; not if the node is not connected or does not read."""
-        sent = self._socket.send(encode(message), flags=zmq.NOBLOCK)
+        counting = counts(message)
+        frames = [self._sent.number(counts=counting), encode(message)]
+        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         # With NOBLOCK the future is done already.
-        return cast("asyncio.Future[None]", sent).exception() is None
+        if cast("asyncio.Future[None]", sent).exception() is None:
+            return True
+        self._sent.take_back(counts=counting)
+        return False
 
     def close(self) -> None:
         self._reader.cancel()
@@ -101,7 +116,18 @@ class Channel:
                 continue
             if message.to != self._identity:
                 continue
+            if len(frames) > 1 and self._lacks(frames[0]):
+                self._on_gap()
+                if self._socket.closed:
+                    return
             try:
                 self._on_message(message)
             except Exception:  # one bad message must not silence the node
                 log.exception("failed to handle %s of %s", type(message).__name__, message.sender)
+
+    def _lacks(self, number: bytes) -> bool:
+        try:
+            return self._received.missing(number)
+        except ValueError as error:
+            log.warning("%s", error)
+            return False

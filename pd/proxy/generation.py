@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from msgspec.structs import astuple
 
+from pd.core.errors import NodeFailedError
 from pd.core.messages import ROOM_BYTES, Stages
 from pd.proxy.positions import TokenMerger
 from pd.proxy.stop_strings import StopMatcher
@@ -246,11 +247,13 @@ class Generation:
         from_first = worker is self.first
         choice = self.choices[output.index]
         if from_first:
+            if output.prompt_logprobs is not None:
+                self._add_prompt_logprobs(output.prompt_logprobs)
+                if not output.token_ids:
+                    return 0  # the rest and token 1 follow
             self._first_spoke.add(output.index)
             if output.cached_tokens is not None:
                 self.cached_tokens = output.cached_tokens
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs = output.prompt_logprobs
         else:
             self._decode_spoke = True
             self.transferred_bytes += output.transferred_bytes or 0
@@ -266,6 +269,11 @@ class Generation:
             if self.first_token_at is None:
                 self.first_token_at = choice.last_token_at
         return added
+
+    def _add_prompt_logprobs(self, more: list[TokenLogprobs]) -> None:
+        self.prompt_logprobs += more
+        if len(self.prompt_logprobs) > len(self.spec.token_ids):
+            raise NodeFailedError("the prefill node sent log probabilities of too many tokens")
 
     def stages(self) -> dict[str, float]:
         """Seconds per stage, as the nodes report them; each is the word of whom it happened on."""

@@ -178,23 +178,24 @@ class WorkerPool:
         if info.role != worker.role:
             worker.problem = f"was added as {worker.role} but is a {info.role} node"
             return
-        if worker.info is None or info.instance_id != worker.info.instance_id:
+        known = worker.info is not None and info.instance_id == worker.info.instance_id
+        if not known or worker.channel is None:
             await self._meet(worker, info)
         else:
             worker.info = info
 
     async def _meet(self, worker: Worker, info: ServerInfo) -> None:
-        """A new instance answers at the URL: what went to the old one is lost."""
-        if worker.info is not None:
-            self._lose(worker, f"it was restarted (now instance {info.instance_id})")
+        """A new instance answers at the URL, so what went to the old one is lost; or one that was
+        lost is there again."""
         if worker.channel is not None:
-            worker.channel.close()
-            worker.channel = None
+            self._lose(worker, f"it was restarted (now instance {info.instance_id})")
         worker.info = info
         worker.tree = None
         try:
             worker.channel = self._sockets.open(
-                info.endpoints.zmq, lambda message: self._receive(worker, message)
+                info.endpoints.zmq,
+                lambda message: self._receive(worker, message),
+                lambda: self._lose(worker, "messages from it were lost"),
             )
         except zmq.ZMQError as error:
             worker.problem = f"cannot connect to {info.endpoints.zmq}: {error}"
@@ -216,6 +217,11 @@ class WorkerPool:
         if not isinstance(message, NodeHeartbeat):
             worker.last_heard = time.monotonic()
             self._on_message(worker, message)
+            return
+        if worker.losses is not None and message.losses > worker.losses:
+            self._lose(
+                worker, "it gave up its requests: messages were lost, or the proxy stood still"
+            )
             return
         before = worker.ready
         worker.heard(message)
@@ -246,6 +252,12 @@ class WorkerPool:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     def _lose(self, worker: Worker, reason: str) -> None:
+        """Fail what depends on a worker and meet it anew if it answers: by a new channel, which
+        tells it to forget what came by the old one."""
+        if worker.channel is not None:
+            worker.channel.close()
+            worker.channel, worker.losses = None, None
+            self._wake[worker].set()
         if not worker.alive and not worker.active:
             return
         log.warning(

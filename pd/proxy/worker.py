@@ -73,6 +73,7 @@ class Worker:
         connected: what was sent to it last was taken; false as soon as its process is gone.
         accepting: it takes new requests, by its own word.
         draining: removed by the operator; it only finishes what it has.
+        losses: how often it gave up requests of this proxy; None before it said so.
         active: generations that need this node.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
         tree: prefixes it presumably holds, kept by the cache-aware policy.
@@ -92,6 +93,7 @@ class Worker:
         self._sent_at = 0.0
         self.queued_tokens = 0
         self.running = 0
+        self.losses: int | None = None
         self.active: dict[Generation, None] = {}
         self.pending_tokens = 0
         self.tree: PrefixTree | None = None
@@ -131,6 +133,7 @@ class Worker:
         self.accepting = heartbeat.ready
         self.queued_tokens = heartbeat.queued_tokens
         self.running = heartbeat.running
+        self.losses = heartbeat.losses
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
     def lost(self, problem: str) -> None:

@@ -295,7 +295,7 @@ class FakeNode:
     def _loop(self) -> None:
         while not self._stop.is_set():
             if self._router.poll(3):
-                identity, frame = self._router.recv_multipart()
+                identity, *_, frame = self._router.recv_multipart()
                 self._receive(identity.decode(), decode(frame))
             while not self._outbox.empty():
                 proxy, message = self._outbox.get()
