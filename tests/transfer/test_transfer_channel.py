@@ -12,7 +12,8 @@ import time
 
 import msgspec
 import pytest
-from transfer_helpers import Relay, stop_process, wait_until
+from relay import Relay
+from transfer_helpers import stop_process, wait_until
 
 from pd.transfer.channel import MAX_MESSAGE_BYTES, Channel
 from pd.transfer.channel_hub import ChannelHub

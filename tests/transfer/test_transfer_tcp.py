@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from relay import Relay
 from transfer_helpers import (
     SEED,
-    Relay,
     hand_off,
     introduce,
     make_pool,
