@@ -109,6 +109,10 @@ class Channel:
                 if self._socket.closed:
                     return
                 raise
+            if len(frames) > 1 and self._lacks(frames[0]):
+                self._on_gap()
+                if self._socket.closed:
+                    return
             try:
                 message = decode(frames[-1])
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -116,10 +120,6 @@ class Channel:
                 continue
             if message.to != self._identity:
                 continue
-            if len(frames) > 1 and self._lacks(frames[0]):
-                self._on_gap()
-                if self._socket.closed:
-                    return
             try:
                 self._on_message(message)
             except Exception:  # one bad message must not silence the node

@@ -4,6 +4,7 @@ healthy, the restarted process is used again, and no page is lost. Real processe
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ import backends
 import httpx
 import pytest
 from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_until
+
+from pd.core.messages import LEASE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +28,8 @@ LONG = 1200
 # Only the first room is slow, so that the tests' later requests are not.
 SLOW_RESERVATIONS = "rules: [{do: delay_reservation, seconds: 3, rooms: 1}]"
 SLOW_WRITES = "rules: [{do: delay_write, seconds: 3, rooms: 1}]"
+
+ENDLESS_WRITES = "rules: [{do: delay_write, seconds: 20, rooms: [1, 2, 3]}]"
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +175,22 @@ def test_proxy_killed_and_restarted(pair_of_decoders: Deployment) -> None:
         assert_works(pair_of_decoders)
     finally:
         other.stop()
+
+
+@pytest.mark.parametrize("scripted", [ENDLESS_WRITES], indirect=True)
+def test_proxy_that_stood_still(scripted: Deployment) -> None:
+    """The nodes gave its requests up meanwhile, so its clients must hear that."""
+    streams = [scripted.stream(prompt(40 + i), LONG) for i in range(3)]
+    for stream in streams:
+        stream.wait_first()
+    scripted.proxy.child.send_signal(signal.SIGSTOP)
+    time.sleep(LEASE_SECONDS + 1.5)
+    scripted.proxy.child.send_signal(signal.SIGCONT)
+    for stream in streams:
+        stream.join(10)
+        assert stream.error is not None and not stream.done
+    scripted.wait_idle(30)
+    assert_works(scripted)
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1, 30])

@@ -31,9 +31,11 @@ from pd.core.messages import (
     Stages,
     StepOutputs,
     TokenLogprobs,
+    counts,
     decode,
     encode,
 )
+from pd.core.numbering import Sent
 
 EOS = 1
 Answer = Callable[[list[int], int], list[int]]
@@ -92,6 +94,8 @@ class FakeNode:
         self.aborts: list[Abort] = []
         self._changed = threading.Condition()
         self._outbox: queue.Queue[tuple[str, Message | bytes]] = queue.Queue()
+        self._numbers: dict[str, Sent] = {}
+        self.losses = 0
         self._stop = threading.Event()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -231,6 +235,11 @@ class FakeNode:
         message.to, message.sender = message.to or proxy, message.sender or self.instance_id
         self._outbox.put((proxy, message))
 
+    def number(self, proxy: str, message: Message) -> bytes:
+        """Call it for a message that is then not sent: a reset of the connection lost it."""
+        sent = self._numbers.setdefault(proxy, Sent())
+        return sent.number(counts=counts(message))
+
     def send_raw(self, proxy: str, frame: bytes) -> None:
         self._outbox.put((proxy, frame))
 
@@ -299,8 +308,11 @@ class FakeNode:
                 self._receive(identity.decode(), decode(frame))
             while not self._outbox.empty():
                 proxy, message = self._outbox.get()
-                frame = message if isinstance(message, bytes) else encode(message)
-                self._router.send_multipart([proxy.encode(), frame])
+                if isinstance(message, bytes):
+                    self._router.send_multipart([proxy.encode(), message])
+                    continue
+                number = self.number(proxy, message)
+                self._router.send_multipart([proxy.encode(), number, encode(message)])
 
     def _receive(self, proxy: str, message: AnyMessage) -> None:
         if message.to not in ("", self.instance_id):
@@ -313,6 +325,7 @@ class FakeNode:
                     ready=self.ready,
                     queued_tokens=self.queued_tokens,
                     running=self.running,
+                    losses=self.losses,
                 )
                 self.send(proxy, beat)
             return

@@ -117,6 +117,39 @@ def test_a_node_that_falls_silent_is_lost_though_its_port_answers(
     wait_until(lambda: ready(proxy))
 
 
+def test_a_nodes_message_that_is_lost_fails_its_requests_at_once(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    result = background.submit(post, proxy.url)
+    prefill.say(prefill.wait_generate(), [40])
+    request = decode.wait_generate()
+    decode.say(request, [40, 41])
+    lost = Failed(to="", sender="", room=request.room, error=ErrorInfo("node_failed", "lost"))
+    decode.number(request.sender, lost)
+    failed(result, "messages from it were lost")
+    wait_until(lambda: ready(proxy))
+    decode.auto = prefill.auto = True
+    assert post(proxy.url)[0] == 200
+
+
+def test_requests_that_a_node_gave_up_unheard_fail(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    """It lacked a message of this proxy, or the proxy stood still for a lease."""
+    prefill, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    result = background.submit(post, proxy.url)
+    prefill.wait_generate()
+    decode.wait_generate()
+    decode.losses += 1
+    failed(result, "it gave up its requests")
+    wait_until(lambda: ready(proxy))
+    decode.auto = prefill.auto = True
+    assert post(proxy.url)[0] == 200
+
+
 def test_the_prefill_nodes_death_does_not_matter_once_decoding_runs(
     cluster: Cluster, background: ThreadPoolExecutor
 ) -> None:
