@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +36,11 @@ if TYPE_CHECKING:
 
     from pd.bench.transfer_spec import Spec
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = ("tcp", "nixl", "mooncake", "nvlink", "fake")
 _START_SECONDS = 90.0
+_PR_SET_PDEATHSIG = 1
 _COLUMNS = (
     f"{'backend':9} {'device':13} {'model':13} {'page':>4} {'tokens':>7} {'layout':10} "
     f"{'GB/s':>8} {'best':>8} {'ceiling':>8} {'best':>8} {'share':>6}  ceiling is"
@@ -105,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=_positive, default=7, help="timed transfers, at least (default: 7)")
     add(
         "--seconds",
-        type=float,
+        type=_seconds,
         default=2.0,
         help="go on for so long, with up to 100 transfers, if they are short (default: 2)",
     )
@@ -128,6 +134,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return seconds
+
+
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
@@ -146,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
     specs = _specs(args)
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise UsageError(f"--output {args.output}: there is no such directory")
+    if args.output is not None and args.output.is_dir():
+        raise UsageError(f"--output {args.output} is a directory; name a file")
     rows: list[dict[str, Any]] = []
     devices: set[str] = set()
     failed = 0
@@ -188,6 +203,10 @@ def _measure(spec: Spec, control: Any, key: bytes | None) -> dict[str, Any] | PD
         found = SourceEnd(spec, control, key).measure(_progress)
     except PDError as error:
         return error
+    except Exception as error:
+        # Whatever a library raises when the other end dies, or there is no memory.
+        logger.debug("failed", exc_info=True)
+        return SetupError(f"{type(error).__name__}: {error}")
     return {"row": row(spec, found), "devices": found.devices}
 
 
@@ -214,6 +233,10 @@ def _measure_here(spec: Spec, timeout: float) -> dict[str, Any] | PDError:
         processes.append(prefill)
         answer: dict[str, Any] | PDError = _answer(near, prefill, timeout)
         return answer
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in reversed(processes):
             # Each ends when its work is done or the other one hangs up.
@@ -239,17 +262,26 @@ def _decode_process(pipe: Connection, device: str) -> None:
     from pd.bench.transfer_control import Control, accept_socket, listen
     from pd.bench.transfer_ends import TargetEnd
 
+    _depend_on_parent()
     with contextlib.closing(listen("127.0.0.1", 0, None)) as listener:
         # If the other process never comes, this one must not stay for ever.
         listener.settimeout(_START_SECONDS)
         pipe.send(listener.getsockname()[1])
         control = Control(accept_socket(listener, None))
-    TargetEnd(control, device, None).serve()
+    with contextlib.suppress(SetupError):  # the other process says what is wrong
+        TargetEnd(control, device, None).serve()
+
+
+def _depend_on_parent() -> None:
+    """Ctrl-C and the end of the parent, however it comes, are its to tell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prefill_process(pipe: Connection, spec: Spec, port: int) -> None:
     from pd.bench.transfer_control import Control, connect_socket
 
+    _depend_on_parent()
     control = Control(connect_socket("127.0.0.1", port, None))
     pipe.send(_measure(spec, control, None))
     control.close()

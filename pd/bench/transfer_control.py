@@ -23,6 +23,7 @@ SOURCE, TARGET = "bench-P", "bench-D"
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 16 << 20
 _GREETING_SECONDS = 10.0
+_END = "end"
 
 
 class Control:
@@ -60,16 +61,17 @@ class Control:
         return answer
 
     def serve(self, operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-        """Answer calls until the other end hangs up."""
+        """Answer calls until the other end has done. Raises SetupError if it goes before."""
         while True:
-            try:
-                message = self.receive()
-            except SetupError:
+            message = self.receive()
+            if message.get("op") == _END:
                 return
             try:
                 answer = operations[message.pop("op")](message)
             except PDError as error:
                 answer = {"error": error.message}
+            except (OSError, MemoryError) as error:
+                answer = {"error": str(error)}
             except Exception as error:
                 # Whatever a library raised: the other end ends with it, this one with a traceback.
                 logger.exception("failed")
@@ -77,6 +79,9 @@ class Control:
             self.send(answer)
 
     def close(self) -> None:
+        """Tell the other end that this was all."""
+        with contextlib.suppress(SetupError, OSError):
+            self.send({"op": _END})
         self._sock.close()
 
 

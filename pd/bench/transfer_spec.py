@@ -51,7 +51,7 @@ def load_shape(model: str, dtype: str) -> Shape:
         )
     try:
         config = ModelConfig.from_dict(json.loads(file.read_text()))
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{file} cannot be used: {error}") from None
     chosen = (config.dtype or "bfloat16") if dtype == "auto" else dtype
     if chosen not in DTYPES:

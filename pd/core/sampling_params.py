@@ -13,6 +13,8 @@ MAX_CHOICES = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 SEED_LIMIT = 1 << 63
+# Logits that are multiplied by more would overflow.
+MIN_PENALTY = 0.01
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -76,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("min_p", self.min_p, 0.0, 1.0),
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            ("repetition_penalty", self.repetition_penalty, 0.0, 100.0),
+            ("repetition_penalty", self.repetition_penalty, MIN_PENALTY, 100.0),
             ("seed", self.seed, 0, SEED_LIMIT - 1),
             ("n", self.n, 1, MAX_CHOICES),
             ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
@@ -86,12 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise InvalidRequestError(
                     f"{name} must be between {low} and {high}, not {value}", param=name
                 )
-        for name, positive in (
-            ("top_p", self.top_p),
-            ("repetition_penalty", self.repetition_penalty),
-        ):
-            if positive <= 0.0:
-                raise InvalidRequestError(f"{name} must be above 0, not {positive}", param=name)
+        if self.top_p <= 0.0:
+            raise InvalidRequestError(f"top_p must be above 0, not {self.top_p}", param="top_p")
         if self.prompt_logprobs_start is not None and self.prompt_logprobs_start < 0:
             raise InvalidRequestError(
                 f"logprob_start_len must be at least 0, not {self.prompt_logprobs_start}",

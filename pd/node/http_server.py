@@ -52,7 +52,12 @@ class HttpServers(threading.Thread):
         self._sockets = [sock for _, sock in apps]
         for app, _ in apps:
             settings = uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=30
+                app,
+                http="h11",  # which bounds the size of headers
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=30,
             )
             self._servers.append(uvicorn.Server(settings))
 

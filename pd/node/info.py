@@ -54,6 +54,7 @@ def server_info(node: Node) -> dict[str, object]:
             "dtype": engine.layout.dtype,
             "page_size": config.page_size,
             "tp_size": config.tp_size,
+            "kv_digest": config.kv_digest,
             **transfer_info(node),
             "attention_backend": engine.attention_backend,
             "context_length": engine.context_length,

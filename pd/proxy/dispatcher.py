@@ -61,23 +61,28 @@ class Dispatcher:
         self._request_timeout = request_timeout
         self._on_released = on_released
         self._rooms: dict[bytes, Generation] = {}
+        self._choices = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def check_admission(self, num_prompts: int) -> None:
+    def check_admission(self, num_choices: int) -> None:
         """Refuse before any work is done. Raises QueueFullError, UnavailableError or, for a batch
-        that could never be admitted, InvalidRequestError."""
+        that could never be admitted, InvalidRequestError.
+
+        Args:
+            num_choices: prompts, times the answers that are wanted of each as far as that is known.
+        """
         if self.draining:
             raise UnavailableError("the proxy is shutting down")
-        if num_prompts > self._max_queue:
+        if num_choices > self._max_queue:
             raise InvalidRequestError(
-                f"a batch of {num_prompts} prompts exceeds the queue of {self._max_queue}; "
-                "send smaller batches"
+                f"a batch of {num_choices} prompts times `n` exceeds the queue of "
+                f"{self._max_queue}; send smaller batches"
             )
-        if len(self._rooms) + num_prompts > self._max_queue:
+        if self._choices + num_choices > self._max_queue:
             raise QueueFullError(
-                f"{len(self._rooms)} requests are in the system, at most {self._max_queue} may be; "
-                "try again later"
+                f"{self._choices} requests times `n` are in the system, at most {self._max_queue} "
+                "may be; try again later"
             )
 
     @contextmanager
@@ -86,7 +91,7 @@ class Dispatcher:
 
         Raises UnavailableError or QueueFullError before any node has seen anything.
         """
-        self.check_admission(len(specs))
+        self.check_admission(sum(spec.params.n for spec in specs))
         timeouts = [t for t in (timeout, self._request_timeout) if t is not None]
         deadline = min(timeouts) if timeouts else None
         self.jobs.add(job)
@@ -188,6 +193,7 @@ class Dispatcher:
         generation.uncached_tokens = len(spec.token_ids) - cached
         route.first.pending_tokens += generation.uncached_tokens
         self._rooms[generation.room] = generation
+        self._choices += len(generation.choices)
         for worker, reason in route.reasons:
             worker.active[generation] = None
             self._metrics.routing.labels(worker.role, reason).inc()
@@ -322,7 +328,8 @@ class Dispatcher:
         """The one way out of the books."""
         generation.done = True
         generation.finished_at = time.monotonic()
-        self._rooms.pop(generation.room, None)
+        if self._rooms.pop(generation.room, None) is not None:
+            self._choices -= len(generation.choices)
         first = generation.first
         if first is not None:
             first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)

@@ -93,6 +93,13 @@ class Service:
         """Token ids of a prompt. Raises InvalidRequestError for an empty or foreign one."""
         if isinstance(prompt, str):
             text = model.need_text(param)
+            most = model.limits.context_length * text.longest_token
+            if len(prompt) > most:
+                raise InvalidRequestError(
+                    f"{param} has {len(prompt)} characters; no more than {most} fit the model's "
+                    f"context of {model.limits.context_length} tokens",
+                    param=param,
+                )
             ids = await text.encode(prompt, add_special_tokens=add_special_tokens)
             if not prompt or not len(ids):
                 raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)

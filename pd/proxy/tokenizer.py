@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # Longer texts are tokenized on a thread: a character takes up to a microsecond.
 _THREAD_CHARACTERS = 8192
+_MIN_LONGEST = 64
 _pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
 
@@ -49,6 +50,8 @@ class TextModel:
         self._tokenizer.no_padding()
         decoder: dict[str, Any] | None = json.loads(self._tokenizer.to_str()).get("decoder")
         self.table = TokenTable(self._tokenizer, decoder)
+        # Characters that one token may stand for; more than that only where unknown ones are fused.
+        self.longest_token = max(_MIN_LONGEST, *map(len, self._tokenizer.get_vocab()))
         self.templates: dict[str, ChatTemplate] = {}
         try:
             self.templates = load_templates(directory)

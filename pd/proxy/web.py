@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 << 20
+# JSON is parsed in one go, which holds up everybody: tens of milliseconds for a megabyte.
+MAX_BODY_BYTES = 8 << 20
+MAX_HEAD_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
 DONE = b"data: [DONE]\n\n"
 
@@ -42,14 +44,39 @@ class Protocol11(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with the connection within reach, to cut off a client that does not read,
     and with errors in our shape."""
 
+    # Of the present request line and headers, as far as they came by themselves.
+    _head_bytes = 0
+    _in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        began_in_head = self._in_head
+        super().data_received(data)
+        self._head_bytes = self._head_bytes + len(data) if began_in_head and self._in_head else 0
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(
+                "431 Request Header Fields Too Large",
+                f"the request's headers exceed {MAX_HEAD_BYTES} bytes",
+            )
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"]["transport"] = self.transport
 
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+
     def send_400_response(self, msg: str) -> None:
-        body = _encoder.encode(error_body(InvalidRequestError(msg)))
+        self._refuse("400 Bad Request", msg)
+
+    def _refuse(self, status: str, message: str) -> None:
+        body = _encoder.encode(error_body(InvalidRequestError(message)))
         head = (
-            f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
@@ -143,13 +170,18 @@ class JobResponse(Response):
                     await self._stream(send, scope, receive)
                 else:
                     await job.finished()
-                    await json_response(self._renderer.body())(scope, receive, send)
+                    # On a thread: thousands of log probabilities take seconds to write down.
+                    response = await asyncio.to_thread(self._whole)
+                    await response(scope, receive, send)
         except PDError as error:
             if job.outcome is None:
                 await error_response(error)(scope, receive, send)
         finally:
             if watcher is not None:
                 watcher.cancel()
+
+    def _whole(self) -> Response:
+        return json_response(self._renderer.body())
 
     async def _stream(self, send: Send, scope: Scope, receive: Receive) -> None:
         job, renderer = self._job, self._renderer

@@ -41,7 +41,9 @@ class ServerInfo(msgspec.Struct):
     pages: Pages
     vocab_size: int | None = None
     model_path: str | None = None
+    model_id: str = ""
     dtype: str = ""
+    kv_digest: bool = False
     transfer_backend: str = ""
     transfer_backends: list[str] = []
 
@@ -52,8 +54,13 @@ class ServerInfo(msgspec.Struct):
 
     def difference(self, other: ServerInfo) -> str | None:
         """Why a handshake between the two cannot succeed, as far as can be seen from here."""
-        for name in ("model", "dtype"):
-            ours, theirs = getattr(self, name), getattr(other, name)
+        for name, field in (
+            ("model", "model"),
+            ("dtype", "dtype"),
+            ("weights or a shape of the model with the fingerprint", "model_id"),
+            ("--kv-digest", "kv_digest"),
+        ):
+            ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 return f"{self.role} has {name} {ours!r}, {other.role} has {theirs!r}"
         offered = [info.transfer_backends or [info.transfer_backend] for info in (self, other)]

@@ -81,7 +81,10 @@ BAD = {
     "min_p": ({"params": {"min_p": 1.5}}, "min_p must be between"),
     "presence": ({"params": {"presence_penalty": 3.0}}, "presence_penalty must be between"),
     "frequency": ({"params": {"frequency_penalty": -3.0}}, "frequency_penalty must be between"),
-    "repetition": ({"params": {"repetition_penalty": 0.0}}, "repetition_penalty must be above 0"),
+    "repetition": (
+        {"params": {"repetition_penalty": 0.0}},
+        "repetition_penalty must be between",
+    ),
     "seed": ({"params": {"seed": -1}}, "seed must be between"),
     "n": ({"params": {"n": 65}}, "n must be between 1 and 64"),
     "top_logprobs": ({"params": {"top_logprobs": 21}}, "top_logprobs must be between"),

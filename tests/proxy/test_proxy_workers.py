@@ -340,15 +340,25 @@ def test_without_the_cluster_key_nodes_do_not_listen(cluster: Cluster, key: byte
     assert "--cluster-key-file" in httpx.get(proxy.url + "/readiness").text
 
 
-def test_readiness_says_why_nodes_do_not_fit_together(cluster: Cluster) -> None:
-    cluster.node("prefill", dtype="float32")
-    cluster.node("decode", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("field", "values", "what"),
+    [
+        ("dtype", ("float32", "bfloat16"), "dtype"),
+        ("kv_digest", (True, False), "--kv-digest"),
+        ("model_id", ("a1", "b2"), "weights or a shape of the model with the fingerprint"),
+    ],
+)
+def test_readiness_says_why_nodes_do_not_fit_together(
+    cluster: Cluster, field: str, values: tuple[Any, Any], what: str
+) -> None:
+    cluster.node("prefill", **{field: values[0]})
+    cluster.node("decode", **{field: values[1]})
     proxy = cluster.proxy(wait_ready=0.5)
     wait_until(lambda: all(worker["ready"] for worker in workers(proxy)))
     response = httpx.get(proxy.url + "/readiness")
     assert response.status_code == 503
     message = response.json()["error"]["message"]
-    assert "prefill has dtype 'float32', decode has 'bfloat16'" in message
+    assert f"prefill has {what} {values[0]!r}, decode has {values[1]!r}" in message
 
 
 def test_flushing_names_the_node_that_failed(cluster: Cluster) -> None:
