@@ -98,7 +98,7 @@ def test_tokens_are_those_of_steps_one_by_one(split: bool, seed: int) -> None:
     right = [tokens == wanted for tokens, wanted in zip(found, expected, strict=True) if tokens]
     assert all(right), [i for i, tokens in enumerate(found) if tokens and tokens != expected[i]]
     assert len(right) > 10
-    assert all(device.ahead > 10 for device in devices)
+    assert sum(device.ahead for device in devices) > 10
 
 
 def test_a_request_at_its_last_token_is_not_computed_further() -> None:
