@@ -222,6 +222,38 @@ def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch
     check(client.post(GENERATE, content=b" " * 5000), 400, "5000 bytes; at most 1000")
 
 
+def test_a_text_that_no_context_holds_is_not_tokenized(client: httpx.Client) -> None:
+    response = client.post(COMPLETIONS, json={"prompt": "a b " * 5000})
+    check(response, 400, "prompt has 20000 characters", "prompt")
+
+
+def test_headers_are_bounded(client: httpx.Client) -> None:
+    import contextlib
+    import json
+    import socket
+
+    url = client.base_url
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(4000):
+                connection.sendall(b"a" * 1000)
+                connection.settimeout(0.001)
+                with contextlib.suppress(TimeoutError):
+                    if connection.recv(10, socket.MSG_PEEK):
+                        break
+                connection.settimeout(5)
+        connection.settimeout(5)
+        head, body = connection.recv(4096).split(b"\r\n\r\n")
+    assert b"431" in head.splitlines()[0]
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+def test_a_request_after_a_long_body_may_have_headers_too(client: httpx.Client) -> None:
+    for size in (10, 300_000, 10):
+        check(client.post(GENERATE, content=b" " * size), 400, "not valid JSON")
+
+
 def test_broken_http_is_answered_in_the_same_shape(client: httpx.Client) -> None:
     import json
     import socket

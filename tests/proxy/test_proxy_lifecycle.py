@@ -410,6 +410,10 @@ class TestQueue:
         response = client.post("/generate", json={"input_ids": [[5], [6], [7]]})
         assert response.status_code == 400
         assert "queue of 2" in response.json()["error"]["message"]
+        params = {"n": 3, "temperature": 1.0}
+        response = client.post("/generate", json={"input_ids": [5], "sampling_params": params})
+        assert response.status_code == 400
+        assert "3 prompts times `n`" in response.json()["error"]["message"]
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(
