@@ -17,6 +17,7 @@ from pd.commands.ready import Ready, announce
 from pd.core import config as choices
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
+from pd.core.exit import leave_within
 
 if TYPE_CHECKING:
     import argparse
@@ -37,6 +38,8 @@ _PORTS = {"prefill": 30000, "decode": 30100, "unified": 30200}
 # wait for it, and Python's default of 5 ms is as long as a step.
 _SWITCH_INTERVAL = 0.0002
 
+# What it takes to close everything, and much more.
+_END_SECONDS = 40.0
 # Seconds between looks at whether the node is broken.
 _LOOK_INTERVAL = 1.0
 
@@ -350,6 +353,7 @@ def run(args: argparse.Namespace) -> int:
             return 1
         _drain(server, signals)
     finally:
+        leave_within(_END_SECONDS, 1)
         server.stop()
     return 0
 

@@ -11,6 +11,14 @@ import threading
 STUCK_PREFIX = "may be stuck: "
 
 
+def leave_within(seconds: float, status: int) -> None:
+    """End the process with this exit status unless it has ended by then: a GPU that hangs may hold
+    up whoever waits for what it computes."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
+
+
 def leave(status: int) -> None:
     """End the process with this exit status if a thread is stuck; otherwise return.
 

@@ -224,13 +224,15 @@ class Dispatcher:
             timeout=timeout,
             peer=decode.instance_id if decode else "",
         )
-        sent = first.send(message)
+        node, sent = first, first.send(message)
         if sent and decode is not None:
+            node = decode
             message.to, message.peer = decode.instance_id, first.instance_id
             message.peer_bootstrap = first.info.endpoints.bootstrap or ""
             sent = decode.send(message)
         if not sent:
-            self._fail(generation, NodeFailedError("the connection to a node was lost"))
+            lost = f"the connection to {node.role} node {node.instance_id} was lost"
+            self._fail(generation, NodeFailedError(lost))
 
     def _output(self, worker: Worker, output: Output) -> None:
         generation = self._rooms.get(output.room)

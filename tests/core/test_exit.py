@@ -34,3 +34,14 @@ def test_only_a_stuck_thread_cuts_the_end_short(name: str, daemon: bool, status:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, done.stdout) == (status, "said\n"), done
+
+
+def test_a_process_that_cannot_end_is_ended() -> None:
+    program = (
+        "import threading\n"
+        "from pd.core.exit import leave_within\n"
+        "leave_within(0.2, 3)\n"
+        "threading.Event().wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=30)
+    assert done.returncode == 3
