@@ -155,7 +155,8 @@ class _Renderer:
         if choice not in self._begun:
             self._begun.add(choice)
             opening = {"role": "assistant", "content": ""}
-            yield self._chunk({"index": choice.index, "delta": opening} | _open())
+            chunk = self._chunk({"index": choice.index, "delta": opening} | _open())
+            yield chunk | self._prompt_ids()
         content = {"content": delta.text} if delta.text or delta.finish is None else {}
         yield self._chunk({"index": choice.index, "delta": content} | self._rest(choice, delta))
 
@@ -170,11 +171,17 @@ class _Renderer:
             message = {"role": "assistant", "content": delta.text, "refusal": None}
             head = {"index": choice.index, "message": message}
             choices.append(head | self._rest(choice, delta))
-        return self._head | {"choices": choices, "usage": openai_common.usage(self._job)}
+        whole = self._head | {"choices": choices, "usage": openai_common.usage(self._job)}
+        return whole | self._prompt_ids()
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        if not self._asked.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._job.generations[0].spec.token_ids.tolist()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"choices": [choice]}
-        return chunk | {"usage": None} if self._asked.include_usage else chunk
+        return chunk | openai_common.chunk_usage(self._asked, self._job)
 
     def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         rest: dict[str, Any] = {"logprobs": None}

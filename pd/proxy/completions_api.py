@@ -124,7 +124,7 @@ class _Renderer:
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         event = self._head | {"choices": [self._choice(choice, delta)]}
-        yield event | {"usage": None} if self._asked.include_usage else event
+        yield event | openai_common.chunk_usage(self._asked, self._job)
 
     def last_events(self) -> Iterable[object]:
         if self._asked.include_usage:
@@ -162,6 +162,7 @@ class _Renderer:
             result["logprobs"] = logprobs.legacy(self._model.text, entries, offsets)
         if self._asked.return_token_ids:
             result["token_ids"] = delta.token_ids
+            result["prompt_token_ids"] = spec.token_ids.tolist() if first else None
         return result | openai_common.ending(choice, delta.finish)
 
 

@@ -32,6 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "chat_template": (),
     "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
 }
 
 
@@ -54,6 +55,7 @@ class OpenAIRequest:
     timeout: float | None
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     skip_special_tokens: bool
     return_token_ids: bool
 
@@ -84,6 +86,7 @@ def read_request(fields: Fields, request: Request, prefix: str) -> OpenAIRequest
         raise InvalidRequestError(
             "stream_options is only for streams; set stream to true", param="stream_options"
         )
+    fields.string("user")
     kwargs = sampling.read_common(fields)
     kwargs["seed"] = sampling.read_seed(fields, "seed")
     kwargs["min_tokens"] = fields.integer("min_tokens") or 0
@@ -101,6 +104,7 @@ def read_request(fields: Fields, request: Request, prefix: str) -> OpenAIRequest
         timeout=sampling.read_timeout(fields),
         stream=stream,
         include_usage=options.boolean("include_usage") if options else False,
+        continuous_usage=options.boolean("continuous_usage_stats") if options else False,
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         return_token_ids=fields.boolean("return_token_ids"),
     )
@@ -114,6 +118,13 @@ def _check_response_format(fields: Fields) -> None:
             "structured output is not supported yet",
             param="response_format",
         )
+
+
+def chunk_usage(asked: OpenAIRequest, job: Job) -> dict[str, Any]:
+    """What a chunk says of usage: nothing, null before the last, or how much it is so far."""
+    if not asked.include_usage:
+        return {}
+    return {"usage": usage(job) if asked.continuous_usage else None}
 
 
 def usage(job: Job) -> dict[str, Any]:

@@ -46,12 +46,13 @@ class Protocol11(HttpToolsProtocol):
 
     # Of the present request line and headers, as far as they came by themselves.
     _head_bytes = 0
-    _in_head = True
+    _in_body = False
 
     def data_received(self, data: bytes) -> None:
-        began_in_head = self._in_head
+        self._head_bytes += len(data)
         super().data_received(data)
-        self._head_bytes = self._head_bytes + len(data) if began_in_head and self._in_head else 0
+        if self._in_body:
+            self._head_bytes = 0
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(
                 "431 Request Header Fields Too Large",
@@ -63,12 +64,12 @@ class Protocol11(HttpToolsProtocol):
         self.scope["state"]["transport"] = self.transport
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_body = True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_head = True
+        self._in_body, self._head_bytes = False, 0
 
     def send_400_response(self, msg: str) -> None:
         self._refuse("400 Bad Request", msg)

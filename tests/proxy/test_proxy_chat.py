@@ -77,6 +77,19 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason(cluster: Cluster
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
+def test_token_ids_of_prompt_and_answer(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(lambda p, i: ids("abc"))
+    asked = {"messages": HELLO, "max_tokens": len(ids("abc")), "return_token_ids": True}
+    body = chat(cluster.client(), **asked)
+    prompt = list(memoryview(prefill.wait_generate().token_ids).cast("i"))
+    assert body["prompt_token_ids"] == prompt
+    assert body["choices"][0]["token_ids"] == ids("abc")
+    with cluster.client().stream("POST", PATH, json=asked | {"stream": True}) as response:
+        first, *rest, _ = read_events(response)
+    assert first["prompt_token_ids"] == prompt
+    assert all("prompt_token_ids" not in chunk for chunk in rest)
+
+
 def test_logprobs_have_bytes(cluster: Cluster) -> None:
     cluster.pair(lambda p, i: ids("é😀"))
     body = chat(cluster.client(), logprobs=True, top_logprobs=2, max_tokens=len(ids("é😀")))

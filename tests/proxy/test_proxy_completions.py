@@ -85,7 +85,7 @@ def test_both_nodes_get_their_part_at_once(cluster: Cluster) -> None:
         "cache_salt": "tenant",
         "timeout": 30,
         "rid": "mine",
-        "user": 5,
+        "user": "me",
         "store": True,
         "metadata": {},
         "service_tier": "auto",
@@ -161,6 +161,18 @@ def test_a_stream_adds_up_to_the_answer(cluster: Cluster) -> None:
     assert len({event["id"] for event in events[:-1]}) == 1
 
 
+def test_usage_so_far_in_every_chunk(cluster: Cluster) -> None:
+    cluster.pair()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = stream(cluster.client(), max_tokens=9, stream_options=options)[:-1]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 9
+    assert {event["usage"]["prompt_tokens"] for event in events} == {
+        events[-1]["usage"]["prompt_tokens"]
+    }
+
+
 def test_usage_is_not_streamed_unless_asked_for(cluster: Cluster) -> None:
     cluster.pair()
     assert all("usage" not in event for event in stream(cluster.client())[:-1])
@@ -181,8 +193,11 @@ def test_prompts_and_choices_are_numbered_prompt_first(cluster: Cluster) -> None
     got: dict[int, list[int]] = {}
     for event in stream(client, prompt=prompts, n=2, max_tokens=3, return_token_ids=True)[:-1]:
         (choice,) = event["choices"]
+        begun = choice["index"] in got
+        assert choice["prompt_token_ids"] == (None if begun else prompts[choice["index"] // 2])
         got.setdefault(choice["index"], []).extend(choice["token_ids"])
     assert got == expected
+    assert [c["prompt_token_ids"] for c in body["choices"]] == [p for p in prompts for _ in "ab"]
 
 
 def test_lists_of_strings_are_several_prompts(cluster: Cluster) -> None:
