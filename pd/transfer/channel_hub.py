@@ -155,12 +155,15 @@ class ChannelHub:
         """Watch a channel that :class:`Dial` opened."""
 
         def watch() -> None:
+            if self._closing:
+                channel.sock.close()
+                return
             self._watch(channel)
             channel.events = events
             self._guard(channel, lambda: events.opened(channel))
 
         self.call(watch)
-        if self._closing:
+        if not self._thread.is_alive():
             channel.sock.close()
 
     def close(self) -> None:
@@ -187,6 +190,8 @@ class ChannelHub:
             while self._calls:
                 self._calls.popleft()()
             self._sweep()
+        while self._calls:
+            self._calls.popleft()()
         for channel in list(self._channels):
             if channel.inbound:
                 channel.close()
