@@ -100,7 +100,6 @@ class Timings:
     """Monotonic times at which stages of the request began or ended on this node."""
 
     arrived: float = field(default_factory=time.monotonic)
-    peer_ready: float | None = None
     admitted: float | None = None
     first_token: float | None = None
     reserved: float | None = None

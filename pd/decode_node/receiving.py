@@ -68,7 +68,6 @@ class Receiving:
                 self._node.fail(request, NodeFailedError(error.message))
                 return
             request.hand_off.connected = True
-            request.times.peer_ready = time.monotonic()
             self.pump()
 
         self._node.peers.want(request.peer_bootstrap, request.peer, connected)

@@ -77,12 +77,6 @@ class KVPool:
         """Values of a layer, a view ``[slots, num_kv_heads, head_dim]``."""
         return self._values[layer]
 
-    def copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first ``num_tokens`` tokens of a page to another, in all layers."""
-        assert 0 <= num_tokens <= self.page_size
-        begin, end = source * self.page_size, target * self.page_size
-        self.buffer[:, :, end : end + num_tokens] = self.buffer[:, :, begin : begin + num_tokens]
-
     def gather_pages(self, pages: IntArray) -> torch.Tensor:
         """A copy of pages in host memory.
 
