@@ -165,7 +165,8 @@ class ControlThread(threading.Thread):
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close()
-            del self._sent[identity], self._received[identity]
+            self._sent.pop(identity, None)
+            self._received.pop(identity, None)
 
     def stop(self) -> None:
         """End the thread and close its sockets; what was posted before is still sent."""

@@ -32,6 +32,9 @@ def _parts(output: Output) -> Iterator[Output]:
 
 def _messages(outputs: list[Output]) -> Iterator[list[Output]]:
     """Outputs in their order, so many to a message as are far from the largest."""
+    if not any(output.logprobs or output.prompt_logprobs for output in outputs):
+        yield outputs
+        return
     some, size = [], 0
     for output in (part for whole in outputs for part in _parts(whole)):
         added = sum(map(_size, [*(output.logprobs or ()), *(output.prompt_logprobs or ())]))

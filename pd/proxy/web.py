@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# JSON is parsed in one go, which holds up everybody: tens of milliseconds for a megabyte.
+# JSON is parsed in one go, and meanwhile everybody waits.
 MAX_BODY_BYTES = 8 << 20
 MAX_HEAD_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
@@ -171,9 +171,7 @@ class JobResponse(Response):
                     await self._stream(send, scope, receive)
                 else:
                     await job.finished()
-                    # On a thread: thousands of log probabilities take seconds to write down.
-                    response = await asyncio.to_thread(self._whole)
-                    await response(scope, receive, send)
+                    await (await self._whole())(scope, receive, send)
         except PDError as error:
             if job.outcome is None:
                 await error_response(error)(scope, receive, send)
@@ -181,7 +179,10 @@ class JobResponse(Response):
             if watcher is not None:
                 watcher.cancel()
 
-    def _whole(self) -> Response:
+    async def _whole(self) -> Response:
+        if any(spec.params.logprobs for spec in self._specs):
+            # Thousands of them take so long to write down that everybody would wait.
+            return await asyncio.to_thread(lambda: json_response(self._renderer.body()))
         return json_response(self._renderer.body())
 
     async def _stream(self, send: Send, scope: Scope, receive: Receive) -> None:
