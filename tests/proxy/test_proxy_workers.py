@@ -67,6 +67,13 @@ def failed(result: Future[tuple[int, Any]], message: str) -> None:
     assert message in error["message"]
 
 
+def works_again(proxy: ProxyThread, *nodes: FakeNode) -> None:
+    wait_until(lambda: ready(proxy))
+    for node in nodes:
+        node.auto = True
+    assert post(proxy.url)[0] == 200
+
+
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_killed_node_fails_its_requests_and_is_used_again_after_its_restart(
@@ -129,9 +136,7 @@ def test_a_nodes_message_that_is_lost_fails_its_requests_at_once(
     lost = Failed(to="", sender="", room=request.room, error=ErrorInfo("node_failed", "lost"))
     decode.number(request.sender, lost)
     failed(result, "messages from it were lost")
-    wait_until(lambda: ready(proxy))
-    decode.auto = prefill.auto = True
-    assert post(proxy.url)[0] == 200
+    works_again(proxy, prefill, decode)
 
 
 def test_requests_that_a_node_gave_up_unheard_fail(
@@ -145,9 +150,7 @@ def test_requests_that_a_node_gave_up_unheard_fail(
     decode.wait_generate()
     decode.losses += 1
     failed(result, "it gave up its requests")
-    wait_until(lambda: ready(proxy))
-    decode.auto = prefill.auto = True
-    assert post(proxy.url)[0] == 200
+    works_again(proxy, prefill, decode)
 
 
 def test_the_prefill_nodes_death_does_not_matter_once_decoding_runs(
