@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -27,6 +29,7 @@ from pd.models.tensor_parallel import SINGLE, TensorParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import numpy as np
     import numpy.typing as npt
@@ -89,6 +92,17 @@ class Engine:
         Every thread that launches steps calls this first."""
         if self.pool.buffer.is_cuda:
             torch.cuda.set_device(self.pool.buffer.device)
+
+    def beside_steps(self) -> AbstractContextManager[Any]:
+        """For what reads only KV that the host saw complete: on a GPU, what the calling thread
+        queues inside stands on a stream of its own and waits for no step that was launched."""
+        if not self.pool.buffer.is_cuda:
+            return nullcontext()
+        return torch.cuda.stream(self._stream_beside)
+
+    @cached_property
+    def _stream_beside(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.pool.buffer.device)  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         """Wait until nothing that was launched touches the pool any more."""

@@ -14,7 +14,7 @@ from pd.kernels.digest import digest_bytes, token_digests
 from pd.kernels.kv_copy import gather_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Tokens of all ranks that are put together to be hashed.
 _DIGEST_TOKENS = 1024
+# Of pages on their way to or from host memory.
+_COPY_BYTES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,11 +86,22 @@ class KVPool:
         Returns:
             ``[num_layers, 2, n, page_size, num_kv_heads, head_dim]`` on the CPU.
         """
-        return self._paged.index_select(2, self._index(pages)).cpu()
+        layers, two, _, *rest = self._paged.shape
+        host = torch.empty((layers, two, len(pages), *rest), dtype=self.buffer.dtype)
+        for some in self._pieces(len(pages)):
+            host[:, :, some] = self._paged.index_select(2, self._index(pages[some])).cpu()
+        return host
 
     def scatter_pages(self, pages: IntArray, host: torch.Tensor) -> None:
         """Put back what :meth:`gather_pages` returned, into ``n`` pages in the same order."""
-        self._paged.index_copy_(2, self._index(pages), host.to(self.buffer.device))
+        for some in self._pieces(len(pages)):
+            device = self.buffer.device
+            self._paged.index_copy_(2, self._index(pages[some]), host[:, :, some].to(device))
+
+    def _pieces(self, count: int) -> Iterator[slice]:
+        """Parts of a list of pages, of so few that a GPU full of KV has room for a copy."""
+        some = max(1, _COPY_BYTES // (self.buffer.nbytes // self.buffer.shape[2] * self.page_size))
+        return (slice(first, first + some) for first in range(0, count, some))
 
     @property
     def _paged(self) -> torch.Tensor:

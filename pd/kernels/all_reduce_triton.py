@@ -46,7 +46,9 @@ def _all_reduce(
     A mailbox is ``[2, RANKS, capacity]`` words: by the epoch's parity, by sender. Epochs count the
     launches that a program took part in, which are the same on all ranks. A block is overwritten
     two epochs later; its sender then has everybody's block of the epoch between, which a rank sends
-    in a launch after the one that read the first.
+    in a launch after the one that read the first. Blocks travel whole, however much of the last
+    one is used: flags repeat after 32,768 epochs, and a word that was left out might have that of
+    one long past.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
@@ -62,7 +64,7 @@ def _all_reduce(
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             box = tl.load(mailboxes + peer).to(tl.pointer_type(words))
-            tl.store(box + base + RANK * capacity, word, inside)
+            tl.store(box + base + RANK * capacity, word)
     own = tl.load(mailboxes + RANK).to(tl.pointer_type(words))
     total = tl.zeros((BLOCK,), tl.float32)
     for sender in tl.static_range(RANKS):  # the same order on every rank
@@ -70,11 +72,11 @@ def _all_reduce(
             total += mine.to(tl.float32)
         else:
             places = own + base + sender * capacity
-            got = tl.load(places, inside, other=0, volatile=True)
-            waiting = tl.max((((got & 0x7FFF) != flag) & inside).to(tl.int32), 0)
+            got = tl.load(places, volatile=True)
+            waiting = tl.max(((got & 0x7FFF) != flag).to(tl.int32), 0)
             while (waiting != 0) & (tl.load(stop, volatile=True) == 0):
-                got = tl.load(places, inside, other=0, volatile=True)
-                waiting = tl.max((((got & 0x7FFF) != flag) & inside).to(tl.int32), 0)
+                got = tl.load(places, volatile=True)
+                waiting = tl.max(((got & 0x7FFF) != flag).to(tl.int32), 0)
             total += _value(got, HALF, bits, number)
     tl.store(out + offsets, total.to(number), inside)
     tl.store(epochs + program, epoch)
@@ -105,11 +107,13 @@ def all_reduce(
         mailboxes: int64 ``[ranks]`` on the device: the address of each rank's mailbox, as mapped
             here, of :func:`mailbox_words` words that were zero at first. A word is int32 for
             numbers of 16 bits and int64 for those of 32.
+        capacity: numbers that a mailbox takes, a multiple of ``BLOCK``.
         epochs: int32, one for each ``BLOCK`` of ``capacity``, this rank's, zero at first.
         stop: int32 ``[1]``; once it is not zero nobody is waited for, and sums are wrong.
         rank: this one.
     """
-    assert x.is_contiguous() and out.is_contiguous() and x.numel() <= capacity
+    assert x.is_contiguous() and out.is_contiguous()
+    assert x.numel() <= capacity and not capacity % BLOCK
     _all_reduce[(triton.cdiv(x.numel(), BLOCK),)](
         x,
         out,

@@ -182,7 +182,8 @@ class HandOff:
             return
         if computed > outgoing.pushed:
             layers = self._node.engine.layout.num_layers
-            outgoing.send(outgoing.pushed, computed, 0, layers)
+            with self._node.engine.beside_steps():
+                outgoing.send(outgoing.pushed, computed, 0, layers)
             outgoing.pushed = computed
         if request.state is RequestState.SENDING:
             outgoing.sender.finish()

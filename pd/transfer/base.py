@@ -54,16 +54,16 @@ class TransferState(IntEnum):
 
 
 class Sender(ABC):
-    """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`.
-
-    Attributes:
-        flops_per_byte: above 0 where every use of the link costs the forward pass something,
-            however little is sent: while a byte leaves, the GPU computes this much. KV should then
-            be sent in one go, as late as what is left to compute still hides it.
-    """
+    """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`."""
 
     error: PDError | None = None
-    flops_per_byte: float = 0.0
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Above 0 where every use of the link costs the forward pass something, however little is
+        sent: while a byte leaves, the GPU computes this much. KV should then be sent in one go, as
+        late as what is left to compute still hides it."""
+        return 0.0
 
     @property
     @abstractmethod

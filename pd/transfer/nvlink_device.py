@@ -35,6 +35,9 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Until it is complete, asleep."""
 
+    def seconds(self) -> float:
+        """How long it ran; only once it is complete."""
+
 
 class Lane(Protocol):
     """A queue of stores that run one after the other, beside the forward pass. One thread only."""
@@ -97,18 +100,30 @@ class CudaMapping(Mapping):
 
 
 class CudaTicket(Ticket):
-    """An event after the launch."""
+    """Events before and after the launch.
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        # blocking: who waits for it sleeps.
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+    Args:
+        begin: recorded on the stream before the launch; the other is recorded now.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, begin: torch.cuda.Event) -> None:
+        self._begin, self._end = begin, timed_event(stream)
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self._end.synchronize()
+
+    def seconds(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Recorded now; who waits for it sleeps."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 class CudaLane(Lane):
@@ -136,9 +151,10 @@ class CudaLane(Lane):
         assert isinstance(after, torch.cuda.Event)
         layers = block.layer_start, block.layer_stop
         self._stream.wait_event(after)
+        begin = timed_event(self._stream)
         with torch.cuda.stream(self._stream):
             copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
-        return CudaTicket(self._stream)
+        return CudaTicket(self._stream, begin)
 
 
 class CudaDevice(StoreDevice):

@@ -30,11 +30,13 @@ logger = logging.getLogger(__name__)
 # they cannot be called back when their room is aborted or the peer dies, and a store waits for the
 # layers that it carries.
 LAUNCHED_AHEAD = 4
-# An H200's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`), however
-# little was sent. That takes power, which a long forward pass on a GPU at its limit then lacks. It
-# computes 700 TFLOP/s and sends 340 GB/s, so 2,000 operations hide a byte; the rest is room for a
-# busy link. (Where peers are joined by a slower link, more would be right.)
-FLOPS_PER_BYTE = 3000.0
+# A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
+# power, which a long forward pass on a GPU at its limit then lacks: its clock falls by 3 %, whether
+# a group of layers or one token was sent. So KV is gathered, by what the link was seen to do and
+# this many operations per second, a little more than an H200 gets done.
+_FLOPS = 1e15
+# Smaller stores say little about the link.
+_TIMED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,6 @@ class NvlinkSender(Sender):
         tokens: which tokens these are.
         cell_bytes: K and V of one token in one layer.
     """
-
-    flops_per_byte = FLOPS_PER_BYTE
 
     def __init__(
         self,
@@ -85,6 +85,12 @@ class NvlinkSender(Sender):
     @property
     def bytes_sent(self) -> int:
         return self._bytes
+
+    @property
+    def flops_per_byte(self) -> float:
+        """0 until the link is known."""
+        rate = self._link.bytes_per_second
+        return _FLOPS / rate if rate else 0.0
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         if not self._tokens.start <= token_start <= token_stop <= self._tokens.stop:
@@ -141,14 +147,15 @@ class NvlinkSender(Sender):
         if self._table is None:
             self._table = lane.table(self._slots)
 
-    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> Ticket:
+    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> tuple[Ticket, int]:
+        """Returns the number of bytes, too."""
         self.prepare(lane)
         assert self._table is not None
         first = self._tokens.start
         columns = slice(store.block.token_start - first, store.block.token_stop - first)
         own, theirs = self._table[0, columns], self._table[1, columns]
         self._last = lane.store(store.after, own, peer, num_slots, theirs, store.block)
-        return self._last
+        return self._last, store.block.cells * self._cell_bytes
 
 
 class Link:
@@ -175,8 +182,10 @@ class Link:
         self._lane: Lane | None = None
         self._address = 0
         self._launching = False
-        # Of what was launched; touched by who launches.
-        self._tickets: deque[Ticket] = deque()
+        # The best that a store was seen to do; 0 before the first of some size.
+        self.bytes_per_second = 0.0
+        # Of what was launched, and its bytes; touched by who launches.
+        self._launched: deque[tuple[Ticket, int]] = deque()
         self._thread = threading.Thread(target=self._run, name="pd-nvlink", daemon=True)
         with self.changed:
             self._thread.start()
@@ -314,17 +323,19 @@ class Link:
                 if self.stopped is not None:
                     return
                 self._launching = True
-            if len(self._tickets) >= LAUNCHED_AHEAD:
-                self._tickets[0].wait()
+            if len(self._launched) >= LAUNCHED_AHEAD:
+                self._launched[0][0].wait()
             self.launch_queued(lane)
 
     def _next(self) -> _Store | None:
         """The next store, which the sender counts as launching; None if there is none, enough is
         launched, or the link has ended."""
-        while self._tickets and self._tickets[0].done():
-            self._tickets.popleft()
+        while self._launched and self._launched[0][0].done():
+            ticket, num_bytes = self._launched.popleft()
+            if num_bytes >= _TIMED_BYTES and (seconds := ticket.seconds()) > 0:
+                self.bytes_per_second = max(self.bytes_per_second, num_bytes / seconds)
         with self.changed:
-            enough = len(self._tickets) >= LAUNCHED_AHEAD
+            enough = len(self._launched) >= LAUNCHED_AHEAD
             if self.stopped is not None or enough or not self._stores:
                 return None
             store = self._stores.popleft()
@@ -334,8 +345,8 @@ class Link:
 
     def _launch(self, lane: Lane, store: _Store) -> None:
         try:
-            ticket = store.sender.launch(lane, self._address, self.pool.num_slots, store)
-            self._tickets.append(ticket)
+            launched = store.sender.launch(lane, self._address, self.pool.num_slots, store)
+            self._launched.append(launched)
         finally:
             with self.changed:
                 store.sender.launching = False
@@ -353,9 +364,9 @@ class Link:
         begun = time.monotonic()
         with self.changed:
             self.changed.wait_for(lambda: not self._launching)
-        if self._tickets:
+        if self._launched:
             # Stores complete in the order of their launches.
-            self._tickets[-1].wait()
+            self._launched[-1][0].wait()
         if mapping is not None:
             mapping.close()
             seconds = time.monotonic() - begun

@@ -41,7 +41,11 @@ def test_keys_and_values_are_views(pool: KVPool) -> None:
     assert (pool.buffer[2, 1, 5] == -1).all()
 
 
-def test_pages_come_back_from_host_memory_into_other_pages(pool: KVPool) -> None:
+@pytest.mark.parametrize("copy_bytes", [1, 5000, 1 << 26])
+def test_pages_come_back_from_host_memory_into_other_pages(
+    pool: KVPool, monkeypatch: pytest.MonkeyPatch, copy_bytes: int
+) -> None:
+    monkeypatch.setattr("pd.engine.kv_pool._COPY_BYTES", copy_bytes)
     before = pool.buffer.clone()
     host = pool.gather_pages(np.array([5, 0, 2], np.int32))
     assert host.shape == (3, 2, 3, 8, 2, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,7 @@ class Node:
         layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
         model = SimpleNamespace(token_flops=1.0)
         node: Any = SimpleNamespace(
-            engine=SimpleNamespace(layout=layout, model_config=model),
+            engine=SimpleNamespace(layout=layout, model_config=model, beside_steps=nullcontext),
             config=SimpleNamespace(kv_digest=False),
             control=SimpleNamespace(post=None, wake=None),
             instance_id="prefill",

@@ -60,12 +60,16 @@ class ShmMapping:
 class ShmTicket:
     def __init__(self) -> None:
         self.event = threading.Event()
+        self.took = 0.0
 
     def done(self) -> bool:
         return self.event.is_set()
 
     def wait(self) -> None:
         self.event.wait()
+
+    def seconds(self) -> float:
+        return self.took
 
 
 class ShmLane:
@@ -94,9 +98,11 @@ class ShmLane:
         while (item := stores.get()) is not None:
             after, args, ticket = item
             after.wait()
+            began = time.perf_counter()
             time.sleep(device.next_delay())
             device.flows.wait()
             copy_to_peer(*args)
+            ticket.took = time.perf_counter() - began
             ticket.event.set()
 
 

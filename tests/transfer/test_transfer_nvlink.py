@@ -177,6 +177,30 @@ def test_a_store_waits_for_the_forward_pass(pair: Pair) -> None:
     assert room.arrived()
 
 
+def test_what_a_link_does_is_learned_from_its_stores(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only from those of some size, and the best counts: others had to share the link."""
+    size = 50 * pair.p.layout.token_bytes
+    monkeypatch.setattr(nvlink_link, "_TIMED_BYTES", size)
+
+    def transfer(tokens: int, delay: float) -> float:
+        """Operations that hide a byte, as the next room sees it."""
+        pair.p.device.delay = delay
+        room = pair.room(tokens)
+        room.send_all()
+        hand_off(room.sender, room.receiver)
+        pair.room(1).send_all()  # looks at what is complete
+        return float(pair.room(1).open().flops_per_byte)
+
+    assert transfer(49, 0.0) == 0.0
+    slow = transfer(50, 0.1)
+    assert slow > 1e15 * 0.1 / size
+    fast = transfer(50, 0.01)
+    assert 1e15 * 0.01 / size < fast < slow
+    assert transfer(50, 0.1) == fast
+
+
 def test_after_an_abort_what_was_launched_completes_and_nothing_more_is(pair: Pair) -> None:
     pair.p.device.computed.clear()
     room = pair.room()

@@ -104,10 +104,7 @@ class PeerMemory:
         """Whether :meth:`all_reduce` does this one, the same on all ranks."""
         if self._dtype is None and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
             self._dtype = x.dtype  # words of another size would look like flags
-        # NOTE: whole blocks only. The kernel's flags repeat, and the rest of a block that is used
-        # in part keeps old ones, which a later sum of the whole block could take for its own.
-        whole = x.numel() % self._kernel.BLOCK == 0
-        return whole and x.dtype == self._dtype and 0 < x.nbytes <= MAX_BYTES
+        return x.dtype == self._dtype and 0 < x.nbytes <= MAX_BYTES
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in new memory."""

@@ -1,0 +1,245 @@
+"""What the sending of KV costs the forward pass that computes it.
+
+    python benchmarks/sending.py --output benchmarks/results/sending_gpu.json
+
+A prompt of 32,768 tokens goes through Llama-3.1-8B with dummy weights in chunks of 8,192 on the
+first GPU, each time after a rest, while the kernel of the nvlink backend stores its KV into memory
+of the second one. Ways of sending take turns in random order: none; every group of layers when it
+is computed, whole or one token of it; all at the end of each chunk; and late, as the backend does
+(``Sender.flops_per_byte``), with grids of the kernel as programs x warps x bytes of a tile. Beside
+the pass stand what is left to store when it ends, and the clock and the power of the first GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pd.bench.report import write_report
+from pd.bench.shapes import model_directory
+from pd.core.config import NodeConfig
+from pd.engine.engine import Engine
+from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.kernels.kv_copy import copy_to_peer
+from pd.kernels.kv_copy_triton import PEER_SHAPE, LaunchShape
+from pd.prefill_node.outgoing import Chunk, Outgoing, TokenCost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.transfer.base import Sender
+
+PAGE = 16
+# As the backend has it when it saw 340 GB/s.
+FLOPS_PER_BYTE = 1e15 / 340e9
+
+
+class Way(NamedTuple):
+    """One way of sending.
+
+    Attributes:
+        flops_per_byte: None to send nothing.
+        tokens: of each block, at most.
+        whole: only all layers of a chunk together.
+    """
+
+    flops_per_byte: float | None
+    shape: LaunchShape = PEER_SHAPE
+    tokens: int = 1 << 30
+    whole: bool = False
+
+
+class Store:
+    """In the place of a backend's sender: launches a store for each block, on its own stream."""
+
+    def __init__(self, pool: torch.Tensor, peer: torch.Tensor, slots: torch.Tensor, way: Way):
+        self.flops_per_byte = way.flops_per_byte
+        self.stream = torch.cuda.Stream(pool.device)
+        self._pool, self._peer, self._slots, self._way = pool, peer, slots, way
+
+    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
+        slots = self._slots[token_start : min(token_stop, token_start + self._way.tokens)]
+        self.stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(self.stream):
+            copy_to_peer(
+                self._pool,
+                slots,
+                self._peer.data_ptr(),
+                self._peer.shape[2],
+                slots,
+                layer_start,
+                layer_stop,
+                self._way.shape,
+            )
+
+
+class Prefill:
+    """Passes of prompts, and what they took."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._tokens, self._chunk = args.tokens, args.chunk
+        config = NodeConfig(
+            role="prefill",
+            model=model_directory(args.model),
+            device="cuda:0",
+            load_format="dummy",
+            page_size=PAGE,
+            kv_cache_tokens=2 * args.tokens,
+            chunked_prefill_size=args.chunk,
+        )
+        self._engine = Engine.build(config)
+        self._pool = self._engine.pool.buffer
+        self._peer = torch.empty_like(self._pool, device="cuda:1")
+        self._peer[0, 0, :1].copy_(self._pool[0, 0, :1])  # opens peer access
+        pages = np.random.default_rng(0).permutation(args.tokens // PAGE).astype(np.int32)
+        self._pages = pages
+        slots = (pages[:, None] * PAGE + np.arange(PAGE, dtype=np.int32)).ravel()
+        self._slots = torch.from_numpy(slots).to(self._pool.device)
+        layout, model = self._engine.layout, self._engine.model_config
+        self._cost = TokenCost(layout.num_layers, layout.token_bytes, model.token_flops)
+
+    def run(self, way: Way) -> tuple[float, float]:
+        """Milliseconds of the pass, and of what was still to be stored when it ended."""
+        runner = self._engine.runner
+        assert isinstance(runner, ModelRunner)
+        store = Store(self._pool, self._peer, self._slots, way)
+        outgoing = Outgoing(self._cost)
+        if way.flops_per_byte is not None:
+            outgoing.sender = _as_sender(store)
+        begin, end, stored = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        rng = np.random.default_rng()
+        begin.record()
+        for start in range(0, self._tokens, self._chunk):
+            stop = min(start + self._chunk, self._tokens)
+            chunk = Chunk(outgoing, start, stop, self._tokens)
+            ids = rng.integers(0, 2000, stop - start).astype(np.int32)
+            item = ForwardItem(ids, start, self._pages, int(stop == self._tokens))
+            runner.forward([item], _whole(chunk) if way.whole else chunk.layers_done)
+        end.record()
+        stored.record(store.stream)
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end), max(0.0, end.elapsed_time(stored))
+
+
+def _as_sender(store: Any) -> Sender:
+    return store
+
+
+def _whole(chunk: Chunk) -> Any:
+    layers = chunk.outgoing.cost.num_layers
+
+    def layers_done(first: int, stop: int) -> None:
+        if stop == layers:
+            chunk.layers_done(0, stop)
+
+    return layers_done
+
+
+class Gauge:
+    """Clock (MHz) and power (W) of the first GPU while something runs, of what nvidia-smi says."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float, float]] = []
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        query = "--query-gpu=clocks.sm,power.draw.instant --format=csv,noheader,nounits -lms 20"
+        with subprocess.Popen(
+            ["nvidia-smi", "-i", "0", *query.split()], stdout=subprocess.PIPE, text=True
+        ) as process:
+            reader = threading.Thread(target=self._read, args=(process,))
+            reader.start()
+            try:
+                yield
+            finally:
+                process.terminate()
+                reader.join()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            clock, power = line.split(",")
+            self._seen.append((time.monotonic(), float(clock), float(power)))
+
+    def between(self, start: float, stop: float) -> list[tuple[float, float]]:
+        return [(clock, power) for at, clock, power in self._seen if start <= at <= stop]
+
+
+def ways(shapes: list[str]) -> dict[str, Way]:
+    named = {
+        "nothing": Way(None),
+        "one token by layers": Way(0.0, tokens=1),
+        "by layers": Way(0.0),
+        "at the end of each chunk": Way(0.0, whole=True),
+        "late": Way(FLOPS_PER_BYTE),
+    }
+    for text in shapes:
+        programs, warps, tile, pace = (int(part) for part in text.split("x"))
+        named[f"late, {text}"] = Way(float(pace), LaunchShape(programs, tile, warps))
+    return named
+
+
+def measure(prefill: Prefill, args: argparse.Namespace) -> list[dict[str, Any]]:
+    chosen = ways(args.shapes)
+    rng, gauge = random.Random(args.seed), Gauge()
+    for way in chosen.values():
+        prefill.run(way)  # compiles
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
+    with gauge.reading():
+        end = time.monotonic() + args.seconds
+        while time.monotonic() < end:
+            for name in rng.sample(list(chosen), len(chosen)):
+                time.sleep(args.rest)
+                start = time.monotonic()
+                samples[name].append(prefill.run(chosen[name]))
+                times[name].append((start, time.monotonic()))
+    base = float(np.median([taken for taken, _ in samples["nothing"]]))
+    rows = []
+    for name, found in samples.items():
+        taken, left = np.array(found).T
+        seen = np.array([pair for span in times[name] for pair in gauge.between(*span)])
+        low, middle, high = np.percentile(taken, (25, 50, 75))
+        row = {"sent": name, "count": len(found), "pass_ms": middle, "more_ms": middle - base}
+        row |= {"q25_ms": low - base, "q75_ms": high - base, "left_ms": float(np.median(left))}
+        row |= dict(zip(("clock_mhz", "power_w"), seen.mean(0) if len(seen) else (), strict=False))
+        rows.append({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()})
+        print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, help="result file (JSON)")
+    add("--model", default="llama-3.1-8b")
+    add("--tokens", type=int, default=32768)
+    add("--chunk", type=int, default=8192)
+    add("--rest", type=float, default=0.3, help="seconds before each prompt")
+    add("--seconds", type=float, default=60.0, help="to measure for")
+    add("--seed", type=int, default=0, help="of the order")
+    add("--shapes", nargs="*", default=[], metavar="PROGRAMSxWARPSxBYTESxFLOPS", help="to try too")
+    args = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        parser.exit(1, "sending.py: needs two GPUs\n")
+    rows = measure(Prefill(args), args)
+    if args.output is not None:
+        command = shlex.join(["python", *sys.argv])
+        write_report(args.output, command, rows, measured=["pd", "benchmarks/sending.py"])
+
+
+if __name__ == "__main__":
+    main()
