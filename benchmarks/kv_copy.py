@@ -1,40 +1,43 @@
-"""Speed of the KV copy kernel over grid sizes, tiles and warps, and what it costs a forward pass.
+"""Speed of the KV copy kernel over grid sizes, tiles and warps, and of a copy engine over runs.
 
-    python benchmarks/kv_copy.py [--output FILE]
+    python benchmarks/kv_copy.py --output FILE
+    python benchmarks/kv_copy.py --work runs --output benchmarks/results/kv_copy_gpu.json
 
 Copies 8,192 tokens between pools of Llama-3.1-8B's KV shape (1 GiB), pages of 16 tokens scattered
 on both sides, from the first GPU to the second (on a machine of one GPU: within it), and gathers
 and scatters them locally. Beside each figure stands the plain copy of as many bytes. Also: the same
-for rows of few bytes, and how much longer matrix products on the source GPU take per GiB pushed.
+for rows of few bytes. `runs` has the same pages in runs of several, for the kernel as the nvlink
+backend launches it and for a copy engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import subprocess
+import shlex
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pd.bench.report import write_report
+from pd.kernels.copy_engine import CopyEngine, SlotRuns
 from pd.kernels.kv_copy import copy_to_peer
 from pd.kernels.kv_copy_triton import LOCAL_SHAPE, PEER_SHAPE, LaunchShape, Side, copy_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd.kernels.copy_engine import Run
+
 PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 132, 264)
 TILES = (8192, 16384, 32768)
 WARPS = (4, 8)
 TOKENS, PAGE = 8192, 16
-# What vLLM needs for a prompt of as many tokens (reference-numbers.md): a push is to cost little
-# of it.
-PREFILL_MS = 210.8
+# Pages that lie together.
+RUNS = (1, 2, 4, 8, 16, 32, 64, 512)
+WORK = ("push", "gather", "scatter", "runs")
 # layers, heads, head_dim, tokens: rows of 2,048 bytes, 256 and 64.
 SHAPES = {
     "llama-8b": (32, 8, 128, TOKENS),
@@ -54,17 +57,22 @@ class Case:
         self.pool = torch.empty(shape, dtype=torch.bfloat16, device=source)
         self.pool.view(torch.int16).random_(generator=generator)
         self.peer = torch.zeros(shape, dtype=torch.bfloat16, device=target)
-        self.slots = self._pages(source, generator)
-        self.peer_slots = self._pages(source, generator)
+        self._generator = generator
+        self.lay(1)
         self.row = heads * dim * 2
         self.num_bytes = layers * 2 * tokens * self.row
         self.packed = torch.empty(self.num_bytes, dtype=torch.uint8, device=source)
         # A first copy by torch opens peer access.
         self.peer[0, 0, :1].copy_(self.pool[0, 0, :1])
 
-    def _pages(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-        pages = torch.randperm(2 * self.tokens // PAGE, device=device, generator=generator)
-        slots = pages[: self.tokens // PAGE, None] * PAGE + torch.arange(PAGE, device=device)
+    def lay(self, pages: int) -> None:
+        """Scatter the tokens anew, in runs of so many pages, on both sides."""
+        self.slots, self.peer_slots = self._runs(pages * PAGE), self._runs(pages * PAGE)
+
+    def _runs(self, run: int) -> torch.Tensor:
+        device, count = self.pool.device, self.tokens // run
+        firsts = torch.randperm(2 * count, device=device, generator=self._generator)[:count] * run
+        slots = firsts[:, None] + torch.arange(run, device=device)
         return slots.flatten().to(torch.int32)
 
     def push(self, shape: LaunchShape) -> None:
@@ -162,78 +170,60 @@ def sweep(case: Case, what: str, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def interference(case: Case, device: torch.device, shape: LaunchShape) -> dict[str, Any]:
-    """What pushing 1 GiB adds to matrix products that run at the same time."""
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    b, out = torch.randn_like(a), torch.empty_like(a)
-    side = torch.cuda.Stream(device, priority=-1)
-    pushes = 4
+def runs(case: Case, device: torch.device) -> list[dict[str, Any]]:
+    """The kernel and a copy engine, for pages in runs of several; prints a table."""
+    engine = CopyEngine(case.pool)
+    ceiling_gb_s = case.num_bytes / seconds(case.plain, device) / 1e9
+    print(f"{case.name} runs: plain copy {ceiling_gb_s:.0f} GB/s")
+    print(f"{'pages':>6} {'KiB':>6} {'kernel':>7} {'engine':>7}")
+    rows = []
+    for pages in RUNS:
+        case.lay(pages)
+        slots = torch.stack((case.slots, case.peer_slots)).cpu().numpy()
+        found = SlotRuns(slots).within(0, case.tokens)
+        peer, stream = case.peer.data_ptr(), torch.cuda.current_stream(device).cuda_stream
 
-    def products() -> None:
-        for _ in range(30):
-            torch.mm(a, b, out=out)
+        def by_engine(found: list[Run] = found, peer: int = peer, stream: int = stream) -> None:
+            engine.copy(found, peer, case.peer.shape[2], 0, case.layers, stream)
 
-    def both() -> None:
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(pushes):
-                case.push(shape)
-        products()
-
-    alone = seconds(products, device, 1)
-    together = seconds(both, device, 1)
-    lost_ms = (together - alone) * 1e3 / (pushes * case.num_bytes / (1 << 30))
-    return {
-        "case": case.name,
-        "what": "interference",
-        "programs": shape.programs,
-        "tile_bytes": shape.tile_bytes,
-        "num_warps": shape.num_warps,
-        "lost_ms_per_gib": round(lost_ms, 2),
-        "lost_percent_of_prefill": round(100 * lost_ms / PREFILL_MS, 2),
-    }
+        rates = []
+        for work in (lambda: case.push(PEER_SHAPE), by_engine):
+            case.peer.zero_()
+            torch.cuda.synchronize(case.peer.device)
+            rates.append(case.num_bytes / seconds(work, device) / 1e9)
+            case.check()
+        run_bytes = case.tokens // len(found) * case.row
+        row = {"case": case.name, "what": "runs", "pages": pages, "run_bytes": run_bytes}
+        row |= {"kernel_gb_s": round(rates[0], 1), "engine_gb_s": round(rates[1], 1)}
+        rows.append(row | {"ceiling_gb_s": round(ceiling_gb_s, 1)})
+        print(f"{pages:>6} {run_bytes >> 10:>6} {rates[0]:>7.0f} {rates[1]:>7.0f}", flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the measurements as JSON")
+    parser.add_argument("--work", nargs="*", default=WORK, choices=WORK)
     args = parser.parse_args()
     source = torch.device("cuda", 0)
     target = torch.device("cuda", min(1, torch.cuda.device_count() - 1))
     torch.cuda.set_device(source)
-    name = torch.cuda.get_device_name(source)
-    print(f"{name}, from {source} to {target}; torch {torch.__version__}")
+    print(f"{torch.cuda.get_device_name(source)}, from {source} to {target}")
     results = []
-    for shape_name in SHAPES:
+    for shape_name in SHAPES if set(args.work) - {"runs"} else list(SHAPES)[:1]:
         case = Case(shape_name, source, target)
-        for what in ("push", "gather", "scatter"):
-            results += sweep(case, what, source)
-        if shape_name == "llama-8b":
-            for programs in (16, 32, 64, 132):
-                shape = LaunchShape(programs, PEER_SHAPE.tile_bytes, PEER_SHAPE.num_warps)
-                results.append(interference(case, source, shape))
-                print(results[-1])
+        for what in args.work:
+            if what != "runs":
+                results += sweep(case, what, source)
+            elif shape_name == "llama-8b":
+                results += runs(case, source)
         del case
     print(f"in use: push {PEER_SHAPE}, gather and scatter {LOCAL_SHAPE}")
     if args.output is not None:
-        document = {
-            "benchmark": "kv_copy",
-            "command": " ".join(["python", *sys.argv]),
-            "commit": commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": {"gpus": torch.cuda.device_count(), "gpu": name, "torch": torch.__version__},
-            "settings": {"page_size": PAGE, "shapes": SHAPES},
-            "results": results,
-        }
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def commit() -> str:
-    """Of the working tree; given by PD_COMMIT where there is no repository."""
-    if "PD_COMMIT" in os.environ:
-        return os.environ["PD_COMMIT"]
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        command = shlex.join(["python", *sys.argv])
+        settings = {"page_size": PAGE, "shapes": SHAPES}
+        measured = ["pd", "benchmarks/kv_copy.py"]
+        write_report(args.output, command, results, measured=measured, settings=settings)
 
 
 if __name__ == "__main__":

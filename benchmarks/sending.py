@@ -3,11 +3,12 @@
     python benchmarks/sending.py --output benchmarks/results/sending_gpu.json
 
 A prompt of 32,768 tokens goes through Llama-3.1-8B with dummy weights in chunks of 8,192 on the
-first GPU, each time after a rest, while the kernel of the nvlink backend stores its KV into memory
-of the second one. Ways of sending take turns in random order: none; every group of layers when it
-is computed, whole or one token of it; all at the end of each chunk; and late, as the backend does
-(``Sender.flops_per_byte``), with grids of the kernel as programs x warps x bytes of a tile. Beside
-the pass stand what is left to store when it ends, and the clock and the power of the first GPU.
+first GPU, each time after a rest, while KV is stored into memory of the second one in the ways of
+the nvlink backend: by a copy engine, the pages being adjacent, or by the kernel, the pages being
+scattered. When it is stored takes turns in random order: never; every group of layers when it is
+computed, all of it or one token; all at the end of each chunk; and late, as the backend does
+(``Sender.flops_per_byte``). Beside the pass stand what is left to store when it ends, and the clock
+and the power of the first GPU.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ from pd.bench.shapes import model_directory
 from pd.core.config import NodeConfig
 from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem, ModelRunner
-from pd.kernels.kv_copy import copy_to_peer
-from pd.kernels.kv_copy_triton import PEER_SHAPE, LaunchShape
 from pd.prefill_node.outgoing import Chunk, Outgoing, TokenCost
+from pd.transfer.nvlink_device import CudaLane
+from pd.transfer.nvlink_wire import token_slots
+from pd.transfer.ranges import Block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.transfer.base import Sender
+    from pd.transfer.nvlink_device import CudaTable
 
 PAGE = 16
-# As the backend has it when it saw 340 GB/s.
-FLOPS_PER_BYTE = 1e15 / 340e9
+# As the backend has it when it saw 390 GB/s.
+FLOPS_PER_BYTE = 1e15 / 390e9
 
 
 class Way(NamedTuple):
@@ -50,38 +53,44 @@ class Way(NamedTuple):
 
     Attributes:
         flops_per_byte: None to send nothing.
+        scattered: the pages, in both pools.
         tokens: of each block, at most.
         whole: only all layers of a chunk together.
     """
 
     flops_per_byte: float | None
-    shape: LaunchShape = PEER_SHAPE
+    scattered: bool = False
     tokens: int = 1 << 30
     whole: bool = False
 
 
-class Store:
-    """In the place of a backend's sender: launches a store for each block, on its own stream."""
+WAYS = {
+    "nothing": Way(None),
+    "nothing, scattered": Way(None, scattered=True),
+    "one token by layers": Way(0.0, tokens=1),
+    "by layers": Way(0.0),
+    "by layers, scattered": Way(0.0, scattered=True),
+    "at the end of each chunk": Way(0.0, whole=True),
+    "at the end of each chunk, scattered": Way(0.0, scattered=True, whole=True),
+    "late": Way(FLOPS_PER_BYTE),
+    "late, scattered": Way(FLOPS_PER_BYTE, scattered=True),
+}
 
-    def __init__(self, pool: torch.Tensor, peer: torch.Tensor, slots: torch.Tensor, way: Way):
+
+class Store:
+    """In the place of a backend's sender: a store for each block."""
+
+    def __init__(self, lane: CudaLane, table: CudaTable, peer: torch.Tensor, way: Way) -> None:
         self.flops_per_byte = way.flops_per_byte
-        self.stream = torch.cuda.Stream(pool.device)
-        self._pool, self._peer, self._slots, self._way = pool, peer, slots, way
+        self._lane, self._table, self._peer, self._way = lane, table, peer, way
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        slots = self._slots[token_start : min(token_stop, token_start + self._way.tokens)]
-        self.stream.wait_stream(torch.cuda.current_stream(self._pool.device))
-        with torch.cuda.stream(self.stream):
-            copy_to_peer(
-                self._pool,
-                slots,
-                self._peer.data_ptr(),
-                self._peer.shape[2],
-                slots,
-                layer_start,
-                layer_stop,
-                self._way.shape,
-            )
+        stop = min(token_stop, token_start + self._way.tokens)
+        block = Block(token_start, stop, layer_start, layer_stop)
+        computed = torch.cuda.Event()
+        computed.record()
+        peer, columns = self._peer, slice(token_start, stop)
+        self._lane.store(computed, self._table, columns, peer.data_ptr(), peer.shape[2], block)
 
 
 class Prefill:
@@ -102,10 +111,13 @@ class Prefill:
         self._pool = self._engine.pool.buffer
         self._peer = torch.empty_like(self._pool, device="cuda:1")
         self._peer[0, 0, :1].copy_(self._pool[0, 0, :1])  # opens peer access
-        pages = np.random.default_rng(0).permutation(args.tokens // PAGE).astype(np.int32)
-        self._pages = pages
-        slots = (pages[:, None] * PAGE + np.arange(PAGE, dtype=np.int32)).ravel()
-        self._slots = torch.from_numpy(slots).to(self._pool.device)
+        adjacent = np.arange(args.tokens // PAGE, dtype=np.int32)
+        self._pages = [adjacent, np.random.default_rng(0).permutation(adjacent)]
+        self._lane = CudaLane(self._pool)
+        self._tables = [
+            self._lane.table(np.stack(2 * [token_slots(pages, PAGE, 0, args.tokens)]))
+            for pages in self._pages
+        ]
         layout, model = self._engine.layout, self._engine.model_config
         self._cost = TokenCost(layout.num_layers, layout.token_bytes, model.token_flops)
 
@@ -113,7 +125,7 @@ class Prefill:
         """Milliseconds of the pass, and of what was still to be stored when it ended."""
         runner = self._engine.runner
         assert isinstance(runner, ModelRunner)
-        store = Store(self._pool, self._peer, self._slots, way)
+        store = Store(self._lane, self._tables[way.scattered], self._peer, way)
         outgoing = Outgoing(self._cost)
         if way.flops_per_byte is not None:
             outgoing.sender = _as_sender(store)
@@ -124,10 +136,11 @@ class Prefill:
             stop = min(start + self._chunk, self._tokens)
             chunk = Chunk(outgoing, start, stop, self._tokens)
             ids = rng.integers(0, 2000, stop - start).astype(np.int32)
-            item = ForwardItem(ids, start, self._pages, int(stop == self._tokens))
+            last = int(stop == self._tokens)
+            item = ForwardItem(ids, start, self._pages[way.scattered], last)
             runner.forward([item], _whole(chunk) if way.whole else chunk.layers_done)
         end.record()
-        stored.record(store.stream)
+        stored.record(self._lane.stream)
         torch.cuda.synchronize()
         return begin.elapsed_time(end), max(0.0, end.elapsed_time(stored))
 
@@ -176,41 +189,30 @@ class Gauge:
         return [(clock, power) for at, clock, power in self._seen if start <= at <= stop]
 
 
-def ways(shapes: list[str]) -> dict[str, Way]:
-    named = {
-        "nothing": Way(None),
-        "one token by layers": Way(0.0, tokens=1),
-        "by layers": Way(0.0),
-        "at the end of each chunk": Way(0.0, whole=True),
-        "late": Way(FLOPS_PER_BYTE),
-    }
-    for text in shapes:
-        programs, warps, tile, pace = (int(part) for part in text.split("x"))
-        named[f"late, {text}"] = Way(float(pace), LaunchShape(programs, tile, warps))
-    return named
-
-
 def measure(prefill: Prefill, args: argparse.Namespace) -> list[dict[str, Any]]:
-    chosen = ways(args.shapes)
     rng, gauge = random.Random(args.seed), Gauge()
-    for way in chosen.values():
+    for way in WAYS.values():
         prefill.run(way)  # compiles
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     with gauge.reading():
         end = time.monotonic() + args.seconds
         while time.monotonic() < end:
-            for name in rng.sample(list(chosen), len(chosen)):
+            for name in rng.sample(list(WAYS), len(WAYS)):
                 time.sleep(args.rest)
                 start = time.monotonic()
-                samples[name].append(prefill.run(chosen[name]))
+                samples[name].append(prefill.run(WAYS[name]))
                 times[name].append((start, time.monotonic()))
-    base = float(np.median([taken for taken, _ in samples["nothing"]]))
+    bases = [
+        float(np.median([taken for taken, _ in samples[name]]))
+        for name in ("nothing", "nothing, scattered")
+    ]
     rows = []
     for name, found in samples.items():
         taken, left = np.array(found).T
         seen = np.array([pair for span in times[name] for pair in gauge.between(*span)])
         low, middle, high = np.percentile(taken, (25, 50, 75))
+        base = bases[WAYS[name].scattered]
         row = {"sent": name, "count": len(found), "pass_ms": middle, "more_ms": middle - base}
         row |= {"q25_ms": low - base, "q75_ms": high - base, "left_ms": float(np.median(left))}
         row |= dict(zip(("clock_mhz", "power_w"), seen.mean(0) if len(seen) else (), strict=False))
@@ -231,7 +233,6 @@ def main() -> None:
     add("--rest", type=float, default=0.3, help="seconds before each prompt")
     add("--seconds", type=float, default=60.0, help="to measure for")
     add("--seed", type=int, default=0, help="of the order")
-    add("--shapes", nargs="*", default=[], metavar="PROGRAMSxWARPSxBYTESxFLOPS", help="to try too")
     args = parser.parse_args()
     if torch.cuda.device_count() < 2:
         parser.exit(1, "sending.py: needs two GPUs\n")

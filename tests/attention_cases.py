@@ -37,7 +37,8 @@ class Pool:
 
 
 class Case:
-    """Sequences with random history in randomly placed pages, and one step's new tokens."""
+    """Sequences with random history, and one step's new tokens. Pages are placed at random, or one
+    behind the other."""
 
     def __init__(
         self,
@@ -49,6 +50,8 @@ class Case:
         seed: int = 0,
         head_dim: int = 16,
         device: str = "cpu",
+        *,
+        adjacent: bool = False,
     ) -> None:
         """``shapes``: (tokens in the pool, new tokens) of each sequence."""
         random = np.random.default_rng(seed)
@@ -58,6 +61,8 @@ class Case:
         sizes = [-(-(start + length) // page_size) for start, length in shapes]
         num_pages = sum(sizes) + 3
         order = random.permutation(num_pages).astype(np.int32)
+        if adjacent:
+            order.sort()
         self.pages = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
         slots = (num_pages + 1) * page_size
         buffer = torch.randn(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from pd.core.errors import SetupError
+from pd.kernels.copy_engine import CopyEngine, SlotRuns
 from pd.kernels.cuda_ipc import CudaIpc
 from pd.kernels.kv_copy import copy_to_peer, prepare
 
@@ -42,24 +43,25 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """A queue of stores that run one after the other, beside the forward pass. One thread only."""
 
-    def table(self, slots: IntArray) -> torch.Tensor:
-        """Put slot numbers (int32, any shape) where the stores find them; does not wait."""
+    def table(self, slots: IntArray) -> object:
+        """Prepare the slots of a sequence's tokens, int32 ``[2, tokens]``, in the own pool and in
+        the peer's; does not wait."""
 
     def store(
         self,
         after: object,
-        slots: torch.Tensor,
+        table: Any,
+        columns: slice,
         peer: int,
         peer_num_slots: int,
-        peer_slots: torch.Tensor,
         block: Block,
     ) -> Ticket:
-        """Launch the copy of ``block``'s layers, of as many tokens as there are slots, into the
-        pool mapped at ``peer``.
+        """Launch the copy of ``block`` into the pool mapped at ``peer``.
 
         Args:
             after: from :meth:`StoreDevice.mark`: what must be complete before.
-            slots, peer_slots: parts of a :meth:`table`.
+            table: from :meth:`table`.
+            columns: of the table: the block's tokens.
         """
 
 
@@ -126,35 +128,51 @@ def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+class CudaTable(NamedTuple):
+    """See :meth:`Lane.table`; ``on_device`` for the kernel, ``runs`` for a copy engine."""
+
+    on_device: torch.Tensor
+    runs: SlotRuns
+
+
 class CudaLane(Lane):
-    """A stream of its own, beside the forward pass and of the same priority."""
+    """A stream of its own, beside the forward pass and of the same priority. Long runs of slots go
+    by a copy engine, others by the kernel."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
+        self._engine = CopyEngine(buffer)
+        self.stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
 
-    def table(self, slots: IntArray) -> torch.Tensor:
+    def table(self, slots: IntArray) -> CudaTable:
         host = torch.from_numpy(slots).pin_memory()
         # NOTE: allocated and used on this stream only, so it may be freed at any time.
-        with torch.cuda.stream(self._stream):
-            return host.to(self._buffer.device, non_blocking=True)
+        with torch.cuda.stream(self.stream):
+            on_device = host.to(self._buffer.device, non_blocking=True)
+        return CudaTable(on_device, SlotRuns(slots))
 
     def store(
         self,
         after: object,
-        slots: torch.Tensor,
+        table: CudaTable,
+        columns: slice,
         peer: int,
         peer_num_slots: int,
-        peer_slots: torch.Tensor,
         block: Block,
     ) -> Ticket:
         assert isinstance(after, torch.cuda.Event)
+        start, stop = columns.start, columns.stop
         layers = block.layer_start, block.layer_stop
-        self._stream.wait_event(after)
-        begin = timed_event(self._stream)
-        with torch.cuda.stream(self._stream):
-            copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
-        return CudaTicket(self._stream, begin)
+        self.stream.wait_event(after)
+        begin = timed_event(self.stream)
+        if self._engine.takes(stop - start, table.runs.count(start, stop), peer_num_slots):
+            runs = table.runs.within(start, stop)
+            self._engine.copy(runs, peer, peer_num_slots, *layers, self.stream.cuda_stream)
+        else:
+            slots, peer_slots = table.on_device[:, start:stop]
+            with torch.cuda.stream(self.stream):
+                copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
+        return CudaTicket(self.stream, begin)
 
 
 class CudaDevice(StoreDevice):

@@ -16,8 +16,6 @@ from pd.transfer.nvlink_wire import Welcome
 from pd.transfer.ranges import Block
 
 if TYPE_CHECKING:
-    import torch
-
     from pd.transfer.base import IntArray
     from pd.transfer.channel import Channel
     from pd.transfer.channel_hub import ChannelHub
@@ -73,7 +71,7 @@ class NvlinkSender(Sender):
         self._link, self._slots = link, slots
         self._tokens = tokens
         self._num_layers, self._cell_bytes = num_layers, cell_bytes
-        self._table: torch.Tensor | None = None
+        self._table: object = None
         self._state = TransferState.ACTIVE
         self._finished = False
         self._bytes = 0
@@ -143,19 +141,17 @@ class NvlinkSender(Sender):
     # ---- called by whoever launches for the link, without the lock
 
     def prepare(self, lane: Lane) -> None:
-        """Put the slot numbers on the device, while nothing waits for them."""
+        """Put the slot numbers where stores find them, while nothing waits for them."""
         if self._table is None:
             self._table = lane.table(self._slots)
 
     def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> tuple[Ticket, int]:
         """Returns the number of bytes, too."""
         self.prepare(lane)
-        assert self._table is not None
-        first = self._tokens.start
-        columns = slice(store.block.token_start - first, store.block.token_stop - first)
-        own, theirs = self._table[0, columns], self._table[1, columns]
-        self._last = lane.store(store.after, own, peer, num_slots, theirs, store.block)
-        return self._last, store.block.cells * self._cell_bytes
+        block, first = store.block, self._tokens.start
+        columns = slice(block.token_start - first, block.token_stop - first)
+        self._last = lane.store(store.after, self._table, columns, peer, num_slots, block)
+        return self._last, block.cells * self._cell_bytes
 
 
 class Link:

@@ -63,7 +63,8 @@ class GpuNodeProcess:
 
 
 class _GpuNode:
-    """Room n's page table is a permutation by seed n."""
+    """Room n's pages are drawn by seed n, in runs of one page, of 64 or all together: by the kernel
+    or by a copy engine."""
 
     def __init__(self, instance: str, role: str, device: str, page_size: int) -> None:
         torch.cuda.set_device(device)
@@ -94,8 +95,12 @@ class _GpuNode:
 
     def _pages(self, room: int, tokens: int) -> Any:
         rng = np.random.default_rng((room, self._layout.page_size))
-        count = -(-tokens // self._layout.page_size)
-        return rng.permutation(self._pool.num_pages)[:count].astype(np.int32)
+        count, pages = -(-tokens // self._layout.page_size), self._pool.num_pages
+        if room % 3 == 0:
+            return np.arange(count, dtype=np.int32) + rng.integers(pages - count, dtype=np.int32)
+        run = (1, 64)[room % 3 - 1]
+        firsts = rng.permutation(pages // run).astype(np.int32) * run
+        return (firsts[:, None] + np.arange(run, dtype=np.int32)).ravel()[:count]
 
     def receive(self, peer: str, room: int, start: int, stop: int) -> Any:
         pages = self._pages(room, stop)

@@ -63,6 +63,15 @@ def test_flashinfer_is_the_reference(step: list[tuple[int, int]], shape: tuple, 
 
 
 @needs_flashinfer
+@pytest.mark.parametrize("step", [[(900, 400)], [(960, 320), (640, 320), (10, 1)], STEPS[1]])
+def test_adjacent_pages_are_attended_where_they_lie(step: list[tuple[int, int]], seed: int) -> None:
+    case = Case(step, 16, 8, 4, torch.bfloat16, seed, 128, DEVICE, adjacent=True)
+    case.spoil()
+    out = case.attend(make_backend("flashinfer", case))
+    torch.testing.assert_close(out.float().cpu(), case.reference(), **BF16)
+
+
+@needs_flashinfer
 def test_auto_is_both() -> None:
     case = Case([(0, 1)], 16, 8, 4, torch.bfloat16, 0, 128, DEVICE)
     assert make_backend("auto", case).name == "flashinfer+triton"

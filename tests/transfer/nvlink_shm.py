@@ -82,8 +82,9 @@ class ShmLane:
     def table(self, slots) -> torch.Tensor:
         return torch.from_numpy(slots)
 
-    def store(self, after, slots, peer, peer_num_slots, peer_slots, block) -> ShmTicket:
+    def store(self, after, table, columns, peer, peer_num_slots, block) -> ShmTicket:
         ticket = ShmTicket()
+        slots, peer_slots = table[:, columns]
         layers = block.layer_start, block.layer_stop
         args = (self._device.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         self._device.launched += 1

@@ -48,9 +48,10 @@ _GRAPH_INT_WORKSPACE = 1 << 20
 
 class FlashInferAttention(AttentionBackend):
     """Single tokens and short chunks go through fa2, which splits keys among programs; long chunks
-    through fa3 where the GPU is a Hopper, with K and V gathered from their pages before each layer:
-    fa3 loads contiguous rows by the tensor memory accelerator, faster than it finds pages one by
-    one, and what the gathering costs is a hundredth of the attention over as many tokens.
+    through fa3 where the GPU is a Hopper, with K and V gathered from their pages before each layer
+    unless the pages are adjacent: fa3 loads contiguous rows by the tensor memory accelerator,
+    faster than it finds pages one by one, and what the gathering costs is a hundredth of the
+    attention over as many tokens.
 
     FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
     copy of the last, which is over as soon as the step before it begins. What else it copies is
@@ -188,7 +189,8 @@ class _Prefill:
 
 
 class _Gathered:
-    """A ragged wrapper over K and V that are contiguous: the new ones, or gathered from pages."""
+    """A ragged wrapper over K and V that are contiguous: the new ones, those of adjacent pages, or
+    gathered."""
 
     def __init__(
         self, backend: FlashInferAttention, wrapper: BatchPrefillWithRaggedKVCacheWrapper
@@ -196,7 +198,8 @@ class _Gathered:
         self._wrapper = wrapper
         self._backend = backend
         self._copied = torch.cuda.Event()
-        self._slots: torch.Tensor | None = None
+        # Those of all tokens; None where all are new.
+        self._slots: torch.Tensor | slice | None = None
 
     def plan(
         self, batch: AttentionBatch, members: Int64Array, tables: PageTables, indices: torch.Tensor
@@ -206,7 +209,10 @@ class _Gathered:
         self._slots = None
         if batch.starts[members].any():
             slots = tables.slots(members, np.zeros(len(members), np.int64), totals)
-            (self._slots,) = self._backend.staging.upload([slots])
+            if (np.diff(slots) == 1).all():
+                self._slots = slice(int(slots[0]), int(slots[-1]) + 1)
+            else:
+                (self._slots,) = self._backend.staging.upload([slots])
         self._copied.synchronize()
         self._wrapper.plan(
             _indptr(batch.lengths[members]),
@@ -224,8 +230,7 @@ class _Gathered:
         """``q``, ``k``, ``v`` and ``out`` are those of the planned sequences' new tokens."""
         if self._slots is not None:
             pool = self._backend.pool
-            k = pool.key(layer).index_select(0, self._slots)
-            v = pool.value(layer).index_select(0, self._slots)
+            k, v = (_rows_of(x, self._slots) for x in (pool.key(layer), pool.value(layer)))
         self._wrapper.run(q, k, v, out=out)
 
 
@@ -387,6 +392,10 @@ def _ranges(firsts: Int64Array, counts: Int64Array, members: Int64Array) -> Int6
     counts = counts[members]
     skipped = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(firsts[members] - skipped, counts)
+
+
+def _rows_of(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def _rows(lengths: Int64Array, members: Int64Array) -> slice | Int64Array:

@@ -1,0 +1,144 @@
+"""Long runs of slots straight into another GPU's pool, by a copy engine.
+
+The kernel of :mod:`pd.kernels.kv_copy` finds rows wherever they lie, but while it stores it holds
+multiprocessors and draws power that a forward pass then lacks. A copy engine takes neither
+(``benchmarks/sending.py``). It is told of each run of adjacent slots by a call: one two-dimensional
+copy moves it in all layers at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pd.kernels.cuda_driver import CudaDriver
+from pd.kernels.kv_copy import row_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+# Bytes of a run in one plane from which on a copy engine is as fast as the kernel
+# (``benchmarks/kv_copy.py``).
+MIN_RUN_BYTES = 256 << 10
+# CU_DEVICE_ATTRIBUTE_MAX_PITCH: CUDA's limit for the bytes of a plane, the same on all GPUs.
+_MAX_PITCH = (1 << 31) - 1
+_DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+
+
+class Run(NamedTuple):
+    """``tokens`` tokens whose slots are adjacent in both pools, from these on."""
+
+    slot: int
+    peer_slot: int
+    tokens: int
+
+
+class SlotRuns:
+    """The runs of a sequence of tokens.
+
+    Args:
+        slots: int32 ``[2, tokens]``: each token's slot in the own pool and in the peer's.
+    """
+
+    def __init__(self, slots: npt.NDArray[np.int32]) -> None:
+        self._slots = slots
+        self._breaks = np.flatnonzero((np.diff(slots, axis=1) != 1).any(axis=0)) + 1
+
+    def count(self, start: int, stop: int) -> int:
+        """Of how many runs tokens ``[start, stop)`` are, which is at least one."""
+        return len(self._between(start, stop)) + 1
+
+    def within(self, start: int, stop: int) -> list[Run]:
+        """The runs of tokens ``[start, stop)``, in their order."""
+        ends = np.concatenate(([start], self._between(start, stop), [stop]))
+        slots, peer_slots = self._slots[:, ends[:-1]].tolist()
+        return [Run(*run) for run in zip(slots, peer_slots, np.diff(ends).tolist(), strict=True)]
+
+    def _between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        first, last = np.searchsorted(self._breaks, (start + 1, stop))
+        return self._breaks[first:last]
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("srcXInBytes", ctypes.c_size_t),
+        ("srcY", ctypes.c_size_t),
+        ("srcMemoryType", ctypes.c_int),
+        ("srcHost", ctypes.c_void_p),
+        ("srcDevice", ctypes.c_uint64),
+        ("srcArray", ctypes.c_void_p),
+        ("srcPitch", ctypes.c_size_t),
+        ("dstXInBytes", ctypes.c_size_t),
+        ("dstY", ctypes.c_size_t),
+        ("dstMemoryType", ctypes.c_int),
+        ("dstHost", ctypes.c_void_p),
+        ("dstDevice", ctypes.c_uint64),
+        ("dstArray", ctypes.c_void_p),
+        ("dstPitch", ctypes.c_size_t),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+    )
+
+
+class CopyEngine:
+    """Queues copies from one pool.
+
+    Args:
+        buffer: the own pool, contiguous, on a GPU.
+
+    Raises:
+        SetupError: there is no driver, or the GPU cannot be used.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._row = buffer, row_bytes(buffer)
+        self._driver = CudaDriver(buffer.device.index or 0)
+
+    def takes(self, tokens: int, runs: int, peer_num_slots: int) -> bool:
+        """Whether so many tokens in so many runs are better copied here than by the kernel."""
+        slots = max(self._buffer.shape[2], peer_num_slots)
+        return tokens * self._row >= runs * MIN_RUN_BYTES and slots * self._row <= _MAX_PITCH
+
+    def copy(
+        self,
+        runs: Sequence[Run],
+        peer: int,
+        peer_num_slots: int,
+        layer_start: int,
+        layer_stop: int,
+        stream: int,
+    ) -> None:
+        """Queue the copy of all runs on a stream; what it copies is not checked.
+
+        Args:
+            peer: address of the other pool, which has the same layers and rows, valid for the
+                buffer's device.
+            peer_num_slots: slots of the other pool.
+            stream: the handle of a stream of the buffer's device.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        row, plane = self._row, 2 * layer_start
+        pitch, peer_pitch = self._buffer.shape[2] * row, peer_num_slots * row
+        source, target = self._buffer.data_ptr() + plane * pitch, peer + plane * peer_pitch
+        with self._driver.current():
+            for run in runs:
+                copy = _Copy2D(
+                    srcMemoryType=_DEVICE_MEMORY,
+                    srcDevice=source + run.slot * row,
+                    srcPitch=pitch,
+                    dstMemoryType=_DEVICE_MEMORY,
+                    dstDevice=target + run.peer_slot * row,
+                    dstPitch=peer_pitch,
+                    WidthInBytes=run.tokens * row,
+                    Height=2 * (layer_stop - layer_start),
+                )
+                self._driver.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))

@@ -1,0 +1,63 @@
+"""Calls of the CUDA driver that torch has no name for.
+
+The driver is the library that torch has loaded already. Its calls work on the GPU's primary
+context, which is the one torch uses, so addresses and streams are the same here and there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class CudaError(Exception):
+    """A call of the driver failed; the message has its name and the driver's words."""
+
+
+class CudaDriver:
+    """The driver, for one GPU.
+
+    Args:
+        ordinal: the GPU's number among those that this process sees.
+
+    Raises:
+        SetupError: there is no driver, or the GPU cannot be used.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise SetupError(f"the CUDA driver cannot be loaded: {error}") from error
+        self._context = ctypes.c_void_p()
+        device = ctypes.c_int()
+        try:
+            self.call("cuInit", ctypes.c_uint(0))
+            self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        except CudaError as error:
+            raise SetupError(f"GPU {ordinal} cannot be used: {error}") from error
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """The GPU is the calling thread's inside; threads start without one."""
+        self.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def call(self, name: str, *args: Any) -> None:
+        """Raises CudaError unless the function succeeds; ``args`` are of ctypes."""
+        status: int = getattr(self._library, name)(*args)
+        if status:
+            text = ctypes.c_char_p()
+            known = not self._library.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+            words = text.value.decode() if known and text.value else "an unknown error"
+            raise CudaError(f"{name}: {words} (CUDA error {status})")
