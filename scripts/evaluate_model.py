@@ -144,6 +144,9 @@ def main() -> int:
 
 
 def _commit() -> str:
+    """Of the working tree; given by PD_COMMIT where there is no repository."""
+    if "PD_COMMIT" in os.environ:
+        return os.environ["PD_COMMIT"]
     command = ["git", "-C", str(_HERE), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -149,8 +149,9 @@ class Measurement:
         return {self._system.name: facts}
 
     def _unloaded(self, length: int) -> None:
-        """Prompts for the prefill node alone and for the split take turns, each after a rest, so
-        that both meet GPUs that are as warm and clocked as high."""
+        """Prompts for the prefill node alone and for the split take turns, each after a rest and as
+        often after one of the other kind as of its own, so that both meet GPUs that are as warm and
+        clocked as high."""
         name, prefill = self._system.name, self._system.prefill
         kinds = {name: self._args.outputs}
         if prefill is not None:
@@ -158,7 +159,7 @@ class Measurement:
         answers: dict[str, list[Completion]] = {kind: [] for kind in kinds}
         stages: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in kinds}
         for repeat in range(self._args.repeats + 1):
-            for kind, outputs in kinds.items():
+            for kind, outputs in list(kinds.items())[:: 1 if repeat % 2 else -1]:
                 before = totals(prefill)
                 time.sleep(self._args.rest)
                 answer = self._within(ask_one(self._server, self._prompts, length, outputs))

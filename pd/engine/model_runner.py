@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
-from pd.kernels.attention import AttentionBatch
+from pd.kernels.attention import AttentionBatch, PlannedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +55,23 @@ def layers_per_report(num_layers: int) -> int:
     """How many layers make a group: 4, fewer in shallow models (at most four groups) and more in
     models so deep that 4 would make more than 32 groups."""
     return max(min(_LAYER_GROUP, -(-num_layers // 4)), -(-num_layers // _MAX_GROUPS))
+
+
+class PlannedLate(PlannedAttention):
+    """Attention that is planned when a model first asks where K and V go: behind the launch of the
+    first layer's product, so that a GPU that had nothing to do computes meanwhile."""
+
+    def __init__(self, backend: AttentionBackend, batch: AttentionBatch) -> None:
+        self.pool = backend.pool
+        self._backend, self._batch = backend, batch
+
+    @cached_property
+    def slots(self) -> torch.Tensor:  # type: ignore[override]
+        self._backend.plan(self._batch)
+        return self._backend.slots
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._backend.attend(layer, q, k, v)
 
 
 class ModelRunner:
@@ -116,7 +134,7 @@ class ModelRunner:
             return logits
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
-        self.attention.plan(AttentionBatch(starts, lengths, [item.pages for item in items]))
+        batch = AttentionBatch(starts, lengths, [item.pages for item in items])
         ends = np.cumsum(lengths)
         positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
         wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
@@ -131,7 +149,7 @@ class ModelRunner:
         hidden = self.model(
             token_ids,
             self._tensor(positions),
-            self.attention,
+            PlannedLate(self.attention, batch),
             self._reporter(on_layers_done),
             chosen,
         )
