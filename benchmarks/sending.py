@@ -32,7 +32,7 @@ from pd.bench.shapes import model_directory
 from pd.core.config import NodeConfig
 from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem, ModelRunner
-from pd.prefill_node.outgoing import Chunk, Outgoing, TokenCost
+from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
 from pd.transfer.nvlink_device import CudaLane
 from pd.transfer.nvlink_wire import token_slots
 from pd.transfer.ranges import Block
@@ -119,7 +119,9 @@ class Prefill:
             for pages in self._pages
         ]
         layout, model = self._engine.layout, self._engine.model_config
-        self._cost = TokenCost(layout.num_layers, layout.token_bytes, model.token_flops)
+        self._cost = PromptCost(
+            layout.num_layers, layout.token_bytes, model.token_flops, model.pair_flops
+        )
 
     def run(self, way: Way) -> tuple[float, float]:
         """Milliseconds of the pass, and of what was still to be stored when it ended."""

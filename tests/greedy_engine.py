@@ -34,7 +34,7 @@ def make_runner(
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size)
     pool = KVPool(layout, num_tokens // page_size, device)
     backend = make_attention_backend(attention, pool, config.num_heads)
-    return ModelRunner(model, pool, backend, layer_group=2)
+    return ModelRunner(model, pool, backend)
 
 
 @dataclass

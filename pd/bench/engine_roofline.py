@@ -56,8 +56,8 @@ class Roofline:
     def _computation(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
         """Floating-point operations; ``num_pairs`` of a query and a key that it attends to."""
         model = self._model
-        pairs = 4 * model.num_layers * model.num_heads * model.head_dim * num_pairs
-        return model.token_flops * num_tokens + pairs + 2 * self._head * num_logits
+        layers = model.token_flops * num_tokens + model.pair_flops * num_pairs
+        return layers + 2 * self._head * num_logits
 
     def _time(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self._read_bytes, flops / self._flops)

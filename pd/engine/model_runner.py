@@ -45,18 +45,6 @@ class ForwardItem:
     num_logits: int = 1
 
 
-# What remains to be sent after the last layer is one group, so groups should be small; but each
-# costs a launch or a frame per request, so there should not be many.
-_LAYER_GROUP = 4
-_MAX_GROUPS = 32
-
-
-def layers_per_report(num_layers: int) -> int:
-    """How many layers make a group: 4, fewer in shallow models (at most four groups) and more in
-    models so deep that 4 would make more than 32 groups."""
-    return max(min(_LAYER_GROUP, -(-num_layers // 4)), -(-num_layers // _MAX_GROUPS))
-
-
 class PlannedLate(PlannedAttention):
     """Attention that is planned when a model first asks where K and V go: behind the launch of the
     first layer's product, so that a GPU that had nothing to do computes meanwhile."""
@@ -82,20 +70,10 @@ class ModelRunner:
         chunk_graphs: of steps of one short chunk.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        pool: KVPool,
-        attention_backend: AttentionBackend,
-        *,
-        layer_group: int | None = None,
-    ) -> None:
-        """``layer_group``: layers between two reports of progress (see :meth:`forward`); by default
-        :func:`layers_per_report`."""
+    def __init__(self, model: CausalLM, pool: KVPool, attention_backend: AttentionBackend) -> None:
         self.model = model
         self.pool = pool
         self.attention = attention_backend
-        self._layer_group = layer_group or layers_per_report(model.config.num_layers)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
 
@@ -115,8 +93,9 @@ class ModelRunner:
         Args:
             items: at least one; no two may write the same page.
             on_layers_done: called with ``(first, stop)`` when this step's KV of those layers is in
-                the pool (on a GPU: is queued on the current stream). It must not wait for a GPU
-                nor for long: the layers after it are not launched until it returns.
+                the pool (on a GPU: is queued on the current stream): of each layer, or of all at
+                once. It must not wait for a GPU nor for long: the layers after it are not launched
+                until it returns.
             previous_tokens: int64 ``[rows]`` on the model's device, where negative token ids look.
 
         Returns:
@@ -150,25 +129,12 @@ class ModelRunner:
             token_ids,
             self._tensor(positions),
             PlannedLate(self.attention, batch),
-            self._reporter(on_layers_done),
+            on_layers_done and (lambda layer: on_layers_done(layer, layer + 1)),
             chosen,
         )
         if len(hidden) == 0:
             return hidden.new_empty(0, self.model.config.vocab_size)
         return self.model.logits(hidden)
-
-    def _reporter(
-        self, on_layers_done: Callable[[int, int], None] | None
-    ) -> Callable[[int], None] | None:
-        if on_layers_done is None:
-            return None
-        group, last = self._layer_group, self.model.config.num_layers - 1
-
-        def layer_done(layer: int) -> None:
-            if layer == last or (layer + 1) % group == 0:
-                on_layers_done(layer // group * group, layer + 1)
-
-        return layer_done
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(array, torch.int64, self.pool.buffer.device)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
+# Pages of the pool that are looked at for each page of an allocation, at most.
+_SEARCH = 128
+
 
 class PageState(IntEnum):
     """The one owner of a page at every moment."""
@@ -35,7 +38,7 @@ class PageAllocator:
         self._states = np.zeros(num_pages, dtype=np.uint8)
         self._counts = [num_pages, 0, 0, 0, 0]
         self._places = np.empty(num_pages, dtype=np.int64)  # scratch of :meth:`move`
-        # A stack; low page numbers on top, so that fresh allocations are adjacent.
+        # A stack; low page numbers on top.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
     def count(self, state: PageState) -> int:
@@ -43,14 +46,38 @@ class PageAllocator:
         return self._counts[state]
 
     def allocate(self, num_pages: int, state: PageState) -> IntArray:
-        """Take ``num_pages`` free pages (the caller checked that there are enough)."""
+        """Take ``num_pages`` free pages (the caller checked that there are enough).
+
+        Adjacent ones if there are and if they are many: transfers copy them as one, and attention
+        reads them where they lie.
+        """
         free = self._counts[PageState.FREE]
         assert 0 <= num_pages <= free, f"{num_pages} pages asked for, {free} free"
         pages = self._free[free - num_pages : free][::-1].copy()
+        if num_pages * _SEARCH >= self.num_pages and (np.diff(pages) != 1).any():
+            pages, rest = self._in_few_runs(num_pages)
+            self._free[: len(rest)] = rest[::-1]
         self._states[pages] = state
         self._counts[PageState.FREE] -= num_pages
         self._counts[state] += num_pages
         return pages
+
+    def _in_few_runs(self, num_pages: int) -> tuple[IntArray, IntArray]:
+        """Free pages of the shortest run that has enough, else of the longest ones; and the others,
+        ascending."""
+        free = self.pages_in(PageState.FREE)
+        breaks = np.flatnonzero(np.diff(free) != 1) + 1
+        firsts = np.concatenate(([0], breaks))
+        lengths = np.diff(np.concatenate((firsts, [len(free)])))
+        order = np.argsort(-lengths, kind="stable")
+        enough = int((lengths >= num_pages).sum())
+        if enough:
+            order = order[enough - 1 : enough]
+        else:
+            order = order[: np.searchsorted(np.cumsum(lengths[order]), num_pages) + 1]
+        runs = [np.arange(firsts[run], firsts[run] + lengths[run]) for run in order]
+        chosen = np.concatenate(runs)[:num_pages]
+        return free[chosen], np.delete(free, chosen)
 
     def free(self, pages: IntArray, state: PageState) -> None:
         """Give back pages that are in ``state``."""

@@ -1,7 +1,7 @@
 """Long runs of slots straight into another GPU's pool, by a copy engine.
 
 The kernel of :mod:`pd.kernels.kv_copy` finds rows wherever they lie, but while it stores it holds
-multiprocessors and draws power that a forward pass then lacks. A copy engine takes neither
+multiprocessors that a forward pass then lacks. A copy engine takes none, and costs the pass less
 (``benchmarks/sending.py``). It is told of each run of adjacent slots by a call: one two-dimensional
 copy moves it in all layers at once.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import torch
 
-# Bytes of a run in one plane from which on a copy engine is as fast as the kernel
+# Bytes of a run in one plane from which on a copy engine is about as fast as the kernel
 # (``benchmarks/kv_copy.py``).
-MIN_RUN_BYTES = 256 << 10
+MIN_RUN_BYTES = 512 << 10
 # CU_DEVICE_ATTRIBUTE_MAX_PITCH: CUDA's limit for the bytes of a plane, the same on all GPUs.
 _MAX_PITCH = (1 << 31) - 1
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE

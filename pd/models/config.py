@@ -113,6 +113,11 @@ class ModelConfig:
         weight; of a mixture of experts with the router's and the chosen experts'."""
         return int(2 * self.num_layers * self.layer_weights(self.num_experts_per_tok or 1))
 
+    @property
+    def pair_flops(self) -> int:
+        """Floating-point operations of one token's attention to one, in all layers."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
     def layer_weights(self, num_experts: float) -> float:
         """Weights of one layer's matrices, of its experts so many (1 for a dense model)."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

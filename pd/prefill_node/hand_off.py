@@ -24,7 +24,7 @@ from pd.core.messages import (
 )
 from pd.core.request import RequestState
 from pd.node.digests import Digests
-from pd.prefill_node.outgoing import Chunk, Outgoing, TokenCost
+from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
 from pd.prefill_node.peers import DecodePeers
 from pd.transfer.base import TransferState
 
@@ -53,8 +53,11 @@ class HandOff:
         self._transfer = transfer
         self._resume = resume
         model, layout = node.engine.model_config, node.engine.layout
-        self._cost = TokenCost(
-            layout.num_layers, layout.token_bytes, model.token_flops / layout.tp_size
+        self._cost = PromptCost(
+            layout.num_layers,
+            layout.token_bytes,
+            model.token_flops / layout.tp_size,
+            model.pair_flops / layout.tp_size,
         )
         self._digests: Digests | None = None
         if node.config.kv_digest:

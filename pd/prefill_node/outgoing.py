@@ -15,19 +15,38 @@ if TYPE_CHECKING:
     from pd.transfer.base import Sender
 
 
+# What remains to be sent after the last layer is one group, so groups should be small; but each
+# costs a launch or a frame per request, so there should not be many.
+_LAYER_GROUP = 4
+_MAX_GROUPS = 32
+
+
+def layers_per_group(num_layers: int) -> int:
+    """How many layers' KV is sent together: of 4, fewer in shallow models (at most four groups) and
+    more in models so deep that 4 would make more than 32 groups."""
+    return max(min(_LAYER_GROUP, -(-num_layers // 4)), -(-num_layers // _MAX_GROUPS))
+
+
 @dataclass(frozen=True, slots=True)
-class TokenCost:
-    """What one token of a prompt costs.
+class PromptCost:
+    """What the tokens of a prompt cost.
 
     Attributes:
-        num_layers: that it goes through.
-        kv_bytes: to send, of all layers.
-        flops: to compute: the products with the layers' weights, on each of the GPUs.
+        num_layers: that they go through.
+        kv_bytes: of one, to send, of all layers.
+        token_flops: of one, for the products with the layers' weights, on each of the GPUs.
+        pair_flops: of one's attention to one before it, likewise.
     """
 
     num_layers: int
     kv_bytes: int
-    flops: float
+    token_flops: float
+    pair_flops: float
+
+    def flops(self, start: int, stop: int) -> float:
+        """To compute tokens ``[start, stop)``."""
+        pairs = (stop - start) * (stop + start) / 2
+        return (stop - start) * self.token_flops + pairs * self.pair_flops
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +54,7 @@ class Outgoing:
     """State of the hand-off, on ``Request.hand_off``.
 
     Attributes:
-        cost: of each token of the prompt.
+        cost: of the prompt's tokens.
         pushed: leading tokens whose KV of all layers was given to the sender (or is D's already).
         first_tokens: token 1 of each choice once sampled.
         parked: computed, then evicted for others before D reserved; computed again when it does.
@@ -45,7 +64,7 @@ class Outgoing:
             was known too.
     """
 
-    cost: TokenCost
+    cost: PromptCost
     reservation: Reservation | None = None
     sender: Sender | None = None
     pushed: int = 0
@@ -69,10 +88,10 @@ class Outgoing:
 
     def may_wait(self, unsent: float, ahead: float) -> bool:
         """Whether the KV of ``unsent`` tokens had better be sent later: every use of the link costs
-        the forward pass something, and the work for ``ahead`` tokens is left to send it behind."""
+        the forward pass something, and ``ahead`` operations are left to send it behind."""
         assert self.sender is not None
         hidden = unsent * self.cost.kv_bytes * self.sender.flops_per_byte
-        return 0 < hidden <= ahead * self.cost.flops
+        return 0 < hidden <= ahead
 
     def times(self, arrived: float) -> TransferTimes:
         """What it took, once everything is complete; ``arrived``: when the request came."""
@@ -101,16 +120,23 @@ class Chunk:
 
     def layers_done(self, first: int, stop: int) -> None:
         """The KV of layers ``[first, stop)`` is in the pool, or queued on the current stream, like
-        that of the layers before and of the tokens before. Send what was not sent, unless that may
-        wait until the next layers are computed (as many again, of this chunk or of the next)."""
+        that of the layers before and of the tokens before. Send what was not sent when a group is
+        complete, unless that may wait for the next (of this chunk or of the next one); what waited
+        is sent after any layer, so as not to leave early."""
         outgoing = self.outgoing
         if outgoing.sender is None or outgoing.pushed >= self.stop:
             return
-        num_layers = outgoing.cost.num_layers
-        done = (2 * stop - first) / num_layers
+        cost, num_layers = outgoing.cost, outgoing.cost.num_layers
+        group = layers_per_group(num_layers)
+        in_groups = self.sent > 0 or outgoing.sender.flops_per_byte == 0
+        if in_groups and stop % group and stop < num_layers:
+            return
+        # When this is called next and something may be sent.
+        done = (stop + max(stop - first, group if in_groups else 1)) / num_layers
         earlier, new = self.start - outgoing.pushed, self.stop - max(self.start, outgoing.pushed)
         unsent = max(0, earlier) + new * (done - self.sent / num_layers)
-        ahead = self.num_tokens - self.start - (self.stop - self.start) * done
+        ahead = (1 - done) * cost.flops(self.start, self.stop)
+        ahead += cost.flops(self.stop, self.num_tokens)
         # A chunk that was sent in part is sent to its end: what ``pushed`` leaves out is unsent.
         may_stay = stop < num_layers or self.sent == 0
         if may_stay and outgoing.may_wait(unsent, ahead):

@@ -1,7 +1,8 @@
-"""KV by kernels that store straight into the pool of a GPU of the same host.
+"""KV straight into the pool of a GPU of the same host.
 
-D exports its pool (CUDA IPC), P maps it, and one kernel stores many tokens of many layers into D's
-slots, on a stream beside P's forward pass. Page sizes may differ: slots travel.
+D exports its pool (CUDA IPC), P maps it and stores many tokens of many layers at once into D's
+slots, on a stream beside P's forward pass: a copy engine does where the slots lie in long runs, one
+launch of a kernel where they are scattered. Page sizes may differ: slots travel.
 
 What it guarantees and on what that rests:
 

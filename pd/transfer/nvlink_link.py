@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 # layers that it carries.
 LAUNCHED_AHEAD = 4
 # A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
-# power, which a long forward pass on a GPU at its limit then lacks: its clock falls by 3 %, whether
-# a group of layers or one token was sent. So KV is gathered, by what the link was seen to do and
-# this many operations per second, a little more than an H200 gets done.
+# power, which a long forward pass on a GPU at its limit then lacks: it takes 2 % longer, whether
+# groups of layers or one token of each were sent (`benchmarks/sending.py`). So KV is collected, by
+# what the link was seen to do and this many operations per second, more than an H200 gets done.
 _FLOPS = 1e15
 # Smaller stores say little about the link.
 _TIMED_BYTES = 16 << 20

@@ -16,7 +16,7 @@ from checkpoints import (
 )
 from greedy_engine import generate, make_runner
 
-from pd.engine.model_runner import ForwardItem, layers_per_report
+from pd.engine.model_runner import ForwardItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,9 +152,7 @@ class TestLogits:
 
 
 class TestProgress:
-    def test_layer_groups_are_reported_when_their_kv_is_in_the_pool(
-        self, checkpoint: Checkpoint
-    ) -> None:
+    def test_layers_are_reported_when_their_kv_is_in_the_pool(self, checkpoint: Checkpoint) -> None:
         runner = make_runner(checkpoint("llama2"))
         reported = []
 
@@ -163,15 +161,11 @@ class TestProgress:
             reported.append((first, stop, keys.tolist()))
 
         runner.forward([item([1, 2, 3, 4, 5], 0, range(2, 3))], on_layers_done)
-        assert reported == [(0, 2, [True, True, False]), (2, 3, [True, True, True])]
-
-    @pytest.mark.parametrize(
-        ("layers", "group"), [(1, 1), (2, 1), (6, 2), (16, 4), (32, 4), (80, 4), (126, 4), (200, 7)]
-    )
-    def test_groups_are_small_and_few(self, layers: int, group: int) -> None:
-        """What is left to send after the last layer is one group."""
-        assert layers_per_report(layers) == group
-        assert -(-layers // group) <= 32
+        assert reported == [
+            (0, 1, [True, False, False]),
+            (1, 2, [True, True, False]),
+            (2, 3, [True, True, True]),
+        ]
 
     def test_kv_of_a_prefix_is_reused(self, checkpoint: Checkpoint) -> None:
         """Two sequences continue one cached prefix; its pages are read and not written."""

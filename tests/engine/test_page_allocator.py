@@ -30,6 +30,34 @@ def test_freed_pages_are_handed_out_again_lowest_first() -> None:
     allocator.check()
 
 
+def test_many_pages_are_of_the_shortest_run_that_has_enough() -> None:
+    allocator = PageAllocator(20)
+    allocator.allocate(20, LOCKED)
+    for freed in (pages(3), pages(16, 17, 18, 19), pages(7, 8, 9), pages(12)):
+        allocator.free(freed, LOCKED)
+    assert allocator.allocate(3, LOCKED).tolist() == [7, 8, 9]
+    assert allocator.allocate(3, LOCKED).tolist() == [16, 17, 18]
+    allocator.check()
+
+
+def test_many_pages_are_of_few_runs() -> None:
+    allocator = PageAllocator(20)
+    allocator.allocate(20, LOCKED)
+    for freed in (pages(3), pages(16, 17, 18, 19), pages(7, 8, 9), pages(12)):
+        allocator.free(freed, LOCKED)
+    assert allocator.allocate(6, LOCKED).tolist() == [16, 17, 18, 19, 7, 8]
+    allocator.check()
+    assert allocator.allocate(3, LOCKED).tolist() == [3, 9, 12]
+
+
+def test_few_pages_of_a_large_pool_are_not_searched_for() -> None:
+    allocator = PageAllocator(1000)
+    allocator.allocate(1000, LOCKED)
+    allocator.free(pages(10, 11, 12), LOCKED)
+    allocator.free(pages(1, 3), LOCKED)
+    assert allocator.allocate(3, LOCKED).tolist() == [1, 3, 10]
+
+
 def test_counts_add_up_in_every_state() -> None:
     allocator = PageAllocator(10)
     locked, reserved = allocator.allocate(3, LOCKED), allocator.allocate(4, RESERVED)

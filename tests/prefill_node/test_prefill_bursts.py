@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from pd.prefill_node.outgoing import Chunk, Outgoing, TokenCost
+from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost, layers_per_group
 
-REPORTS = ((0, 2), (2, 4), (4, 6), (6, 8))
 LAYERS = 8
+REPORTS = tuple((layer, layer + 1) for layer in range(LAYERS))
+GROUPS = ((0, 2), (2, 4), (4, 6), (6, 8))
 LAYER_BY_LAYER, AT_LEISURE, SLOW = 0.0, 1 / 8, 1 / 2
 Sent = list[tuple[int, int, tuple[int, int, int, int]]]
 
@@ -31,12 +32,17 @@ class Recorder(SimpleNamespace):
 
 
 def prefill(
-    pace: float, prompt: int, chunk: int, cached: int = 0, opened: tuple[int, int] = (0, 0)
+    pace: float,
+    prompt: int,
+    chunk: int,
+    cached: int = 0,
+    opened: tuple[int, int] = (0, 0),
+    pair_flops: float = 0.0,
 ) -> Sent:
     """All chunks of a prompt, as the node goes through them; ``opened``: the token and the layer
     from which on there is a sender."""
     recorder: Any = Recorder(pace)
-    outgoing = Outgoing(TokenCost(LAYERS, kv_bytes=1, flops=1.0), pushed=cached)
+    outgoing = Outgoing(PromptCost(LAYERS, 1, 1.0, pair_flops), pushed=cached)
     for start in range(0, prompt, chunk):
         part = Chunk(outgoing, start, min(start + chunk, prompt), prompt)
         for first, stop in REPORTS:
@@ -50,8 +56,8 @@ def prefill(
 
 def test_without_bursts_every_group_of_layers_is_sent() -> None:
     assert prefill(LAYER_BY_LAYER, 20, 16) == [
-        *((16, stop, (0, 16, first, stop)) for first, stop in REPORTS),
-        *((20, stop, (16, 20, first, stop)) for first, stop in REPORTS),
+        *((16, stop, (0, 16, first, stop)) for first, stop in GROUPS),
+        *((20, stop, (16, 20, first, stop)) for first, stop in GROUPS),
     ]
 
 
@@ -61,6 +67,28 @@ def test_a_burst_leaves_when_just_enough_is_left_to_hide_it() -> None:
         (32, 6, (16, 32, 0, 6)),
         (32, 8, (16, 32, 6, 8)),
     ]
+
+
+def test_a_burst_need_not_wait_for_a_group() -> None:
+    assert prefill(1 / 16, 32, 16) == [
+        (32, 7, (0, 16, 0, 8)),
+        (32, 7, (16, 32, 0, 7)),
+        (32, 8, (16, 32, 7, 8)),
+    ]
+
+
+def test_attention_to_a_long_prompt_hides_more() -> None:
+    """Of the second chunk with its 16 * 24 pairs, each as much work as a token."""
+    assert prefill(SLOW, 32, 16, pair_flops=1.0)[0] == (32, 7, (0, 16, 0, 8))
+
+
+@pytest.mark.parametrize(
+    ("layers", "group"), [(1, 1), (2, 1), (6, 2), (16, 4), (32, 4), (80, 4), (126, 4), (200, 7)]
+)
+def test_groups_are_small_and_few(layers: int, group: int) -> None:
+    """What is left to send after the last layer is one group."""
+    assert layers_per_group(layers) == group
+    assert -(-layers // group) <= 32
 
 
 def test_what_takes_longer_to_send_leaves_earlier() -> None:
@@ -74,7 +102,7 @@ def test_what_takes_longer_to_send_leaves_earlier() -> None:
 
 def test_nothing_waits_for_a_chunk_too_short_to_hide_it() -> None:
     sent = prefill(AT_LEISURE, 17, 16)
-    assert sent[:2] == [(16, 6, (0, 16, 0, 6)), (16, 8, (0, 16, 6, 8))]
+    assert sent[:2] == [(16, 7, (0, 16, 0, 7)), (16, 8, (0, 16, 7, 8))]
 
 
 def test_what_d_has_of_a_chunk_does_not_make_the_rest_leave_early() -> None:

@@ -16,7 +16,7 @@ from pd.node.step import Work
 from pd.prefill_node.hand_off import HandOff
 
 LAYERS = 8
-GROUPS = ((0, 2), (2, 4), (4, 6), (6, 8))
+EACH = tuple((layer, layer + 1) for layer in range(LAYERS))
 WHOLE = ((0, 8),)
 
 
@@ -71,7 +71,7 @@ class Node:
         pace = rng.choice([0, 0.01, 0.1, 0.5, 1, 10])
         self.prompts: list[Any] = [Prompt(room, rng, pace) for room in range(rng.randint(1, 4))]
         layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
-        model = SimpleNamespace(token_flops=1.0)
+        model = SimpleNamespace(token_flops=1.0, pair_flops=rng.choice([0.0, 0.1]))
         node: Any = SimpleNamespace(
             engine=SimpleNamespace(layout=layout, model_config=model, beside_steps=nullcontext),
             config=SimpleNamespace(kv_digest=False),
@@ -119,7 +119,7 @@ class Node:
     def launch(self, works: list[Work]) -> None:
         layers_done = self.hand_off.layer_sender(works)
         assert layers_done is not None
-        for first, stop in self.rng.choice([GROUPS, GROUPS, WHOLE]):
+        for first, stop in self.rng.choice([EACH, EACH, WHOLE]):
             for work in works:
                 queued: Any = work.sequence.request
                 queued.queued[work.start : work.stop] = [stop] * (work.stop - work.start)
