@@ -135,8 +135,10 @@ class Chunk:
         done = (stop + max(stop - first, group if in_groups else 1)) / num_layers
         earlier, new = self.start - outgoing.pushed, self.stop - max(self.start, outgoing.pushed)
         unsent = max(0, earlier) + new * (done - self.sent / num_layers)
-        ahead = (1 - done) * cost.flops(self.start, self.stop)
-        ahead += cost.flops(self.stop, self.num_tokens)
+        # Hardly more of the last layer is computed than its K and V.
+        all_but_one = 1 - 1 / num_layers
+        ahead = (all_but_one - done) * cost.flops(self.start, self.stop)
+        ahead += all_but_one * cost.flops(self.stop, self.num_tokens)
         # A chunk that was sent in part is sent to its end: what ``pushed`` leaves out is unsent.
         may_stay = stop < num_layers or self.sent == 0
         if may_stay and outgoing.may_wait(unsent, ahead):
