@@ -67,7 +67,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         source_device, target_device: of P's and D's pool.
         connections: of tcp; 0 is the backend's default.
         repeats: timed transfers at least; more if they take less than ``seconds`` in all.
-        layer_group: layers that P sends together, as the model runner reports them.
+        layer_group: layers that P sends together.
         chunk: tokens of a prefill chunk.
     """
 

@@ -95,7 +95,7 @@ class Engine:
 
     def beside_steps(self) -> AbstractContextManager[Any]:
         """For what reads only KV that the host saw complete: on a GPU, what the calling thread
-        queues inside stands on a stream of its own and waits for no step that was launched."""
+        queues inside stands on a stream of its own, behind no step that was launched."""
         if not self.pool.buffer.is_cuda:
             return nullcontext()
         return torch.cuda.stream(self._stream_beside)

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-# Pages of the pool that are looked at for each page of an allocation, at most.
-_SEARCH = 128
+# Pages of the pool that are looked at for each page of an allocation, at most, and runs that it is
+# worth to put together.
+_SEARCH, _RUNS = 128, 8
 
 
 class PageState(IntEnum):
@@ -48,36 +49,47 @@ class PageAllocator:
     def allocate(self, num_pages: int, state: PageState) -> IntArray:
         """Take ``num_pages`` free pages (the caller checked that there are enough).
 
-        Adjacent ones if there are and if they are many: transfers copy them as one, and attention
-        reads them where they lie.
+        Adjacent ones if there are and if they are many (a 128th of the pool): transfers copy them
+        as one, and attention reads them where they lie.
         """
         free = self._counts[PageState.FREE]
         assert 0 <= num_pages <= free, f"{num_pages} pages asked for, {free} free"
         pages = self._free[free - num_pages : free][::-1].copy()
         if num_pages * _SEARCH >= self.num_pages and (np.diff(pages) != 1).any():
-            pages, rest = self._in_few_runs(num_pages)
-            self._free[: len(rest)] = rest[::-1]
+            pages = self._in_few_runs(num_pages, pages)
         self._states[pages] = state
         self._counts[PageState.FREE] -= num_pages
         self._counts[state] += num_pages
         return pages
 
-    def _in_few_runs(self, num_pages: int) -> tuple[IntArray, IntArray]:
-        """Free pages of the shortest run that has enough, else of the longest ones; and the others,
-        ascending."""
+    def _in_few_runs(self, num_pages: int, otherwise: IntArray) -> IntArray:
+        """Of the shortest run of free pages that has enough, else of the longest ones; if those are
+        too short as well, what is on top of the stack."""
         free = self.pages_in(PageState.FREE)
         breaks = np.flatnonzero(np.diff(free) != 1) + 1
         firsts = np.concatenate(([0], breaks))
         lengths = np.diff(np.concatenate((firsts, [len(free)])))
-        order = np.argsort(-lengths, kind="stable")
-        enough = int((lengths >= num_pages).sum())
-        if enough:
-            order = order[enough - 1 : enough]
+        enough = np.flatnonzero(lengths >= num_pages)
+        if len(enough):
+            runs = enough[[lengths[enough].argmin()]]
+        elif lengths.max() * _RUNS < num_pages:
+            return otherwise
         else:
-            order = order[: np.searchsorted(np.cumsum(lengths[order]), num_pages) + 1]
-        runs = [np.arange(firsts[run], firsts[run] + lengths[run]) for run in order]
-        chosen = np.concatenate(runs)[:num_pages]
-        return free[chosen], np.delete(free, chosen)
+            runs = np.arange(len(lengths))
+            if len(runs) > _RUNS:
+                runs = np.sort(np.argpartition(lengths, -_RUNS)[-_RUNS:])
+            if lengths[runs].sum() < num_pages:
+                return otherwise
+            runs = runs[np.argsort(-lengths[runs], kind="stable")]
+        is_left = np.ones(len(free), dtype=np.bool_)
+        parts, missing = [], num_pages
+        for first, length in zip(firsts[runs].tolist(), lengths[runs].tolist(), strict=True):
+            part = slice(first, first + min(length, missing))
+            is_left[part] = False
+            parts.append(free[part])
+            missing -= len(parts[-1])
+        self._free[: len(free) - num_pages] = free[is_left][::-1]
+        return np.concatenate(parts)
 
     def free(self, pages: IntArray, state: PageState) -> None:
         """Give back pages that are in ``state``."""

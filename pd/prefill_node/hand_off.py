@@ -175,8 +175,8 @@ class HandOff:
             self._node.fail(request, error)
             return
         launched = sequence.num_computed if sequence.launched is None else sequence.launched.stop
-        unsent, ahead = sequence.num_computed - outgoing.pushed, len(request.prompt) - launched
-        if not outgoing.may_wait(unsent, ahead):
+        ahead = outgoing.cost.flops(launched, len(request.prompt))
+        if not outgoing.may_wait(sequence.num_computed - outgoing.pushed, ahead):
             self._push(request)
 
     def _push(self, request: Request) -> None:
@@ -217,7 +217,8 @@ class HandOff:
         outgoing: Outgoing = request.hand_off
         if outgoing.sender is None:
             return
-        if not outgoing.may_wait(work.stop - outgoing.pushed, len(request.prompt) - work.stop):
+        ahead = outgoing.cost.flops(work.stop, len(request.prompt))
+        if not outgoing.may_wait(work.stop - outgoing.pushed, ahead):
             self._push(request)
 
     def completed(self, request: Request) -> None:

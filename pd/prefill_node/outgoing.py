@@ -43,10 +43,12 @@ class PromptCost:
     token_flops: float
     pair_flops: float
 
-    def flops(self, start: int, stop: int) -> float:
-        """To compute tokens ``[start, stop)``."""
+    def flops(self, start: int, stop: int, layers_done: int = 0) -> float:
+        """What is left to compute of tokens ``[start, stop)``, of the last layer hardly more than
+        its K and V. Below 0 where more layers are said to be done."""
         pairs = (stop - start) * (stop + start) / 2
-        return (stop - start) * self.token_flops + pairs * self.pair_flops
+        whole = (stop - start) * self.token_flops + pairs * self.pair_flops
+        return whole * (self.num_layers - 1 - layers_done) / self.num_layers
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +90,8 @@ class Outgoing:
 
     def may_wait(self, unsent: float, ahead: float) -> bool:
         """Whether the KV of ``unsent`` tokens had better be sent later: every use of the link costs
-        the forward pass something, and ``ahead`` operations are left to send it behind."""
+        the forward pass something, and ``ahead`` operations (:meth:`PromptCost.flops`) are left to
+        send it behind."""
         assert self.sender is not None
         hidden = unsent * self.cost.kv_bytes * self.sender.flops_per_byte
         return 0 < hidden <= ahead
@@ -132,13 +135,10 @@ class Chunk:
         if in_groups and stop % group and stop < num_layers:
             return
         # When this is called next and something may be sent.
-        done = (stop + max(stop - first, group if in_groups else 1)) / num_layers
+        then = stop + max(stop - first, group if in_groups else 1)
         earlier, new = self.start - outgoing.pushed, self.stop - max(self.start, outgoing.pushed)
-        unsent = max(0, earlier) + new * (done - self.sent / num_layers)
-        # Hardly more of the last layer is computed than its K and V.
-        all_but_one = 1 - 1 / num_layers
-        ahead = (all_but_one - done) * cost.flops(self.start, self.stop)
-        ahead += all_but_one * cost.flops(self.stop, self.num_tokens)
+        unsent = max(0, earlier) + new * (then - self.sent) / num_layers
+        ahead = cost.flops(self.start, self.stop, then) + cost.flops(self.stop, self.num_tokens)
         # A chunk that was sent in part is sent to its end: what ``pushed`` leaves out is unsent.
         may_stay = stop < num_layers or self.sent == 0
         if may_stay and outgoing.may_wait(unsent, ahead):

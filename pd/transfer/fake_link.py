@@ -18,7 +18,7 @@ from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
 from pd.transfer.fake_nic import ACK, SERVICE, WRITE, WRITE_MAGIC, Destination, receive_exactly
 from pd.transfer.greeting import greet
-from pd.transfer.ranges import Block, check_pages
+from pd.transfer.ranges import Block, check_pages, checked_block
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
@@ -80,11 +80,9 @@ class FakeSender(Sender):
         return self._bytes
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        if not self._tokens.start <= token_start <= token_stop <= self._tokens.stop:
-            raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {self._tokens}")
-        if not 0 <= layer_start <= layer_stop <= self._memory.num_layers:
-            raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
-        block = Block(token_start, token_stop, layer_start, layer_stop)
+        block = checked_block(
+            self._tokens, self._memory.num_layers, token_start, token_stop, layer_start, layer_stop
+        )
         cell = self._memory.cell_bytes
         with self._link.changed:
             if self._state is not TransferState.ACTIVE:

@@ -62,7 +62,12 @@ class Lane(Protocol):
             after: from :meth:`StoreDevice.mark`: what must be complete before.
             table: from :meth:`table`.
             columns: of the table: the block's tokens.
+
+        Raises whatever the GPU's driver does; then nobody knows how much was launched.
         """
+
+    def drain(self) -> None:
+        """Wait until nothing is under way, not even of a store that failed."""
 
 
 class StoreDevice(Protocol):
@@ -173,6 +178,9 @@ class CudaLane(Lane):
             with torch.cuda.stream(self.stream):
                 copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         return CudaTicket(self.stream, begin)
+
+    def drain(self) -> None:
+        self.stream.synchronize()
 
 
 class CudaDevice(StoreDevice):

@@ -13,7 +13,7 @@ from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
 from pd.transfer.nvlink_wire import Welcome
-from pd.transfer.ranges import Block
+from pd.transfer.ranges import checked_block
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pd.transfer.channel_hub import ChannelHub
     from pd.transfer.nvlink_device import Lane, Mapping, StoreDevice, Ticket
     from pd.transfer.nvlink_wire import PeerPool
+    from pd.transfer.ranges import Block
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +92,9 @@ class NvlinkSender(Sender):
         return _FLOPS / rate if rate else 0.0
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        if not self._tokens.start <= token_start <= token_stop <= self._tokens.stop:
-            raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {self._tokens}")
-        if not 0 <= layer_start <= layer_stop <= self._num_layers:
-            raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
-        block = Block(token_start, token_stop, layer_start, layer_stop)
+        block = checked_block(
+            self._tokens, self._num_layers, token_start, token_stop, layer_start, layer_stop
+        )
         if not block.cells or self._state is not TransferState.ACTIVE:
             return
         store = _Store(self, block, self._link.device.mark())
@@ -343,6 +342,9 @@ class Link:
         try:
             launched = store.sender.launch(lane, self._address, self.pool.num_slots, store)
             self._launched.append(launched)
+        except BaseException:
+            lane.drain()  # no ticket tells of what was begun
+            raise
         finally:
             with self.changed:
                 store.sender.launching = False

@@ -48,6 +48,23 @@ class Block:
                 yield Block(token, min(token + tokens, self.token_stop), layer, layer_stop)
 
 
+def checked_block(
+    tokens: range,
+    num_layers: int,
+    token_start: int,
+    token_stop: int,
+    layer_start: int,
+    layer_stop: int,
+) -> Block:
+    """What :meth:`pd.transfer.base.Sender.send` is given, of a room of these tokens. Raises
+    ValueError when it is not inside."""
+    if not tokens.start <= token_start <= token_stop <= tokens.stop:
+        raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {tokens}")
+    if not 0 <= layer_start <= layer_stop <= num_layers:
+        raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
+    return Block(token_start, token_stop, layer_start, layer_stop)
+
+
 def slot_runs(
     pages: IntArray, page_size: int, token_start: int, token_stop: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

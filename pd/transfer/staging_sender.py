@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import PDError, TransferError
 from pd.transfer.base import Sender, TransferState
-from pd.transfer.ranges import Block, check_pages
+from pd.transfer.ranges import Block, check_pages, checked_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,11 +83,9 @@ class StagedSender(Sender):
         return self._state is TransferState.ACTIVE
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        if not self._tokens.start <= token_start <= token_stop <= self._tokens.stop:
-            raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {self._tokens}")
-        if not 0 <= layer_start <= layer_stop <= self._copier.num_layers:
-            raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
-        block = Block(token_start, token_stop, layer_start, layer_stop)
+        block = checked_block(
+            self._tokens, self._copier.num_layers, token_start, token_stop, layer_start, layer_stop
+        )
         if not block.cells or not self.active:
             return
         after = self._copier.mark()

@@ -13,7 +13,7 @@ from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
 from pd.transfer.frames import HEADER, MAX_PAYLOAD, encode_header
 from pd.transfer.memory import InPlace
-from pd.transfer.ranges import Block, check_pages
+from pd.transfer.ranges import Block, check_pages, checked_block
 from pd.transfer.tcp_lane import Lane
 from pd.transfer.tcp_staging import Tables
 
@@ -78,11 +78,9 @@ class TcpSender(Sender):
         return self._state
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        if not self._tokens.start <= token_start <= token_stop <= self._tokens.stop:
-            raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {self._tokens}")
-        if not 0 <= layer_start <= layer_stop <= self._memory.num_layers:
-            raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
-        block = Block(token_start, token_stop, layer_start, layer_stop)
+        block = checked_block(
+            self._tokens, self._memory.num_layers, token_start, token_stop, layer_start, layer_stop
+        )
         if not block.cells:
             return
         with self._link.changed:

@@ -168,8 +168,10 @@ class _Failed:
 class Computed:
     """P: calls back when values that were queued on the compute stream are there.
 
-    A thread waits for CUDA events in the order in which they were recorded, which is the order in
-    which they pass: a lane that took a block before would keep others that are there waiting.
+    A thread waits for CUDA events in the order in which they were recorded: a lane that took a
+    block before would keep others that are there waiting. It is the order in which they pass, but
+    for values that stand beside the steps (:meth:`pd.engine.engine.Engine.beside_steps`), which may
+    wait for a step here.
     """
 
     def __init__(self, device: torch.device) -> None:

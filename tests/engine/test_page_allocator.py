@@ -50,6 +50,15 @@ def test_many_pages_are_of_few_runs() -> None:
     assert allocator.allocate(3, LOCKED).tolist() == [3, 9, 12]
 
 
+def test_pages_of_many_short_runs_are_not_put_together() -> None:
+    allocator = PageAllocator(100)
+    allocator.allocate(100, LOCKED)
+    allocator.free(np.arange(50, 100, 2, dtype=np.int32), LOCKED)
+    allocator.free(np.arange(0, 50, 2, dtype=np.int32), LOCKED)
+    assert allocator.allocate(9, LOCKED).tolist() == list(range(0, 18, 2))
+    allocator.check()
+
+
 def test_few_pages_of_a_large_pool_are_not_searched_for() -> None:
     allocator = PageAllocator(1000)
     allocator.allocate(1000, LOCKED)

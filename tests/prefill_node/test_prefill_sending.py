@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,10 @@ import pytest
 from pd.core.request import RequestState
 from pd.node.step import Work
 from pd.prefill_node.hand_off import HandOff
+from pd.prefill_node.outgoing import PromptCost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LAYERS = 8
 EACH = tuple((layer, layer + 1) for layer in range(LAYERS))
@@ -46,6 +50,8 @@ class Prompt(SimpleNamespace):
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         assert not self.finished
+        if self.node.is_beside:
+            assert token_stop <= self.sequence.num_computed, "not yet known to be complete"
         for token in range(token_start, token_stop):
             assert self.queued[token] >= layer_stop, f"token {token} is not computed"
             cells = {(token, layer) for layer in range(layer_start, layer_stop)}
@@ -69,11 +75,17 @@ class Node:
         self.rng, self.overlap = rng, overlap
         self.budget, self.ticks = rng.randint(1, 40), 0
         pace = rng.choice([0, 0.01, 0.1, 0.5, 1, 10])
-        self.prompts: list[Any] = [Prompt(room, rng, pace) for room in range(rng.randint(1, 4))]
+        flops = rng.choice([1e-3, 1e6])
+        self.prompts: list[Any] = [
+            Prompt(room, rng, pace * flops) for room in range(rng.randint(1, 4))
+        ]
+        for prompt in self.prompts:
+            prompt.node = self
+        self.is_beside = False
         layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
-        model = SimpleNamespace(token_flops=1.0, pair_flops=rng.choice([0.0, 0.1]))
+        model = SimpleNamespace(token_flops=flops, pair_flops=rng.choice([0.0, 0.1]) * flops)
         node: Any = SimpleNamespace(
-            engine=SimpleNamespace(layout=layout, model_config=model, beside_steps=nullcontext),
+            engine=SimpleNamespace(layout=layout, model_config=model, beside_steps=self.beside),
             config=SimpleNamespace(kv_digest=False),
             control=SimpleNamespace(post=None, wake=None),
             instance_id="prefill",
@@ -84,6 +96,12 @@ class Node:
         for prompt in self.prompts:
             self.hand_off.accept(prompt)
         self.waiting = list(self.prompts)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.is_beside = True
+        yield
+        self.is_beside = False
 
     def tick(self) -> None:
         self.ticks += 1
@@ -164,3 +182,28 @@ def test_every_cell_is_sent_once_when_it_is_queued_and_before_the_end(
     rng = random.Random(seed)
     for _ in range(1000):
         Node(rng, overlap).run()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one-by-one", "overlap"])
+@pytest.mark.parametrize("reserved_at", [0, 12])
+def test_what_the_last_chunk_hides_waits_for_it(seed: int, overlap: bool, reserved_at: int) -> None:
+    """Also when a chunk is accounted for, and when D reserves late."""
+    node = Node(random.Random(seed), overlap)
+    node.rng = SimpleNamespace(random=lambda: 0.0, choice=lambda reports: reports[0])
+    (prompt, *_) = node.prompts
+    node.prompts, node.waiting, node.budget = [prompt], [prompt], 20
+    prompt.prompt, prompt.queued = np.zeros(60, dtype=np.int32), [0] * 60
+    prompt.cached = prompt.cached_by_d = 0
+    prompt.reserved_at = reserved_at
+    prompt.hand_off.cost = PromptCost(LAYERS, 1, 1e9, 0.0)
+    prompt.flops_per_byte = 1e8
+    send, layers_queued = prompt.send, []
+
+    def noted(*block: int) -> None:
+        layers_queued.append(prompt.queued[-1])
+        send(*block)
+
+    prompt.send = noted
+    node.run()
+    # What is left after layer 5, two layers of 20 tokens, takes less than to send 52.5.
+    assert layers_queued[0] == 4

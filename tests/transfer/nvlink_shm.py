@@ -89,7 +89,15 @@ class ShmLane:
         args = (self._device.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         self._device.launched += 1
         self._queue.put((after, args, ticket))
+        if self._device.breaks:
+            raise RuntimeError(self._device.breaks)
         return ticket
+
+    def drain(self) -> None:
+        passed, nothing = threading.Event(), ShmTicket()
+        passed.set()
+        self._queue.put((passed, None, nothing))
+        nothing.wait()
 
     def __del__(self) -> None:
         self._queue.put(None)
@@ -102,7 +110,8 @@ class ShmLane:
             began = time.perf_counter()
             time.sleep(device.next_delay())
             device.flows.wait()
-            copy_to_peer(*args)
+            if args is not None:
+                copy_to_peer(*args)
             ticket.took = time.perf_counter() - began
             ticket.event.set()
 
@@ -112,6 +121,7 @@ class ShmDevice:
     delay: seconds that a store takes.
     flows: while it is not set, launched stores stand still.
     computed: while it is not set, what the forward pass queued is not complete.
+    breaks: the error of stores, each of which is begun all the same.
     """
 
     def __init__(self, pool: Pool, path: Path, uuid: str = "GPU-0") -> None:
@@ -124,7 +134,7 @@ class ShmDevice:
         self.computed.set()
         self.mapped = 0
         self.launched = 0
-        self.refuses = ""
+        self.refuses = self.breaks = ""
 
     def next_delay(self) -> float:
         return self.delay

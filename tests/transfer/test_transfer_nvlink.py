@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -378,6 +379,27 @@ def test_an_error_of_the_gpu_ends_the_rooms(pair: Pair, monkeypatch: pytest.Monk
     assert "CUDA error" in str(room.sender.error)
     wait_until(lambda: pair.p.device.mapped == 0, "the mapping to be given up")
     assert room.sender.drained()
+
+
+def test_a_store_that_fails_half_way_has_ended_before_the_peer_hears_of_it(pair: Pair) -> None:
+    pair.room().open()
+    wait_until(lambda: pair.p.device.mapped == 1, "the mapping")
+    pair.p.device.flows.clear()
+    pair.p.device.breaks = "CUDA error: the second of three copies"
+    room = pair.room()
+    sending = threading.Thread(target=room.send_all)
+    sending.start()
+    wait_until(lambda: pair.p.device.launched == 1, "the store")
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        assert not room.sender.drained() and not room.receiver.drained()
+        assert pair.p.device.mapped == 1
+    pair.p.device.flows.set()
+    sending.join(5)
+    assert settled(room.sender) is TransferState.FAILED
+    assert "second of three" in str(room.sender.error)
+    wait_until(lambda: pair.p.device.mapped == 0, "the mapping to be given up")
+    assert room.arrived(), "before the mapping was given up"
 
 
 def test_a_peer_that_never_answers_fails_the_room_after_a_lease(

@@ -75,9 +75,9 @@ class FlashInferAttention(AttentionBackend):
         hopper = torch.cuda.get_device_capability(self.device)[0] == 9
         memory = self.workspace(_WORKSPACE)
         self._short = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa2"))
-        self._long: _Prefill | _Gathered = self._short
+        self._long: _Prefill | _Contiguous = self._short
         if hopper:
-            self._long = _Gathered(
+            self._long = _Contiguous(
                 self, BatchPrefillWithRaggedKVCacheWrapper(memory, backend="fa3")
             )
         self._parts: list[_Part] = []
@@ -188,7 +188,7 @@ class _Prefill:
         self.wrapper.run(q, self._backend.paged(layer), out=out)
 
 
-class _Gathered:
+class _Contiguous:
     """A ragged wrapper over K and V that are contiguous: the new ones, those of adjacent pages, or
     gathered."""
 
@@ -238,7 +238,7 @@ class _Gathered:
 class _Part:
     """Sequences of a step that one wrapper attends, and their rows among the step's tokens."""
 
-    prefill: _Prefill | _Gathered
+    prefill: _Prefill | _Contiguous
     rows: slice | torch.Tensor
 
 
