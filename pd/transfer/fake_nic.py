@@ -8,7 +8,8 @@ import secrets
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +20,8 @@ from pd.transfer.greeting import GreetingError, Welcome
 from pd.transfer.ranges import check_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd.transfer.base import IntArray
     from pd.transfer.memory import PoolMemory
 
@@ -31,7 +34,7 @@ WRITE_MAGIC = b"pdFW"
 # write, whether it was performed
 ACK = struct.Struct("<Q?")
 MAX_PAYLOAD = 16 << 20
-_GREETING_SECONDS = 5.0
+_GREETING_SECONDS, _CLOSE_SECONDS = 5.0, 1.0
 
 
 class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +72,13 @@ class FakeNic:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="pd-fake-nic", daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start("pd-fake-nic", self._accept)
+
+    def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        self._threads = [old for old in self._threads if old.is_alive()] + [thread]
+        thread.start()
 
     def key_for(self, peer: str) -> int:
         """The key with which ``peer`` may write; a new one after it was disconnected."""
@@ -104,6 +113,10 @@ class FakeNic:
         _hang_up(self._listener)
         for sock in links:
             _hang_up(sock)
+        # One that writes while the process ends would take it down with an error.
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
         with self._listener:
@@ -112,9 +125,7 @@ class FakeNic:
                     sock, _ = self._listener.accept()
                 except OSError:
                     continue
-                threading.Thread(
-                    target=self._serve, args=(sock,), name="pd-fake-link", daemon=True
-                ).start()
+                self._start("pd-fake-link", self._serve, sock)
 
     def _serve(self, sock: socket.socket) -> None:
         peer = "an unknown peer"
