@@ -23,14 +23,8 @@ class _Handle(ctypes.Structure):
 
 
 class CudaIpc:
-    """Exports and maps memory for one GPU.
-
-    Args:
-        ordinal: the GPU's number among those that this process sees.
-
-    Raises:
-        SetupError: there is no driver, or the GPU cannot be used.
-    """
+    """Exports and maps memory for one GPU. Made as :class:`pd.kernels.cuda_driver.CudaDriver` is,
+    with the same errors."""
 
     def __init__(self, ordinal: int) -> None:
         self._driver = CudaDriver(ordinal)

@@ -30,24 +30,21 @@ def test_freed_pages_are_handed_out_again_lowest_first() -> None:
     allocator.check()
 
 
-def test_many_pages_are_of_the_shortest_run_that_has_enough() -> None:
+@pytest.mark.parametrize(
+    "allocated",
+    [
+        [[7, 8, 9], [16, 17, 18]],  # of the shortest run that has enough
+        [[16, 17, 18, 19, 7, 8], [3, 9, 12]],  # of as few as possible
+    ],
+)
+def test_many_pages_are_of_few_runs(allocated: list[list[int]]) -> None:
     allocator = PageAllocator(20)
     allocator.allocate(20, LOCKED)
     for freed in (pages(3), pages(16, 17, 18, 19), pages(7, 8, 9), pages(12)):
         allocator.free(freed, LOCKED)
-    assert allocator.allocate(3, LOCKED).tolist() == [7, 8, 9]
-    assert allocator.allocate(3, LOCKED).tolist() == [16, 17, 18]
-    allocator.check()
-
-
-def test_many_pages_are_of_few_runs() -> None:
-    allocator = PageAllocator(20)
-    allocator.allocate(20, LOCKED)
-    for freed in (pages(3), pages(16, 17, 18, 19), pages(7, 8, 9), pages(12)):
-        allocator.free(freed, LOCKED)
-    assert allocator.allocate(6, LOCKED).tolist() == [16, 17, 18, 19, 7, 8]
-    allocator.check()
-    assert allocator.allocate(3, LOCKED).tolist() == [3, 9, 12]
+    for expected in allocated:
+        assert allocator.allocate(len(expected), LOCKED).tolist() == expected
+        allocator.check()
 
 
 def test_pages_of_many_short_runs_are_not_put_together() -> None:

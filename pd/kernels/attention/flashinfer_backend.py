@@ -54,7 +54,7 @@ class FlashInferAttention(AttentionBackend):
     attention over as many tokens.
 
     FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
-    copy of the last, which is over as soon as the step before it begins. What else it copies is
+    copy of the last, which is over soon after the step before it began. What else it copies is
     given to it in pinned memory, since copies from other memory wait for the whole step before.
     """
 
