@@ -39,11 +39,11 @@ TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 
 
 @functools.cache
-def tiny_model() -> Path:
+def tiny_model(**overrides: int) -> Path:
     """Its directory; weights are dummies, the same in every node."""
     directory = Path(tempfile.mkdtemp(prefix="pd-tiny-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    (directory / "config.json").write_text(json.dumps(_CONFIG))
+    (directory / "config.json").write_text(json.dumps(_CONFIG | overrides))
     return directory
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import TokenClient, random_prompts, wait_idle
+from cluster import Cluster, TokenClient, random_prompts, start_node, wait_idle
 from tiny import tiny_cluster, tiny_model, tiny_node
 
 from pd.core.config import NodeConfig
@@ -67,6 +68,29 @@ def test_every_pair_answers_what_one_node_answers(nodes: dict[str, NodeServer], 
             wait_idle(server)
     finally:
         client.close()
+
+
+def test_two_ranks_and_four(seed: int) -> None:
+    """Each of P's ranks has the heads of two of D's, and the other way round."""
+    model = tiny_model(num_key_value_heads=4)
+    prompts = list(random_prompts(seed, [1, 33, 100, 150]))
+    params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 3}
+    common: dict[str, Any] = {"load_format": "dummy", "transfer_backend": "tcp", "kv_digest": True}
+    with Cluster(model, 0, 0, 1, **common) as single:
+        expected = [single.client.generate(p, single.unified, **params) for p in prompts]
+        answers = [request.result(60) for request in expected]
+    with contextlib.ExitStack() as stack:
+        nodes = {}
+        for role, tp_size in [("prefill", 2), ("decode", 4), ("prefill", 4), ("decode", 2)]:
+            settings = PREFILL if role == "prefill" else DECODE
+            server = start_node(role, model, tp_size=tp_size, **common, **settings)
+            stack.callback(server.stop)
+            nodes[role, tp_size] = server
+        client = stack.enter_context(contextlib.closing(TokenClient(list(nodes.values()))))
+        for pair in [(2, 4), (4, 2), (4, 4)]:
+            servers = nodes["prefill", pair[0]], nodes["decode", pair[1]]
+            pending = [client.generate(p, servers, **params) for p in prompts]
+            assert [p.result(60) for p in pending] == answers, (pair, seed)
 
 
 def test_the_whole_model_is_what_peers_are_told(nodes: dict[str, NodeServer]) -> None:
