@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch, start_next, wait_for_previous
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +45,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     rows = out.numel() // size
     if rows:
-        with on_device(out):
-            _silu_and_mul[(rows, triton.cdiv(size, _BLOCK))](
-                gate_up, out, size, BLOCK=_BLOCK, num_warps=4, **launch_options(out.device)
-            )
+        grid = rows, triton.cdiv(size, _BLOCK)
+        launch(_silu_and_mul, grid, out.device, gate_up, out, size, BLOCK=_BLOCK, num_warps=4)
     return out

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pd.kernels.triton_launch import launch
+
 # Numbers that one program exchanges.
 BLOCK = 1024
 _WARPS = 4
@@ -114,7 +116,10 @@ def all_reduce(
     """
     assert x.is_contiguous() and out.is_contiguous()
     assert x.numel() <= capacity and not capacity % BLOCK
-    _all_reduce[(triton.cdiv(x.numel(), BLOCK),)](
+    launch(
+        _all_reduce,
+        (triton.cdiv(x.numel(), BLOCK),),
+        x.device,
         x,
         out,
         mailboxes,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from pd.kernels.triton_launch import launch
 
 # Widest access first. Two 8-byte words make the 16 bytes that a thread moves at once.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -225,23 +226,25 @@ def copy_rows(
     tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(row, chunk) * num_planes
     pointers = [_pointer(side, num_planes, row_bytes, word, device) for side in (source, target)]
     slots = [pointers[0] if s.slots is None else s.slots for s in (source, target)]
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        _copy_rows[(min(shape.programs, tiles),)](
-            *pointers,
-            *slots,
-            num_tokens,
-            num_planes,
-            source.first,
-            source.stride,
-            target.first,
-            target.stride,
-            ROW=row,
-            CHUNK=chunk,
-            TOKENS=tokens,
-            FROM_SLOTS=source.slots is not None,
-            TO_SLOTS=target.slots is not None,
-            num_warps=shape.num_warps,
-        )
+    launch(
+        _copy_rows,
+        (min(shape.programs, tiles),),
+        device,
+        *pointers,
+        *slots,
+        num_tokens,
+        num_planes,
+        source.first,
+        source.stride,
+        target.first,
+        target.stride,
+        ROW=row,
+        CHUNK=chunk,
+        TOKENS=tokens,
+        FROM_SLOTS=source.slots is not None,
+        TO_SLOTS=target.slots is not None,
+        num_warps=shape.num_warps,
+    )
 
 
 def _tile(row: int, tile_words: int) -> tuple[int, int]:

@@ -22,8 +22,7 @@ import triton.language as tl
 
 from pd.kernels.activation_triton import gated
 from pd.kernels.triton_launch import (
-    launch_options,
-    on_device,
+    launch,
     start_next,
     wait_for_previous,
     zero_after_previous,
@@ -242,12 +241,10 @@ def linear(
         "BIAS": bias is not None,
         "STAGES": shape.num_stages,
         "num_warps": shape.num_warps,
-        **launch_options(x.device),
     }
     grid = (triton.cdiv(outputs, shape.outputs),)
-    with on_device(x):
-        if _has_own_kernel(rows, outputs, is_gated):
-            _one_row[grid](*arguments, **common)
-        else:
-            _few_rows[grid](*arguments, ROWS=MAX_ROWS, **common)
+    if _has_own_kernel(rows, outputs, is_gated):
+        launch(_one_row, grid, x.device, *arguments, **common)
+    else:
+        launch(_few_rows, grid, x.device, *arguments, ROWS=MAX_ROWS, **common)
     return out

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pd.kernels.activation_triton import gated
-from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch, start_next, wait_for_previous
 
 _SORT_CHUNK = 1024
 
@@ -196,18 +196,19 @@ def route(
     weights = router_logits.new_empty(tokens, top_k)
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=router_logits.device)
     if tokens:
-        with on_device(router_logits):
-            _route[(tokens,)](
-                router_logits,
-                weights,
-                ids,
-                EXPERTS=experts,
-                BLOCK=triton.next_power_of_2(experts),
-                TOP_K=top_k,
-                NORMALIZE=normalize,
-                num_warps=1,
-                **launch_options(router_logits.device),
-            )
+        launch(
+            _route,
+            (tokens,),
+            router_logits.device,
+            router_logits,
+            weights,
+            ids,
+            EXPERTS=experts,
+            BLOCK=triton.next_power_of_2(experts),
+            TOP_K=top_k,
+            NORMALIZE=normalize,
+            num_warps=1,
+        )
     return weights, ids
 
 
@@ -228,36 +229,37 @@ def moe_mlp(
     order = torch.empty(count, dtype=torch.int32, device=x.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
     inner, results = x.new_empty(count, size), x.new_empty(count, hidden)
-    options = launch_options(x.device)
     tile = _tile(count / experts, x.dtype)
     used = min(experts, count)
     blocks = used + (count - used) // tile.rows
-    with on_device(x):
-        _sort[(experts,)](ids, order, starts, count, CHUNK=_SORT_CHUNK, num_warps=4, **options)
-        for source, matrices, out, is_gated in (
-            (x, gate_up, inner, True),
-            (inner, down, results, False),
-        ):
-            outputs = out.shape[1]
-            columns = tile.columns // 2 if is_gated else tile.columns
-            _products[(triton.cdiv(outputs, columns), blocks)](
-                source,
-                matrices,
-                out,
-                starts,
-                order,
-                weights,
-                source.shape[1],
-                outputs,
-                TOP_K=top_k,
-                EXPERTS=experts,
-                EXPERTS_BLOCK=triton.next_power_of_2(experts),
-                ROWS=tile.rows,
-                COLUMNS=columns,
-                DEPTH=tile.depth,
-                GATED=is_gated,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                **options,
-            )
+    args = (ids, order, starts, count)
+    launch(_sort, (experts,), x.device, *args, CHUNK=_SORT_CHUNK, num_warps=4)
+    for source, matrices, out, is_gated in (
+        (x, gate_up, inner, True),
+        (inner, down, results, False),
+    ):
+        outputs = out.shape[1]
+        columns = tile.columns // 2 if is_gated else tile.columns
+        launch(
+            _products,
+            (triton.cdiv(outputs, columns), blocks),
+            x.device,
+            source,
+            matrices,
+            out,
+            starts,
+            order,
+            weights,
+            source.shape[1],
+            outputs,
+            TOP_K=top_k,
+            EXPERTS=experts,
+            EXPERTS_BLOCK=triton.next_power_of_2(experts),
+            ROWS=tile.rows,
+            COLUMNS=columns,
+            DEPTH=tile.depth,
+            GATED=is_gated,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return results.view(tokens, top_k, hidden).sum(dim=1)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch, start_next, wait_for_previous
 
 
 @triton.jit
@@ -56,18 +56,19 @@ def rms_norm(
     if rows.shape[0] == 0:
         return out
     block = triton.next_power_of_2(size)
-    with on_device(x):
-        _rms_norm[(rows.shape[0],)](
-            rows,
-            rows if residual is None else residual,
-            weight,
-            out,
-            rows.stride(0),
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            ADD=residual is not None,
-            num_warps=max(1, min(16, block // 512)),
-            **launch_options(x.device),
-        )
+    launch(
+        _rms_norm,
+        (rows.shape[0],),
+        x.device,
+        rows,
+        rows if residual is None else residual,
+        weight,
+        out,
+        rows.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ADD=residual is not None,
+        num_warps=max(1, min(16, block // 512)),
+    )
     return out

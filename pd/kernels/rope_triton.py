@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch, start_next, wait_for_previous
 
 # Heads of a token that one program rotates.
 _HEADS = 8
@@ -34,10 +34,8 @@ def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tenso
     out = torch.empty((2, tokens, 1, half), dtype=torch.float32, device=positions.device)
     if tokens:
         block = triton.next_power_of_2(half)
-        with on_device(out):
-            _rotations[(tokens,)](
-                positions, frequencies, out, tokens, HALF=half, BLOCK=block, num_warps=1
-            )
+        args = (positions, frequencies, out, tokens)
+        launch(_rotations, (tokens,), out.device, *args, HALF=half, BLOCK=block, num_warps=1)
     return out
 
 
@@ -119,24 +117,25 @@ def rotate_and_store(
     has_norm = q_weight is not None
     block = triton.next_power_of_2(head_dim // 2)
     if tokens:
-        with on_device(qkv):
-            _rotate_and_store[(tokens, triton.cdiv(num_all, _HEADS))](
-                qkv,
-                cos_sin,
-                keys,
-                values,
-                slots,
-                q_weight if has_norm else qkv,
-                k_weight if has_norm else qkv,
-                tokens,
-                eps,
-                NUM_HEADS=num_heads,
-                NUM_KV_HEADS=num_kv_heads,
-                HALF=head_dim // 2,
-                HEADS=_HEADS,
-                BLOCK=block,
-                NORM=has_norm,
-                num_warps=max(1, _HEADS * block // 256),
-                **launch_options(qkv.device),
-            )
+        launch(
+            _rotate_and_store,
+            (tokens, triton.cdiv(num_all, _HEADS)),
+            qkv.device,
+            qkv,
+            cos_sin,
+            keys,
+            values,
+            slots,
+            q_weight if has_norm else qkv,
+            k_weight if has_norm else qkv,
+            tokens,
+            eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
+            HEADS=_HEADS,
+            BLOCK=block,
+            NORM=has_norm,
+            num_warps=max(1, _HEADS * block // 256),
+        )
     return qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)

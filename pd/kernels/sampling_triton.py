@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch_options, on_device, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch, start_next, wait_for_previous
 
 # Tokens of a row that one program samples from.
 _CHUNK = 4096
@@ -321,50 +321,54 @@ def sample_rows(
     values, best = empty(rows, chunks), empty(rows, chunks, dtype=torch.int32)
     finite_chunks = torch.empty_like(best)
     thresholds = empty(rows) if any_random and any_filter else values
-    options = launch_options(logits.device)
-    with on_device(logits):
-        if any_random and any_filter:
-            _thresholds[(rows,)](
-                logits,
-                temperatures,
-                top_k,
-                top_p,
-                min_p,
-                empty(rows, vocab_size),
-                empty(rows, _CANDIDATES),
-                thresholds,
-                vocab_size,
-                MIN_TEMPERATURE=min_temperature,
-                BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
-                CANDIDATES=_CANDIDATES,
-                num_warps=32,
-                **options,
-            )
-        _sample_chunks[(rows, chunks)](
+    if any_random and any_filter:
+        launch(
+            _thresholds,
+            (rows,),
+            logits.device,
             logits,
             temperatures,
-            keys,
+            top_k,
+            top_p,
+            min_p,
+            empty(rows, vocab_size),
+            empty(rows, _CANDIDATES),
             thresholds,
-            values,
-            best,
-            finite_chunks,
             vocab_size,
             MIN_TEMPERATURE=min_temperature,
-            CHUNK=_CHUNK,
-            RANDOM=any_random,
-            FILTER=any_random and any_filter,
-            num_warps=8,
-            **options,
+            BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
+            CANDIDATES=_CANDIDATES,
+            num_warps=32,
         )
-        _best_of_chunks[(rows,)](
-            values,
-            best,
-            finite_chunks,
-            tokens,
-            finite,
-            CHUNKS=chunks,
-            BLOCK=triton.next_power_of_2(chunks),
-            num_warps=1,
-            **options,
-        )
+    launch(
+        _sample_chunks,
+        (rows, chunks),
+        logits.device,
+        logits,
+        temperatures,
+        keys,
+        thresholds,
+        values,
+        best,
+        finite_chunks,
+        vocab_size,
+        MIN_TEMPERATURE=min_temperature,
+        CHUNK=_CHUNK,
+        RANDOM=any_random,
+        FILTER=any_random and any_filter,
+        num_warps=8,
+    )
+    launch(
+        _best_of_chunks,
+        (rows,),
+        logits.device,
+        values,
+        best,
+        finite_chunks,
+        tokens,
+        finite,
+        CHUNKS=chunks,
+        BLOCK=triton.next_power_of_2(chunks),
+        num_warps=1,
+    )
     return tokens, finite

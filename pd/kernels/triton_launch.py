@@ -1,4 +1,5 @@
-"""What the Triton kernels of a layer share: they overlap with their neighbours.
+"""How Triton kernels are launched: at little cost for the host, and those of a layer so that they
+overlap with their neighbours.
 
 On GPUs from Hopper on, kernels are launched with programmatic dependent launch (CUDA programming
 guide, "Programmatic Dependent Launch"): a kernel's programs start once all programs of the one
@@ -15,7 +16,6 @@ writes or reads: its successor takes its end as the end of all kernels before it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -55,14 +55,54 @@ def zero_after_previous(PDL: tl.constexpr):
         return 0
 
 
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    *args: Any,
+    overlaps: bool = True,
+    **settings: Any,
+) -> None:
+    """Queue a kernel on the current stream of a device, or interpret it on the CPU.
+
+    Triton looks for the kernel that it compiled for such arguments at each launch, which takes the
+    host several times as long as the launch. Here that is done once for each kind of arguments.
+
+    Args:
+        args: the kernel's arguments up to the first ``tl.constexpr``: tensors or what else has
+            their ``data_ptr`` and ``dtype``, and numbers.
+        overlaps: False if no kernel after this one is to begin before it ends. Of no concern to
+            kernels without the argument ``PDL``, which is given here.
+        settings: all other arguments by name, and Triton's own, such as ``num_warps``.
+    """
+    names = kernel.arg_names[len(args) :]
+    if "PDL" in names:
+        settings |= _overlap(device, overlaps)
+    if device.type != "cuda":
+        kernel[grid](*args, **settings)
+        return
+    key = (kernel.fn, device.index, *map(_kind, args), *settings.items())
+    with torch.cuda.device(device):
+        compiled = _COMPILED.get(key)
+        if compiled is None:
+            _COMPILED[key] = kernel[grid](*args, **settings)
+            return
+        values = [x if isinstance(x, int | float) else x.data_ptr() for x in args]
+        compiled[(*grid, 1, 1)[:3]](*values, *(settings[name] for name in names))
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def _kind(x: Any) -> object:
+    """What Triton may compile another kernel for."""
+    if isinstance(x, int):
+        return x == 1, x % 16 == 0, x >= 1 << 31
+    return float if isinstance(x, float) else (x.dtype, x.data_ptr() % 16 == 0)
+
+
 @functools.cache
-def launch_options(device: torch.device, overlaps: bool = True) -> dict[str, Any]:
-    """Arguments of every launch of a kernel that uses the functions above."""
+def _overlap(device: torch.device, overlaps: bool) -> dict[str, Any]:
     if overlaps and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
-
-
-def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device; this makes it the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -218,7 +218,8 @@ class Link:
         finally:
             with self.changed:
                 self._launching = False
-                self.changed.notify_all()
+                if self._stores or self.stopped is not None:  # else nobody waits for it
+                    self.changed.notify_all()
 
     def forget(self, sender: NvlinkSender) -> None:
         self._senders.discard(sender)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import SplitPolicy, Tiles
 from pd.kernels.linear_triton import MAX_ROWS
 from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
-from pd.kernels.triton_launch import launch_options
+from pd.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +108,10 @@ class _Kernel:
     ) -> None:
         """Attend ``work``'s rows of ``q`` into the same rows of ``out``."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        paged_attention[(work.capacity * self._kv_heads,)](
+        launch(
+            paged_attention,
+            (work.capacity * self._kv_heads,),
+            q.device,
             out,
             q,
             self._pool.key(layer),
@@ -137,7 +139,7 @@ class _Kernel:
             num_warps=self._shape.num_warps,
             num_stages=self._shape.num_stages,
             # Of use where the product that comes next overlaps too.
-            **launch_options(q.device, self._one_token and len(q) <= MAX_ROWS),
+            overlaps=self._one_token and len(q) <= MAX_ROWS,
         )
 
 
@@ -206,9 +208,8 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        with on_device(self.device):
-            for kernel, work in self._launches:
-                kernel.launch(layer, q, out, work, self._tables)
+        for kernel, work in self._launches:
+            kernel.launch(layer, q, out, work, self._tables)
         return out
 
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
@@ -248,8 +249,7 @@ class TritonDecode(DecodeAttention):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        with on_device(self._backend.device):
-            self._kernel.launch(layer, q, out, self._work, self._tables)
+        self._kernel.launch(layer, q, out, self._work, self._tables)
         return out
 
     def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[IntArray]:
@@ -257,11 +257,6 @@ class TritonDecode(DecodeAttention):
         items = np.zeros((self._capacity, FIELDS), np.int32)
         items[: len(work)] = work
         return [slots, np.array([len(work)], np.int32), items, tables]
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, whatever its arguments are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _shared_memory(device: torch.device) -> int:
