@@ -74,11 +74,14 @@ def _group(ranks: int) -> list[dict[str, Any]]:
         ]
         try:
             said = processes[0].communicate(timeout=_SECONDS)[0]
+            statuses = [process.wait(_SECONDS) for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
     print(said.decode(), end="", flush=True)
+    if any(statuses):
+        raise SystemExit(f"{ranks} ranks ended with {statuses}; see above")
     return [json.loads(line) for line in said.splitlines()]
 
 

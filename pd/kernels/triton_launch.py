@@ -97,7 +97,7 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 def _kind(x: Any) -> object:
     """What Triton may compile another kernel for."""
     if isinstance(x, int):
-        return x == 1, x % 16 == 0, x >= 1 << 31
+        return type(x), x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31, x < 1 << 63
     return float if isinstance(x, float) else (x.dtype, x.data_ptr() % 16 == 0)
 
 

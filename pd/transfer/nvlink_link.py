@@ -208,9 +208,12 @@ class Link:
         self._launching = True
         return self._lane
 
-    def launch_queued(self, lane: Lane) -> None:
-        """Launch until nothing is queued or enough is launched; the rest is the thread's."""
+    def launch_queued(self, lane: Lane, *, patient: bool = False) -> None:
+        """Launch until nothing is queued or enough is launched; the rest is the thread's, which is
+        ``patient``: it waits first if enough is launched already."""
         try:
+            if patient and len(self._launched) >= LAUNCHED_AHEAD:
+                self._launched[0][0].wait()
             while (store := self._next()) is not None:
                 self._launch(lane, store)
         except Exception as error:  # noqa: BLE001 - named and handled in _failed
@@ -319,9 +322,7 @@ class Link:
                 if self.stopped is not None:
                     return
                 self._launching = True
-            if len(self._launched) >= LAUNCHED_AHEAD:
-                self._launched[0][0].wait()
-            self.launch_queued(lane)
+            self.launch_queued(lane, patient=True)
 
     def _next(self) -> _Store | None:
         """The next store, which the sender counts as launching; None if there is none, enough is

@@ -29,7 +29,7 @@ def test_every_launch_has_its_own_arguments() -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     dtypes = [torch.float32, torch.float16]
-    for _ in range(200 if ON_GPU else 30):
+    for _ in range(100 if ON_GPU else 15):
         count, step = rng.choice([1, 2, 16, 17, 64, 100]), rng.choice([1, 2, 3, 16, 32])
         first, twice, block = rng.choice([0, 1, 8, 16]), rng.random() < 0.5, rng.choice([16, 64])
         source, target = rng.choice(dtypes), rng.choice(dtypes)
@@ -38,7 +38,9 @@ def test_every_launch_has_its_own_arguments() -> None:
         there = out[rng.choice([0, 1, 16]) :]
         grid = (triton.cdiv(count, block),)
         settings = {"BLOCK": block, "TWICE": twice, "num_warps": rng.choice([1, 2])}
-        launch(_shift, grid, x.device, x, there, count, step, 0.5, **settings)
+        for _ in range(2):  # the first compiles, if there was none like it
+            there[:count] = -1
+            launch(_shift, grid, x.device, x, there, count, step, 0.5, **settings)
         expected = x[: count * step : step].float() * (1.0 if twice else 0.5)
         assert torch.equal(there[:count].float(), expected), (count, step, first, settings)
         assert bool((there[count:] == -1).all())

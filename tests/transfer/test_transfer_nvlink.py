@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from nvlink_shm import ShmDevice, shm_pool
+from nvlink_shm import ShmDevice, ShmTicket, shm_pool
 from transfer_helpers import (
     SEED,
     Pool,
@@ -379,6 +379,32 @@ def test_an_error_of_the_gpu_ends_the_rooms(pair: Pair, monkeypatch: pytest.Monk
     assert "CUDA error" in str(room.sender.error)
     wait_until(lambda: pair.p.device.mapped == 0, "the mapping to be given up")
     assert room.sender.drained()
+
+
+def test_an_error_while_the_link_waits_for_a_store_ends_the_rooms(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [RuntimeError("CUDA error: unspecified launch failure")]
+    wait = ShmTicket.wait
+
+    def broken(ticket: ShmTicket) -> None:
+        if errors:
+            raise errors.pop()
+        wait(ticket)
+
+    monkeypatch.setattr(ShmTicket, "wait", broken)
+    pair.p.device.flows.clear()
+    room = pair.room()
+    sender = room.open()
+    for token in range(0, 50, 5):
+        sender.send(token, token + 5, 0, 3)
+    assert settled(sender) is TransferState.FAILED
+    assert "launch failure" in str(sender.error)
+    assert not sender.drained() and not room.receiver.drained()
+    pair.p.device.flows.set()
+    wait_until(lambda: pair.p.device.mapped == 0, "the mapping to be given up")
+    assert sender.drained()
+    wait_until(room.receiver.drained, "the channel's end")
 
 
 def test_a_store_that_fails_half_way_has_ended_before_the_peer_hears_of_it(pair: Pair) -> None:
