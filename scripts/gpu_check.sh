@@ -14,14 +14,15 @@ parts, all by default:
   attention   benchmarks/attention.py
   engine      pd-bench engine: decode, prefill, offline
   idle        how much of a decode step the GPU is idle (of the same run as engine, if that is chosen)
-  tensor      pd-bench engine over two GPUs, tensor parallel
+  tensor      sums between GPUs; pd-bench engine over two, tensor parallel, and Llama-3.1-70B's shape
+              over four
   transfer    pd-bench transfer between two GPUs
   split       a split over two GPUs beside two unified nodes
 
 environment:
   PYTHON       the interpreter (default: .venv/bin/python, or python3)
   MODEL        a directory or a name that pd-bench engine knows (default: llama-3.1-8b, dummy weights)
-  NODE_FLAGS   more flags of pd-launch unified, for engine, idle and split
+  NODE_FLAGS   more flags of pd-launch unified, for engine, idle, tensor and split
 
 The exit status is that of the worst part.
 END
@@ -99,8 +100,16 @@ else
     backends=nvlink,tcp
     "$python" -c 'import nixl' 2> /dev/null && backends=nvlink,nixl,tcp
     if has tensor; then
+        part sums 120 "$python" benchmarks/all_reduce.py --output "$out/all_reduce_gpu.json"
         part tensor 300 "$python" -m pd.bench engine --model "$model" "${node_flags[@]}" --tp-size 2 \
             --work decode:1,8,64 prefill:1024,8192 --output "$out/engine_tp2_gpu.json"
+        if [ "$gpus" -ge 4 ]; then
+            part tensor4 300 "$python" -m pd.bench engine --model llama-3.1-70b "${node_flags[@]}" \
+                --tp-size 4 --work decode:1,8,64 prefill:1024,8192 \
+                --output "$out/engine_tp4_70b_gpu.json"
+        else
+            skip tensor4 "needs four GPUs"
+        fi
     fi
     if has transfer; then
         part transfer 300 "$python" -m pd.bench transfer --backend $backends --connections 1 \
