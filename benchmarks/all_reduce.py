@@ -87,7 +87,7 @@ def _group(ranks: int) -> list[dict[str, Any]]:
 
 def _measure(rendezvous: str, ranks: int, rank: int) -> None:
     """Ends the process."""
-    peer_memory._MAX_BYTES = ranks**2 * SIZES[-1]
+    peer_memory._MAX_BYTES = ranks * SIZES[-1]
     group = ProcessGroup(rank, ranks, rendezvous, torch.device("cuda", rank))
     peers = group._peers
     for size in SIZES:
