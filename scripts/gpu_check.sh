@@ -9,7 +9,8 @@ usage() {
 usage: scripts/gpu_check.sh [OUT_DIR] [PART…]      (OUT_DIR: ./gpu-check)
 
 parts, all by default:
-  tests       GPU tests and the kernels' tests, on the GPU
+  tests       GPU tests and the kernels' tests, on the GPU; memory that does not grow; transfers
+              between tensor-parallel nodes of other sizes
   kernels     benchmarks/kernels.py
   attention   benchmarks/attention.py
   engine      pd-bench engine: decode, prefill, offline
@@ -74,8 +75,15 @@ verdict() {
 skip() { table+=$(printf '%-10s %s' "$1" "skipped: $2")$'\n'; }
 
 if has tests; then
-    part tests 900 "$python" -m pytest -p no:cacheprovider -q --timeout 120 -m "not full" \
-        tests/gpu tests/kernels
+    pytest=("$python" -m pytest -p no:cacheprovider -q --timeout 120 -m "not full")
+    part tests 900 "${pytest[@]}" "--junitxml=$out/tests.xml" \
+        tests/gpu tests/kernels tests/unified_node/test_unified_memory.py
+    if [ "$gpus" -ge 2 ]; then
+        part sizes 300 env PD_TEST_DEVICE=cuda "${pytest[@]}" \
+            "--junitxml=$out/tests-sizes.xml" tests/engine/test_tensor_parallel_transfers.py
+    else
+        skip sizes "needs two GPUs"
+    fi
 fi
 for name in kernels attention; do
     has $name && SHOW=60 part $name 300 "$python" benchmarks/$name.py --output "$out/${name}_gpu.json"
@@ -97,8 +105,8 @@ fi
 if [ "$gpus" -lt 2 ]; then
     for name in tensor transfer split; do has $name && skip $name "needs two GPUs"; done
 else
-    backends=nvlink,tcp
-    "$python" -c 'import nixl' 2> /dev/null && backends=nvlink,nixl,tcp
+    fast=nvlink
+    "$python" -c 'import nixl' 2> /dev/null && fast=nvlink,nixl
     if has tensor; then
         part sums 120 "$python" benchmarks/all_reduce.py --output "$out/all_reduce_gpu.json"
         part tensor 300 "$python" -m pd.bench engine --model "$model" "${node_flags[@]}" --tp-size 2 \
@@ -112,12 +120,13 @@ else
         fi
     fi
     if has transfer; then
-        part transfer 300 "$python" -m pd.bench transfer --backend $backends --connections 1 \
+        part transfer 300 "$python" -m pd.bench transfer --backend $fast,tcp --connections 1 \
             --repeats 5 --timeout 60 --device cuda:0,cuda:1 --output "$out/transfer_gpu.json"
     fi
     if has split; then
         SHOW=40 part split 590 "$python" scripts/split_benchmark.py --model "$model" \
-            "--node-flags=${NODE_FLAGS:-}" --output "$out/split_gpu.json" --logs "$out/split-logs"
+            --systems $fast,unified "--node-flags=${NODE_FLAGS:-}" \
+            --output "$out/split_gpu.json" --logs "$out/split-logs"
     fi
 fi
 

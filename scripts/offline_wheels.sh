@@ -106,11 +106,17 @@ fi
     # Without the quotes around here: it is the directory of install.sh on the other host.
     echo 'here=$(cd "$(dirname "$0")" && pwd)'
     echo 'pip="${PYTHON:-python3} -m pip install --no-index --find-links $here"'
-    printf '$pip "$@" pd-serve'
+    echo 'case " $* " in'
+    echo '*" --target"* | *" -t "*)'
+    echo '    # For another directory pip leaves out of account what the host has: torch and numpy.'
+    echo '    $pip --no-deps "$@" "$here"/*.whl'
+    echo '    ;;'
+    echo '*)'
+    printf '    $pip "$@" pd-serve'
     printf " '%s'" "${resolved[@]:${#runtime[@]}}"
-    printf '\n$pip --no-deps "$@"'
+    printf '\n    $pip --no-deps "$@"'
     printf " '%s'" "${alone[@]}"
-    echo
+    printf '\n    ;;\nesac\n'
     if [ -n "$mooncake" ]; then
         echo 'if ! { ldconfig -p | grep -q libibverbs.so.1 && ldconfig -p | grep -q librdmacm.so.1; }; then'
         echo '    dpkg -i "$here"/*.deb || echo "mooncake loads libibverbs1 and librdmacm1: install them as root"'

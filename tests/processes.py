@@ -198,8 +198,9 @@ def wait_ready(proxy: Process, nodes: Sequence[Process], timeout: float = START_
 
 
 def is_idle(info: Any) -> bool:
+    """Nothing runs, and no page or staging slot waits for anything."""
     pages = info["pages"]
-    quiet = not any(info["queues"].values())
+    quiet = not any(info["queues"].values()) and not info["staging"]["quarantined"]
     return quiet and pages["free"] + pages["cached"] == pages["total"]
 
 

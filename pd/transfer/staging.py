@@ -19,7 +19,8 @@ slot holds, D's own thread scatters it into the pages and gives the slot back. W
 
 Why not write where the pages are: the libraries take 6 µs for each descriptor, and a page of one
 layer is 32 KiB. Slots of megabytes cost a gather and a scatter, which run beside the library's
-copy.
+copy. A pool whose pages hold all layers side by side would have larger pieces, yet none that could
+leave before the last layer is computed, and none larger than the smaller page of two nodes.
 """
 
 from __future__ import annotations

@@ -70,6 +70,8 @@ NVLINK = Backend("nvlink", "nvlink")
 IN_PROCESS = (TCP, FAKE, NIXL, MOONCAKE)
 PROCESSES = (TCP, NIXL, NIXL_TCP, MOONCAKE)
 ACROSS_HOSTS = (TCP, NIXL_TCP, MOONCAKE)
+# By way of staging slots, into which a library may write late.
+STAGED = (NIXL, NIXL_TCP, MOONCAKE)
 
 
 def params(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from cluster import Cluster, TokenClient, random_prompts, start_node, wait_idle
 from tiny import tiny_cluster, tiny_model, tiny_node
 
@@ -70,6 +72,10 @@ def test_every_pair_answers_what_one_node_answers(nodes: dict[str, NodeServer], 
         client.close()
 
 
+@pytest.mark.skipif(
+    os.environ.get("PD_TEST_DEVICE") == "cuda" and torch.cuda.device_count() < 4,
+    reason="needs four GPUs",
+)
 def test_two_ranks_and_four(seed: int) -> None:
     """Each of P's ranks has the heads of two of D's, and the other way round."""
     model = tiny_model(num_key_value_heads=4)

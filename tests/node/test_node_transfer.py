@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -134,7 +135,8 @@ def test_a_prompt_that_the_decode_node_holds_already_moves_no_bytes() -> None:
 
 
 def test_auto_uses_nixl_where_it_is_installed() -> None:
-    pytest.importorskip("nixl", reason="the library nixl is not installed")
+    if not os.environ.get("CI"):  # there it must be
+        pytest.importorskip("nixl", reason="the library nixl is not installed")
     with tiny_cluster() as cluster:
         expected = cluster.client.generate(PROMPT, cluster.pair).tokens()
     with tiny_cluster(transfer_backend="auto", kv_digest=True) as cluster:
