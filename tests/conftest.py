@@ -21,6 +21,14 @@ def seed() -> int:
     return chosen
 
 
+@pytest.fixture(scope="session", autouse=True)
+def two_tcp_connections() -> None:
+    """In this process, as on machines with more than two cores, whatever this one has."""
+    from pd.transfer.tcp import TcpManager
+
+    TcpManager.__init__.__kwdefaults__["connections"] = 2
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Directory of the tiny random checkpoint of an architecture, made once."""

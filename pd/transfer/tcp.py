@@ -23,6 +23,7 @@ What it guarantees and on what that rests:
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     from pd.core.node_info import NodeInfo
     from pd.transfer.base import IntArray, KVBuffer
 
-# A second connection fills the gaps that the first leaves between frames; more change nothing
-# (`pd-bench transfer --backend tcp --connections N`; docs/benchmarks.md).
-DEFAULT_CONNECTIONS = 2
+# A second connection fills the gaps that the first leaves between frames, where there are cores for
+# its threads; more change nothing (`pd-bench transfer --backend tcp --connections N`).
+DEFAULT_CONNECTIONS = 2 if (os.cpu_count() or 1) > 2 else 1
 
 
 class TcpManager(TransferManager):

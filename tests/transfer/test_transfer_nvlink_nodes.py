@@ -62,7 +62,7 @@ def test_nodes_over_nvlink_give_the_tokens_of_a_unified_node(devices: list[ShmDe
         asked = [cluster.client.generate(p, cluster.pair) for p in prompts]
         assert [request.tokens() for request in asked] == expected
         cluster.wait_idle()
-    assert devices[0].launched > len(prompts)
+    assert devices[0].launched >= len(prompts)
     assert devices[0].mapped == 0, "mappings end with the node"
 
 
