@@ -66,7 +66,7 @@ def launch(
     """Queue a kernel on the current stream of a device, or interpret it on the CPU.
 
     Triton looks for the kernel that it compiled for such arguments at each launch, which takes the
-    host several times as long as the launch. Here that is done once for each kind of arguments.
+    host longer than the launch itself. Here that is done once for each kind of arguments.
 
     Args:
         args: the kernel's arguments up to the first ``tl.constexpr``: tensors or what else has
