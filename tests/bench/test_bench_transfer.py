@@ -40,7 +40,7 @@ def spec(**changes) -> Spec:
 def test_measures_several_backends_and_page_sizes_into_one_file(tmp_path, capfd) -> None:
     output = tmp_path / "transfer.json"
     flags = ["--backend", "tcp,fake", "--page-size", "16", "--output", str(output)]
-    assert cli.bench(["transfer", *SMALL, *flags]) == 0
+    assert cli.bench(["transfer", *SMALL, *flags, "--connections", "2"]) == 0
     report = json.loads(output.read_text())
     assert {"command", "commit", "machine", "date", "results"} == set(report)
     assert report["command"].startswith("pd-bench transfer --model embedded --tokens 200")

@@ -114,7 +114,7 @@ class Churn:
                 for number, case in enumerate(order):
                     clients.submit(self._request, number, case, begin + number / PER_SECOND)
             self._over.set()
-        upsets.result()
+            upsets.result()  # before the pool ends: it may be about to restart a node
         if self._recovery is not None:
             self._recovery.result()
 
