@@ -76,7 +76,7 @@ skip() { table+=$(printf '%-10s %s' "$1" "skipped: $2")$'\n'; }
 
 if has tests; then
     pytest=("$python" -m pytest -p no:cacheprovider -q --timeout 120 -m "not full")
-    part tests 900 "${pytest[@]}" "--junitxml=$out/tests.xml" \
+    part tests 1500 "${pytest[@]}" "--junitxml=$out/tests.xml" \
         tests/gpu tests/kernels tests/unified_node/test_unified_memory.py
     if [ "$gpus" -ge 2 ]; then
         part sizes 300 env PD_TEST_DEVICE=cuda "${pytest[@]}" \

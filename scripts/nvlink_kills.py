@@ -4,16 +4,20 @@
 
 One prefill node, one decode node and a proxy, with a checkpoint whose KV cache has Llama-3.1-8B's
 shape (32 layers, 8 heads of 128, bfloat16) and pools of an 8B deployment's size, but hardly any
-weights, so that nodes start within seconds. Clients keep long prompts coming; the decode node is
-killed at random moments (SIGKILL) and started again at once, and must get a pool of the same size.
-Two such pools do not fit its GPU, so that works only if the prefill node gave up its mapping of the
-old one. A request must succeed after each restart, on the prefill process that was there from the
-start. Exit status 1 if any of it fails.
+weights, so that nodes start within seconds. Clients ask for long prompts in turn, which the prefill
+node's cache holds and the decode node's does not, so that nearly all of the time goes into pushes.
+The decode node is killed at random moments (SIGKILL) and started again at once, and must get a pool
+of the same size. Two such pools do not fit its GPU, so that works only if the prefill node gave up
+its mapping of the old one. A request must succeed after each restart, on the prefill process that
+was there from the start. Kills go on until enough have hit a push, as the prefill node's log says:
+`transfers` were under way and `stores` on the GPU not complete when it noticed, `noticed_s` after
+the kill. Exit status 1 if any of it fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -23,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +44,13 @@ VOCAB_SIZE = 512
 OUTPUT_TOKENS = 2
 # KV heads, layers, width and hidden size, context.
 SHAPES = {"8b": (8, 32, 128, 256, 40960), "tiny": (2, 2, 8, 32, 2048)}
-_UNMAPPED = re.compile(r"unmapped the pool of \S+ after ([0-9.]+) s")
+# Of the cache of the decode node: what the prefill node's holds, and the prompts of the clients.
+_PREFILL_POOL, _PROMPTS = 1.2, 1.1
+_UNMAPPED = re.compile(
+    r"^([0-9-]+ [0-9:]+,[0-9]+) .*unmapped the pool of \S+ after ([0-9.]+) s; "
+    r"(\d+) transfers were under way, (\d+) stores$",
+    re.MULTILINE,
+)
 
 
 def write_model(shape: str, directory: Path) -> Path:
@@ -69,13 +80,37 @@ def write_model(shape: str, directory: Path) -> Path:
     return directory
 
 
-class Load:
-    """Clients that ask for long prompts all the time, whatever happens to their requests."""
+def make_prompts(lengths: tuple[int, int], tokens: int, rng: random.Random) -> list[bytes]:
+    """Requests of ``tokens`` prompt tokens in all, of which no two share a page."""
+    bodies: list[bytes] = []
+    while tokens > 0:
+        length = rng.randint(*lengths)
+        prompt = [len(bodies), *(rng.randrange(250) for _ in range(length - 1))]
+        params = {"max_new_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+        bodies.append(json.dumps({"input_ids": prompt, "sampling_params": params}).encode())
+        tokens -= length
+    return bodies
 
-    def __init__(
-        self, url: str, clients: int, lengths: tuple[int, int], rng: random.Random
-    ) -> None:
-        self._url, self._lengths, self._rng = url, lengths, rng
+
+def ask(url: str, body: bytes) -> str | None:
+    """Send a request; the error, or None if it was answered."""
+    headers = {"content-type": "application/json"}
+    try:
+        answer = httpx.post(f"{url}/generate", content=body, headers=headers, timeout=60)
+    except httpx.HTTPError as error:
+        return repr(error)
+    if answer.status_code != 200:
+        return answer.text
+    tokens = answer.json()["output_ids"]
+    return None if len(tokens) == OUTPUT_TOKENS else f"{len(tokens)} tokens: {answer.text}"
+
+
+class Load:
+    """Clients that go round the prompts all the time, whatever happens to their requests."""
+
+    def __init__(self, url: str, clients: int, bodies: list[bytes]) -> None:
+        self._url = url
+        self._bodies = itertools.cycle(bodies)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.in_flight = self.succeeded = self.failed = 0
@@ -91,10 +126,9 @@ class Load:
     def _run(self) -> None:
         while not self._over.is_set():
             with self._lock:
-                length = self._rng.randint(*self._lengths)
-                first = self._rng.randrange(VOCAB_SIZE // 2)
+                body = next(self._bodies)
                 self.in_flight += 1
-            good = ask(self._url, length, first) is None
+            good = ask(self._url, body) is None
             with self._lock:
                 self.in_flight -= 1
                 self.succeeded += good
@@ -103,20 +137,21 @@ class Load:
                 self._over.wait(0.2)  # nobody can serve while the decode node starts
 
 
-def ask(url: str, length: int, first: int) -> str | None:
-    """Send a prompt that no other shares a page with; the error, or None if it was answered."""
-    rng = random.Random(first * 100003 + length)
-    prompt = [first, *(rng.randrange(250) for _ in range(length - 1))]
-    params = {"max_new_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": params}
-    try:
-        answer = httpx.post(f"{url}/generate", json=body, timeout=60)
-    except httpx.HTTPError as error:
-        return repr(error)
-    if answer.status_code != 200:
-        return answer.text
-    tokens = answer.json()["output_ids"]
-    return None if len(tokens) == OUTPUT_TOKENS else f"{len(tokens)} tokens: {answer.text}"
+@dataclass
+class Unmapped:
+    """What the prefill node says of the end of one mapping.
+
+    Attributes:
+        noticed: when it was to end, seconds since the epoch.
+        seconds: that it took to drain and unmap.
+        transfers: under way then.
+        stores: launched and not complete then.
+    """
+
+    noticed: float
+    seconds: float
+    transfers: int
+    stores: int
 
 
 class Trial:
@@ -137,11 +172,13 @@ class Trial:
         args = self._args
         model = write_model(args.shape, self._directory / "model")
         flags = ["--model", str(model), "--load-format", "dummy"]
-        flags += ["--kv-cache-tokens", str(args.kv_cache_tokens)]
         flags += ["--transfer-backend", args.transfer_backend]
-        prefill = ["--port", str(free_port()), "--bootstrap-port", str(free_port())]
+        pool = int(args.kv_cache_tokens * _PREFILL_POOL)
+        prefill = ["--kv-cache-tokens", str(pool), "--bootstrap-port", str(free_port())]
+        prefill += ["--port", str(free_port())]
         self.prefill = self._process("prefill", *prefill, "--device", args.prefill_device, *flags)
-        decode = ["--port", str(free_port()), "--device", args.decode_device]
+        decode = ["--kv-cache-tokens", str(args.kv_cache_tokens), "--device", args.decode_device]
+        decode += ["--port", str(free_port())]
         self.decode = self._process("decode", *decode, *flags)
         workers = ["--prefill", self.prefill.url, "--decode", self.decode.url]
         self.proxy = self._process("proxy", "--port", str(free_port()), *workers)
@@ -156,24 +193,33 @@ class Trial:
 
     def run(self) -> None:
         """All kills under load; ``kills`` has what was seen of each."""
-        lengths = (self._args.min_prompt, self._args.max_prompt)
-        self._succeeds()
-        load = Load(self.proxy.url, self._args.clients, lengths, self._rng)
+        args = self._args
+        tokens = int(args.kv_cache_tokens * _PROMPTS)
+        self._bodies = make_prompts((args.min_prompt, args.max_prompt), tokens, self._rng)
+        for body in self._bodies:  # into the prefill node's cache
+            assert (error := ask(self.proxy.url, body)) is None, error
+        load = Load(self.proxy.url, args.clients, self._bodies)
         try:
-            for number in range(1, self._args.kills + 1):
-                self.kills.append(self._kill(number, load))
+            while self.hits() < args.kills:
+                tried = len(self.kills)
+                assert tried < 3 * args.kills, f"only {self.hits()} of {tried} kills hit a push"
+                self.kills.append(self._kill(tried + 1, load))
         finally:
             load.stop()
         for node in (self.prefill, self.decode):
             wait_until(lambda n=node: is_idle(n.server_info()), 30, node.server_info)
         print(f"requests: {load.succeeded} succeeded, {load.failed} lost with a decode node")
 
+    def hits(self) -> int:
+        """How many kills hit a push; where no log tells of pushes, all."""
+        return sum(kill.get("transfers", 1) > 0 for kill in self.kills)
+
     def _kill(self, number: int, load: Load) -> dict[str, Any]:
         before = load.failed
         wait_until(lambda: load.in_flight > 0, 10)
         time.sleep(self._rng.uniform(*self._args.run_seconds))
         wait_until(lambda: load.in_flight > 0, 10)
-        in_flight = load.in_flight
+        in_flight, at = load.in_flight, time.time()
         self.decode.kill()
         began = time.monotonic()
         self.decode.restart()
@@ -185,9 +231,18 @@ class Trial:
         recovered = time.monotonic() - began
         assert self.prefill.child.poll() is None, "the prefill node ended"
         assert self.prefill.server_info()["instance_id"] == self._instance
-        seen = {
-            "kill": number,
-            "in_flight": in_flight,
+        seen = {"kill": number, "in_flight": in_flight}
+        if self._args.transfer_backend == "nvlink":
+            wait_until(lambda: len(self.unmapped()) >= number, 5, "not unmapped")
+            end = self.unmapped()[number - 1]
+            assert end.seconds <= 1.0, f"a pool was unmapped only after {end.seconds} s"
+            seen |= {
+                "transfers": end.transfers,
+                "stores": end.stores,
+                "noticed_s": round(end.noticed - at, 3),
+                "unmapped_s": end.seconds,
+            }
+        seen |= {
             "lost": load.failed - before,
             "restart_s": round(started, 2),
             "recovered_s": round(recovered, 2),
@@ -201,17 +256,19 @@ class Trial:
         errors: list[str | None] = []
 
         def answered() -> bool:
-            length = self._args.min_prompt
-            errors.append(ask(self.proxy.url, length, VOCAB_SIZE // 2 + len(errors)))
+            errors.append(ask(self.proxy.url, self._rng.choice(self._bodies)))
             return errors[-1] is None
 
         wait_until(answered, 30, lambda: errors[-1])
 
-    def unmapped_seconds(self) -> list[float]:
-        """How long the prefill node took to drain and unmap a pool, each time."""
-        log = self._directory / "prefill.log"
-        text = log.read_text() if log.exists() else ""
-        return [float(seconds) for seconds in _UNMAPPED.findall(text)]
+    def unmapped(self) -> list[Unmapped]:
+        """The mappings that the prefill node has given up, in their order."""
+        found = []
+        for at, *numbers in _UNMAPPED.findall((self._directory / "prefill.log").read_text()):
+            written = datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            seconds = float(numbers[0])
+            found.append(Unmapped(written - seconds, seconds, int(numbers[1]), int(numbers[2])))
+        return found
 
     def stop(self) -> None:
         for process in reversed(self._processes):
@@ -222,16 +279,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--output", type=Path, help="result file (JSON)")
-    add("--kills", type=int, default=20)
+    add("--kills", type=int, default=20, help="that must hit a push")
     add("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     add("--shape", choices=SHAPES, default="8b")
     add("--transfer-backend", default="nvlink")
     add("--prefill-device", default="cuda:0")
     add("--decode-device", default="", help="default: the second GPU, or the same if there is one")
     add("--kv-cache-tokens", type=int, default=0, help="default: more than half of a GPU's memory")
-    add("--min-prompt", type=int, default=8192)
+    add("--min-prompt", type=int, default=16384)
     add("--max-prompt", type=int, default=32768)
-    add("--clients", type=int, default=4)
+    add("--clients", type=int, default=12)
     add("--run-seconds", type=float, nargs=2, default=(0.3, 1.5), help="of load before a kill")
     add("--logs", type=Path, help="keep the processes' logs in this directory")
     args = parser.parse_args(arguments)
@@ -262,8 +319,8 @@ def gpus() -> list[str]:
     return listed.stdout.strip().splitlines()
 
 
-def attempt(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any]], str, Trial]:
-    """All kills; what went wrong, if anything did. Every process has ended."""
+def attempt(args: argparse.Namespace, directory: Path) -> tuple[Trial, str]:
+    """All kills, and what went wrong, if anything did. Every process has ended."""
     trial = Trial(args, directory)
     error = ""
     try:
@@ -273,12 +330,7 @@ def attempt(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, A
         error = str(failure) or repr(failure)
     finally:
         trial.stop()
-    unmapped = trial.unmapped_seconds()
-    if not error and args.transfer_backend == "nvlink" and len(unmapped) < args.kills:
-        error = f"only {len(unmapped)} pools were unmapped"
-    if not error and max(unmapped, default=0.0) > 1.0:
-        error = f"a pool was unmapped only after {max(unmapped)} s"
-    return trial.kills, error, trial
+    return trial, error
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -286,8 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed {args.seed}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pd-kills-") as name:
-        kills, error, trial = attempt(args, Path(name))
-        unmapped = trial.unmapped_seconds()
+        trial, error = attempt(args, Path(name))
         for log in Path(name).glob("*.log"):
             if args.logs is not None:
                 args.logs.mkdir(parents=True, exist_ok=True)
@@ -304,13 +355,12 @@ def main(arguments: list[str] | None = None) -> int:
         "passed": not error,
         "error": error,
         "seconds": round(time.monotonic() - began, 1),
-        "slowest_unmap_s": max(unmapped, default=None),
-        "unmaps": len(unmapped),
-        "results": kills,
+        "hits": trial.hits(),
+        "results": trial.kills,
     }
     if args.output is not None:
         args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"{'passed' if not error else 'FAILED: ' + error}; {len(kills)} kills", flush=True)
+    print(f"{'passed' if not error else 'FAILED: ' + error}; {len(trial.kills)} kills", flush=True)
     return 1 if error else 0
 
 

@@ -39,7 +39,7 @@ class Process:
     """One ``pd-launch`` process on fixed ports, so that it can be started again in its place.
 
     ``prefix`` stands before the interpreter (``ip netns exec NAME``, which becomes the process and
-    so keeps its pid); ``env`` is added to the environment.
+    so keeps its pid); ``env`` is added to the environment; ``program`` is what Python runs.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class Process:
         log: Path,
         prefix: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        program: Sequence[str] = ("-m", "pd.cli"),
     ) -> None:
         self.command = command
         self.log = log
         self._prefix, self._env = list(prefix), env or {}
+        self._program = program
         self.start()
 
     def start(self) -> None:
@@ -59,7 +61,7 @@ class Process:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | self._env
         self._log = self.log.open("a")
         self.child = subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", "pd.cli", *self.command],
+            [*self._prefix, sys.executable, *self._program, *self.command],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -129,6 +131,7 @@ class Deployment:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         proxy_flags: Sequence[str] = (),
+        decode_program: Sequence[str] = ("-m", "pd.cli"),
         env: dict[str, str] | None = None,
     ) -> None:
         common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
@@ -146,15 +149,15 @@ class Deployment:
         for index in range(decode):
             device = ["--device", devices[index % len(devices)]]
             command = ["decode", "--port", str(free_port()), *device, *common, *decode_flags]
-            self.decode.append(self._process(f"decode{index}", *command))
+            self.decode.append(self._process(f"decode{index}", *command, program=decode_program))
         self._workers = [f for p in self.prefill for f in ("--prefill", p.url)]
         self._workers += [f for d in self.decode for f in ("--decode", d.url)]
         port = ["--port", str(free_port())]
         self.proxy = self._process("proxy", "proxy", *port, *self._workers, *proxy_flags)
         self.wait_ready()
 
-    def _process(self, name: str, *command: str) -> Process:
-        return Process(*command, log=self._logs / f"{name}.log", env=self._env)
+    def _process(self, name: str, *command: str, **settings: Any) -> Process:
+        return Process(*command, log=self._logs / f"{name}.log", env=self._env, **settings)
 
     def another_proxy(self) -> Process:
         """A second proxy on the same nodes."""

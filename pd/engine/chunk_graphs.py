@@ -72,6 +72,11 @@ class ChunkGraphs:
         ids, positions, row = inputs.split((tokens, tokens, 1))
         return self._model.logits(self._model(ids, positions, attention, rows=row))
 
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of the chunks that are captured."""
+        return sorted(self._graphs)
+
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         """Whether this is one short chunk of which at most the last token's logits are wanted."""
         if not self._graphs or len(items) != 1:

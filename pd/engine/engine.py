@@ -189,6 +189,7 @@ class Engine:
         runner = ModelRunner(model, pool, attention(pool, model.config.num_heads))
         if device.type == "cuda":
             recorder = GraphRecorder(device)
+            free = torch.cuda.mem_get_info(device)[0]
             if sizes:
                 runner.graphs = DecodeGraphs(
                     model,
@@ -203,6 +204,7 @@ class Engine:
                 runner.chunk_graphs = ChunkGraphs(
                     model, runner.attention, recorder, max_context=context_length
                 )
+            needs = needs._replace(graphs=free - torch.cuda.mem_get_info(device)[0])
         logger.info(
             "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
             config.model_name,
@@ -213,7 +215,8 @@ class Engine:
             num_pages,
             config.page_size,
         )
-        report(model, pool, needs, sizes)
+        chunks = runner.chunk_graphs.sizes if runner.chunk_graphs is not None else ()
+        report(model, pool, needs, sizes, chunks)
         return cls(
             model_config=model_config,
             model_id=model_config.fingerprint(config.model, config.load_format, config.seed),

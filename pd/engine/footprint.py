@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 class Footprint(NamedTuple):
     """Bytes beside weights and KV cache: ``step`` of the largest prefill step while it runs,
-    ``graphs`` for as long as the node lives."""
+    ``graphs`` for as long as the node lives. Graphs of chunks are not tried: they take little."""
 
     step: int = 0
     graphs: int = 0
@@ -83,18 +83,33 @@ def footprint(
     return Footprint(step, graphs)
 
 
-def report(model: CausalLM, pool: KVPool, needs: Footprint, graph_sizes: Sequence[int]) -> None:
-    """Log where a GPU's memory went; nothing on a CPU."""
+def report(
+    model: CausalLM,
+    pool: KVPool,
+    needs: Footprint,
+    graph_sizes: Sequence[int],
+    chunk_sizes: Sequence[int],
+) -> None:
+    """Log where a GPU's memory went; nothing on a CPU.
+
+    Args:
+        needs: with the memory that all graphs took, those of decode batches of ``graph_sizes`` and
+            those of chunks of ``chunk_sizes`` tokens.
+    """
     device = pool.buffer.device
     if device.type != "cuda":
         return
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     free, total = torch.cuda.mem_get_info(device)
-    sizes = f"{len(graph_sizes)} batch sizes up to {max(graph_sizes)}" if graph_sizes else "none"
+    captured = [
+        f"{len(sizes)} {what} sizes up to {max(sizes)}"
+        for what, sizes in (("batch", graph_sizes), ("chunk", chunk_sizes))
+        if sizes
+    ]
     rows = (
         ("weights", weights, ""),
         ("KV cache", pool.buffer.numel() * pool.buffer.element_size(), ""),
-        ("CUDA graphs", needs.graphs, sizes),
+        ("CUDA graphs", needs.graphs, " and ".join(captured) or "none"),
         ("largest prefill step", needs.step, "while it runs"),
         ("free now", free, f"of {total / 2**30:.1f} GiB"),
     )

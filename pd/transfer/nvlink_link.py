@@ -173,6 +173,8 @@ class Link:
         self._channel: Channel | None = None
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
+        # Transfers of which some was sent when the link ended.
+        self._cut_off = 0
         self._stores: deque[_Store] = deque()
         self._lane: Lane | None = None
         self._address = 0
@@ -241,6 +243,7 @@ class Link:
         with self.changed:
             if self.stopped is None:
                 self.stopped = error
+                self._cut_off = sum(sender.bytes_sent > 0 for sender in self._senders)
                 for sender in list(self._senders):
                     sender.fail(error)
                 self.changed.notify_all()
@@ -364,10 +367,17 @@ class Link:
         begun = time.monotonic()
         with self.changed:
             self.changed.wait_for(lambda: not self._launching)
+        incomplete = sum(not ticket.done() for ticket, _ in self._launched)
         if self._launched:
             # Stores complete in the order of their launches.
             self._launched[-1][0].wait()
         if mapping is not None:
             mapping.close()
             seconds = time.monotonic() - begun
-            logger.info("unmapped the pool of %s after %.3f s", self.peer, seconds)
+            logger.info(
+                "unmapped the pool of %s after %.3f s; %d transfers were under way, %d stores",
+                self.peer,
+                seconds,
+                self._cut_off,
+                incomplete,
+            )

@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from backends import IN_PROCESS, Backend, over
+from backends import IN_PROCESS, PROCESSES, TCP, Backend, over
 from cluster import Cluster
+from damage import check_damage, make_asked
 
 from pd.core.errors import NodeFailedError, TransferError
 
@@ -59,6 +60,14 @@ def test_a_flipped_byte_is_noticed_with_the_digest_alone(
             damaged.tokens()
         assert len(cluster.client.generate(prompt(3), cluster.pair).tokens()) == 16
         cluster.wait_idle()
+
+
+@over(PROCESSES, sample=[TCP])
+def test_a_flipped_bit_fails_its_request_alone(
+    checkpoint: Callable[[str], Path], tmp_path: Path, backend: Backend, seed: int
+) -> None:
+    model = checkpoint("qwen3")
+    check_damage(model, tmp_path, make_asked(model, seed), backend)
 
 
 def test_both_nodes_must_use_it(checkpoint: Callable[[str], Path]) -> None:

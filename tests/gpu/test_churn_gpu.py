@@ -27,6 +27,7 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("backend", [NVLINK, pytest.param(NIXL, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("flags", [(), ("--kv-digest",)], ids=["plain", "digest"])
 @pytest.mark.parametrize("requests", [160, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
 def test_churn_on_gpus(
@@ -36,6 +37,7 @@ def test_churn_on_gpus(
     seed: int,
     backend: Backend,
     requests: int,
+    flags: tuple[str, ...],
 ) -> None:
     backend.require()
     devices = [f"cuda:{number}" for number in range(min(2, torch.cuda.device_count()))]
@@ -47,5 +49,5 @@ def test_churn_on_gpus(
         requests,
         seed,
         devices=devices,
-        node_flags=NODE_FLAGS,
+        node_flags=[*NODE_FLAGS, *flags],
     )

@@ -315,7 +315,11 @@ def test_a_reservation_of_an_ended_session_is_not_stored(pair: Pair) -> None:
     assert pair.p.device.launched == launched
 
 
-def test_disconnect_on_p_drains_before_it_unmaps(pair: Pair) -> None:
+def test_disconnect_on_p_drains_before_it_unmaps(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pd.transfer.nvlink_link")
+    pair.room().open()  # nothing is sent of it yet
     pair.p.device.flows.clear()
     room = pair.room()
     room.send_all()
@@ -328,6 +332,7 @@ def test_disconnect_on_p_drains_before_it_unmaps(pair: Pair) -> None:
         pair.room().open()
     pair.p.device.flows.set()
     wait_until(lambda: pair.p.device.mapped == 0, "the mapping to be given up")
+    wait_until(lambda: "1 transfers were under way, 1 stores" in caplog.text, "what was cut off")
     assert settled(room.receiver) is TransferState.FAILED
     assert room.sender.drained() and not room.receiver.drained(), "the process may have died"
     wait_until(room.receiver.drained, "the last launch to be over")

@@ -1,0 +1,34 @@
+"""``pd-launch`` whose decode node finds a wrong bit in the KV of prompts of one length."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd.cli import launch
+from pd.node.digests import Digests
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from pd.node.digests import IntArray
+
+DAMAGED_TOKENS = 333
+_right = Digests.start
+
+
+def _start(self: Digests, pages: IntArray, start: int, stop: int) -> Future[bytes]:
+    """All has arrived, and its digest is to be computed."""
+    if stop == DAMAGED_TOKENS:
+        pool, token = self._pool, (start + stop) // 2
+        size = pool.layout.page_size
+        cell = pool.value(1)[int(pages[token // size]) * size + token % size]
+        cell.view(torch.uint8)[0, 0] ^= 1
+    return _right(self, pages, start, stop)
+
+
+if __name__ == "__main__":
+    Digests.start = _start  # type: ignore[method-assign]
+    sys.exit(launch())
