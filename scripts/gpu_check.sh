@@ -120,7 +120,9 @@ else
         fi
     fi
     if has transfer; then
-        part transfer 300 "$python" -m pd.bench transfer --backend $fast,tcp --connections 1 \
+        backends=$fast,tcp
+        "$python" -c 'import mooncake.engine' 2> /dev/null && backends+=,mooncake
+        part transfer 300 "$python" -m pd.bench transfer --backend $backends --connections 1 \
             --repeats 5 --timeout 60 --device cuda:0,cuda:1 --output "$out/transfer_gpu.json"
     fi
     if has split; then

@@ -6,12 +6,12 @@ One prefill node, one decode node and a proxy, with a checkpoint whose KV cache 
 shape (32 layers, 8 heads of 128, bfloat16) and pools of an 8B deployment's size, but hardly any
 weights, so that nodes start within seconds. Clients ask for long prompts in turn, which the prefill
 node's cache holds and the decode node's does not, so that nearly all of the time goes into pushes.
-The decode node is killed at random moments (SIGKILL) and started again at once, and must get a pool
-of the same size. Two such pools do not fit its GPU, so that works only if the prefill node gave up
-its mapping of the old one. A request must succeed after each restart, on the prefill process that
-was there from the start. Kills go on until enough have hit a push, as the prefill node's log says:
-`transfers` were under way and `stores` on the GPU not complete when it noticed, `noticed_s` after
-the kill. Exit status 1 if any of it fails.
+At a random moment, when the prefill node says that it hands prompts over, the decode node is killed
+(SIGKILL) and started again at once, and must get a pool of the same size. Two such pools do not fit
+its GPU, so that works only if the prefill node gave up its mapping of the old one. A request must
+succeed after each restart, on the prefill process that was there from the start. Kills go on until
+enough have hit a push, as the prefill node's log says: `transfers` were under way and `stores` on
+the GPU not complete when it noticed, `noticed_s` after the kill. Exit status 1 if any of it fails.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ class Trial:
         args = self._args
         model = write_model(args.shape, self._directory / "model")
         flags = ["--model", str(model), "--load-format", "dummy"]
+        flags += ["--max-running-requests", str(args.clients)]  # few graphs to capture
         flags += ["--transfer-backend", args.transfer_backend]
         pool = int(args.kv_cache_tokens * _PREFILL_POOL)
         prefill = ["--kv-cache-tokens", str(pool), "--bootstrap-port", str(free_port())]
@@ -218,7 +219,7 @@ class Trial:
         before = load.failed
         wait_until(lambda: load.in_flight > 0, 10)
         time.sleep(self._rng.uniform(*self._args.run_seconds))
-        wait_until(lambda: load.in_flight > 0, 10)
+        self._await_hand_off()
         in_flight, at = load.in_flight, time.time()
         self.decode.kill()
         began = time.monotonic()
@@ -250,6 +251,17 @@ class Trial:
         }
         print(seen, flush=True)
         return seen
+
+    def _await_hand_off(self) -> None:
+        """Return when several prompts are on their way at once, or some are and that takes long."""
+        began = time.monotonic()
+        with httpx.Client(base_url=self.prefill.url, timeout=10) as client:
+            while True:
+                handed_over = client.get("/server_info").json()["queues"]["in_flight"]
+                waited = time.monotonic() - began
+                if handed_over > 1 or (handed_over and waited > 3):
+                    return
+                assert waited < 10, "no prompt was handed over"
 
     def _succeeds(self) -> None:
         """A request does, within a few tries: the proxy may have to find the node again."""
@@ -286,8 +298,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--prefill-device", default="cuda:0")
     add("--decode-device", default="", help="default: the second GPU, or the same if there is one")
     add("--kv-cache-tokens", type=int, default=0, help="default: more than half of a GPU's memory")
-    add("--min-prompt", type=int, default=16384)
-    add("--max-prompt", type=int, default=32768)
+    add("--min-prompt", type=int, default=24576)
+    add("--max-prompt", type=int, default=40000)
     add("--clients", type=int, default=12)
     add("--run-seconds", type=float, nargs=2, default=(0.3, 1.5), help="of load before a kill")
     add("--logs", type=Path, help="keep the processes' logs in this directory")
