@@ -92,11 +92,10 @@ def make_prompts(lengths: tuple[int, int], tokens: int, rng: random.Random) -> l
     return bodies
 
 
-def ask(url: str, body: bytes) -> str | None:
+def ask(client: httpx.Client, body: bytes) -> str | None:
     """Send a request; the error, or None if it was answered."""
-    headers = {"content-type": "application/json"}
     try:
-        answer = httpx.post(f"{url}/generate", content=body, headers=headers, timeout=60)
+        answer = client.post("/generate", content=body)
     except httpx.HTTPError as error:
         return repr(error)
     if answer.status_code != 200:
@@ -108,8 +107,8 @@ def ask(url: str, body: bytes) -> str | None:
 class Load:
     """Clients that go round the prompts all the time, whatever happens to their requests."""
 
-    def __init__(self, url: str, clients: int, bodies: list[bytes]) -> None:
-        self._url = url
+    def __init__(self, client: httpx.Client, clients: int, bodies: list[bytes]) -> None:
+        self._client = client
         self._bodies = itertools.cycle(bodies)
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -128,7 +127,7 @@ class Load:
             with self._lock:
                 body = next(self._bodies)
                 self.in_flight += 1
-            good = ask(self._url, body) is None
+            good = ask(self._client, body) is None
             with self._lock:
                 self.in_flight -= 1
                 self.succeeded += good
@@ -197,9 +196,11 @@ class Trial:
         args = self._args
         tokens = int(args.kv_cache_tokens * _PROMPTS)
         self._bodies = make_prompts((args.min_prompt, args.max_prompt), tokens, self._rng)
+        headers = {"content-type": "application/json"}
+        self._client = httpx.Client(base_url=self.proxy.url, headers=headers, timeout=60)
         for body in self._bodies:  # into the prefill node's cache
-            assert (error := ask(self.proxy.url, body)) is None, error
-        load = Load(self.proxy.url, args.clients, self._bodies)
+            assert (error := ask(self._client, body)) is None, error
+        load = Load(self._client, args.clients, self._bodies)
         try:
             while self.hits() < args.kills:
                 tried = len(self.kills)
@@ -268,7 +269,7 @@ class Trial:
         errors: list[str | None] = []
 
         def answered() -> bool:
-            errors.append(ask(self.proxy.url, self._rng.choice(self._bodies)))
+            errors.append(ask(self._client, self._rng.choice(self._bodies)))
             return errors[-1] is None
 
         wait_until(answered, 30, lambda: errors[-1])

@@ -189,7 +189,7 @@ class Engine:
         runner = ModelRunner(model, pool, attention(pool, model.config.num_heads))
         if device.type == "cuda":
             recorder = GraphRecorder(device)
-            free = torch.cuda.mem_get_info(device)[0]
+            reserved = torch.cuda.memory_reserved(device)
             if sizes:
                 runner.graphs = DecodeGraphs(
                     model,
@@ -204,7 +204,7 @@ class Engine:
                 runner.chunk_graphs = ChunkGraphs(
                     model, runner.attention, recorder, max_context=context_length
                 )
-            needs = needs._replace(graphs=free - torch.cuda.mem_get_info(device)[0])
+            needs = needs._replace(graphs=torch.cuda.memory_reserved(device) - reserved)
         logger.info(
             "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
             config.model_name,

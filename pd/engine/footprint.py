@@ -93,8 +93,8 @@ def report(
     """Log where a GPU's memory went; nothing on a CPU.
 
     Args:
-        needs: with the memory that all graphs took, those of decode batches of ``graph_sizes`` and
-            those of chunks of ``chunk_sizes`` tokens.
+        needs: with what torch allocated for all graphs, those of decode batches of ``graph_sizes``
+            and those of chunks of ``chunk_sizes`` tokens.
     """
     device = pool.buffer.device
     if device.type != "cuda":
@@ -106,12 +106,15 @@ def report(
         for what, sizes in (("batch", graph_sizes), ("chunk", chunk_sizes))
         if sizes
     ]
+    cache = pool.buffer.numel() * pool.buffer.element_size()
+    other = total - free - weights - cache - needs.graphs
     rows = (
         ("weights", weights, ""),
-        ("KV cache", pool.buffer.numel() * pool.buffer.element_size(), ""),
+        ("KV cache", cache, ""),
         ("CUDA graphs", needs.graphs, " and ".join(captured) or "none"),
-        ("largest prefill step", needs.step, "while it runs"),
+        ("other", other, "work space, CUDA and its kernels, other processes"),
         ("free now", free, f"of {total / 2**30:.1f} GiB"),
+        ("largest prefill step", needs.step, "of what is free, while it runs"),
     )
     for name, size, note in rows:
         logger.info("  %-22s %8.2f GiB  %s", name, size / 2**30, note)
