@@ -27,14 +27,19 @@ def make_runner(
     dtype: str = "float32",
     device: str = "cpu",
     attention: str = "auto",
+    last_alone: bool = False,
 ) -> ModelRunner:
-    """A runner over the checkpoint at ``path`` with a pool of ``num_tokens`` slots."""
+    """A runner over the checkpoint at ``path`` with a pool of ``num_tokens`` slots; with
+    ``last_alone`` short steps, too, compute of the last layer only what is wanted."""
     config = ModelConfig.from_pretrained(path)
     model = load_model(path, config, dtype=getattr(torch, dtype), device=device)
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size)
     pool = KVPool(layout, num_tokens // page_size, device)
-    backend = make_attention_backend(attention, pool, config.num_heads)
-    return ModelRunner(model, pool, backend)
+    backend, last = (make_attention_backend(attention, pool, config.num_heads) for _ in range(2))
+    runner = ModelRunner(model, pool, backend, last)
+    if last_alone:
+        runner.last_alone_from = 0
+    return runner
 
 
 @dataclass

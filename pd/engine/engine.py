@@ -186,7 +186,7 @@ class Engine:
         needs = footprint(model, part, attention, config, sizes, context_length)
         num_pages = agree_on_pages(_num_pages(config, part, device, needs))
         pool = KVPool(part, num_pages, device, shared_memory)
-        runner = ModelRunner(model, pool, attention(pool, model.config.num_heads))
+        runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
         if device.type == "cuda":
             recorder = GraphRecorder(device)
             reserved = torch.cuda.memory_reserved(device)

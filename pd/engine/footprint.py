@@ -54,8 +54,7 @@ def footprint(
     tokens = min(config.chunked_prefill_size, max_context)
     pages = np.arange(-(-tokens // layout.page_size), dtype=np.int32)
     pool = KVPool(layout, len(pages), device)
-    backend = attention(pool, model.config.num_heads)
-    runner = ModelRunner(model, pool, backend)
+    runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -69,7 +68,7 @@ def footprint(
         free = torch.cuda.mem_get_info(device)[0]
         captured = DecodeGraphs(
             model,
-            backend,
+            runner.attention,
             GraphRecorder(device),
             [max(graph_sizes)],
             max_rows=config.max_running_requests,
@@ -78,7 +77,7 @@ def footprint(
         )
         graphs = max(0, free - torch.cuda.mem_get_info(device)[0])
         del captured
-    del runner, backend, pool
+    del runner, pool
     torch.cuda.empty_cache()
     return Footprint(step, graphs)
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 
+# Wanted tokens are few if there are so many times as many.
+_FEW = 8
+
+
 @dataclass
 class ForwardItem:
     """One sequence's part of a step.
@@ -47,15 +51,28 @@ class ForwardItem:
 
 class PlannedLate(PlannedAttention):
     """Attention that is planned when a model first asks where K and V go: behind the launch of the
-    first layer's product, so that a GPU that had nothing to do computes meanwhile."""
+    first layer's product, so that a GPU that had nothing to do computes meanwhile.
 
-    def __init__(self, backend: AttentionBackend, batch: AttentionBatch) -> None:
+    Args:
+        last: a backend, and the batch of the tokens that are wanted behind the last layer.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        batch: AttentionBatch,
+        last: tuple[AttentionBackend, AttentionBatch] | None,
+    ) -> None:
         self.pool = backend.pool
-        self._backend, self._batch = backend, batch
+        self.last = None if last is None else last[0]
+        self._backend, self._batch, self._last = backend, batch, last
 
     @cached_property
     def slots(self) -> torch.Tensor:  # type: ignore[override]
         self._backend.plan(self._batch)
+        if self._last is not None:
+            backend, batch = self._last
+            backend.plan(batch)
         return self._backend.slots
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -65,17 +82,40 @@ class PlannedLate(PlannedAttention):
 class ModelRunner:
     """A model, its pool and an attention backend, stepped together by one thread.
 
+    Args:
+        last_attention: another backend of the same class, for what is wanted of the last layer.
+
     Attributes:
         graphs: of decode steps, once captured; None to launch their kernels one by one.
         chunk_graphs: of steps of one short chunk.
+        last_alone_from: pairs of tokens that attend to each other from which on only those of the
+            last layer are computed that are wanted, if they are few. With fewer pairs, planning
+            that takes the host longer than it spares the GPU.
     """
 
-    def __init__(self, model: CausalLM, pool: KVPool, attention_backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        attention_backend: AttentionBackend,
+        last_attention: AttentionBackend | None = None,
+    ) -> None:
         self.model = model
         self.pool = pool
         self.attention = attention_backend
+        self.last_alone_from = 1 << 24
+        self._last_attention = last_attention
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
+
+    @classmethod
+    def build(
+        cls, model: CausalLM, pool: KVPool, attention: type[AttentionBackend], *, prompts: bool
+    ) -> ModelRunner:
+        """A runner that is made for long ``prompts``, or not."""
+        heads = model.config.num_heads
+        last = attention(pool, heads) if prompts else None
+        return cls(model, pool, attention(pool, heads), last)
 
     def drop_graphs(self) -> None:
         """Launch kernels one by one from now on."""
@@ -128,13 +168,26 @@ class ModelRunner:
         hidden = self.model(
             token_ids,
             self._tensor(positions),
-            PlannedLate(self.attention, batch),
+            PlannedLate(self.attention, batch, self._plan_of_last(batch, wanted)),
             on_layers_done and (lambda layer: on_layers_done(layer, layer + 1)),
             chosen,
         )
         if len(hidden) == 0:
             return hidden.new_empty(0, self.model.config.vocab_size)
         return self.model.logits(hidden)
+
+    def _plan_of_last(
+        self, batch: AttentionBatch, wanted: npt.NDArray[np.int64]
+    ) -> tuple[AttentionBackend, AttentionBatch] | None:
+        """What to plan for the last layer: the last ``wanted[i]`` tokens of each sequence."""
+        pairs = (batch.lengths * (batch.starts + batch.lengths // 2)).sum()
+        few = 0 < _FEW * wanted.sum() <= batch.lengths.sum()
+        if self._last_attention is None or pairs < self.last_alone_from or not few:
+            return None
+        some = np.flatnonzero(wanted)
+        starts = (batch.starts + batch.lengths - wanted)[some]
+        pages = [batch.pages[i] for i in some]
+        return self._last_attention, AttentionBatch(starts, wanted[some], pages)
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(array, torch.int64, self.pool.buffer.device)

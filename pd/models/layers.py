@@ -158,6 +158,10 @@ class Attention(nn.Module):
         if rows is not None and len(rows) == 0:
             self._tp.meet(x.device)  # whoever is told of this layer finds all ranks' K and V
             return x[:0]
+        if rows is not None and attention.last is not None:
+            attention = attention.last
+            q, k, v = (x.index_select(0, rows) for x in (q, k, v))
+            rows = None
         attended = attention.attend(self._layer, q, k, v).flatten(1)
         return self.output(attended if rows is None else attended.index_select(0, rows))
 

@@ -48,8 +48,8 @@ class TestParity:
         expected = reference_generate(path, prompts, NEW_TOKENS)
         for page_size, max_chunk in ((1, 5), (16, 50), (64, 4096), (4, 1)):
             few = prompts if max_chunk > 1 else prompts[:4]
-            runner = make_runner(path, page_size=page_size)
             for seed in range(2):
+                runner = make_runner(path, page_size=page_size, last_alone=bool(seed))
                 found = generate(runner, few, NEW_TOKENS, max_chunk=max_chunk, seed=seed)
                 where = f"page size {page_size}, chunks up to {max_chunk}, seed {seed}"
                 assert [s.output for s in found] == expected[: len(few)], where
@@ -136,6 +136,34 @@ class TestLogits:
             for prompt, count in zip(prompts, counts, strict=True)
         ]
         torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=0)
+
+    def test_the_last_layer_attends_for_what_is_wanted(
+        self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where that is little of long sequences; the KV of all tokens is there all the same."""
+        prompts, counts = random_prompts([90, 33, 70, 1]), [3, 0, 1, 1]
+        items = [
+            item(prompt, 0, range(10 * i, 10 * i + 6), count)
+            for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+        ]
+        runners = [make_runner(checkpoint("llama3"), last_alone=alone) for alone in (False, True)]
+        attended = []
+        for runner in runners:
+            last = runner._last_attention
+            assert last is not None
+
+            def attend(layer: int, q: torch.Tensor, *kv: torch.Tensor, right=last.attend):
+                attended.append((layer, len(q)))
+                return right(layer, q, *kv)
+
+            monkeypatch.setattr(last, "attend", attend)
+        whole, alone = (runner.forward(items) for runner in runners)
+        assert attended == [(2, 5)]
+        torch.testing.assert_close(alone, whole, atol=1e-5, rtol=0)
+        assert torch.equal(runners[0].pool.buffer, runners[1].pool.buffer)
+        one = item(prompts[0][:5], 90, range(6))
+        runners[1].forward([one, *items[1:3]])
+        assert len(attended) == 2, "a later step is planned anew"
 
     def test_a_step_may_want_none(self, runner: ModelRunner) -> None:
         assert runner.forward([item([1, 2, 3], 0, range(1), 0)]).shape == (0, VOCAB_SIZE)

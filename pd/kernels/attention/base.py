@@ -60,10 +60,13 @@ class PlannedAttention(ABC):
 
     Attributes:
         slots: where each new token's K and V go, int64 ``[tokens]`` on the pool's device.
+        last: attention of those tokens alone whose results are wanted behind the last layer; None
+            if that is not planned, then they are of all tokens.
     """
 
     pool: PagedKV
     slots: torch.Tensor
+    last: PlannedAttention | None = None
 
     @abstractmethod
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
