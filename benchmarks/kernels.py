@@ -11,6 +11,8 @@ rotation and store, output, norm, gate and up, down; its reference is the same i
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,7 +291,7 @@ def main() -> None:
     if args.output is not None:
         write_report(
             args.output,
-            "python benchmarks/kernels.py --output benchmarks/results/kernels_gpu.json",
+            shlex.join(["python", "benchmarks/kernels.py", *sys.argv[1:]]),
             results,
             measured=["pd/kernels", str(Path(__file__).relative_to(ROOT))],
             machine={"gpu": torch.cuda.get_device_name(DEVICE), "torch": torch.__version__},

@@ -10,8 +10,10 @@ At a random moment, when the prefill node says that it hands prompts over, the d
 (SIGKILL) and started again at once, and must get a pool of the same size. Two such pools do not fit
 its GPU, so that works only if the prefill node gave up its mapping of the old one. A request must
 succeed after each restart, on the prefill process that was there from the start. Kills go on until
-enough have hit a push, as the prefill node's log says: `transfers` were under way and `stores` on
-the GPU not complete when it noticed, `noticed_s` after the kill. Exit status 1 if any of it fails.
+enough have hit a push, as the prefill node's log says: when it noticed, `noticed_s` after the kill,
+it had `transfers` to push or being pushed, and `stores` were launched on its GPU and not complete.
+`lost` requests failed until the node was back, most of them asked in vain. Exit status 1 if any of
+it fails.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ class Unmapped:
     Attributes:
         noticed: when it was to end, seconds since the epoch.
         seconds: that it took to drain and unmap.
-        transfers: under way then.
+        transfers: given to it to push and not complete then.
         stores: launched and not complete then.
     """
 
@@ -213,8 +215,8 @@ class Trial:
         print(f"requests: {load.succeeded} succeeded, {load.failed} lost with a decode node")
 
     def hits(self) -> int:
-        """How many kills hit a push; where no log tells of pushes, all."""
-        return sum(kill.get("transfers", 1) > 0 for kill in self.kills)
+        """How many kills hit a store under way; where no log tells of stores, all."""
+        return sum(kill.get("stores", 1) > 0 for kill in self.kills)
 
     def _kill(self, number: int, load: Load) -> dict[str, Any]:
         before = load.failed
@@ -236,8 +238,11 @@ class Trial:
         seen = {"kill": number, "in_flight": in_flight}
         if self._args.transfer_backend == "nvlink":
             wait_until(lambda: len(self.unmapped()) >= number, 5, "not unmapped")
-            end = self.unmapped()[number - 1]
-            assert end.seconds <= 1.0, f"a pool was unmapped only after {end.seconds} s"
+            *earlier, end = self.unmapped()
+            assert len(earlier) == number - 1, "a mapping was given up without a kill"
+            assert end.noticed > at - 0.1, "the mapping ended before the kill"
+            gone = end.noticed - at + end.seconds
+            assert gone <= 1.0, f"a pool was unmapped only {gone:.3f} s after the kill"
             seen |= {
                 "transfers": end.transfers,
                 "stores": end.stores,

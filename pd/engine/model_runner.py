@@ -54,7 +54,8 @@ class PlannedLate(PlannedAttention):
     first layer's product, so that a GPU that had nothing to do computes meanwhile.
 
     Args:
-        last: a backend, and the batch of the tokens that are wanted behind the last layer.
+        backend, batch: of all tokens of the step.
+        last: another backend, and the batch of the tokens that are wanted behind the last layer.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class ModelRunner:
     def build(
         cls, model: CausalLM, pool: KVPool, attention: type[AttentionBackend], *, prompts: bool
     ) -> ModelRunner:
-        """A runner that is made for long ``prompts``, or not."""
+        """A runner with a backend of this class; for long ``prompts`` with another one for what is
+        wanted of the last layer."""
         heads = model.config.num_heads
         last = attention(pool, heads) if prompts else None
         return cls(model, pool, attention(pool, heads), last)

@@ -31,7 +31,8 @@ from pd.kernels.triton_launch import (
 if TYPE_CHECKING:
     import torch
 
-# With more rows, cuBLAS is faster.
+# With more rows, cuBLAS is faster; with fewer at most 9 % so, and with some matrices only
+# (``benchmarks/kernels.py``).
 MAX_ROWS = 16
 
 

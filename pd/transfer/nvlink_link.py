@@ -173,7 +173,7 @@ class Link:
         self._channel: Channel | None = None
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
-        # Transfers of which some was sent when the link ended.
+        # Transfers of which some was given to send, and that were not done, when the link ended.
         self._cut_off = 0
         self._stores: deque[_Store] = deque()
         self._lane: Lane | None = None

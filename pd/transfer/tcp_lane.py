@@ -69,7 +69,8 @@ class Lane:
         # Connecting before there is work saves the first room a round trip or two.
         self._connect()
         while self._ahead or self._link.wait_for_work():
-            if not self._link.closed and (self._alive() or self._connect()):
+            # What was taken before the connection was lost is put down before anything else.
+            if not self._link.closed and (self._alive() or (not self._ahead and self._connect())):
                 self._take()
             if self._ahead:
                 self._send(*self._ahead.popleft())

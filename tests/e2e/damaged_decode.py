@@ -25,7 +25,8 @@ def _start(self: Digests, pages: IntArray, start: int, stop: int) -> Future[byte
         pool, token = self._pool, (start + stop) // 2
         size = pool.layout.page_size
         cell = pool.value(1)[int(pages[token // size]) * size + token % size]
-        cell.view(torch.uint8)[0, 0] ^= 1
+        # Of the exponent: a token computed with it is another.
+        cell.view(torch.uint8)[0, cell.element_size() - 1] ^= 0x40
     return _right(self, pages, start, stop)
 
 

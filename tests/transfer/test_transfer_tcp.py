@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,7 +27,7 @@ from transfer_helpers import (
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import counted_receiver, tcp_inbox, tcp_lane, tcp_link
+from pd.transfer import counted_receiver, tcp_inbox, tcp_lane, tcp_link, tcp_staging
 from pd.transfer.base import TransferState
 from pd.transfer.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
 from pd.transfer.greeting import greet
@@ -338,6 +339,33 @@ def test_a_stuck_connection_fails_its_rooms_after_a_lease(relayed, d, target, mo
         wait_until(sender.drained, "the sender to drain")
     relay.resume()
     transfer_works(p, d, target, epoch=100)
+
+
+def test_a_lost_connection_gives_back_what_was_copied_ahead(d, target, monkeypatch) -> None:
+    """Before the next connection is made, which may take long."""
+    relay = Relay(int(d.address()["port"]))
+    p = TcpManager(make_pool(40_000, 4, layers=LAYERS), "P", connections=1, staged=True)
+    info = node_info("D", "decode", d, target)
+    p.connect(msgspec.structs.replace(info, transfers={"tcp": relay.address()}))
+    answered = threading.Event()
+    try:
+        transfer_works(p, d, target)
+        relay.stall()
+        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        pages = np.arange(10_000, dtype=np.int32)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), pages, 40_000)
+        for _ in range(8):  # more than kernel buffers take
+            sender.send(0, 40_000, 0, LAYERS)
+        wait_until(lambda: sender.in_hand == tcp_staging.DEPTH, "a block on the way, one behind it")
+        monkeypatch.setattr(tcp_lane, "greet", lambda *_: answered.wait(60))
+        relay.cut()
+        assert settled(sender) is TransferState.FAILED
+        wait_until(sender.drained, "the sender to drain")
+        p.disconnect("D")
+    finally:
+        answered.set()
+        relay.close()
+        p.close()
 
 
 @pytest.mark.parametrize(

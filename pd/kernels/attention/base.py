@@ -60,8 +60,8 @@ class PlannedAttention(ABC):
 
     Attributes:
         slots: where each new token's K and V go, int64 ``[tokens]`` on the pool's device.
-        last: attention of those tokens alone whose results are wanted behind the last layer; None
-            if that is not planned, then they are of all tokens.
+        last: attention of those tokens alone, in their order, whose results are wanted behind the
+            last layer; None if only that of all tokens is planned.
     """
 
     pool: PagedKV

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 class FastestAttention(FlashInferAttention):
     """Chunks and mixed steps by FlashInfer, decode graphs by our Triton kernel: each is the faster
-    of the two there on an H200 (``benchmarks/attention.py`` measures both)."""
+    of the two there on an H200, but for one long sequence (``benchmarks/attention.py`` measures
+    both)."""
 
     name = "flashinfer+triton"
 
