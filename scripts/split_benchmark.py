@@ -7,8 +7,8 @@ second behind one proxy, for each transfer backend; and a unified node on each d
 another proxy. All start together, so that little time passes before the first measurement; who is
 not measured is idle. What is measured is said by `pd-bench serve`. Besides, every other unloaded
 prompt is for the prefill node alone (it asks for one token, so there is nothing to hand over), and
-the nodes' own metrics say how long prefill took on average with and without sending KV meanwhile,
-and how much of a transfer a request waits for. Rows of vLLM are not of this run
+the nodes' own metrics say how long prefill took with and without sending KV meanwhile, and how much
+of a transfer a request waits for. Rows of vLLM are not of this run
 (`benchmarks/reference_vllm.json`).
 """
 
@@ -23,7 +23,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from pd.bench.serve import (  # noqa: E402
     ask_one,
     measure_load,
     show,
+    timing_row,
     unloaded_rows,
 )
 from pd.bench.serve_client import Completion, Server  # noqa: E402
@@ -157,7 +157,7 @@ class Measurement:
         if prefill is not None:
             kinds = {"prefill node alone": 1} | kinds
         answers: dict[str, list[Completion]] = {kind: [] for kind in kinds}
-        stages: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in kinds}
+        stages: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for repeat in range(self._args.repeats + 1):
             for kind, outputs in list(kinds.items())[:: 1 if repeat % 2 else -1]:
                 before = totals(prefill)
@@ -165,8 +165,8 @@ class Measurement:
                 answer = self._within(ask_one(self._server, self._prompts, length, outputs))
                 if repeat:  # the first one warms up
                     answers[kind].append(answer)
-                    for series, total in totals(prefill).items():
-                        stages[kind][series] += total - before.get(series, 0.0)
+                    after = totals(prefill)
+                    stages[kind].append({s: t - before.get(s, 0.0) for s, t in after.items()})
         for kind in kinds:
             rows = unloaded_rows(length, answers[kind])
             self._add(rows + _node_rows(f"unloaded:{length}", stages[kind]), kind)
@@ -196,19 +196,24 @@ def totals(node: Child | None) -> dict[str, float]:
     return found
 
 
-def _node_rows(work: str, stages: dict[str, float]) -> list[dict[str, Any]]:
-    """Means of what the prefill node's metrics grew by."""
+def _node_rows(work: str, prompts: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """From what the prefill node's metrics grew by with each prompt."""
     kinds = {
         'pd_stage_seconds_sum{stage="prefill"}': "prefill, as the node says",
         "pd_transfer_exposed_seconds_sum": "transfer that the second token waits for",
     }
     rows = []
-    for name, seconds in stages.items():
-        metric = next((text for start, text in kinds.items() if name.startswith(start)), None)
-        count = stages.get(name.replace("_sum", "_count"), 0.0)
-        if metric is not None and count > 0:
-            mean = round(seconds / count * 1e3, 3)
-            rows.append({"work": work, "metric": metric, "count": int(count), "mean_ms": mean})
+    for start, metric in kinds.items():
+        seconds = []
+        for grown in prompts:
+            count = sum(
+                n for s, n in grown.items() if s.startswith(start.replace("_sum", "_count"))
+            )
+            total = sum(n for s, n in grown.items() if s.startswith(start))
+            if count > 0:
+                seconds.append(total / count)
+        if seconds:
+            rows.append(timing_row(work, metric, seconds))
     return rows
 
 

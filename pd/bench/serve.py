@@ -195,10 +195,10 @@ async def ask_one(server: Server, prompts: Prompts, length: int, outputs: int) -
 def unloaded_rows(length: int, answers: list[Completion]) -> list[dict[str, Any]]:
     """What answers to prompts of one length, sent one at a time, took."""
     work = f"unloaded:{length}"
-    rows = [_row(work, "first token", _first(answers))]
+    rows = [timing_row(work, "first token", _first(answers))]
     if any(len(answer.times) > 1 for answer in answers):
-        rows.append(_row(work, "second token after the first", _second(answers)))
-        rows.append(_row(work, "last token", [a.times[-1] - a.sent for a in answers]))
+        rows.append(timing_row(work, "second token after the first", _second(answers)))
+        rows.append(timing_row(work, "last token", [a.times[-1] - a.sent for a in answers]))
     return rows
 
 
@@ -305,12 +305,12 @@ def _load_rows(
     later = [pair for s in streams for pair in pairwise(s.times[1:]) if begin < pair[1] <= end]
     started = [s for s in streams if s.times and begin < s.times[0] <= end]
     return [
-        _row("load", "ITL of the streams", [b - a for a, b in every]),
-        _row("load", "ITL of the streams from token 2 on", [b - a for a, b in later]),
-        _row("load", "first token of long prompts", _first(answers)),
-        _row("load", "second token of long prompts after it", _second(answers)),
-        _row("load", "first token of new streams", _first(started)),
-        _row("load", "second token of new streams after it", _second(started)),
+        timing_row("load", "ITL of the streams", [b - a for a, b in every]),
+        timing_row("load", "ITL of the streams from token 2 on", [b - a for a, b in later]),
+        timing_row("load", "first token of long prompts", _first(answers)),
+        timing_row("load", "second token of long prompts after it", _second(answers)),
+        timing_row("load", "first token of new streams", _first(started)),
+        timing_row("load", "second token of new streams after it", _second(started)),
     ]
 
 
@@ -331,8 +331,9 @@ def _volume(streams: list[Completion], begin: float, end: float) -> dict[str, An
 # ---- results
 
 
-def _row(work: str, metric: str, seconds: list[float]) -> dict[str, Any]:
-    """Milliseconds; empty where nothing was seen."""
+def timing_row(work: str, metric: str, seconds: list[float]) -> dict[str, Any]:
+    """A row of a report: mean, percentiles and maximum in milliseconds; empty where nothing was
+    seen."""
     row: dict[str, Any] = {"work": work, "metric": metric, "count": len(seconds)}
     values = np.array(seconds or [np.nan]) * 1e3
     statistics = {"mean_ms": values.mean(), "max_ms": values.max()}

@@ -37,19 +37,22 @@ def test_a_split_and_unified_nodes_are_asked_the_same(tmp_path: Path) -> None:
     assert not any(row["system"].startswith("vLLM") for row in report["results"])
 
 
-def test_means_are_of_what_happened_between_two_looks() -> None:
+def test_rows_of_the_node_are_of_what_happened_between_two_looks() -> None:
     prefill, exposed = 'pd_stage_seconds_%s{stage="prefill"}', "pd_transfer_exposed_seconds_%s%s"
-    nvlink = '{backend="nvlink"}'
-    grown = {prefill % "sum": 0.5, prefill % "count": 5.0}
-    grown |= {exposed % ("sum", nvlink): 0.02, exposed % ("count", nvlink): 4.0}
-    assert split_benchmark._node_rows("unloaded:8", grown) == [
-        {"work": "unloaded:8", "metric": name, "count": count, "mean_ms": mean}
-        for name, count, mean in (
-            ("prefill, as the node says", 5, 100.0),
-            ("transfer that the second token waits for", 4, 5.0),
-        )
+    nvlink, tcp = '{backend="nvlink"}', '{backend="tcp"}'
+
+    def grown(seconds: float, waited: float) -> dict[str, float]:
+        found = {prefill % "sum": seconds, prefill % "count": 1.0}
+        found |= {exposed % ("sum", nvlink): waited, exposed % ("count", nvlink): 1.0}
+        return found | {exposed % ("sum", tcp): 0.0, exposed % ("count", tcp): 0.0}
+
+    prompts = [grown(0.1, 0.004), grown(0.1, 0.004), grown(0.4, 0.007), {}]
+    rows = split_benchmark._node_rows("unloaded:8", prompts)
+    assert [(r["metric"], r["count"], r["mean_ms"], r["p50_ms"], r["max_ms"]) for r in rows] == [
+        ("prefill, as the node says", 3, 200.0, 100.0, 400.0),
+        ("transfer that the second token waits for", 3, 5.0, 4.0, 7.0),
     ]
-    assert split_benchmark._node_rows("unloaded:8", {}) == []
+    assert split_benchmark._node_rows("unloaded:8", [{}]) == []
 
 
 def test_reference_rows_stand_beside_the_same_load_alone() -> None:
