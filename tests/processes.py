@@ -133,6 +133,8 @@ class Deployment:
         proxy_flags: Sequence[str] = (),
         decode_program: Sequence[str] = ("-m", "pd.cli"),
         env: dict[str, str] | None = None,
+        prefill_env: dict[str, str] | None = None,
+        decode_env: dict[str, str] | None = None,
     ) -> None:
         common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
         # What a node chooses by itself depends on what is installed here.
@@ -145,19 +147,23 @@ class Deployment:
             ports = ["--port", str(free_port()), "--bootstrap-port", str(free_port())]
             device = ["--device", devices[index % len(devices)]]
             command = ["prefill", *ports, *device, *common, *prefill_flags]
-            self.prefill.append(self._process(f"prefill{index}", *command))
+            self.prefill.append(self._process(f"prefill{index}", *command, more_env=prefill_env))
         for index in range(decode):
             device = ["--device", devices[index % len(devices)]]
             command = ["decode", "--port", str(free_port()), *device, *common, *decode_flags]
-            self.decode.append(self._process(f"decode{index}", *command, program=decode_program))
+            settings = {"more_env": decode_env, "program": decode_program}
+            self.decode.append(self._process(f"decode{index}", *command, **settings))
         self._workers = [f for p in self.prefill for f in ("--prefill", p.url)]
         self._workers += [f for d in self.decode for f in ("--decode", d.url)]
         port = ["--port", str(free_port())]
         self.proxy = self._process("proxy", "proxy", *port, *self._workers, *proxy_flags)
         self.wait_ready()
 
-    def _process(self, name: str, *command: str, **settings: Any) -> Process:
-        return Process(*command, log=self._logs / f"{name}.log", env=self._env, **settings)
+    def _process(
+        self, name: str, *command: str, more_env: dict[str, str] | None = None, **settings: Any
+    ) -> Process:
+        env = (self._env or {}) | (more_env or {})
+        return Process(*command, log=self._logs / f"{name}.log", env=env, **settings)
 
     def another_proxy(self) -> Process:
         """A second proxy on the same nodes."""

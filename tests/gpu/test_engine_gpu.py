@@ -99,6 +99,40 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(
     assert ratio < 1.1
 
 
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_logits_of_decode_steps_are_as_close_as_those_of_transformers(
+    tmp_path: Path, architecture: str, attention: str
+) -> None:
+    """In graphs: by the products for few rows, one sequence alone and three together."""
+    path = make_checkpoint(architecture, tmp_path, head_dim=128)
+    exact_model = copy.deepcopy(reference_model(path)).cuda()
+    rounded_model = copy.deepcopy(exact_model).to(torch.bfloat16)
+    runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
+    with_graphs(runner)
+    prompts, steps = prompts_of([40, 200, 333]), 12
+    tables = np.random.default_rng(0).permutation(72).astype(np.int32).reshape(3, 24)
+    computed = [len(prompt) - 2 * steps for prompt in prompts]
+    exact, rounded = [], []
+    for prompt, table, count in zip(prompts, tables, computed, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        with torch.inference_mode():
+            exact.append(exact_model(ids).logits[0].float())
+            rounded.append(rounded_model(ids).logits[0].float())
+        runner.forward([ForwardItem(np.array(prompt[:count], np.int32), 0, table)])
+    ours, theirs = [], []
+    for chosen in [[0], [1], [2]] * steps + [[0, 1, 2]] * steps:
+        new = [np.array([prompts[i][computed[i]]], np.int32) for i in chosen]
+        items = [ForwardItem(t, computed[i], tables[i]) for t, i in zip(new, chosen, strict=True)]
+        for i, row in zip(chosen, runner.forward(items).float(), strict=True):
+            ours.append(row - exact[i][computed[i]])
+            theirs.append((rounded[i] - exact[i])[computed[i]])
+            computed[i] += 1
+    ratio = torch.cat(ours).norm() / torch.cat(theirs).norm()
+    print(f"{architecture}, {attention}: error {ratio:.3f} of that of transformers")
+    assert ratio < 1.1
+
+
 @pytest.mark.parametrize("attention", ["flashinfer", "triton"])
 def test_chunks_in_graphs_are_those_without(tmp_path: Path, attention: str) -> None:
     """Of every length around the captured ones, behind prefixes of several pages and of none."""
