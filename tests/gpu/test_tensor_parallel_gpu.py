@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+KINDS = ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 needs_four = pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 
 
@@ -53,13 +54,13 @@ def check_tokens(path: Path, size: int) -> None:
     assert [s.output for s in alone] == expected
 
 
-@pytest.mark.parametrize("architecture", ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", KINDS)
 def test_two_gpus_equal_transformers(checkpoint: Callable[[str], Path], architecture: str) -> None:
     check_tokens(checkpoint(architecture), 2)
 
 
 @needs_four
-@pytest.mark.parametrize("architecture", ["llama2", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", KINDS)
 def test_four_gpus_equal_transformers(architecture: str, tmp_path: Path) -> None:
     check_tokens(make_checkpoint(architecture, tmp_path, num_key_value_heads=4), 4)
 
