@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import msgspec
@@ -19,11 +20,16 @@ _TYPE_NAMES = {
     type(None): "null",
 }
 _SHOWN = 100
+# What is not shown of a value of megabytes is not written down first.
+_brief = reprlib.Repr()
+_brief.maxlevel = 3
+_brief.maxlist = _brief.maxdict = 20
+_brief.maxstring = _brief.maxlong = _brief.maxother = 4 * _SHOWN
 
 
 def show(value: object) -> str:
     """A client's value as it may stand in a message: short, with its type."""
-    text = repr(value)
+    text = _brief.repr(value)
     if len(text) > _SHOWN:
         text = text[:_SHOWN] + "…"
     return f"{text} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from proxy_cluster import Cluster
 
+from pd.proxy.fields import show
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -217,6 +219,16 @@ def test_what_is_no_json_is_refused(client: httpx.Client, path: str, body: bytes
 @pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"x"'])
 def test_a_body_is_an_object(client: httpx.Client, body: bytes) -> None:
     check(client.post(GENERATE, content=body), 400, "must be a JSON object")
+
+
+def test_a_value_is_shown_in_short() -> None:
+    shown = {
+        5: "5 (an integer)",
+        "long " * 100: "'" + ("long " * 100)[:99] + "… (a string)",
+    }
+    assert {value: show(value) for value in shown} == shown
+    assert show([[[]] * 1000] * 1000).startswith("[[[], [], ")
+    assert len(show({"a": [{"b": ["c" * 1000] * 1000}] * 1000})) < 200
 
 
 def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
