@@ -19,6 +19,8 @@ What it guarantees and on what that rests:
   ``disconnect`` on D asks P to close; a stopped P does when it goes on.
 - When D dies, P's channel ends at once: its rooms fail, what was launched completes in memory that
   the mapping keeps alive, and the mapping is given up, so that D's successor finds the memory free.
+  A store that was launched waits for the layers that it carries: with steps of more than a second
+  that takes as long.
 - Both ends authenticate each other with the cluster key (:mod:`pd.transfer.greeting`). KV itself
   never leaves the GPUs.
 
