@@ -203,14 +203,12 @@ def _node_rows(work: str, prompts: list[dict[str, float]]) -> list[dict[str, Any
         "pd_transfer_exposed_seconds_sum": "transfer that the second token waits for",
     }
     rows = []
-    for start, metric in kinds.items():
-        seconds = []
+    for sums, metric in kinds.items():
+        counts, seconds = sums.replace("_sum", "_count"), []
         for grown in prompts:
-            count = sum(
-                n for s, n in grown.items() if s.startswith(start.replace("_sum", "_count"))
-            )
-            total = sum(n for s, n in grown.items() if s.startswith(start))
+            count = sum(n for series, n in grown.items() if series.startswith(counts))
             if count > 0:
+                total = sum(n for series, n in grown.items() if series.startswith(sums))
                 seconds.append(total / count)
         if seconds:
             rows.append(timing_row(work, metric, seconds))

@@ -182,9 +182,9 @@ class ModelRunner:
         self, batch: AttentionBatch, wanted: npt.NDArray[np.int64]
     ) -> tuple[AttentionBackend, AttentionBatch] | None:
         """What to plan for the last layer: the last ``wanted[i]`` tokens of each sequence."""
-        pairs = (batch.lengths * (batch.starts + batch.lengths // 2)).sum()
-        few = 0 < _FEW * wanted.sum() <= batch.lengths.sum()
-        if self._last_attention is None or pairs < self.last_alone_from or not few:
+        if self._last_attention is None or not 0 < _FEW * wanted.sum() <= batch.lengths.sum():
+            return None
+        if (batch.lengths * (batch.starts + batch.lengths // 2)).sum() < self.last_alone_from:
             return None
         some = np.flatnonzero(wanted)
         starts = (batch.starts + batch.lengths - wanted)[some]

@@ -31,5 +31,5 @@ def _start(self: Digests, pages: IntArray, start: int, stop: int) -> Future[byte
 
 
 if __name__ == "__main__":
-    Digests.start = _start  # type: ignore[method-assign]
+    Digests.start = _start
     sys.exit(launch())
