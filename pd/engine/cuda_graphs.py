@@ -3,7 +3,7 @@
 A graph computes a fixed number of rows at fixed addresses, so there is one for each of a ladder of
 batch sizes, and a step uses the smallest that it fits in. Rows that are left over are padding: they
 attend to the pool's extra page and nobody reads their logits. All graphs share the memory of their
-intermediate results, since only one runs at a time.
+intermediate results and of their logits, since only one runs at a time.
 """
 
 from __future__ import annotations
@@ -116,6 +116,9 @@ class DecodeGraphs:
             3 * largest + max(max_rows, largest), dtype=torch.int64, device=self._device
         )
         self._previous = self._tokens[3 * largest :]
+        self._logits = torch.zeros(
+            largest, model.config.vocab_size, dtype=model.embedding.dtype, device=self._device
+        )
         self._graphs: dict[int, _Graph] = {}
         bar = tqdm(
             sorted(sizes, reverse=True),
@@ -135,7 +138,8 @@ class DecodeGraphs:
 
     def _compute(self, rows: int, inputs: torch.Tensor, attention: DecodeAttention) -> torch.Tensor:
         ids = self._tokens.index_select(0, inputs[:rows])
-        return self._model.logits(self._model(ids, inputs[rows : 2 * rows], attention))
+        logits = self._model.logits(self._model(ids, inputs[rows : 2 * rows], attention))
+        return self._logits[:rows].copy_(logits)
 
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         """Whether these are one token of each of not too many sequences."""

@@ -187,6 +187,7 @@ class Engine:
         num_pages = agree_on_pages(_num_pages(config, part, device, needs))
         pool = KVPool(part, num_pages, device, shared_memory)
         runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
+        graphs = 0
         if device.type == "cuda":
             recorder = GraphRecorder(device)
             reserved = torch.cuda.memory_reserved(device)
@@ -204,7 +205,7 @@ class Engine:
                 runner.chunk_graphs = ChunkGraphs(
                     model, runner.attention, recorder, max_context=context_length
                 )
-            needs = needs._replace(graphs=torch.cuda.memory_reserved(device) - reserved)
+            graphs = torch.cuda.memory_reserved(device) - reserved
         logger.info(
             "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
             config.model_name,
@@ -216,7 +217,7 @@ class Engine:
             config.page_size,
         )
         chunks = runner.chunk_graphs.sizes if runner.chunk_graphs is not None else ()
-        report(model, pool, needs, sizes, chunks)
+        report(model, pool, needs.step, graphs, sizes, chunks)
         return cls(
             model_config=model_config,
             model_id=model_config.fingerprint(config.model, config.load_format, config.seed),
@@ -287,7 +288,7 @@ def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device, needs
     page_bytes = KVPool.page_bytes(layout)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        usable = free - needs.graphs - max(int(total * (1 - config.mem_fraction)), needs.step)
+        usable = free - needs.lasting - max(int(total * (1 - config.mem_fraction)), needs.step)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.tp_size
         usable = int(free * config.mem_fraction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 class Footprint(NamedTuple):
     """Bytes beside weights and KV cache: ``step`` of the largest prefill step while it runs,
-    ``graphs`` for as long as the node lives. Graphs of chunks are not tried: they take little."""
+    ``lasting`` of graphs and work space for as long as the node lives. Graphs of chunks are not
+    tried: they take little."""
 
     step: int = 0
-    graphs: int = 0
+    lasting: int = 0
 
 
 def footprint(
@@ -54,7 +56,9 @@ def footprint(
     tokens = min(config.chunked_prefill_size, max_context)
     pages = np.arange(-(-tokens // layout.page_size), dtype=np.int32)
     pool = KVPool(layout, len(pages), device)
+    before = torch.cuda.memory_allocated(device)
     runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
+    lasting = torch.cuda.memory_allocated(device) - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -62,8 +66,10 @@ def footprint(
     runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pages)])
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
+    if max_context > tokens:
+        # Behind a long prefix K and V of a layer may have to be gathered.
+        step += max_context * layout.token_bytes // layout.num_layers
     torch.cuda.empty_cache()
-    graphs = 0
     if graph_sizes:
         free = torch.cuda.mem_get_info(device)[0]
         captured = DecodeGraphs(
@@ -75,25 +81,28 @@ def footprint(
             max_context=max_context,
             progress=False,
         )
-        graphs = max(0, free - torch.cuda.mem_get_info(device)[0])
+        lasting += max(0, free - torch.cuda.mem_get_info(device)[0])
         del captured
     del runner, pool
+    gc.collect()  # attention backends refer to themselves
     torch.cuda.empty_cache()
-    return Footprint(step, graphs)
+    return Footprint(step, lasting)
 
 
 def report(
     model: CausalLM,
     pool: KVPool,
-    needs: Footprint,
+    step: int,
+    graphs: int,
     graph_sizes: Sequence[int],
     chunk_sizes: Sequence[int],
 ) -> None:
     """Log where a GPU's memory went; nothing on a CPU.
 
     Args:
-        needs: with what torch allocated for all graphs, those of decode batches of ``graph_sizes``
-            and those of chunks of ``chunk_sizes`` tokens.
+        step: bytes of the largest prefill step while it runs.
+        graphs: bytes that torch allocated for all graphs, those of decode batches of
+            ``graph_sizes`` and those of chunks of ``chunk_sizes`` tokens.
     """
     device = pool.buffer.device
     if device.type != "cuda":
@@ -106,14 +115,14 @@ def report(
         if sizes
     ]
     cache = pool.buffer.numel() * pool.buffer.element_size()
-    other = total - free - weights - cache - needs.graphs
+    other = total - free - weights - cache - graphs
     rows = (
         ("weights", weights, ""),
         ("KV cache", cache, ""),
-        ("CUDA graphs", needs.graphs, " and ".join(captured) or "none"),
+        ("CUDA graphs", graphs, " and ".join(captured) or "none"),
         ("other", other, "work space, CUDA and its kernels, other processes"),
         ("free now", free, f"of {total / 2**30:.1f} GiB"),
-        ("largest prefill step", needs.step, "of what is free, while it runs"),
+        ("largest prefill step", step, "of what is free, while it runs"),
     )
     for name, size, note in rows:
         logger.info("  %-22s %8.2f GiB  %s", name, size / 2**30, note)
