@@ -1,4 +1,4 @@
-"""Short chunks as CUDA graphs: what is new in a prompt that is cached up to there.
+"""Short chunks as CUDA graphs: short prompts, and what is new of those that are cached.
 
 Such a step takes a few milliseconds on a GPU, less than the host needs to launch its kernels one by
 one.
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 # Tokens of the chunks that are captured. Longer ones keep the GPU busy for longer than the host
 # takes to launch them.
-SIZES = (16, 32, 64, 128)
+SIZES = (16, 32, 64, 128, 192, 256)
+# Pairs of tokens that attend to each other up to which graphs are quicker: behind long prefixes
+# attention keeps the GPU busy, and is slower in a graph.
+_MAX_PAIRS = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class _Graph:
 
 
 class ChunkGraphs:
-    """Runs steps of one chunk of at most 128 tokens of one sequence.
+    """Runs steps of one short chunk of one sequence.
 
     Args:
         recorder: of all graphs of the process.
@@ -81,7 +84,9 @@ class ChunkGraphs:
         """Whether this is one short chunk of which at most the last token's logits are wanted."""
         if not self._graphs or len(items) != 1:
             return False
-        return len(items[0].token_ids) <= SIZES[-1] and items[0].num_logits <= 1
+        count = len(items[0].token_ids)
+        few = count * (items[0].start + count) <= _MAX_PAIRS
+        return few and count <= SIZES[-1] and items[0].num_logits <= 1
 
     def run(self, item: ForwardItem) -> torch.Tensor:
         """See :meth:`pd.engine.model_runner.ModelRunner.forward`; the chunk's token ids are known.

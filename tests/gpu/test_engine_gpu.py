@@ -139,15 +139,15 @@ def test_chunks_in_graphs_are_those_without(tmp_path: Path, attention: str) -> N
     if attention == "flashinfer":
         pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     path = make_checkpoint("llama3", tmp_path, head_dim=128)
-    (prompt,) = prompts_of([600])
-    pages = np.random.default_rng(0).permutation(40).astype(np.int32)
+    (prompt,) = prompts_of([1200])
+    pages = np.random.default_rng(0).permutation(80).astype(np.int32)
     found = []
     for graphs in (False, True):
         runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
         if graphs:
             with_graphs(runner)
         logits, start = [], 0
-        for length in (1, 15, 16, 17, 100, 128, 129, 2, 64, 128):
+        for length in (1, 15, 16, 17, 100, 128, 129, 2, 192, 256, 257):
             chunk = np.array(prompt[start : start + length], np.int32)
             logits.append(runner.forward([ForwardItem(chunk, start, pages)]).float().clone())
             start += length
