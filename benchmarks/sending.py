@@ -33,6 +33,7 @@ from pd.core.config import NodeConfig
 from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem, ModelRunner
 from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
+from pd.transfer.computed import Computed
 from pd.transfer.nvlink_device import CudaLane
 from pd.transfer.nvlink_wire import token_slots
 from pd.transfer.ranges import Block
@@ -80,17 +81,25 @@ WAYS = {
 class Store:
     """In the place of a backend's sender: a store for each block."""
 
-    def __init__(self, lane: CudaLane, table: CudaTable, peer: torch.Tensor, way: Way) -> None:
+    def __init__(
+        self,
+        lane: CudaLane,
+        computed: Computed,
+        table: CudaTable,
+        peer: torch.Tensor,
+        way: Way,
+    ) -> None:
         self.flops_per_byte = way.flops_per_byte
-        self._lane, self._table, self._peer, self._way = lane, table, peer, way
+        self._lane, self._computed = lane, computed
+        self._table, self._peer, self._way = table, peer, way
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         stop = min(token_stop, token_start + self._way.tokens)
         block = Block(token_start, stop, layer_start, layer_stop)
-        computed = torch.cuda.Event()
-        computed.record()
         peer, columns = self._peer, slice(token_start, stop)
-        self._lane.store(computed, self._table, columns, peer.data_ptr(), peer.shape[2], block)
+        self._computed.then(
+            lambda _: self._lane.store(self._table, columns, peer.data_ptr(), peer.shape[2], block)
+        )
 
 
 class Prefill:
@@ -114,6 +123,7 @@ class Prefill:
         adjacent = np.arange(args.tokens // PAGE, dtype=np.int32)
         self._pages = [adjacent, np.random.default_rng(0).permutation(adjacent)]
         self._lane = CudaLane(self._pool)
+        self._computed = Computed(self._pool.device, "nvlink")
         self._tables = [
             self._lane.table(np.stack(2 * [token_slots(pages, PAGE, 0, args.tokens)]))
             for pages in self._pages
@@ -127,7 +137,8 @@ class Prefill:
         """Milliseconds of the pass, and of what was still to be stored when it ended."""
         runner = self._engine.runner
         assert isinstance(runner, ModelRunner)
-        store = Store(self._lane, self._tables[way.scattered], self._peer, way)
+        table = self._tables[way.scattered]
+        store = Store(self._lane, self._computed, table, self._peer, way)
         outgoing = Outgoing(self._cost)
         if way.flops_per_byte is not None:
             outgoing.sender = _as_sender(store)
@@ -142,6 +153,9 @@ class Prefill:
             item = ForwardItem(ids, start, self._pages[way.scattered], last)
             runner.forward([item], _whole(chunk) if way.whole else chunk.layers_done)
         end.record()
+        launched = threading.Event()
+        self._computed.then(lambda _: launched.set())
+        launched.wait()
         stored.record(self._lane.stream)
         torch.cuda.synchronize()
         return begin.elapsed_time(end), max(0.0, end.elapsed_time(stored))

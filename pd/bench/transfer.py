@@ -1,11 +1,11 @@
 """`pd-bench transfer`: how fast KV moves from one pool to another, and what the path itself can do.
 
-Two processes (or two hosts) have a pool each; P pushes rooms through the real transfer manager as
-prefill does, by chunks and groups of layers, into pages that lie scattered on both sides. The clock
-runs from the first `send` until everything is in D's pages, as D says, or as P has observed where
-stores are one-sided (`nvlink`, `fake`). Transfers and their ceiling take turns, so that noise of
-the machine hits both; GB/s are medians, the best stands beside them. In the end one more transfer's
-bytes are compared.
+Two processes (or two hosts) have a pool each; P pushes rooms through the real transfer manager, in
+chunks of 8,192 tokens and groups of 8 layers, into pages that lie scattered on both sides. The
+clock runs from the first `send` until everything is in D's pages, as D says, or as P has observed
+where stores are one-sided (`nvlink`, `fake`). Transfers and their ceiling take turns, so that noise
+of the machine hits both; GB/s are medians, the best stands beside them. In the end one more
+transfer's bytes are compared.
 
 The ceiling of `tcp` and `fake` is as many plain sockets; of `nixl` and `mooncake` the library with
 large blocks between the same kinds of memory; of `nvlink` a copy between the two GPUs.
@@ -207,7 +207,7 @@ def _measure(spec: Spec, control: Any, key: bytes | None) -> dict[str, Any] | PD
         # Whatever a library raises when the other end dies, or there is no memory.
         logger.debug("failed", exc_info=True)
         return SetupError(f"{type(error).__name__}: {error}")
-    return {"row": row(spec, found), "devices": found.devices}
+    return {"row": row(found), "devices": found.devices}
 
 
 def _progress(line: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd.core.errors import PDError, SetupError, UsageError
+from pd.transfer.channel import set_options
 from pd.transfer.greeting import GreetingError, Welcome, greet, require_loopback, transfer_key
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Control:
     """A connection to the other end, after the greeting."""
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_options(sock)
         self._sock = sock
         self.host: str = sock.getsockname()[0]
 

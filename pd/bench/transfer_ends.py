@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from pd.bench.transfer_ceiling import ceiling_of, ceiling_target
 from pd.bench.transfer_control import SOURCE, TARGET
@@ -101,8 +102,9 @@ class SourceEnd(End):
             self.manager.close()
 
     def _measure(self, progress: Callable[[str], None]) -> Found:
-        spec, control = self.spec, self._control
-        opened = control.call("open", spec=msgspec.to_builtins(spec))
+        control = self._control
+        opened = control.call("open", spec=msgspec.to_builtins(self.spec))
+        self.spec = spec = replace(self.spec, target_device=opened["target_device"])
         self.manager.connect(msgspec.convert(opened["info"], NodeInfo))
         ours = msgspec.to_builtins(self.info())
         control.call("connect", info=ours)
@@ -127,7 +129,7 @@ class SourceEnd(End):
         ceiling.close()
         devices = sorted({describe_device(spec.source_device), opened["device"]} - {""})
         control.call("close")
-        return Found(ceiling.name, rates, ceilings, connections, devices)
+        return Found(spec, ceiling.name, rates, ceilings, connections, devices)
 
     def push(self, *, verify: bool) -> float:
         """One room, from the first ``send`` until all of it is in D's pages; GB/s.
@@ -188,10 +190,11 @@ class TargetEnd:
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         self._close({})
-        spec = msgspec.convert(message["spec"], Spec)
+        spec = replace(msgspec.convert(message["spec"], Spec), target_device=self._device)
         self._end = End(spec, TARGET, self._device, self._control.host, self._key)
         info = msgspec.to_builtins(self._end.info())
-        return {"info": info, "device": describe_device(self._device)}
+        device = describe_device(self._device)
+        return {"info": info, "device": device, "target_device": self._device}
 
     def _connect(self, message: dict[str, Any]) -> dict[str, Any]:
         self._opened.manager.connect(msgspec.convert(message["info"], NodeInfo))

@@ -64,7 +64,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One measurement; both ends know all of it.
 
     Attributes:
-        source_device, target_device: of P's and D's pool.
+        source_device, target_device: of P's and D's pool; D has the last word about its own.
         connections: of tcp; 0 is the backend's default.
         repeats: timed transfers at least; more if they take less than ``seconds`` in all.
         layer_group: layers that P sends together.
@@ -110,6 +110,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Found(msgspec.Struct):
     """Rates in GB/s, of the repeats in order; ``ceiling`` names what was compared with."""
 
+    spec: Spec
     ceiling: str
     rates: list[float]
     ceiling_rates: list[float]
@@ -117,8 +118,9 @@ class Found(msgspec.Struct):
     devices: list[str]
 
 
-def row(spec: Spec, found: Found) -> dict[str, Any]:
+def row(found: Found) -> dict[str, Any]:
     """The measurement as it goes into the result file."""
+    spec = found.spec
     gb_s, ceiling = median(found.rates), median(found.ceiling_rates)
     return {
         "backend": spec.backend,

@@ -208,7 +208,8 @@ class Receiving:
         assert incoming.commit is not None and incoming.reservation is not None
         start, stop = incoming.reservation.cached_prefix_len, len(request.prompt)
         if incoming.digest is None:
-            incoming.digest = self._digests.start(request.sequence.pages, start, stop)
+            with self._node.engine.beside_steps():
+                incoming.digest = self._digests.start(request.sequence.pages, start, stop)
         if not incoming.digest.done():
             return False  # its end wakes the control thread
         try:

@@ -22,12 +22,9 @@ if TYPE_CHECKING:
     from pd.kernels.attention import AttentionBackend, ChunkAttention
     from pd.models.layers import CausalLM
 
-# Tokens of the chunks that are captured. Longer ones keep the GPU busy for longer than the host
-# takes to launch them.
+# Tokens of the chunks that are captured. Longer ones gain little: the GPU is busy for almost as
+# long as the host takes to launch them, and behind long prefixes attention is slower in a graph.
 SIZES = (16, 32, 64, 128, 192, 256)
-# Pairs of tokens that attend to each other up to which graphs are quicker: behind long prefixes
-# attention keeps the GPU busy, and is slower in a graph.
-_MAX_PAIRS = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,7 @@ class ChunkGraphs:
         """Whether this is one short chunk of which at most the last token's logits are wanted."""
         if not self._graphs or len(items) != 1:
             return False
-        count = len(items[0].token_ids)
-        few = count * (items[0].start + count) <= _MAX_PAIRS
-        return few and count <= SIZES[-1] and items[0].num_logits <= 1
+        return len(items[0].token_ids) <= SIZES[-1] and items[0].num_logits <= 1
 
     def run(self, item: ForwardItem) -> torch.Tensor:
         """See :meth:`pd.engine.model_runner.ModelRunner.forward`; the chunk's token ids are known.

@@ -148,6 +148,25 @@ class Engine:
             agree_on_pages: given the pages that this rank has memory for, the least of all ranks.
             shared_memory: of the pool, on a CPU (see :class:`KVPool`).
         """
+        try:
+            return cls._build_rank(config, tp, agree_on_pages, shared_memory)
+        except torch.OutOfMemoryError as error:
+            device = rank_device(config, tp.rank)
+            free, total = torch.cuda.mem_get_info(device)
+            raise SetupError(
+                f"{config.model_name} does not fit into {device}, of whose {total / 2**30:.1f} GiB "
+                f"{free / 2**30:.1f} are free now: free some, lower --kv-cache-tokens or "
+                "--mem-fraction if they are given, or use more GPUs (--tp-size)"
+            ) from error
+
+    @classmethod
+    def _build_rank(
+        cls,
+        config: NodeConfig,
+        tp: TensorParallel,
+        agree_on_pages: Callable[[int], int],
+        shared_memory: int | None,
+    ) -> Engine:
         model_config = ModelConfig.from_pretrained(config.model)
         device = rank_device(config, tp.rank)
         if device.type == "cuda":
@@ -288,23 +307,26 @@ def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device, needs
     page_bytes = KVPool.page_bytes(layout)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        usable = free - needs.lasting - max(int(total * (1 - config.mem_fraction)), needs.step)
+        free -= needs.lasting
+        usable = free - max(int(total * (1 - config.mem_fraction)), needs.step)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.tp_size
         usable = int(free * config.mem_fraction)
     if config.kv_cache_tokens is not None:
         wanted = config.kv_cache_tokens // config.page_size
-        if wanted * page_bytes > free:
+        if wanted * page_bytes > free - needs.step:
             raise SetupError(
                 f"--kv-cache-tokens {config.kv_cache_tokens} needs "
-                f"{wanted * page_bytes / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free"
+                f"{wanted * page_bytes / 2**30:.2f} GiB; {(free - needs.step) / 2**30:.2f} GiB are "
+                "free beside what a step takes"
             )
         return wanted
     if device.type == "cpu":
         usable = min(usable, _CPU_POOL_LIMIT)
     if usable < page_bytes:
         raise SetupError(
-            f"no memory is left for the KV cache ({free / 2**30:.2f} GiB free, "
-            f"--mem-fraction {config.mem_fraction}); free some or raise --mem-fraction"
+            f"no memory is left for the KV cache ({free / 2**30:.2f} GiB free, of which a step "
+            f"takes {needs.step / 2**30:.2f}, --mem-fraction {config.mem_fraction}); free some, "
+            "raise --mem-fraction or lower --chunked-prefill-size"
         )
     return usable // page_bytes

@@ -66,9 +66,7 @@ def footprint(
     runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pages)])
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
-    if max_context > tokens:
-        # Behind a long prefix K and V of a layer may have to be gathered.
-        step += max_context * layout.token_bytes // layout.num_layers
+    step += runner.attention.scratch_bytes
     torch.cuda.empty_cache()
     if graph_sizes:
         free = torch.cuda.mem_get_info(device)[0]

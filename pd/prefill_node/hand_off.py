@@ -190,7 +190,8 @@ class HandOff:
             outgoing.pushed = computed
         if request.state is RequestState.SENDING:
             outgoing.sender.finish()
-            self._start_digest(request)
+            with self._node.engine.beside_steps():
+                self._start_digest(request)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """For one step: pushes its chunks while their layers are computed, and what D's reservation

@@ -11,16 +11,15 @@ What it guarantees and on what that rests:
 - ``Sender.poll`` is DONE, so that a commit may be sent, and ``Sender.drained`` true, once P's host
   observed the event after the last store: the bytes are in D's memory, and P's pages are not read
   any more. A store that was launched always completes, but none is launched after an abort.
-- The forward pass never waits: a store waits on the GPU, in its own stream, for the event that
-  ``Sender.send`` recorded behind the kernels that wrote the KV.
+- The forward pass never waits: a store is launched, on its own stream, when the host has observed
+  the event that ``Sender.send`` recorded behind the kernels that wrote the KV.
 - D cannot see stores. After an abort ``Receiver.drained`` is False until P says so
   (``peer_drained``) or the session is over: its channel was closed, which P does after it drained
   and unmapped, or broke with P's process (then :data:`LAST_LAUNCH_SECONDS` later), or never came.
   ``disconnect`` on D asks P to close; a stopped P does when it goes on.
 - When D dies, P's channel ends at once: its rooms fail, what was launched completes in memory that
-  the mapping keeps alive, and the mapping is given up, so that D's successor finds the memory free.
-  A store that was launched waits for the layers that it carries: with steps of more than a second
-  that takes as long.
+  the mapping keeps alive, and the mapping is given up, so that D's successor finds the memory free:
+  within milliseconds, since what is launched waits for nothing.
 - Both ends authenticate each other with the cluster key (:mod:`pd.transfer.greeting`). KV itself
   never leaves the GPUs.
 
@@ -200,6 +199,7 @@ class NvlinkManager(TransferManager):
             # The hub leaves their channels open: their end would promise what is not so.
             logger.error("stores did not complete within %g s", _DRAIN_SECONDS)
         self._hub.close()
+        self._device.close()
 
     # ---- with the lock held
 

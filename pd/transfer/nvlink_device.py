@@ -12,8 +12,11 @@ from pd.core.errors import SetupError
 from pd.kernels.copy_engine import CopyEngine, SlotRuns
 from pd.kernels.cuda_ipc import CudaIpc
 from pd.kernels.kv_copy import copy_to_peer, prepare
+from pd.transfer.computed import Computed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd.transfer.base import IntArray, KVBuffer
     from pd.transfer.ranges import Block
 
@@ -48,18 +51,11 @@ class Lane(Protocol):
         the peer's; does not wait."""
 
     def store(
-        self,
-        after: object,
-        table: Any,
-        columns: slice,
-        peer: int,
-        peer_num_slots: int,
-        block: Block,
+        self, table: Any, columns: slice, peer: int, peer_num_slots: int, block: Block
     ) -> Ticket:
-        """Launch the copy of ``block`` into the pool mapped at ``peer``.
+        """Launch the copy of ``block``, which is in the own pool, into that mapped at ``peer``.
 
         Args:
-            after: from :meth:`StoreDevice.mark`: what must be complete before.
             table: from :meth:`table`.
             columns: of the table: the block's tokens.
 
@@ -80,10 +76,13 @@ class StoreDevice(Protocol):
     def map(self, handle: bytes, offset: int) -> Mapping:
         """Map a peer's pool. Raises TransferError."""
 
-    def mark(self) -> object:
-        """A point in what the calling thread has queued so far; does not wait."""
+    def when_computed(self, call: Callable[[str], None]) -> None:
+        """See :meth:`pd.transfer.computed.Computed.then`."""
 
     def lane(self) -> Lane: ...
+
+    def close(self) -> None:
+        """Returns when all calls were made; nothing is sent any more."""
 
 
 def host_id() -> str:
@@ -157,18 +156,10 @@ class CudaLane(Lane):
         return CudaTable(on_device, SlotRuns(slots))
 
     def store(
-        self,
-        after: object,
-        table: CudaTable,
-        columns: slice,
-        peer: int,
-        peer_num_slots: int,
-        block: Block,
+        self, table: CudaTable, columns: slice, peer: int, peer_num_slots: int, block: Block
     ) -> Ticket:
-        assert isinstance(after, torch.cuda.Event)
         start, stop = columns.start, columns.stop
         layers = block.layer_start, block.layer_stop
-        self.stream.wait_event(after)
         begin = timed_event(self.stream)
         if self._engine.takes(stop - start, table.runs.count(start, stop), peer_num_slots):
             runs = table.runs.within(start, stop)
@@ -202,6 +193,7 @@ class CudaDevice(StoreDevice):
         self._ipc = CudaIpc(self._ordinal)
         self._handle, self._offset = self._ipc.export(self._buffer.data_ptr())
         prepare(self._buffer)
+        self._computed = Computed(self._buffer.device, "nvlink")
 
     @staticmethod
     def _refuse_expandable_segments() -> None:
@@ -229,13 +221,14 @@ class CudaDevice(StoreDevice):
     def map(self, handle: bytes, offset: int) -> Mapping:
         return CudaMapping(self._ipc, handle, offset)
 
-    def mark(self) -> object:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._buffer.device))
-        return event
+    def when_computed(self, call: Callable[[str], None]) -> None:
+        self._computed.then(call)
 
     def lane(self) -> Lane:
         return CudaLane(self._buffer)
+
+    def close(self) -> None:
+        self._computed.close()
 
 
 def _uuid(ordinal: int) -> str:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The sockets of a killed process close before its GPU context: what it had launched (a step or two
-# of its forward pass, and the stores behind them) ends within this time or with the context.
+# The sockets of a killed process close before its GPU context: the stores that it had launched end
+# within this time or with the context.
 LAST_LAUNCH_SECONDS = 2.0
 # After an end that proves nothing: longer than Linux retransmits.
 NO_PROOF_SECONDS = 20 * 60.0

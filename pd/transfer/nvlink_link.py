@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Stores launched and not complete at most. Enough that the GPU always has one at hand; few, because
-# they cannot be called back when their room is aborted or the peer dies, and a store waits for the
-# layers that it carries.
+# they cannot be called back when their room is aborted or the peer dies.
 LAUNCHED_AHEAD = 4
 # A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
 # power, which a long forward pass on a GPU at its limit then lacks: it takes 2 % longer, whether
@@ -40,11 +39,10 @@ _TIMED_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """A block to store once what was queued before ``after`` is complete."""
+    """A block to store, which is in the pool."""
 
     sender: NvlinkSender
     block: Block
-    after: object
 
 
 class NvlinkSender(Sender):
@@ -77,6 +75,7 @@ class NvlinkSender(Sender):
         self._finished = False
         self._bytes = 0
         self._last: Ticket | None = None
+        self._computing = 0
         self.pending = 0
         self.launching = False
         self.waiting_since = time.monotonic()
@@ -97,13 +96,22 @@ class NvlinkSender(Sender):
         )
         if not block.cells or self._state is not TransferState.ACTIVE:
             return
-        store = _Store(self, block, self._link.device.mark())
         with self._link.changed:
             if self._state is not TransferState.ACTIVE:
                 return
             assert not self._finished, "send after finish"
             self._bytes += block.cells * self._cell_bytes
-            lane = self._link.enqueue(store)
+            self._computing += 1
+        self._link.device.when_computed(lambda reason: self._is_there(block, reason))
+
+    def _is_there(self, block: Block, reason: str) -> None:
+        lane = None
+        with self._link.changed:
+            self._computing -= 1
+            if reason:
+                self.fail(TransferError(f"the KV to be sent was not computed: {reason}"))
+            elif self._state is TransferState.ACTIVE:
+                lane = self._link.enqueue(_Store(self, block))
         if lane is not None:
             self._link.launch_queued(lane)
 
@@ -115,7 +123,7 @@ class NvlinkSender(Sender):
             if self._state is TransferState.ACTIVE:
                 if self.pending:
                     self._link.check_progress(self)
-                elif self._finished and self._quiet():
+                elif self._finished and not self._computing and self._quiet():
                     self._state = TransferState.DONE
                     self._link.forget(self)
             return self._state
@@ -149,7 +157,7 @@ class NvlinkSender(Sender):
         self.prepare(lane)
         block, first = store.block, self._tokens.start
         columns = slice(block.token_start - first, block.token_stop - first)
-        self._last = lane.store(store.after, self._table, columns, peer, num_slots, block)
+        self._last = lane.store(self._table, columns, peer, num_slots, block)
         return self._last, block.cells * self._cell_bytes
 
 
@@ -160,9 +168,9 @@ class Link:
     launches nothing more, waits for what was launched, unmaps the pool and then closes the channel,
     in this order: D takes the close as proof that nothing can land any more.
 
-    A store is launched by the thread that sends it if none waits before it, since waking another
-    takes as long as the launch; by the link's thread while the pool is not mapped yet or enough is
-    launched. One of them launches at a time.
+    A store is launched by the thread that finds it computed if none waits before it, since waking
+    another takes as long as the launch; by the link's thread while the pool is not mapped yet or
+    enough is launched. One of them launches at a time.
     """
 
     def __init__(self, hub: ChannelHub, peer: str, pool: PeerPool, device: StoreDevice) -> None:

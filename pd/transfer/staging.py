@@ -10,8 +10,9 @@ slot holds, D's own thread scatters it into the pages and gives the slot back. W
   ``Drained`` message is needed.
 - Only slots can be written late, and a slot serves one link in its life. When a link is lost, its
   slots stay as they are until the library says that P's writes are over (on P), and until the
-  channel's end proves that P drained or is gone (on D, see :mod:`pd.transfer.channel`); a time-out
-  is no proof, and is followed by 20 minutes of quarantine. Meanwhile a new link has new slots; a
+  channel's end proves that P drained or is gone (on D, see :mod:`pd.transfer.channel`; slots in GPU
+  memory stay for two more seconds, in which what a killed P had begun ends); a time-out is no
+  proof, and is followed by 20 minutes of quarantine. Meanwhile a new link has new slots; a
   peer may have four lost links at a time.
 - The note of a slot is sent after the library reported the write complete, so what D reads is
   whole.
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING
 
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.channel_hub import ChannelHub
+from pd.transfer.computed import Computed
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
 from pd.transfer.ranges import wanted_tokens
 from pd.transfer.staging_copy import copier_for
@@ -87,6 +89,7 @@ class StagedManager(TransferManager):
         self.name, self._mover = mover.name, mover
         self._host, self._key = advertise_host or host, transfer_key(cluster_key)
         self._copier = copier_for(pool)
+        self._computed = Computed(pool.buffer.device, self.name)
         device = mover.device_slots and pool.buffer.device.type == "cuda"
         size = min(MAX_SLOT_BYTES, max(slot_bytes, self._copier.cell_bytes))
         self._shape = SlotShape(slots, size, device, host_identity() if device else "")
@@ -119,7 +122,7 @@ class StagedManager(TransferManager):
     ) -> Sender:
         link = self._outgoing.link(peer)
         tokens = wanted_tokens(reservation, num_tokens)
-        sender = StagedSender(link, self._copier, reservation, pages, tokens)
+        sender = StagedSender(link, self._copier, self._computed, reservation, pages, tokens)
         self._outgoing.work()
         link.open(sender)
         return sender
@@ -140,4 +143,5 @@ class StagedManager(TransferManager):
         self._pump.close()
         self._hub.close()
         self._mover.close()
+        self._computed.close()
         _ABANDONED.extend(left)

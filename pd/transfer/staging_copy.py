@@ -65,17 +65,13 @@ class Copier(ABC):
         self.cell_bytes = 2 * self.row_bytes
 
     @abstractmethod
-    def mark(self) -> Any:
-        """What a gather of values that were queued by now has to wait for. Does not block."""
-
-    @abstractmethod
     def table(self, pages: IntArray, num_tokens: int) -> Any:
         """A sequence's page table in the form that the other methods want; does not wait. Must
         outlive the copies that use it."""
 
     @abstractmethod
-    def gather(self, table: Any, block: Block, slot: torch.Tensor, after: Any) -> Ticket:
-        """Begin to pack a block into a slot, uint8 ``[bytes]``. ``after``: of :meth:`mark`."""
+    def gather(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
+        """Begin to pack a block, which is in the pool, into a slot, uint8 ``[bytes]``."""
 
     @abstractmethod
     def scatter(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
@@ -105,15 +101,10 @@ class HostCopier(Copier):
         super().__init__(pool)
         self._bytes = pool.buffer.view(-1).view(torch.uint8).numpy()
 
-    def mark(self) -> None:
-        return None
-
     def table(self, pages: IntArray, num_tokens: int) -> npt.NDArray[np.int64]:
         return pages[: -(-num_tokens // self.page_size)].astype(np.int64)
 
-    def gather(
-        self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor, after: None
-    ) -> Ticket:
+    def gather(self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor) -> Ticket:
         pool, index = self._units(table, block)
         # NOTE: the pages were checked; without "clip" numpy would copy by way of a buffer.
         np.take(pool, index, out=self._packed(block, slot, pool), mode="clip")
@@ -159,9 +150,7 @@ class HostPartsCopier(HostCopier):
         super().__init__(pool)
         self._pool = pool
 
-    def gather(
-        self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor, after: None
-    ) -> Ticket:
+    def gather(self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor) -> Ticket:
         gather_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, slot))
         return _OVER
 

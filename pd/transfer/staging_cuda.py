@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 class _Event(Ticket):
     """After a copy.
 
-    The copy itself takes tens of microseconds, less than a sleeping thread needs to wake up, so its
-    end is waited for awake, in the driver and without Python's lock. What it had to wait for can
-    take as long as a forward pass, and is slept through.
+    It takes tens of microseconds, less than a sleeping thread needs to wake up, so its end is
+    waited for awake, in the driver and without Python's lock.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None = None) -> None:
-        self._after, self._event = after, torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def done(self) -> bool:
@@ -37,10 +36,9 @@ class _Event(Ticket):
             return True
 
     def wait(self) -> None:
-        for event in (self._after, self._event):
-            # Asked first: to give Python's lock away costs more than the question.
-            if event is not None and not event.query():  # type: ignore[no-untyped-call]
-                event.synchronize()
+        # Asked first: to give Python's lock away costs more than the question.
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            self._event.synchronize()
 
 
 class _Table:
@@ -76,9 +74,8 @@ class _Lane:
 
 
 class CudaCopier(Copier):
-    """Gathers and scatters run on a stream each. The stream on which the forward pass runs is
-    waited for and never waits. Slots on the device are copied to and from directly, pinned ones by
-    way of a device buffer."""
+    """Gathers and scatters run on a stream each, beside that of the forward pass. Slots on the
+    device are copied to and from directly, pinned ones by way of a device buffer."""
 
     depth = 4
 
@@ -87,25 +84,17 @@ class CudaCopier(Copier):
         self._buffer, self._parts = pool.buffer, pool.parts
         self._device = pool.buffer.device
         self._out, self._in = _Lane(self._device), _Lane(self._device)
-        # Tables wait for nothing, least of all for the forward pass that a gather waits for.
         self._tables = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._warm_up()
-
-    def mark(self) -> torch.cuda.Event:
-        # blocking: who waits for it sleeps.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
     def table(self, pages: IntArray, num_tokens: int) -> _Table:
         tokens = np.arange(num_tokens)
         slots = pages[tokens // self.page_size].astype(np.int64) * self.page_size
         return _Table((slots + tokens % self.page_size).astype(np.int32), self._tables)
 
-    def gather(self, table: Any, block: Block, slot: torch.Tensor, after: Any) -> Ticket:
+    def gather(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
         lane = self._out
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            lane.stream.wait_event(after)
             slots = table.slots(block, lane.stream)
             size = block.cells * self.cell_bytes
             target = slot[:size] if slot.is_cuda else lane.buffer(size)
@@ -116,7 +105,7 @@ class CudaCopier(Copier):
                 gather_parts(self._buffer, self._parts, slots, *layers, target)
             if not slot.is_cuda:
                 slot[:size].copy_(target, non_blocking=True)
-            return _Event(lane.stream, after)
+            return _Event(lane.stream)
 
     def scatter(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
         lane = self._in
@@ -151,6 +140,6 @@ class CudaCopier(Copier):
         slot = self.make_slots(1, tokens * self.cell_bytes, on_device=True)[0]
         for start in {0, tokens // 3}:
             block = Block(start, tokens, 0, 1)
-            self.gather(table, block, slot, self.mark()).wait()
+            self.gather(table, block, slot).wait()
             self._in.stream.wait_stream(self._out.stream)
             self.scatter(table, block, slot).wait()

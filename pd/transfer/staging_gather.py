@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.staging_messages import VERSION, Open
@@ -203,17 +203,17 @@ class Outgoing:
                     job = self._take()
             if job is None:
                 return None
-            link, sender, block, after, slot = job
+            link, sender, block, slot = job
             try:
                 assert link.slots is not None
-                ticket = self.copier.gather(sender.table, block, link.slots[slot], after)
+                ticket = self.copier.gather(sender.table, block, link.slots[slot])
                 return _Gather(link, sender, block, slot, ticket)
             except Exception as error:
                 # Say a CUDA error: it ends the room only.
                 logger.exception("cannot read the pool for %s", link.peer)
                 self._failed(link, sender, block, slot, error)
 
-    def _take(self) -> tuple[OutLink, StagedSender, Block, Any, int] | None:
+    def _take(self) -> tuple[OutLink, StagedSender, Block, int] | None:
         """Links take turns, and rooms on each."""
         peers = list(self._links)
         for turn in range(len(peers)):

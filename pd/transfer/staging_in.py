@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 # Longer than a kernel sends again what nobody acknowledged.
 QUARANTINE_SECONDS = 20 * 60.0
+# The sockets of a killed process close before its GPU context: copies that it had begun between
+# GPUs end within this time or with the context.
+LAST_COPY_SECONDS = 2.0
 _SHORT, _LONG = 100e-6, 20e-3
 # A call that took longer than this has moved something.
 _MOVED_SECONDS = 20e-6
@@ -63,7 +66,7 @@ class InLink:
         self._incoming, self._channel = incoming, channel
         self._target: Target | None = None
         self._setting_up = False
-        self._proven = self._lost = self._broken = False
+        self._on_device = self._lost = self._broken = False
         self._safe_at = float("inf")
         self._peer_waits = True
         self._moved_at = time.monotonic()
@@ -109,9 +112,9 @@ class InLink:
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         incoming = self._incoming
         with incoming.lock:
-            self._proven = self._proven or proof
-            if not proof:
-                self._safe_at = time.monotonic() + QUARANTINE_SECONDS
+            late = LAST_COPY_SECONDS if self._on_device else 0.0
+            seconds = late if proof else QUARANTINE_SECONDS
+            self._safe_at = min(self._safe_at, time.monotonic() + seconds)
         incoming.lost(self, reason)
 
     def _filled(self, notes: list[Filled]) -> None:
@@ -164,7 +167,7 @@ class InLink:
                     self.finish_unused()
             return
         with incoming.lock:
-            self.slots, self._target = slots, target
+            self.slots, self._target, self._on_device = slots, target, device
             self.max_cells = slots.shape[1] // incoming.copier.cell_bytes
             if self.state is InState.NEW:
                 self.state = InState.UP
@@ -241,8 +244,7 @@ class InLink:
 
     def _may_go(self) -> bool:
         with self._incoming.lock:
-            proven = self._proven or time.monotonic() > self._safe_at
-            return proven and not self.landing
+            return time.monotonic() >= self._safe_at and not self.landing
 
     def _close(self, target: Target) -> None:
         incoming = self._incoming

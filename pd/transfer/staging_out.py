@@ -225,19 +225,19 @@ class OutLink:
 
     # ---- the gatherer's thread, with the lock
 
-    def take(self) -> tuple[StagedSender, Block, Any, int] | None:
+    def take(self) -> tuple[StagedSender, Block, int] | None:
         """The next block and a slot for it, until :meth:`gathered` or :meth:`dropped`."""
         while self.state is OutState.UP and self._free and self._queue:
             sender = self._queue.popleft()
-            taken = sender.next_block(self.max_cells)
-            if taken is None:
+            block = sender.next_block(self.max_cells)
+            if block is None:
                 sender.settle()
                 continue
             self._queue.append(sender)
             sender.reading += 1
             sender.unsaid += 1
             self.gathering += 1
-            return sender, *taken, self._free.pop()
+            return sender, block, self._free.pop()
         return None
 
     def gathered(self, sender: StagedSender, block: Block, slot: int, *, good: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.core.errors import PDError, TransferError
 from pd.transfer.base import Sender, TransferState
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Reservation
     from pd.transfer.base import IntArray
+    from pd.transfer.computed import Computed
     from pd.transfer.staging_copy import Copier
     from pd.transfer.staging_out import OutLink
 
@@ -44,6 +45,9 @@ def pieces(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
 class StagedSender(Sender):
     """A queue of blocks that take turns with those of other rooms.
 
+    Args:
+        computed: delays blocks until they are there.
+
     Attributes:
         reading: blocks whose copy from the pool into a slot is under way.
         unsaid: blocks that were taken from the queue and of which D was not told yet.
@@ -54,6 +58,7 @@ class StagedSender(Sender):
         self,
         link: OutLink,
         copier: Copier,
+        computed: Computed,
         reservation: Reservation,
         pages: IntArray,
         tokens: range,
@@ -63,13 +68,13 @@ class StagedSender(Sender):
         self.error: PDError | None = None
         self.reading = self.unsaid = 0
         self.waiting_since = 0.0
-        self._link, self._copier = link, copier
+        self._link, self._copier, self._computed = link, copier, computed
         self._changed = link.changed
         self._tokens = tokens
         self.table = copier.table(pages, tokens.stop)
-        self._ranges: deque[tuple[Block, Any]] = deque()
+        self._computing = 0
+        self._ranges: deque[Block] = deque()
         self._blocks: Iterator[Block] = iter(())
-        self._after: Any = None
         self._state = TransferState.ACTIVE
         self._finished = self._begun = False
         self._bytes = 0
@@ -88,14 +93,22 @@ class StagedSender(Sender):
         )
         if not block.cells or not self.active:
             return
-        after = self._copier.mark()
         with self._changed:
             if not self.active:
                 return
             assert not self._finished, "send after finish"
             self._bytes += block.cells * self._copier.cell_bytes
-            self._ranges.append((block, after))
-            self._link.enqueue(self)
+            self._computing += 1
+            self._computed.then(lambda reason: self._is_there(block, reason))
+
+    def _is_there(self, block: Block, reason: str) -> None:
+        with self._changed:
+            self._computing -= 1
+            if reason:
+                self.fail(TransferError(f"the KV to be sent was not computed: {reason}"))
+            elif self.active:
+                self._ranges.append(block)
+                self._link.enqueue(self)
 
     def finish(self) -> None:
         with self._changed:
@@ -135,17 +148,15 @@ class StagedSender(Sender):
         self._link = link
         link.adopt(self, queued=bool(self._ranges))
 
-    def next_block(self, max_cells: int) -> tuple[Block, Any] | None:
-        """A block and what its gather has to wait for."""
+    def next_block(self, max_cells: int) -> Block | None:
         while True:
             block = next(self._blocks, None)
             if block is not None:
                 self._begun = True
-                return block, self._after
+                return block
             if not self._ranges:
                 return None
-            whole, self._after = self._ranges.popleft()
-            self._blocks = pieces(whole, max_cells, self._copier.page_size)
+            self._blocks = pieces(self._ranges.popleft(), max_cells, self._copier.page_size)
 
     def said(self) -> None:
         """D was told of a block, or it was dropped."""
@@ -155,6 +166,7 @@ class StagedSender(Sender):
 
     def settle(self) -> None:
         """DONE when nothing is left to send."""
-        if self.active and self._finished and not self.unsaid and not self._link.queued(self):
+        under_way = self._computing or self.unsaid or self._link.queued(self)
+        if self.active and self._finished and not under_way:
             self._state = TransferState.DONE
             self._link.forget(self)

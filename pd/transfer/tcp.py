@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.base import Receiver, Sender, TransferManager
+from pd.transfer.computed import Computed
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
 from pd.transfer.memory import PoolMemory
 from pd.transfer.ranges import wanted_tokens
 from pd.transfer.tcp_inbox import Inbox
 from pd.transfer.tcp_link import Link, TcpSender
 from pd.transfer.tcp_receiver import TcpReceiver
-from pd.transfer.tcp_staging import Computed
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
@@ -77,8 +77,7 @@ class TcpManager(TransferManager):
         self._host = advertise_host or host
         self._num_lanes = connections
         self._memory = PoolMemory(pool, staged=staged)
-        device = pool.buffer.device
-        self._computed = Computed(device) if device.type == "cuda" else None
+        self._computed = Computed(pool.buffer.device, self.name)
         self._inbox = Inbox(self._memory, instance_id, host, self._key)
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
@@ -143,5 +142,4 @@ class TcpManager(TransferManager):
         for link in links:
             link.close("the transfer manager was closed")
         self._inbox.close()
-        if self._computed is not None:
-            self._computed.close()
+        self._computed.close()

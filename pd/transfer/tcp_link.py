@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.transfer.base import IntArray
+    from pd.transfer.computed import Computed
     from pd.transfer.greeting import RefusedError
     from pd.transfer.memory import PoolMemory, Stretches
-    from pd.transfer.tcp_staging import Computed
 
 # Large enough that headers and lookups vanish, small enough that rooms take turns on the link.
 FRAME_BYTES = MAX_PAYLOAD
@@ -35,7 +35,7 @@ class TcpSender(Sender):
     the copy to the host was observed complete.
 
     Args:
-        computed: delays blocks until they are there, for pools that a GPU computes.
+        computed: delays blocks until they are there.
 
     Attributes:
         in_hand: blocks that lanes have taken and not yet sent; ``reading``: those of them whose
@@ -46,7 +46,7 @@ class TcpSender(Sender):
         self,
         link: Link,
         memory: PoolMemory,
-        computed: Computed | None,
+        computed: Computed,
         room: bytes,
         epoch: int,
         pages: IntArray,
@@ -88,11 +88,8 @@ class TcpSender(Sender):
                 return
             assert not self._finished, "send after finish"
             self._bytes += block.cells * self._memory.cell_bytes
-            if self._computed is None:
-                self._add(block)
-            else:
-                self._computing += 1
-                self._computed.then(lambda reason: self._is_there(block, reason))
+            self._computing += 1
+            self._computed.then(lambda reason: self._is_there(block, reason))
 
     def _is_there(self, block: Block, reason: str) -> None:
         with self._link.changed:
@@ -100,11 +97,8 @@ class TcpSender(Sender):
             if reason:
                 self.fail(TransferError(f"the KV to be sent was not computed: {reason}"))
             elif self._state is TransferState.ACTIVE:
-                self._add(block)
-
-    def _add(self, block: Block) -> None:
-        self._blocks.append(block.split(max(1, FRAME_BYTES // self._memory.cell_bytes)))
-        self._link.enqueue(self)
+                self._blocks.append(block.split(max(1, FRAME_BYTES // self._memory.cell_bytes)))
+                self._link.enqueue(self)
 
     def finish(self) -> None:
         with self._link.changed:

@@ -50,28 +50,16 @@ class Gathers:
         self._copier = copier_for(pool)
         self._slots = self._copier.make_slots(DEPTH, MAX_PAYLOAD, on_device=False)
         self._next = 0
-        self._computed = _passed(pool.buffer.device)
 
     def begin(self, tables: Tables, block: Block) -> tuple[torch.Tensor, Ticket]:
-        """Pack values that are there (see :class:`Computed`).
+        """Pack a block.
 
         Returns:
             uint8, valid from the end of the ticket's wait until ``DEPTH`` calls later.
         """
         slot = self._slots[self._next][: block.cells * self._copier.cell_bytes]
         self._next = (self._next + 1) % DEPTH
-        table = tables.of(self._copier)
-        return slot, self._copier.gather(table, block, slot, self._computed)
-
-
-def _passed(device: torch.device) -> torch.cuda.Event | None:
-    """What a gather waits for that has nothing to wait for."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    event.synchronize()
-    return event
+        return slot, self._copier.gather(tables.of(self._copier), block, slot)
 
 
 class Slots:
@@ -163,45 +151,3 @@ class _Failed:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         raise self._error
-
-
-class Computed:
-    """P: calls back when values that were queued on the compute stream are there.
-
-    A thread waits for CUDA events in the order in which they were recorded: a lane that took a
-    block before would keep others that are there waiting. It is the order in which they pass, but
-    for values that stand beside the steps (:meth:`pd.engine.engine.Engine.beside_steps`), which may
-    wait for a step here.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: queue.SimpleQueue[tuple[Any, Callable[[str], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="pd-tcp-computed", daemon=True)
-        self._thread.start()
-
-    def then(self, call: Callable[[str], None]) -> None:
-        """Call, from another thread, when what the calling thread has queued on its current stream
-        is done: with an empty text, or with what went wrong. Does not block."""
-        # A blocking event: waiting for it takes no processor time.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.put((event, call))
-
-    def close(self) -> None:
-        self._marks.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (mark := self._marks.get()) is not None:
-            event, call = mark
-            try:
-                event.synchronize()
-                reason = ""
-            except Exception as error:
-                # After an error CUDA does nothing more for this process.
-                logger.exception("the KV to be sent was not computed")
-                reason = str(error)
-            call(reason)

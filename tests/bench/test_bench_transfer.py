@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from e2e.backends import MOONCAKE, NIXL
 
 from pd import cli
 from pd.bench import transfer_control
 from pd.bench.transfer_ends import SourceEnd, TargetEnd
 from pd.bench.transfer_spec import Spec, load_shape
+from pd.bench.transfer_spec import row as result_row
 from pd.core.errors import TransferError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SMALL = ["--model", "embedded", "--tokens", "200", "--repeats", "2", "--seconds", "0"]
 FIELDS = {"backend", "device", "gb_s", "page_size", "tokens", "ceiling_gb_s", "ceiling", "layout"}
@@ -127,7 +134,7 @@ class CorruptTarget(TargetEnd):
 
 def test_bytes_that_differ_fail_the_measurement() -> None:
     listener = transfer_control.listen("127.0.0.1", 0, None)
-    threading.Thread(target=_serve_corrupt, args=(listener,), daemon=True).start()
+    threading.Thread(target=_serve, args=(listener, CorruptTarget), daemon=True).start()
     sock = transfer_control.connect_socket("127.0.0.1", listener.getsockname()[1], None)
     control = transfer_control.Control(sock)
     source = SourceEnd(spec(), control, None)
@@ -140,9 +147,55 @@ def test_bytes_that_differ_fail_the_measurement() -> None:
         listener.close()
 
 
-def _serve_corrupt(listener) -> None:
+def _serve(listener, end: type[TargetEnd]) -> None:
     control = transfer_control.Control(transfer_control.accept_socket(listener, None))
-    CorruptTarget(control, "cpu", None).serve()
+    end(control, "cpu", None).serve()
+
+
+def test_two_ends_measure_over_every_library(tmp_path) -> None:
+    for backend in (NIXL, MOONCAKE):
+        backend.require()
+    output = tmp_path / "transfer.json"
+    with decode_end() as (decode, address):
+        flags = ["--backend", "nixl,mooncake", "--connect", address, "--output", str(output)]
+        assert cli.bench(["transfer", *SMALL, *flags]) == 0
+        assert decode.wait(timeout=30) == 0
+    rows = json.loads(output.read_text())["results"]
+    assert [row["backend"] for row in rows] == ["nixl", "mooncake"]
+
+
+class ElsewhereTarget(TargetEnd):
+    """Has its pool on another device than P thinks."""
+
+    def _open(self, message):
+        return super()._open(message) | {"target_device": "cuda:7"}
+
+
+def test_the_decode_end_says_where_its_pool_is() -> None:
+    listener = transfer_control.listen("127.0.0.1", 0, None)
+    threading.Thread(target=_serve, args=(listener, ElsewhereTarget), daemon=True).start()
+    sock = transfer_control.connect_socket("127.0.0.1", listener.getsockname()[1], None)
+    control = transfer_control.Control(sock)
+    try:
+        found = SourceEnd(spec(), control, None).measure(lambda line: None)
+    finally:
+        control.close()
+        listener.close()
+    assert result_row(found)["device"] == "cpu,cuda:7"
+
+
+@contextlib.contextmanager
+def decode_end(*flags: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    command = [sys.executable, "-m", "pd.bench", "transfer", "--listen", "127.0.0.1:0", *flags]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as decode:
+        try:
+            assert decode.stdout is not None
+            ready = json.loads(decode.stdout.readline())
+            assert (ready["event"], ready["role"]) == ("ready", "decode")
+            yield decode, ready["address"]
+        finally:
+            decode.kill()
 
 
 @pytest.mark.parametrize("same_key", [True, False])
@@ -150,22 +203,13 @@ def test_two_hosts_measure_with_the_same_key_only(tmp_path, capsys, same_key) ->
     keys = [tmp_path / "ours", tmp_path / "theirs"]
     for number, path in enumerate(keys):
         path.write_text("secret of at least 16 bytes" + str(0 if same_key else number))
-    command = [sys.executable, "-m", "pd.bench", "transfer", "--listen", "127.0.0.1:0"]
-    command += ["--cluster-key-file", str(keys[1])]
-    root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as decode:
-        try:
-            assert decode.stdout is not None
-            ready = json.loads(decode.stdout.readline())
-            assert (ready["event"], ready["role"]) == ("ready", "decode")
-            flags = ["--connect", ready["address"], "--cluster-key-file", str(keys[0])]
-            status = cli.bench(["transfer", *SMALL, *flags])
-            if same_key:
-                assert status == 0
-                assert decode.wait(timeout=30) == 0
-                assert "tcp       cpu" in capsys.readouterr().out
-            else:
-                assert status == 1
-                assert "the cluster key" in capsys.readouterr().err
-        finally:
-            decode.kill()
+    with decode_end("--cluster-key-file", str(keys[1])) as (decode, address):
+        flags = ["--connect", address, "--cluster-key-file", str(keys[0])]
+        status = cli.bench(["transfer", *SMALL, *flags])
+        if same_key:
+            assert status == 0
+            assert decode.wait(timeout=30) == 0
+            assert "tcp       cpu" in capsys.readouterr().out
+        else:
+            assert status == 1
+            assert "the cluster key" in capsys.readouterr().err

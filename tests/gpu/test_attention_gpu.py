@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pd.kernels.attention import AttentionBackend, DecodeAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_flashinfer = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"
 )
@@ -77,6 +78,33 @@ def test_adjacent_pages_are_attended_where_they_lie(step: list[tuple[int, int]],
     case.spoil()
     out = case.attend(make_backend("flashinfer", case))
     torch.testing.assert_close(out.float().cpu(), case.reference(), **BF16)
+
+
+@needs_flashinfer
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_long_prefixes_for_which_there_is_no_memory_are_not_gathered(seed: int) -> None:
+    """And those that are gathered stay within it."""
+    steps = [(20000, 400), (0, 300), (30000, 200), (10000, 130), (3000, 1)]
+    case = Case(steps, 16, 8, 4, torch.bfloat16, seed, 128, DEVICE)
+    case.spoil()
+    backend = make_backend("flashinfer", case)
+    token_bytes, expected = 2 * 8 * 128 * 2, case.reference()
+    for tokens, gathered in (
+        (0, 0),
+        (20400, 20400),
+        (50899, 20700),
+        (50900, 50900),
+        (70000, 61030),
+    ):
+        backend.scratch_bytes = tokens * token_bytes
+        case.attend(backend)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = case.attend(backend)
+        took = torch.cuda.max_memory_allocated() - before
+        print(f"{tokens} tokens: {took / 2**20:.0f} MiB")
+        assert 0 <= took - gathered * token_bytes < 64 << 20
+        torch.testing.assert_close(out.float().cpu(), expected, **BF16)
 
 
 @needs_flashinfer

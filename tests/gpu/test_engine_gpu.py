@@ -17,7 +17,7 @@ from checkpoints import (
 )
 from greedy_engine import generate, make_runner
 
-from pd.engine.chunk_graphs import ChunkGraphs
+from pd.engine.chunk_graphs import SIZES, ChunkGraphs
 from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder
 from pd.engine.model_runner import ForwardItem
 
@@ -41,9 +41,9 @@ def with_graphs(runner: ModelRunner) -> ModelRunner:
     recorder = GraphRecorder(runner.pool.buffer.device)
     model, attention = runner.model, runner.attention
     runner.graphs = DecodeGraphs(
-        model, attention, recorder, (1, 2, 4), max_rows=8, max_context=1024, progress=False
+        model, attention, recorder, (1, 2, 4), max_rows=8, max_context=2048, progress=False
     )
-    runner.chunk_graphs = ChunkGraphs(model, attention, recorder, max_context=1024)
+    runner.chunk_graphs = ChunkGraphs(model, attention, recorder, max_context=2048)
     return runner
 
 
@@ -133,25 +133,30 @@ def test_bfloat16_logits_of_decode_steps_are_as_close_as_those_of_transformers(
     assert ratio < 1.1
 
 
-@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
-def test_chunks_in_graphs_are_those_without(tmp_path: Path, attention: str) -> None:
+def test_chunks_in_graphs_are_those_without(tmp_path: Path, monkeypatch) -> None:
     """Of every length around the captured ones, behind prefixes of several pages and of none."""
-    if attention == "flashinfer":
-        pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    in_graphs = []
+    run = ChunkGraphs.run
+    monkeypatch.setattr(
+        ChunkGraphs, "run", lambda *args: in_graphs.append(len(args[1].token_ids)) or run(*args)
+    )
+    lengths = (2, 15, 16, 17, 100, 128, 129, 2, 192, 255, 256, 257)
     path = make_checkpoint("llama3", tmp_path, head_dim=128)
-    (prompt,) = prompts_of([1200])
-    pages = np.random.default_rng(0).permutation(80).astype(np.int32)
+    (prompt,) = prompts_of([sum(lengths)])
+    pages = np.random.default_rng(0).permutation(100).astype(np.int32)
     found = []
     for graphs in (False, True):
-        runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
+        runner = make_runner(path, dtype="bfloat16", device="cuda", attention="flashinfer")
         if graphs:
             with_graphs(runner)
         logits, start = [], 0
-        for length in (1, 15, 16, 17, 100, 128, 129, 2, 192, 256, 257):
+        for length in lengths:
             chunk = np.array(prompt[start : start + length], np.int32)
             logits.append(runner.forward([ForwardItem(chunk, start, pages)]).float().clone())
             start += length
         found.append(torch.cat(logits))
+    assert in_graphs == [length for length in lengths if length <= SIZES[-1]]
     error = (found[0] - found[1]).norm() / found[0].norm()
     assert error < 0.01, f"{error:.4f}"
 

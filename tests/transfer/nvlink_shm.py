@@ -82,21 +82,20 @@ class ShmLane:
     def table(self, slots) -> torch.Tensor:
         return torch.from_numpy(slots)
 
-    def store(self, after, table, columns, peer, peer_num_slots, block) -> ShmTicket:
+    def store(self, table, columns, peer, peer_num_slots, block) -> ShmTicket:
         ticket = ShmTicket()
         slots, peer_slots = table[:, columns]
         layers = block.layer_start, block.layer_stop
         args = (self._device.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         self._device.launched += 1
-        self._queue.put((after, args, ticket))
+        self._queue.put((args, ticket))
         if self._device.breaks:
             raise RuntimeError(self._device.breaks)
         return ticket
 
     def drain(self) -> None:
-        passed, nothing = threading.Event(), ShmTicket()
-        passed.set()
-        self._queue.put((passed, None, nothing))
+        nothing = ShmTicket()
+        self._queue.put((None, nothing))
         nothing.wait()
 
     def __del__(self) -> None:
@@ -105,8 +104,7 @@ class ShmLane:
     @staticmethod
     def _run(device: ShmDevice, stores: queue.Queue) -> None:
         while (item := stores.get()) is not None:
-            after, args, ticket = item
-            after.wait()
+            args, ticket = item
             began = time.perf_counter()
             time.sleep(device.next_delay())
             device.flows.wait()
@@ -120,7 +118,8 @@ class ShmDevice:
     """Attributes:
     delay: seconds that a store takes.
     flows: while it is not set, launched stores stand still.
-    computed: while it is not set, what the forward pass queued is not complete.
+    computed: while it is not set, what the forward pass has queued since it was put here is not
+        complete.
     breaks: the error of stores, each of which is begun all the same.
     """
 
@@ -135,6 +134,9 @@ class ShmDevice:
         self.mapped = 0
         self.launched = 0
         self.refuses = self.breaks = ""
+        self._calls: queue.Queue = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def next_delay(self) -> float:
         return self.delay
@@ -153,8 +155,21 @@ class ShmDevice:
             raise TransferError(self.refuses)
         return ShmMapping(self, Path(handle.decode()))
 
-    def mark(self) -> threading.Event:
-        return self.computed
+    def when_computed(self, call) -> None:
+        if self.computed.is_set():
+            call("")
+        else:
+            self._calls.put((self.computed, call))
 
     def lane(self) -> ShmLane:
         return ShmLane(self)
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            computed, call = item
+            computed.wait()
+            call("")

@@ -165,17 +165,36 @@ def test_a_sender_is_done_only_when_the_last_store_was_observed(pair: Pair) -> N
     assert room.arrived()
 
 
-def test_a_store_waits_for_the_forward_pass(pair: Pair) -> None:
+def test_a_store_waits_for_the_forward_pass_and_keeps_no_other_waiting(pair: Pair) -> None:
+    computed, late_computed = pair.p.device.computed, threading.Event()
+    pair.p.device.computed = late_computed
+    late, room = pair.room(), pair.room()
+    late.send_all()
+    late.sender.finish()
+    pair.p.device.computed = computed
+    room.send_all()
+    hand_off(room.sender, room.receiver)
+    assert room.arrived()
+    assert late.sender.poll() is TransferState.ACTIVE
+    assert pair.p.device.launched == 1
+    pair.p.pool.buffer += 1
+    late_computed.set()
+    hand_off(late.sender, late.receiver)
+    assert late.arrived()
+
+
+def test_a_mapping_does_not_outlive_its_link_until_a_step_ends(pair: Pair) -> None:
     pair.p.device.computed.clear()
     room = pair.room()
     room.send_all()
-    room.sender.finish()
-    wait_until(lambda: pair.p.device.launched == 1, "the launch")
-    assert room.sender.poll() is TransferState.ACTIVE
-    pair.p.pool.buffer += 1
+    wait_until(lambda: pair.p.device.mapped == 1, "the mapping")
+    pair.p.manager.disconnect("D")
+    wait_until(lambda: pair.p.device.mapped == 0, "the end of the mapping")
+    assert settled(room.sender) is TransferState.FAILED
+    assert room.sender.drained()
     pair.p.device.computed.set()
-    hand_off(room.sender, room.receiver)
-    assert room.arrived()
+    time.sleep(0.05)
+    assert pair.p.device.launched == 0
 
 
 def test_what_a_link_does_is_learned_from_its_stores(
@@ -203,7 +222,7 @@ def test_what_a_link_does_is_learned_from_its_stores(
 
 
 def test_after_an_abort_what_was_launched_completes_and_nothing_more_is(pair: Pair) -> None:
-    pair.p.device.computed.clear()
+    pair.p.device.flows.clear()
     room = pair.room()
     sender = room.open()
     sender.send(0, 50, 0, 1)
@@ -212,7 +231,7 @@ def test_after_an_abort_what_was_launched_completes_and_nothing_more_is(pair: Pa
     room.receiver.abort()
     sender.send(0, 50, 1, 3)
     assert not sender.drained() and not room.receiver.drained()
-    pair.p.device.computed.set()
+    pair.p.device.flows.set()
     wait_until(sender.drained, "the drain")
     assert pair.p.device.launched == 1
     assert torch.equal(

@@ -191,6 +191,52 @@ def test_an_end_without_proof_keeps_the_slots_for_long(pair, monkeypatch) -> Non
     assert time.monotonic() - begun >= 0.5
 
 
+def test_slots_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monkeypatch) -> None:
+    monkeypatch.setattr(staging_in, "LAST_COPY_SECONDS", 0.5)
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    (link,) = nodes.d._incoming._links
+    link._on_device = True
+    begun = time.monotonic()
+    nodes.p.disconnect("D")
+    wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "the quarantine")
+    wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of the quarantine")
+    assert time.monotonic() - begun >= 0.5
+
+
+def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiting(
+    pair, monkeypatch
+) -> None:
+    monkeypatch.setattr(staging_out, "LEASE_SECONDS", 0.2)
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    calls: list = []
+    with monkeypatch.context() as held:
+        held.setattr(nodes.p._computed, "then", calls.append)
+        late, receiver, _ = nodes.room()
+        late.send(0, TOKENS, 0, 2)
+        late.send(0, TOKENS, 2, 3)
+        late.finish()
+    nodes.transfer()
+    time.sleep(0.3)
+    assert late.poll() is TransferState.ACTIVE
+    for call in calls:
+        call("")
+    hand_off(late, receiver)
+    failing, receiver, _ = nodes.room()
+    with monkeypatch.context() as held:
+        held.setattr(nodes.p._computed, "then", calls.append)
+        failing.send(0, TOKENS, 0, 3)
+    calls[-1]("an illegal memory access was encountered")
+    assert failing.poll() is TransferState.FAILED
+    assert "not computed: an illegal memory access" in str(failing.error)
+    assert failing.drained()
+    receiver.abort()
+    nodes.transfer()
+
+
 def test_lost_links_are_counted_and_one_too_many_is_refused(pair) -> None:
     nodes = pair()
     nodes.introduce()
@@ -317,7 +363,7 @@ def test_a_manager_that_cannot_drain_closes_but_does_not_say_that_it_drained(pai
     assert time.monotonic() - begun < 4.0
     assert not nodes.out.paths[0].closed
     (link,) = nodes.d._incoming._links
-    assert not link._proven
+    assert link._safe_at == float("inf")
 
 
 # ---- a peer that breaks the rules
@@ -467,7 +513,7 @@ def test_host_copies_agree_with_the_definition_for_any_range() -> None:
         into = random_pages(rng, other, stop)
         near, far = HostCopier(pool), HostCopier(other)
         slot = near.make_slots(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
-        near.gather(near.table(pages, stop), block, slot, near.mark()).wait()
+        near.gather(near.table(pages, stop), block, slot).wait()
         layers = slice(block.layer_start, block.layer_stop)
         packed = slot[: block.cells * near.cell_bytes].view(torch.float32)
         assert torch.equal(packed, pool.tokens(pages, start, stop)[layers].reshape(-1))

@@ -43,8 +43,8 @@ class GatedCopier(HostCopier):
 
     gate: threading.Event
 
-    def gather(self, table, block, slot, after):
-        super().gather(table, block, slot, after)
+    def gather(self, table, block, slot):
+        super().gather(table, block, slot)
         return GatedTicket(self.gate)
 
     def scatter(self, table, block, slot):
@@ -138,10 +138,10 @@ def test_a_copy_out_of_the_pool_that_fails_ends_its_room_only(target, monkeypatc
     class Failing(HostCopier):
         fails = True
 
-        def gather(self, table, block, slot, after):
+        def gather(self, table, block, slot):
             if Failing.fails:
                 raise RuntimeError("an illegal memory access was encountered")
-            return super().gather(table, block, slot, after)
+            return super().gather(table, block, slot)
 
     monkeypatch.setattr(tcp_staging, "copier_for", Failing)
     with pair(target, p_staged=True, d_staged=False) as (p, d):

@@ -125,9 +125,14 @@ class ChunkAttention(PlannedAttention):
 
 
 class AttentionBackend(PlannedAttention):
-    """Attention of batches of any shape over one pool: ``plan`` once per step."""
+    """Attention of batches of any shape over one pool: ``plan`` once per step.
+
+    Attributes:
+        scratch_bytes: memory that a layer may take for sequences behind long prefixes, at most.
+    """
 
     name: str
+    scratch_bytes = 0
 
     @abstractmethod
     def __init__(self, pool: PagedKV, num_heads: int) -> None:

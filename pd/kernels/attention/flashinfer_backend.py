@@ -32,6 +32,8 @@ from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from pd.kernels.attention.base import IntArray
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ _SHORT = 128
 # From this many query heads per KV head on, decoding on tensor cores is faster than without.
 _TENSOR_CORE_GROUP = 4
 _WORKSPACE = 128 << 20
+# K and V of a layer that a step may gather: a context of 131,072 tokens with 8 KV heads.
+_MAX_GATHERED = 512 << 20
 _GRAPH_INT_WORKSPACE = 1 << 20
 
 
@@ -50,8 +54,9 @@ class FlashInferAttention(AttentionBackend):
     """Single tokens and short chunks go through fa2, which splits keys among programs; long chunks
     through fa3 where the GPU is a Hopper, with K and V gathered from their pages before each layer
     unless the pages are adjacent: fa3 loads contiguous rows by the tensor memory accelerator,
-    faster than it finds pages one by one, and what the gathering costs is a hundredth of the
-    attention over as many tokens.
+    faster than it finds pages one by one. What the gathering costs is a hundredth of the attention
+    of a chunk of 8,192 tokens, an eighth of that of 512. Sequences for which a step has no memory
+    left to gather go through fa2.
 
     FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
     copy of the last, which is over soon after the step before it began. What else it copies is
@@ -73,6 +78,8 @@ class FlashInferAttention(AttentionBackend):
             _GRAPH_INT_WORKSPACE, dtype=torch.uint8, device=self.device
         )
         hopper = torch.cuda.get_device_capability(self.device)[0] == 9
+        self._token_bytes = 2 * kv_heads * head_dim * sample.element_size()
+        self.scratch_bytes = _MAX_GATHERED if hopper else 0
         memory = self.workspace(_WORKSPACE)
         self._short = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa2"))
         self._long: _Prefill | _Contiguous = self._short
@@ -87,7 +94,7 @@ class FlashInferAttention(AttentionBackend):
         tables = PageTables(batch.pages, batch.starts + batch.lengths, self.pool.page_size)
         everyone = np.arange(len(batch.starts))
         slots = tables.slots(everyone, batch.starts, batch.lengths)
-        short = (batch.lengths <= _SHORT) | (self._long is self._short)
+        short = self._through_fa2(batch)
         chosen = [
             (prefill, np.flatnonzero(members))
             for prefill, members in ((self._short, short), (self._long, ~short))
@@ -107,6 +114,13 @@ class FlashInferAttention(AttentionBackend):
         for (prefill, members), where, index in zip(chosen, rows, indices, strict=True):
             prefill.plan(batch, members, tables, index)
             self._parts.append(_Part(prefill, where if isinstance(where, slice) else next(at)))
+
+    def _through_fa2(self, batch: AttentionBatch) -> npt.NDArray[np.bool_]:
+        short = (batch.lengths <= _SHORT) | (self._long is self._short)
+        if not batch.starts[~short].any():
+            return short  # nothing is gathered
+        gathered = np.where(short, 0, batch.starts + batch.lengths) * self._token_bytes
+        return short | (np.cumsum(gathered) > self.scratch_bytes)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

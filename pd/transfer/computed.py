@@ -1,0 +1,76 @@
+"""When KV that a forward pass computes is there to be sent."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Computed:
+    """P: calls back when what was queued on the calling thread's current stream is complete.
+
+    A backend is given only what is complete. So KV that is there never waits behind a step, be it
+    of another room; what a backend has begun ends soon, also when its room is aborted or the peer
+    dies; and that nothing moves means that the peer is at fault.
+
+    What stands on a stream that has nothing to do is complete; otherwise a thread waits for CUDA
+    events, in the order in which they were recorded.
+
+    Args:
+        device: of the pool; in host memory everything is complete.
+        backend: gives the thread its name.
+    """
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self._device = device
+        self._marks: queue.SimpleQueue[tuple[Any, Callable[[str], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+        if device.type == "cuda":
+            name = f"pd-{backend}-computed"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def then(self, call: Callable[[str], None]) -> None:
+        """Call, at once or from another thread, when it is complete: with an empty text, or with
+        what went wrong. Does not wait."""
+        if self._thread is None:
+            call("")
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream.query():
+            call("")
+            return
+        # A blocking event: waiting for it takes no processor time.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        self._marks.put((event, call))
+
+    def close(self) -> None:
+        """Returns when all calls were made."""
+        if self._thread is not None:
+            self._marks.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (mark := self._marks.get()) is not None:
+            event, call = mark
+            try:
+                event.synchronize()
+                reason = ""
+            except Exception as error:
+                # After an error CUDA does nothing more for this process.
+                logger.exception("the KV to be sent was not computed")
+                reason = str(error)
+            call(reason)

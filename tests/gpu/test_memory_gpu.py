@@ -1,0 +1,99 @@
+"""What a node takes of a GPU: as much as it was given, no more with time, or a clear no."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from processes import deployment
+
+from pd.core.config import NodeConfig
+from pd.core.errors import SetupError
+from pd.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MIB = 1 << 20
+
+
+def engine(model: Path, **settings) -> Engine:
+    config = {"role": "unified", "device": f"cuda:{GPUS - 1}", "max_running_requests": 32}
+    return Engine.build(NodeConfig(model=model, **{**config, **settings}))
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.5])
+def test_the_pool_leaves_what_mem_fraction_says(tmp_path: Path, fraction: float) -> None:
+    path = make_checkpoint("llama3", tmp_path, head_dim=128)
+    torch.cuda.empty_cache()
+    other = torch.cuda.mem_get_info(GPUS - 1)
+    built = engine(path, dtype="bfloat16", mem_fraction=fraction)
+    free, total = torch.cuda.mem_get_info(GPUS - 1)
+    print(f"of {total / MIB:.0f} MiB free before {other[0] / MIB:.0f}, now {free / MIB:.0f}")
+    promised = (1 - fraction) * total
+    # What is not tried before the pool is sized: graphs of chunks, kernels that load later.
+    assert promised - 512 * MIB < free < promised + 512 * MIB
+    del built
+
+
+def test_what_does_not_fit_is_said_in_words(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(SetupError, match=r"--kv-cache-tokens 1000000000 needs .* GiB"):
+        engine(checkpoint("qwen3"), kv_cache_tokens=1_000_000_000)
+    with pytest.raises(SetupError, match="no memory is left for the KV cache"):
+        engine(checkpoint("qwen3"), mem_fraction=1e-6)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6, GPUS - 1)
+    try:
+        with pytest.raises(SetupError, match="does not fit into cuda"):
+            engine(checkpoint("qwen3"), kv_cache_tokens=1024)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, GPUS - 1)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [1, pytest.param(2, marks=pytest.mark.skipif(GPUS < 4, reason="needs four GPUs"))],
+    ids=["alone", "tensor parallel"],
+)
+@pytest.mark.timeout(300)
+def test_nodes_of_a_split_do_not_grow(tmp_path: Path, seed: int, size: int) -> None:
+    """In bfloat16, with whatever attention and transfer ``auto`` means here."""
+    model = make_checkpoint("llama3", tmp_path, head_dim=128)
+    second = size if 2 * size <= GPUS else 0
+    flags = ["--dtype", "bfloat16", "--transfer-backend", "auto", "--tp-size", str(size)]
+    flags += ["--kv-cache-tokens", "65536", "--max-running-requests", "32"]
+    rng = random.Random(seed)
+
+    def used() -> int:
+        return sum(total - free for free, total in map(torch.cuda.mem_get_info, range(GPUS)))
+
+    with deployment(
+        model,
+        tmp_path,
+        node_flags=flags,
+        prefill_flags=["--device", "cuda:0"],
+        decode_flags=["--device", f"cuda:{second}"],
+    ) as running:
+        running.wait_ready(250.0)
+
+        def serve(count: int) -> None:
+            for _ in range(count // 25):
+                lengths = [rng.randrange(1, 1500) for _ in range(25)]
+                prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
+                streams = [running.stream(p, rng.randrange(1, 40)) for p in prompts]
+                assert all(stream.join().succeeded() for stream in streams)
+            running.wait_idle()
+
+        serve(250)
+        before = used()
+        serve(500)
+        after = used()
+    print(f"seed {seed}: {before / MIB:.0f} MiB, then {after / MIB:.0f}")
+    assert after <= before + 16 * MIB
