@@ -92,14 +92,27 @@ class Store:
         self.flops_per_byte = way.flops_per_byte
         self._lane, self._computed = lane, computed
         self._table, self._peer, self._way = table, peer, way
+        self._sent = self._launched = 0
+        self._changed = threading.Condition()
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         stop = min(token_stop, token_start + self._way.tokens)
         block = Block(token_start, stop, layer_start, layer_stop)
         peer, columns = self._peer, slice(token_start, stop)
-        self._computed.then(
-            lambda _: self._lane.store(self._table, columns, peer.data_ptr(), peer.shape[2], block)
-        )
+
+        def store(_: str) -> None:
+            with self._changed:
+                self._lane.store(self._table, columns, peer.data_ptr(), peer.shape[2], block)
+                self._launched += 1
+                self._changed.notify_all()
+
+        self._sent += 1
+        self._computed.then(store)
+
+    def wait_launched(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._launched == self._sent, 60.0):
+                raise RuntimeError("a store was not launched")
 
 
 class Prefill:
@@ -153,9 +166,7 @@ class Prefill:
             item = ForwardItem(ids, start, self._pages[way.scattered], last)
             runner.forward([item], _whole(chunk) if way.whole else chunk.layers_done)
         end.record()
-        launched = threading.Event()
-        self._computed.then(lambda _: launched.set())
-        launched.wait()
+        store.wait_launched()
         stored.record(self._lane.stream)
         torch.cuda.synchronize()
         return begin.elapsed_time(end), max(0.0, end.elapsed_time(stored))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pd.bench.transfer_control import Control
     from pd.bench.transfer_spec import Spec
+    from pd.core.node_info import NodeInfo
     from pd.engine.kv_pool import KVPool
 
 # The libraries' rates stop rising at a few MiB; sockets are fastest while a call's bytes stay in
@@ -61,15 +62,20 @@ class CeilingTarget(Protocol):
 
 
 def ceiling_of(
-    spec: Spec, pool: KVPool, control: Control, key: bytes | None, connections: int
+    spec: Spec,
+    pool: KVPool,
+    control: Control,
+    key: bytes | None,
+    connections: int,
+    peer: NodeInfo,
 ) -> Ceiling:
-    """P's half of a backend's ceiling; asks D for the other one.
+    """P's half of a backend's ceiling; asks D, which is ``peer``, for the other one.
 
     Raises:
         SetupError: a library or a device is missing at either end.
     """
     if spec.backend == "nvlink":
-        return PeerCopy(spec, pool)
+        return PeerCopy(spec, pool, peer.transfers["nvlink"]["device"])
     described = control.call("ceiling", connections=connections)
     if spec.backend == "nixl":
         return NixlWrites(spec, pool, control, described)
@@ -379,12 +385,20 @@ class MooncakeTarget:
 
 
 class PeerCopy:
-    """``copy_`` from one GPU's memory to the other's, by this process alone."""
+    """``copy_`` from one GPU's memory to the other's, by this process alone.
+
+    Args:
+        uuid: of D's GPU, which may have another number here.
+    """
 
     name = "peer copy"
 
-    def __init__(self, spec: Spec, pool: KVPool) -> None:
-        device = torch.device(spec.target_device)
+    def __init__(self, spec: Spec, pool: KVPool, uuid: str) -> None:
+        uuids = [
+            str(torch.cuda.get_device_properties(number).uuid)
+            for number in range(torch.cuda.device_count())
+        ]
+        device = torch.device("cuda", uuids.index(uuid))
         self._source = pool.buffer.view(-1).view(torch.uint8)[: spec.num_bytes]
         self._target = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
 

@@ -105,11 +105,12 @@ class SourceEnd(End):
         control = self._control
         opened = control.call("open", spec=msgspec.to_builtins(self.spec))
         self.spec = spec = replace(self.spec, target_device=opened["target_device"])
-        self.manager.connect(msgspec.convert(opened["info"], NodeInfo))
+        peer = msgspec.convert(opened["info"], NodeInfo)
+        self.manager.connect(peer)
         ours = msgspec.to_builtins(self.info())
         control.call("connect", info=ours)
         connections = (spec.connections or DEFAULT_CONNECTIONS) if spec.backend == "tcp" else None
-        ceiling = ceiling_of(spec, self.pool, control, self._key, connections or 1)
+        ceiling = ceiling_of(spec, self.pool, control, self._key, connections or 1, peer)
         self.push(verify=False)
         ceiling.measure()
         rates: list[float] = []

@@ -113,13 +113,12 @@ class Channel:
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; never blocks. Dropped when the channel has ended: the owner is told."""
-        body = msgspec.msgpack.encode(message)
-        assert len(body) <= MAX_MESSAGE_BYTES, f"a message of {len(body)} bytes"
+        frame = _frame(message)
         with self._lock:
             if self._mute:
                 return
             idle = not self._output
-            self._output += _LENGTH.pack(len(body)) + body
+            self._output += frame
             if idle:
                 self._flush()
             if len(self._output) > MAX_BACKLOG_BYTES:
@@ -138,10 +137,18 @@ class Channel:
         with self._lock:
             self._shut(socket.SHUT_WR)
 
-    def close(self) -> None:
+    def close(self, last: msgspec.Struct | None = None) -> None:
         """End the channel for good; ``ended`` is not called any more. On P this is the promise
-        that nothing can write into D's memory. Idempotent."""
+        that nothing can write into D's memory. Idempotent.
+
+        Args:
+            last: a message that is sent before, also to a peer that sends nothing any more; dropped
+                if it would have to wait.
+        """
         with self._lock:
+            if last is not None and not self.closed and not self._output:
+                with contextlib.suppress(OSError):
+                    self.sock.send(_frame(last))
             self.closed = True
             if self.over:
                 self.sock.close()
@@ -245,6 +252,12 @@ class Channel:
         self._output.clear()
         with contextlib.suppress(OSError):
             self.sock.shutdown(how)
+
+
+def _frame(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    assert len(body) <= MAX_MESSAGE_BYTES, f"a message of {len(body)} bytes"
+    return _LENGTH.pack(len(body)) + body
 
 
 def set_options(sock: socket.socket) -> None:

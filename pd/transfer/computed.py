@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pd.core.exit import STUCK_PREFIX
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+
+# A step may be under way.
+_CLOSE_SECONDS = 10.0
 
 
 class Computed:
@@ -23,7 +28,7 @@ class Computed:
     dies; and that nothing moves means that the peer is at fault.
 
     What stands on a stream that has nothing to do is complete; otherwise a thread waits for CUDA
-    events, in the order in which they were recorded.
+    events, in the order in which they were recorded. Calls made at once may overtake others.
 
     Args:
         device: of the pool; in host memory everything is complete.
@@ -47,20 +52,31 @@ class Computed:
         if self._thread is None:
             call("")
             return
-        stream = torch.cuda.current_stream(self._device)
-        if stream.query():
-            call("")
+        try:
+            stream = torch.cuda.current_stream(self._device)
+            event = None
+            if not stream.query():
+                # A blocking event: waiting for it takes no processor time.
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(stream)
+        except RuntimeError as error:
+            # After an error CUDA does nothing more for this process.
+            call(str(error))
             return
-        # A blocking event: waiting for it takes no processor time.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        self._marks.put((event, call))
+        if event is None:
+            call("")
+        else:
+            self._marks.put((event, call))
 
     def close(self) -> None:
-        """Returns when all calls were made."""
-        if self._thread is not None:
-            self._marks.put(None)
-            self._thread.join()
+        """Returns when all calls were made, or when a GPU stands still."""
+        if self._thread is None:
+            return
+        self._marks.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.error("the forward pass did not end within %g s", _CLOSE_SECONDS)
+            self._thread.name = STUCK_PREFIX + self._thread.name
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
@@ -70,7 +86,10 @@ class Computed:
                 event.synchronize()
                 reason = ""
             except Exception as error:
-                # After an error CUDA does nothing more for this process.
                 logger.exception("the KV to be sent was not computed")
                 reason = str(error)
-            call(reason)
+            try:
+                call(reason)
+            except Exception:
+                logger.exception("KV that was computed cannot be sent")
+            del mark, event, call  # what is sent holds memory, and the next may be long in coming

@@ -10,10 +10,10 @@ slot holds, D's own thread scatters it into the pages and gives the slot back. W
   ``Drained`` message is needed.
 - Only slots can be written late, and a slot serves one link in its life. When a link is lost, its
   slots stay as they are until the library says that P's writes are over (on P), and until the
-  channel's end proves that P drained or is gone (on D, see :mod:`pd.transfer.channel`; slots in GPU
-  memory stay for two more seconds, in which what a killed P had begun ends); a time-out is no
-  proof, and is followed by 20 minutes of quarantine. Meanwhile a new link has new slots; a
-  peer may have four lost links at a time.
+  channel's end proves that P drained or is gone (on D, see :mod:`pd.transfer.channel`; if P did not
+  say that it drained, slots in GPU memory stay for two more seconds, in which what a killed P had
+  begun ends); a time-out is no proof, and is followed by 20 minutes of quarantine. Meanwhile a new
+  link has new slots; a peer may have four lost links at a time.
 - The note of a slot is sent after the library reported the write complete, so what D reads is
   whole.
 - A killed peer is noticed by the end of its channel, and the rooms of the link fail at once.

@@ -132,14 +132,18 @@ class CudaCopier(Copier):
         return torch.zeros((count, size), dtype=torch.uint8, pin_memory=True)
 
     def _warm_up(self) -> None:
-        """Compile the kernels now: the first room could not wait for it. The values of a few slots
-        are read and written back, of a pool that nobody uses yet."""
-        tokens = min(16, self.num_slots)
-        pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
-        table = self.table(pages, tokens)
+        """Compile the kernels now, on a small pool of their own: the first room could not wait for
+        it, and the node may be computing already."""
+        pool, parts, tokens = self._buffer, self._parts, 16
+        shape = (1, 2, 2 * tokens, *pool.shape[3:])
+        with torch.cuda.device(self._device):
+            small = torch.zeros(shape, dtype=pool.dtype, device=self._device)
+            torch.cuda.current_stream(self._device).synchronize()
+        table = _Table(np.arange(tokens, dtype=np.int32), self._tables)
         slot = self.make_slots(1, tokens * self.cell_bytes, on_device=True)[0]
+        self._buffer, self._parts = small, [small.data_ptr()] * len(parts)
         for start in {0, tokens // 3}:
             block = Block(start, tokens, 0, 1)
             self.gather(table, block, slot).wait()
-            self._in.stream.wait_stream(self._out.stream)
             self.scatter(table, block, slot).wait()
+        self._buffer, self._parts = pool, parts

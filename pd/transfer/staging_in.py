@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pd.core.exit import STUCK_PREFIX
 from pd.transfer.staging_messages import (
     VERSION,
+    Drained,
     FilledSlots,
     Freed,
     Leaving,
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Longer than a kernel sends again what nobody acknowledged.
 QUARANTINE_SECONDS = 20 * 60.0
-# The sockets of a killed process close before its GPU context: copies that it had begun between
-# GPUs end within this time or with the context.
+# The sockets of a killed process, which says nothing, close before its GPU context: copies that it
+# had begun between GPUs end within this time or with the context.
 LAST_COPY_SECONDS = 2.0
 _SHORT, _LONG = 100e-6, 20e-3
 # A call that took longer than this has moved something.
@@ -66,7 +67,7 @@ class InLink:
         self._incoming, self._channel = incoming, channel
         self._target: Target | None = None
         self._setting_up = False
-        self._on_device = self._lost = self._broken = False
+        self._on_device = self._drained = self._lost = self._broken = False
         self._safe_at = float("inf")
         self._peer_waits = True
         self._moved_at = time.monotonic()
@@ -106,13 +107,15 @@ class InLink:
             if message.returns:
                 self.end()
             self._incoming.lost(self, message.reason)
+        elif isinstance(message, Drained):
+            self._drained = True
         else:
             raise ValueError(f"a prefill node does not send {type(message).__name__}")
 
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         incoming = self._incoming
         with incoming.lock:
-            late = LAST_COPY_SECONDS if self._on_device else 0.0
+            late = LAST_COPY_SECONDS if self._on_device and not self._drained else 0.0
             seconds = late if proof else QUARANTINE_SECONDS
             self._safe_at = min(self._safe_at, time.monotonic() + seconds)
         incoming.lost(self, reason)

@@ -10,7 +10,7 @@ from pd.core.messages import ROOM_BYTES
 from pd.transfer.frames import FrameError
 from pd.transfer.ranges import Block
 
-VERSION = 1
+VERSION = 2
 MAX_SLOTS = 256
 MAX_SLOT_BYTES = 256 << 20
 
@@ -93,6 +93,10 @@ class Leaving(_Note):
     returns: bool
 
 
+class Drained(_Note):
+    """Nothing can land any more; the channel's end follows."""
+
+
 # ---- D to P
 
 
@@ -123,7 +127,7 @@ class Freed(_Note):
     slots: Annotated[list[_Slot], msgspec.Meta(min_length=1, max_length=MAX_SLOTS)]
 
 
-ToDecode: TypeAlias = Open | Waiting | FilledSlots | Leaving
+ToDecode: TypeAlias = Open | Waiting | FilledSlots | Leaving | Drained
 ToPrefill: TypeAlias = Ready | Refused | Freed
 decoder: msgspec.msgpack.Decoder[ToDecode | ToPrefill] = msgspec.msgpack.Decoder(
     ToDecode | ToPrefill

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import TransferError
 from pd.core.exit import STUCK_PREFIX
 from pd.core.messages import LEASE_SECONDS
-from pd.transfer.staging_messages import Filled, FilledSlots, Freed, Leaving, Ready, Waiting
+from pd.transfer.staging_messages import (
+    Drained,
+    Filled,
+    FilledSlots,
+    Freed,
+    Leaving,
+    Ready,
+    Waiting,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -394,6 +402,6 @@ class OutLink:
         """Nothing can land any more, which closing the channel says."""
         self.state = OutState.OVER
         if self._channel is not None:
-            self._channel.close()
+            self._channel.close(Drained())
         self._outgoing.over(self)
         self.changed.notify_all()

@@ -89,7 +89,7 @@ class TcpSender(Sender):
             assert not self._finished, "send after finish"
             self._bytes += block.cells * self._memory.cell_bytes
             self._computing += 1
-            self._computed.then(lambda reason: self._is_there(block, reason))
+        self._computed.then(lambda reason: self._is_there(block, reason))
 
     def _is_there(self, block: Block, reason: str) -> None:
         with self._link.changed:

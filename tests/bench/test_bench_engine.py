@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, profile
 
 from pd import cli
 from pd.bench import engine_profile
@@ -88,7 +88,12 @@ def test_a_profile_holds_the_steps_of_one_batch(tmp_path, monkeypatch, capsys) -
     """As on a GPU, except for what the profiler looks at."""
     activities = SimpleNamespace(CUDA=ProfilerActivity.CPU)
     monkeypatch.setattr(engine_profile, "ProfilerActivity", activities)
-    monkeypatch.setattr(engine_profile, "prime", lambda: None)
+
+    def prime() -> None:
+        with profile(activities=[ProfilerActivity.CPU]):
+            torch.zeros(1).add_(1)
+
+    monkeypatch.setattr(engine_profile, "prime", prime)
     monkeypatch.setattr(engine_profile, "_PLAIN", 6)
     path = tmp_path / "trace.json.gz"
     flags = ["--work", "decode:2", "--context", "24", "--steps", "10", "--profile-batch", "2"]

@@ -35,7 +35,14 @@ STEPS = [
     [(31000, 16)],
 ]
 # KV heads, query heads per KV head, head size, page size.
-SHAPES = [(8, 4, 128, 16), (2, 7, 64, 16), (2, 1, 128, 1), (1, 8, 64, 64), (4, 2, 256, 16)]
+SHAPES = [
+    (8, 4, 128, 16),
+    (8, 8, 128, 16),
+    (2, 7, 64, 16),
+    (2, 1, 128, 1),
+    (1, 8, 64, 64),
+    (4, 2, 256, 16),
+]
 # With these head sizes all that FlashInfer is chosen for (registry.py). It compiles for each, about
 # a minute.
 DTYPES = [torch.bfloat16, torch.float16]

@@ -46,6 +46,7 @@ def test_what_stands_beside_a_long_step_does_not_wait_for_it(computed: Computed)
 
 def test_calls_come_in_the_order_of_the_steps(computed: Computed) -> None:
     seen: list[int] = []
+    torch.cuda._sleep(1 << 30)  # so that all have to wait
     for number in range(50):
         torch.cuda._sleep(1 << 20)
         computed.then(lambda _, number=number: seen.append(number))

@@ -134,6 +134,7 @@ class ShmDevice:
         self.mapped = 0
         self.launched = 0
         self.refuses = self.breaks = ""
+        self._closed = False
         self._calls: queue.Queue = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -165,11 +166,13 @@ class ShmDevice:
         return ShmLane(self)
 
     def close(self) -> None:
+        self._closed = True
         self._calls.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             computed, call = item
-            computed.wait()
+            while not computed.wait(0.02) and not self._closed:
+                pass
             call("")

@@ -29,7 +29,15 @@ from pd.transfer.base import TransferState
 from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
 from pd.transfer.staging import StagedManager
-from pd.transfer.staging_messages import Filled, FilledSlots, Freed, Open, Ready, decoder
+from pd.transfer.staging_messages import (
+    VERSION,
+    Filled,
+    FilledSlots,
+    Freed,
+    Open,
+    Ready,
+    decoder,
+)
 from pd.transfer.staging_sender import pieces
 
 SLOTS, TOKENS = 4, 64
@@ -199,10 +207,25 @@ def test_slots_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monk
     (link,) = nodes.d._incoming._links
     link._on_device = True
     begun = time.monotonic()
-    nodes.p.disconnect("D")
+    nodes.p._outgoing.link("D")._channel.close()  # as a kernel does for a killed process
     wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "the quarantine")
     wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of the quarantine")
     assert time.monotonic() - begun >= 0.5
+
+
+@pytest.mark.parametrize("first", ["p", "d"])
+def test_slots_of_a_gpu_are_free_at_once_when_the_peer_says_that_it_drained(pair, first) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    (link,) = nodes.d._incoming._links
+    link._on_device = True
+    begun = time.monotonic()
+    for side in (first, "d" if first == "p" else "p"):
+        getattr(nodes, side).close()
+    assert time.monotonic() - begun < staging_in.LAST_COPY_SECONDS
+    (target,) = nodes.into.targets
+    assert target.closed
 
 
 def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiting(
@@ -375,7 +398,7 @@ class RawP:
     def __init__(self, port: int) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout=10.0)
         greet(self.sock, "held", "P", "D", None)
-        self.send(Open(1, SLOTS, 16 * CELL, False, ""))
+        self.send(Open(VERSION, SLOTS, 16 * CELL, False, ""))
         self.ready = self.receive()
         assert isinstance(self.ready, Ready)
 

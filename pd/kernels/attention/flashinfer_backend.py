@@ -80,7 +80,9 @@ class FlashInferAttention(AttentionBackend):
         hopper = torch.cuda.get_device_capability(self.device)[0] == 9
         self._token_bytes = 2 * kv_heads * head_dim * sample.element_size()
         self.scratch_bytes = _MAX_GATHERED if hopper else 0
-        memory = self.workspace(_WORKSPACE)
+        # Partial results of fa2's tiles of 128 rows of queries where it splits keys.
+        partial = 5 * num_heads * max(1, 264 // kv_heads) * 128 * head_dim
+        memory = self.workspace(max(_WORKSPACE, partial))
         self._short = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa2"))
         self._long: _Prefill | _Contiguous = self._short
         if hopper:
@@ -94,7 +96,7 @@ class FlashInferAttention(AttentionBackend):
         tables = PageTables(batch.pages, batch.starts + batch.lengths, self.pool.page_size)
         everyone = np.arange(len(batch.starts))
         slots = tables.slots(everyone, batch.starts, batch.lengths)
-        short = self._through_fa2(batch)
+        short = self._through_fa2(batch, tables)
         chosen = [
             (prefill, np.flatnonzero(members))
             for prefill, members in ((self._short, short), (self._long, ~short))
@@ -115,12 +117,18 @@ class FlashInferAttention(AttentionBackend):
             prefill.plan(batch, members, tables, index)
             self._parts.append(_Part(prefill, where if isinstance(where, slice) else next(at)))
 
-    def _through_fa2(self, batch: AttentionBatch) -> npt.NDArray[np.bool_]:
+    def _through_fa2(self, batch: AttentionBatch, tables: PageTables) -> npt.NDArray[np.bool_]:
+        """Short chunks, and of long ones behind prefixes those for which there is no memory."""
         short = (batch.lengths <= _SHORT) | (self._long is self._short)
-        if not batch.starts[~short].any():
-            return short  # nothing is gathered
-        gathered = np.where(short, 0, batch.starts + batch.lengths) * self._token_bytes
-        return short | (np.cumsum(gathered) > self.scratch_bytes)
+        long = np.flatnonzero(~short)
+        totals = (batch.starts + batch.lengths)[long]
+        enough = totals.sum() * self._token_bytes <= self.scratch_bytes
+        if enough or not batch.starts[long].any() or _adjacent(tables, long, totals):
+            return short
+        smallest = np.argsort(totals, kind="stable")
+        fits = np.cumsum(totals[smallest]) * self._token_bytes <= self.scratch_bytes
+        short[long[smallest[~fits]]] = True
+        return short
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -222,7 +230,7 @@ class _Contiguous:
         totals = (batch.starts + batch.lengths)[members]
         self._slots = None
         if batch.starts[members].any():
-            slots = tables.slots(members, np.zeros(len(members), np.int64), totals)
+            slots = _all_slots(tables, members, totals)
             if (np.diff(slots) == 1).all():
                 self._slots = slice(int(slots[0]), int(slots[-1]) + 1)
             else:
@@ -399,6 +407,15 @@ def _last_page_len(totals: Int64Array, page_size: int) -> torch.Tensor:
 def _pinned(values: Int64Array) -> torch.Tensor:
     """int32 in pinned memory, which torch keeps until copies from it are done."""
     return torch.from_numpy(values.astype(np.int32)).pin_memory()
+
+
+def _all_slots(tables: PageTables, members: Int64Array, totals: Int64Array) -> Int64Array:
+    """Those of the members' tokens, one sequence behind the other."""
+    return tables.slots(members, np.zeros(len(members), np.int64), totals)
+
+
+def _adjacent(tables: PageTables, members: Int64Array, totals: Int64Array) -> bool:
+    return bool((np.diff(_all_slots(tables, members, totals)) == 1).all())
 
 
 def _ranges(firsts: Int64Array, counts: Int64Array, members: Int64Array) -> Int64Array:
