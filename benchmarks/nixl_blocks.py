@@ -55,7 +55,12 @@ class Agent:
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.nixl = nixl_agent(name, config)
         address, index = self.place
-        self.nixl.register_memory([(address, num_bytes, index, "")], self.kind)
+        self._registered = self.nixl.register_memory([(address, num_bytes, index, "")], self.kind)
+
+    def close(self) -> None:
+        """Before the memory goes."""
+        self.nixl.deregister_memory(self._registered)
+        del self.nixl
 
     def blocks(self, place: tuple[int, int], kind: str, size: int, rng: Any) -> Any:
         """All of the memory there, in random order."""
@@ -74,6 +79,7 @@ def target(device: str, num_bytes: int, pipe: Connection) -> None:
         while not agent.nixl.get_new_notifs():
             time.sleep(20e-6)
         pipe.send(int(agent.memory[:: 4 << 10].sum(dtype=torch.int64)))
+    agent.close()
 
 
 def measure(args: argparse.Namespace, num_bytes: int, pipe: Connection) -> list[dict[str, Any]]:
@@ -100,6 +106,8 @@ def measure(args: argparse.Namespace, num_bytes: int, pipe: Connection) -> list[
             f"{row['gb_s']:>7.1f} {row['write_gb_s']:>7.1f}",
             flush=True,
         )
+    agent.nixl.remove_remote_agent(peer)
+    agent.close()
     return rows
 
 

@@ -307,18 +307,17 @@ def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device, needs
     page_bytes = KVPool.page_bytes(layout)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        free -= needs.lasting
-        usable = free - max(int(total * (1 - config.mem_fraction)), needs.step)
+        usable = free - needs.lasting - max(int(total * (1 - config.mem_fraction)), needs.step)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.tp_size
         usable = int(free * config.mem_fraction)
     if config.kv_cache_tokens is not None:
         wanted = config.kv_cache_tokens // config.page_size
-        if wanted * page_bytes > free - needs.step:
+        # NOTE: what else is needed cannot be told while another node starts on the same GPU.
+        if wanted * page_bytes > free:
             raise SetupError(
                 f"--kv-cache-tokens {config.kv_cache_tokens} needs "
-                f"{wanted * page_bytes / 2**30:.2f} GiB; {(free - needs.step) / 2**30:.2f} GiB are "
-                "free beside what a step takes"
+                f"{wanted * page_bytes / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free"
             )
         return wanted
     if device.type == "cpu":

@@ -38,6 +38,11 @@ RETRY_AFTER_SECONDS = 1
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
+# JSON allows them in strings and events in lines, but clients that read lines of text (httpx) take
+# them for ends of lines.
+_LINE_BREAKS = {
+    char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")
+}
 
 
 class Protocol11(HttpToolsProtocol):
@@ -233,4 +238,8 @@ class JobResponse(Response):
 
 
 def _event(value: object) -> bytes:
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+    data = _encoder.encode(value)
+    if not data.isascii():
+        for char, escape in _LINE_BREAKS.items():
+            data = data.replace(char, escape)
+    return b"data: " + data + b"\n\n"

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from proxy_cluster import Cluster
 
 TOKENS = byte_level()
-TEXT = "hello world, the quick brown fox 😀"
+# With what some take for ends of lines, as does the client of these tests.
+TEXT = "hello world, the quick brown\x85\u2028\u2029 fox 😀"
 
 
 def ids(text: str) -> list[int]:
