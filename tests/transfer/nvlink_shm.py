@@ -60,12 +60,14 @@ class ShmMapping:
 class ShmTicket:
     def __init__(self) -> None:
         self.event = threading.Event()
+        self.waited = False
         self.took = 0.0
 
     def done(self) -> bool:
         return self.event.is_set()
 
     def wait(self) -> None:
+        self.waited = True
         self.event.wait()
 
     def seconds(self) -> float:

@@ -349,6 +349,7 @@ def test_disconnect_on_p_drains_before_it_unmaps(
     assert room.receiver.poll() is TransferState.ACTIVE, "the channel is still open"
     with pytest.raises(TransferError, match="D is not connected"):
         pair.room().open()
+    wait_until(lambda: room.sender._last.waited, "the link to wait for the store")
     pair.p.device.flows.set()
     wait_until(lambda: pair.p.device.mapped == 0, "the mapping to be given up")
     wait_until(lambda: "1 transfers were under way, 1 stores" in caplog.text, "what was cut off")
