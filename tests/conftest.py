@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -27,6 +27,15 @@ def two_tcp_connections() -> None:
     from pd.transfer.tcp import TcpManager
 
     TcpManager.__init__.__kwdefaults__["connections"] = 2
+
+
+@pytest.fixture(autouse=True)
+def settings_of_libraries_stay_here() -> Iterator[None]:
+    """Backends set their libraries' variables, which processes of later tests must not inherit."""
+    before = os.environ.copy()
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
 
 
 @pytest.fixture(scope="session")

@@ -10,15 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 START_TIMEOUT = 60.0
 # What a client may have to wait for an error after a process died (issue: 5 s), and some noise.
@@ -27,10 +28,18 @@ ERROR_WITHIN = 5.0
 
 def free_port() -> int:
     """Free, and of those that the kernel gives to nobody by itself: it must still be free when a
-    process that was killed starts again. (Mooncake takes ports from 15000 to 17000.)"""
+    process that was killed starts again. (Mooncake takes ports from 15000 to 17000.) No other test
+    process gets it within the hour."""
+    taken = Path(tempfile.gettempdir()) / "pd-test-ports"
+    taken.mkdir(exist_ok=True)
     while True:
         port = random.SystemRandom().randrange(17001, 32768)
+        mark = taken / str(port)
+        with contextlib.suppress(FileNotFoundError):
+            if mark.stat().st_mtime < time.time() - 3600:
+                mark.unlink()
         with socket.socket() as sock, contextlib.suppress(OSError):
+            mark.touch(exist_ok=False)
             sock.bind(("127.0.0.1", port))
             return port
 
