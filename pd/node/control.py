@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TICK = 0.1
-# While a transfer is about to complete its state is polled this often; right after something
-# happened, for a while, more often: what is left of most takes less than a millisecond.
+# While a transfer is about to complete its state is polled this often.
 _FAST_POLL_MS = 1
-_EAGER_SECONDS, _EAGER_PAUSE = 2e-3, 1e-4
 _MESSAGES_PER_TURN = 256
 _MAX_STREAMS = 4096
 
@@ -185,19 +183,13 @@ class ControlThread(threading.Thread):
             self._waker.send(b"x")
 
     def run(self) -> None:
-        next_tick = eager_until = time.monotonic()
+        next_tick = time.monotonic()
         soon = False
         while self._running:
             # NOTE: rounded up, or the last millisecond before a tick would be spent in a spin.
             until_tick = math.ceil((next_tick - time.monotonic()) * 1000)
             timeout = _FAST_POLL_MS if soon else max(0, until_tick)
-            if soon and time.monotonic() < eager_until:
-                time.sleep(_EAGER_PAUSE)
-                timeout = 0
-            events = self._poller.poll(timeout)
-            if events:
-                eager_until = time.monotonic() + _EAGER_SECONDS
-            for ready, _ in events:
+            for ready, _ in self._poller.poll(timeout):
                 if ready == self._wake_reader.fileno():
                     self._wake_reader.recv(4096)
                 else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +24,6 @@ from pd.core.messages import (
     StepOutputs,
     encode,
 )
-from pd.node import control as control_module
 from pd.node.control import ControlThread
 
 if TYPE_CHECKING:
@@ -157,36 +155,6 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
         wait_until(lambda: heard, 5)
         assert [(name, message.sender) for name, message in heard] == [(b"prefill-1", "prefill-1")]
         control.call(lambda: control.disconnect(b"prefill-1"))
-        control.stop()
-
-
-def test_a_transfer_is_looked_at_again_soon_after_something_happened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And only then: what takes long is not polled all the time."""
-    monkeypatch.setattr(control_module, "_FAST_POLL_MS", 60_000)
-    monkeypatch.setattr(control_module, "_EAGER_SECONDS", 0.5)
-    polls: list[float] = []
-
-    class Handler:
-        def on_message(self, identity: bytes, message: Any) -> None: ...
-
-        def on_tick(self) -> None: ...
-
-        def on_poll(self) -> bool:
-            polls.append(time.monotonic())
-            return True
-
-    control = ControlThread(Handler(), "127.0.0.1", None)
-    control.start()
-    try:
-        wait_until(lambda: polls, 5)
-        time.sleep(1.0)
-        assert polls[-1] - polls[0] < 0.9
-        before = len(polls)
-        control.call(lambda: None)
-        wait_until(lambda: len(polls) > before + 10, 5)
-    finally:
         control.stop()
 
 
