@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import shlex
 import sys
 import time
@@ -152,6 +153,7 @@ def main() -> int:
     near, far = context.Pipe()
     process = context.Process(target=target, args=(theirs, num_bytes, far), daemon=True)
     process.start()
+    far.close()  # so that its end is noticed
     try:
         rows = measure(args, num_bytes, near)
         near.send(None)
@@ -166,4 +168,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # NOTE: with memory on a GPU the library ends a Python that ends with a segmentation fault.
+    os._exit(status)

@@ -199,13 +199,19 @@ def test_an_end_without_proof_keeps_the_slots_for_long(pair, monkeypatch) -> Non
     assert time.monotonic() - begun >= 0.5
 
 
-def test_slots_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monkeypatch) -> None:
-    monkeypatch.setattr(staging_in, "LAST_COPY_SECONDS", 0.5)
+def with_slots_on_device(pair) -> Pair:
+    """Whose link is up, and whose D takes its slots for a GPU's."""
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
     (link,) = nodes.d._incoming._links
     link._on_device = True
+    return nodes
+
+
+def test_slots_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monkeypatch) -> None:
+    monkeypatch.setattr(staging_in, "LAST_COPY_SECONDS", 0.5)
+    nodes = with_slots_on_device(pair)
     begun = time.monotonic()
     nodes.p._outgoing.link("D")._channel.close()  # as a kernel does for a killed process
     wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "the quarantine")
@@ -215,11 +221,7 @@ def test_slots_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monk
 
 @pytest.mark.parametrize("first", ["p", "d"])
 def test_slots_of_a_gpu_are_free_at_once_when_the_peer_says_that_it_drained(pair, first) -> None:
-    nodes = pair()
-    nodes.introduce()
-    nodes.transfer()
-    (link,) = nodes.d._incoming._links
-    link._on_device = True
+    nodes = with_slots_on_device(pair)
     begun = time.monotonic()
     for side in (first, "d" if first == "p" else "p"):
         getattr(nodes, side).close()
