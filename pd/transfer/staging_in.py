@@ -83,6 +83,12 @@ class InLink:
             ending = self.state is InState.ENDING and self.slots is not None
             return len(self.slots) if ending and self.slots is not None else 0
 
+    @property
+    def awaits_proof(self) -> bool:
+        """P may still write into slots that nobody reads any more."""
+        with self._incoming.lock:
+            return self.quarantined > 0 and time.monotonic() < self._safe_at
+
     def end(self) -> None:
         """Any thread: ask P to drain. The slots stay until it says that it did, or is gone."""
         with self._incoming.lock:

@@ -128,9 +128,10 @@ class Incoming:
         return link
 
     def refusal(self, link: InLink) -> str:
-        """Why a peer gets no more slots; empty if it does."""
+        """Why a peer gets no more slots; empty if it does. Slots that are about to be freed do not
+        count, or a peer that was told so would be refused all the same."""
         with self.lock:
-            lost = [x for x in self._links if x.peer == link.peer and x.quarantined]
+            lost = [x for x in self._links if x.peer == link.peer and x.awaits_proof]
         if len(lost) < MAX_ZOMBIES:
             return ""
         return f"the slots of {len(lost)} lost links of {link.peer} are still in quarantine"

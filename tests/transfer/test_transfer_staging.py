@@ -29,6 +29,7 @@ from pd.transfer.base import TransferState
 from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
 from pd.transfer.staging import StagedManager
+from pd.transfer.staging_in import InLink
 from pd.transfer.staging_messages import (
     VERSION,
     Filled,
@@ -262,9 +263,8 @@ def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiti
     nodes.transfer()
 
 
-def test_lost_links_are_counted_and_one_too_many_is_refused(pair) -> None:
-    nodes = pair()
-    nodes.introduce()
+def lose_links(nodes: Pair) -> None:
+    """As many as may be lost as far as P can tell; their writes stay in the air."""
     for _ in range(4):
         nodes.out.held = False
         nodes.out.open.update(nodes.out.paths)
@@ -273,18 +273,39 @@ def test_lost_links_are_counted_and_one_too_many_is_refused(pair) -> None:
         sender, _, _ = nodes.room()
         sender.send(0, 16, 0, 1)
         wait_until(lambda: nodes.out.paths[-1].flying, "the write")
-        # Lost as far as P can tell; the writes stay in the air.
-        path = nodes.out.paths[-1]
-        path.poll = lambda: []
+        nodes.out.paths[-1].poll = lambda: []
         nodes.p._outgoing.link("D").end("the link to D was lost: a test")
-    with pytest.raises(TransferError, match="4 links to D were lost while something was being"):
-        nodes.room()
-    assert nodes.p.quarantined_slots == 4
+
+
+def let_go(nodes: Pair) -> None:
     for path in nodes.out.paths:
         del path.poll
     nodes.out.held = False
+
+
+def test_lost_links_are_counted_and_one_too_many_is_refused(pair) -> None:
+    nodes = pair()
+    nodes.introduce()
+    lose_links(nodes)
+    with pytest.raises(TransferError, match="4 links to D were lost while something was being"):
+        nodes.room()
+    assert nodes.p.quarantined_slots == 4
+    let_go(nodes)
     wait_until(lambda: nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0, "the end")
     nodes.transfer()
+
+
+def test_a_link_is_welcome_while_the_lost_ones_are_being_put_away(pair, monkeypatch) -> None:
+    nodes = pair()
+    nodes.introduce()
+    lose_links(nodes)
+    with monkeypatch.context() as patch:
+        patch.setattr(InLink, "_may_go", lambda self: False)
+        let_go(nodes)
+        wait_until(lambda: nodes.p.quarantined_slots == 0, "the end of P's links")
+        assert nodes.d.quarantined_slots == 4 * SLOTS
+        nodes.transfer()
+    wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of D's links")
 
 
 def test_a_failed_write_ends_its_rooms_and_the_next_works(pair) -> None:
