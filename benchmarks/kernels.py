@@ -6,6 +6,8 @@ Each figure is the device time of one call inside a CUDA graph of many calls, ea
 activations of its own, so that nothing is found in the L2 cache by accident. Bytes are the least
 that must be moved. ``layer`` is a decoder layer of Llama-3.1-8B without attention: norm, qkv,
 rotation and store, output, norm, gate and up, down; its reference is the same in torch.
+``prompts`` are bound by operations, and come as one kernel and as cuBLAS's product with SiLU·mul
+after it.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Case:
     Attributes:
         num_bytes: read and written by one call.
         calls: work on distinct memory, to be called in turn.
+        operations: of one call's matrix product, where these are what it is bound by.
         has_reference: False where torch would have to wait for the GPU.
     """
 
@@ -55,6 +58,7 @@ class Case:
     num_bytes: int
     calls: list[Callable[[], Any]]
     has_reference: bool = True
+    operations: int = 0
 
 
 def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -145,6 +149,22 @@ def products() -> Iterator[Case]:
             moved = size + 2 * rows * (inputs + outputs // (2 if name == "gate_up" else 1))
             calls = [lambda x=x, w=w, f=function: f(x, w) for w in weights]
             yield Case(function.__name__, f"{name}, {rows} rows", moved, calls)
+
+
+def prompts() -> Iterator[Case]:
+    weights = [draw(2 * INTERMEDIATE, HIDDEN, scale=0.02) for _ in range(4)]
+    for rows in (1024, 2048, 8192):
+        x = draw(rows, HIDDEN)
+        moved = 2 * (2 * INTERMEDIATE * HIDDEN + rows * (HIDDEN + INTERMEDIATE))
+        operations = 4 * rows * INTERMEDIATE * HIDDEN
+        kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "one kernel": lambda w, x=x: gate_up_silu(x, w),
+            "two": lambda w, x=x: silu_and_mul(linear(x, w)),
+        }
+        for name, function in kinds.items():
+            calls = [lambda w=w, f=function: f(w) for w in weights]
+            text = f"{rows} rows, {name}"
+            yield Case("gate_up_silu", text, moved, calls, name == "two", operations)
 
 
 def mixtures() -> Iterator[Case]:
@@ -242,6 +262,7 @@ KERNELS = {
     "activations": activations,
     "ropes": ropes,
     "products": products,
+    "prompts": prompts,
     "mixtures": mixtures,
     "samplers": samplers,
     "layers": layers,
@@ -264,6 +285,7 @@ def measure(case: Case) -> dict[str, Any]:
         "bytes": case.num_bytes,
         "gb_s": round(gb_s),
         "share_of_ceiling": round(gb_s / CEILING_GB_S, 3),
+        "tflops": round(case.operations / us / 1e6) or None,
     }
 
 
@@ -275,7 +297,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here")
     torch.manual_seed(0)
-    print(f"{'kernel':<17}{'size':<26}{'us':>9}{'torch':>9}{'GB/s':>7}{'share':>7}")
+    print(f"{'kernel':<17}{'size':<26}{'us':>9}{'torch':>9}{'GB/s':>7}{'share':>7}{'TFLOPS':>8}")
     results = []
     for name in args.only or KERNELS:
         for case in KERNELS[name]():
@@ -284,7 +306,7 @@ def main() -> None:
             torch_us = "-" if row["torch_us"] is None else f"{row['torch_us']:.2f}"
             print(
                 f"{row['kernel']:<17}{row['size']:<26}{row['us']:>9.2f}{torch_us:>9}"
-                f"{row['gb_s']:>7}{row['share_of_ceiling']:>7.2f}",
+                f"{row['gb_s']:>7}{row['share_of_ceiling']:>7.2f}{row['tflops'] or '-':>8}",
                 flush=True,
             )
         torch.cuda.empty_cache()

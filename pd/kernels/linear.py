@@ -107,4 +107,8 @@ def gate_up_silu(
 
         if linear_triton.fits(x, weight):
             return linear_triton.linear(x, weight, bias, is_gated=True)
+        from pd.kernels import gate_up_triton
+
+        if bias is None and gate_up_triton.fits(x, weight):
+            return gate_up_triton.gate_up_silu(x, weight)
     return silu_and_mul(linear(x, weight, bias))

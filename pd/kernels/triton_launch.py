@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def launch(
 
     Args:
         args: the kernel's arguments up to the first ``tl.constexpr``: tensors or what else has
-            their ``data_ptr`` and ``dtype``, and numbers.
+            their ``data_ptr`` and ``dtype``, descriptors of tensors, and numbers.
         overlaps: False if no kernel after this one is to begin before it ends. Of no concern to
             kernels without the argument ``PDL``, which is given here.
         settings: all other arguments by name, and Triton's own, such as ``num_warps``.
@@ -87,17 +88,20 @@ def launch(
         if compiled is None:
             _COMPILED[key] = kernel[grid](*args, **settings)
             return
-        values = [x if isinstance(x, int | float) else x.data_ptr() for x in args]
+        values = [x if isinstance(x, _AS_THEY_ARE) else x.data_ptr() for x in args]
         compiled[(*grid, 1, 1)[:3]](*values, *(settings[name] for name in names))
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
+_AS_THEY_ARE = (int, float, TensorDescriptor)
 
 
 def _kind(x: Any) -> object:
     """What Triton may compile another kernel for."""
     if isinstance(x, int):
         return type(x), x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31, x < 1 << 63
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
     return float if isinstance(x, float) else (x.dtype, x.data_ptr() % 16 == 0)
 
 

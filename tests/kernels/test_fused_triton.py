@@ -198,6 +198,52 @@ class TestLinear:
         silu = torch.nn.functional.silu(gate) * up
         assert_near(gate_up_silu(x, weight), silu, 1.5e-2)
 
+    @pytest.mark.skipif(
+        ON_GPU and torch.cuda.get_device_capability()[0] < 9,
+        reason="needs the tensor memory accelerator of GPUs from Hopper on",
+    )
+    @pytest.mark.parametrize(("dtype", "error"), DTYPES[1:])
+    @pytest.mark.parametrize(
+        ("rows", "size", "inputs"), [(1, 128, 64), (130, 136, 72), (300, 8, 200), (257, 304, 128)]
+    )
+    def test_many_rows(
+        self, rows: int, size: int, inputs: int, dtype: torch.dtype, error: float
+    ) -> None:
+        """Of whole tiles and of some that reach over every edge."""
+        from pd.kernels import gate_up_triton
+
+        random = seeded()
+        x = normal(random, rows, inputs).to(dtype)
+        weight = normal(random, 2 * size, inputs, scale=0.05).to(dtype)
+        out = gate_up_triton.gate_up_silu(x.to(DEVICE), weight.to(DEVICE))
+        assert out.dtype == dtype
+        assert_near(out, gate_up_silu(x.float(), weight.float()), error)
+
+    @pytest.mark.skipif(
+        not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    )
+    @pytest.mark.parametrize("rows", [1023, 1024, 5000])
+    @pytest.mark.parametrize(("size", "inputs"), [(14336, 4096), (18944, 3584), (13000, 1000)])
+    def test_many_rows_of_models_on_a_gpu(self, rows: int, size: int, inputs: int) -> None:
+        from pd.kernels import gate_up_triton
+
+        torch.manual_seed(0)
+        x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
+        weight = torch.randn(2 * size, inputs, device=DEVICE, dtype=torch.bfloat16) * 0.02
+        assert gate_up_triton.fits(x, weight)
+        assert not gate_up_triton.fits(x[:300], weight)
+        assert not gate_up_triton.fits(x.float(), weight.float())
+        assert not gate_up_triton.fits(x[:, 1:], weight[:, 1:])
+        gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+        out = gate_up_silu(x, weight)
+        assert_near(out, expected, 1.5e-2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = gate_up_silu(x, weight)
+        graph.replay()
+        assert torch.equal(again, out)
+
     @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
     def test_overlapping_kernels_see_each_others_results(self) -> None:
         """A chain of kernels, launched as it is in a model and in a CUDA graph, equals the same
