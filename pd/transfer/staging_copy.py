@@ -132,9 +132,9 @@ class HostCopier(Copier):
         unit = math.gcd(block.token_start, block.token_stop, size, self.num_slots)
         tokens = np.arange(block.token_start, block.token_stop, unit)
         slots = pages[tokens // size] * size + tokens % size
-        planes = np.arange(2 * block.layer_start, 2 * block.layer_stop) * self.num_slots
+        planes = np.arange(2 * block.layer_start, 2 * block.layer_stop) * (self.num_slots // unit)
         width = unit * self.row_bytes
-        return self._bytes.view(f"V{width}"), ((planes[:, None] + slots) // unit).ravel()
+        return self._bytes.view(f"V{width}"), (planes[:, None] + slots // unit).ravel()
 
     def _packed(
         self, block: Block, slot: torch.Tensor, pool: npt.NDArray[np.void]
