@@ -12,8 +12,8 @@ Two processes, host memory, both ends of the write driven by UCX over shared mem
 - ``notification, thread``: likewise, with NIXL's progress thread at both ends.
 
 `idle_core` is the share of a core that D's process takes while nothing comes, `told_us` the median
-time from the begin of a write of 64 KiB until D knows of it, `gb_s` the rate of writes of 4 MiB, one
-after the other, each known to D before the next.
+time from the begin of a write of 64 KiB until D knows of it, `gb_s` the rate of writes of 4 MiB,
+each known to D before the next begins.
 """
 
 from __future__ import annotations
