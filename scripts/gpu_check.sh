@@ -75,7 +75,8 @@ verdict() {
 skip() { table+=$(printf '%-10s %s' "$1" "skipped: $2")$'\n'; }
 
 if has tests; then
-    pytest=("$python" -m pytest -p no:cacheprovider -q --timeout 120 -m "not full")
+    # The log names each test when it ends; FlashInfer compiles for minutes.
+    pytest=("$python" -m pytest -p no:cacheprovider -vv --timeout 300 -m "not full")
     part tests 1500 "${pytest[@]}" "--junitxml=$out/tests.xml" \
         tests/gpu tests/kernels tests/unified_node/test_unified_memory.py
     if [ "$gpus" -ge 2 ]; then

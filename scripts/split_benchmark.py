@@ -49,6 +49,8 @@ from pd.commands.processes import Child, Children  # noqa: E402
 from pd.core.errors import PDError, SetupError  # noqa: E402
 
 BACKENDS = ("nvlink", "nixl", "tcp", "mooncake")
+# Tokens of a prompt.
+SHORT = 4096
 
 
 @dataclass
@@ -151,14 +153,16 @@ class Measurement:
     def _unloaded(self, length: int) -> None:
         """Prompts for the prefill node alone and for the split take turns, each after a rest and as
         often after one of the other kind as of its own, so that both meet GPUs that are as warm and
-        clocked as high."""
+        clocked as high. Short prompts come more often: a millisecond of a host's noise is much of
+        their time."""
         name, prefill = self._system.name, self._system.prefill
         kinds = {name: self._args.outputs}
         if prefill is not None:
             kinds = {"prefill node alone": 1} | kinds
         answers: dict[str, list[Completion]] = {kind: [] for kind in kinds}
         stages: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-        for repeat in range(self._args.repeats + 1):
+        repeats = self._args.repeats * (3 if length < SHORT else 1)
+        for repeat in range(repeats + 1):
             for kind, outputs in list(kinds.items())[:: 1 if repeat % 2 else -1]:
                 before = totals(prefill)
                 time.sleep(self._args.rest)
@@ -236,7 +240,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", type=Path, help="for the proxies; without it they handle ids alone")
     add("--unloaded", default="1024,8192,32768", type=_lengths, help="empty for none")
     add("--outputs", type=int, default=16)
-    add("--repeats", type=int, default=7)
+    add(
+        "--repeats", type=int, default=7, help="of each unloaded prompt; short ones 3 times as many"
+    )
     add("--rest", type=float, default=0.3, help="seconds before each unloaded prompt")
     add("--load", default="streams=48", type=_load, help="as for pd-bench serve; empty for none")
     add("--vocab-size", type=int, default=2000)
