@@ -50,7 +50,7 @@ class Case:
         num_bytes: read and written by one call.
         calls: work on distinct memory, to be called in turn.
         operations: of one call's matrix product, where these are what it is bound by.
-        has_reference: False where torch would have to wait for the GPU.
+        has_reference: False where torch would have to wait for the GPU, or another case has it.
     """
 
     kernel: str

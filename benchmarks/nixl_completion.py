@@ -8,7 +8,7 @@ Two processes, host memory, both ends of the write driven by UCX over shared mem
   for the first write, whose connection UCX cannot make without D's calls): what the nixl backend
   does;
 - ``notification, polled``: P attaches NIXL's notification to the write, D asks for notifications
-  5,000 times a second;
+  at most 5,000 times a second;
 - ``notification, thread``: likewise, with NIXL's progress thread at both ends.
 
 `idle_core` is the share of a core that D's process takes while nothing comes, `told_us` the median
@@ -122,7 +122,7 @@ def measure(way: str, count: int, pipe: Connection, notes: socket.socket) -> dic
         return known - begun
 
     def writes(size: int) -> float:
-        """Of the first the connection is made."""
+        """Median of ``count``, after one that makes the connection."""
         pipe.send(count + 1)
         return median([write(size) for _ in range(count + 1)][1:])
 

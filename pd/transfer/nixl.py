@@ -13,10 +13,11 @@ What this library adds to it:
   (``UCX_NET_DEVICES=lo``, unless the user set it), with one the network has to be trusted.
 
 Completion: D is told of a filled slot over the channel, not by NIXL's notification of a write.
-NIXL has no call that waits for a notification, so D would have to poll while rooms are open or run
-NIXL's progress thread, which take a part or all of a core with nothing to do; and the notification
+NIXL has no call that waits for a notification, so D would have to poll while rooms are open, or
+both ends to run NIXL's progress thread; either takes D 9 % to 107 % of a core with nothing to do,
+and the thread a quarter of the rate (``nixl_completion``). Without that thread a notification
 leaves P only when P polls the write's state, that is, when it could send the note itself. The
-channel's note wakes D from a blocked ``select`` (``benchmarks/nixl_completion.py`` has all three).
+channel's note wakes D from a blocked ``select``.
 
 Progress: both agents run without NIXL's thread. P polls while writes are in flight. D need not do
 anything over shared memory; when a write is not over at once, as over ``tcp``, P says so and D
@@ -53,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 # Two processes on two cores, host memory, Llama-3.1-8B's KV in GB/s: slots of 2 MiB 3.1, 4 MiB 4.0,
 # 8 MiB 4.5, 16 MiB 3.7 (NIXL alone: 5.4; on another machine 4 MiB 6.8 of 7.0). Eight are no faster
-# than four, and slower for what is sent in a few slots: they stay in the cache less.
+# than four, and slower for what is sent in a few slots: they stay in the cache less. With a GPU at
+# one end only: not measured.
 HOST_SLOTS, HOST_SLOT_BYTES = 4, 8 << 20
 # Between two H200s a slot costs P 0.3 ms of Python, whatever its size; the link needs 0.45 ms for
 # 128 MiB. In GB/s: 6 slots of 64 MiB 164, 4 of 128 215, 6 of 128 236, 3 of 256 260; but a

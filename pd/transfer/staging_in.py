@@ -84,10 +84,15 @@ class InLink:
             return len(self.slots) if ending and self.slots is not None else 0
 
     @property
-    def awaits_proof(self) -> bool:
-        """P may still write into slots that nobody reads any more."""
-        with self._incoming.lock:
-            return self.quarantined > 0 and time.monotonic() < self._safe_at
+    def holds_slots(self) -> bool:
+        """It has ended, but its slots, which may just be made, have not."""
+        ending = self.state is InState.ENDING
+        return ending and (self.slots is not None or self._setting_up)
+
+    @property
+    def may_be_written(self) -> bool:
+        """P, or what it had begun, may still write into the slots of an ended link."""
+        return self.holds_slots and time.monotonic() < self._safe_at
 
     def end(self) -> None:
         """Any thread: ask P to drain. The slots stay until it says that it did, or is gone."""

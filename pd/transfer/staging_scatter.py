@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ZOMBIES = 4
 _LOG_INTERVAL = 1.0
-_PINNED_SLOT_BYTES = 4 << 20
+_PINNED_SLOT_BYTES = 8 << 20
 
 
 @dataclass
@@ -128,11 +128,13 @@ class Incoming:
         return link
 
     def refusal(self, link: InLink) -> str:
-        """Why a peer gets no more slots; empty if it does. Slots that are about to be freed do not
-        count, or a peer that was told so would be refused all the same."""
+        """Why a peer gets no more slots; empty if it does. Slots count less when the peer cannot
+        write them any more: its end is over then, and it opens its next link before they are freed
+        here."""
         with self.lock:
-            lost = [x for x in self._links if x.peer == link.peer and x.awaits_proof]
-        if len(lost) < MAX_ZOMBIES:
+            lost = [x for x in self._links if x.peer == link.peer and x.holds_slots]
+            writable = sum(x.may_be_written for x in lost)
+        if writable < MAX_ZOMBIES and len(lost) < 2 * MAX_ZOMBIES:
             return ""
         return f"the slots of {len(lost)} lost links of {link.peer} are still in quarantine"
 

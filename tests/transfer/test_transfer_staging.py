@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from held_mover import HeldMover
+from held_mover import HeldMover, HeldTarget
 from transfer_helpers import (
     SEED,
     hand_off,
@@ -37,6 +37,7 @@ from pd.transfer.staging_messages import (
     Freed,
     Open,
     Ready,
+    Refused,
     decoder,
 )
 from pd.transfer.staging_sender import pieces
@@ -303,9 +304,9 @@ def test_a_link_is_welcome_while_the_lost_ones_are_being_put_away(pair, monkeypa
         patch.setattr(InLink, "_may_go", lambda self: False)
         let_go(nodes)
         wait_until(lambda: nodes.p.quarantined_slots == 0, "the end of P's links")
-        assert nodes.d.quarantined_slots == 4 * SLOTS
+        wait_until(lambda: nodes.d.quarantined_slots == 4 * SLOTS, "the end of D's links")
         nodes.transfer()
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of D's links")
+    wait_until(lambda: nodes.d.quarantined_slots == 0, "D's slots")
 
 
 def test_a_failed_write_ends_its_rooms_and_the_next_works(pair) -> None:
@@ -422,8 +423,8 @@ class RawP:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout=10.0)
         greet(self.sock, "held", "P", "D", None)
         self.send(Open(VERSION, SLOTS, 16 * CELL, False, ""))
-        self.ready = self.receive()
-        assert isinstance(self.ready, Ready)
+        self.answer = self.receive()
+        assert isinstance(self.answer, Ready | Refused)
 
     def send(self, message) -> None:
         body = msgspec.msgpack.encode(message)
@@ -445,6 +446,7 @@ class RawP:
 def raw(pair):
     nodes = pair()
     raw = RawP(nodes.d._hub.port)
+    assert isinstance(raw.answer, Ready)
     yield nodes, raw
     raw.sock.close()
 
@@ -509,6 +511,36 @@ def test_a_slot_cannot_be_filled_again_before_it_was_freed(raw) -> None:
     assert "slot 0 is not P's to fill" in str(receiver.error)
     p.sock.close()
     wait_until(lambda: nodes.d.quarantined_slots == 0, "the proof")
+
+
+def test_a_peer_whose_lost_links_may_still_write_gets_no_more_slots(pair) -> None:
+    nodes = pair()
+    peers = [RawP(nodes.d._hub.port) for _ in range(5)]
+    assert [type(p.answer) for p in peers] == 4 * [Ready] + [Refused]
+    assert peers[-1].answer.reason == "the slots of 4 lost links of P are still in quarantine"
+    for p in peers:
+        p.sock.close()
+    wait_until(lambda: not nodes.d._incoming._links, "the proof")
+    again = RawP(nodes.d._hub.port)
+    assert isinstance(again.answer, Ready)
+    again.sock.close()
+
+
+def test_slots_that_cannot_be_freed_are_bounded(pair, monkeypatch) -> None:
+    def fail(target: HeldTarget) -> None:
+        raise RuntimeError("the library is broken")
+
+    nodes = pair()
+    monkeypatch.setattr(HeldTarget, "close", fail)
+    answers = []
+    for number in range(12):
+        p = RawP(nodes.d._hub.port)
+        answers.append(type(p.answer))
+        p.sock.close()
+        kept = min(number + 1, 8)
+        wait_until(lambda kept=kept: nodes.d.quarantined_slots == kept * SLOTS, "its end")
+        wait_until(lambda kept=kept: len(nodes.d._incoming._links) == kept, "the refused one's end")
+    assert answers == 8 * [Ready] + 4 * [Refused]
 
 
 def test_a_channel_that_is_over_before_it_was_looked_at_is_dialled_again(pair, monkeypatch) -> None:
