@@ -6,8 +6,8 @@ Each figure is the device time of one call inside a CUDA graph of many calls, ea
 activations of its own, so that nothing is found in the L2 cache by accident. Bytes are the least
 that must be moved. ``layer`` is a decoder layer of Llama-3.1-8B without attention: norm, qkv,
 rotation and store, output, norm, gate and up, down; its reference is the same in torch.
-``prompts`` are bound by operations, and come as one kernel and as cuBLAS's product with SiLU·mul
-after it.
+``prompts`` are bound by operations, and come as one kernel (on Hopper GPUs) and as cuBLAS's product
+with SiLU·mul after it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ One program per multiprocessor takes tiles in turn, so that the loads of the nex
 the last one is stored; neighbouring tiles share rows and columns in the L2 cache. Operands are
 loaded by the tensor memory accelerator (CUDA programming guide, "Tensor Memory Access"), which also
 takes care of tiles that reach over an edge. Unlike small kernels, this one is not launched before
-its predecessor ends (:mod:`pd.kernels.triton_launch`): with that, a prompt of 8,192 tokens took
-1.3 % longer.
+its predecessor ends (:mod:`pd.kernels.triton_launch`): long prompts took longer with that.
 """
 
 # Triton is not installed everywhere, and its language has no types.

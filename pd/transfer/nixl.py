@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Two processes on two cores, host memory, Llama-3.1-8B's KV in GB/s: slots of 2 MiB 3.1, 4 MiB 4.0,
-# 8 MiB 4.5, 16 MiB 3.7 (NIXL alone: 5.4; on another machine 4 MiB 6.8 of 7.0). Eight are no faster
-# than four, and slower for what is sent in a few slots: they stay in the cache less. With a GPU at
-# one end only: not measured.
+# `pd-bench transfer` on two cores, host memory, Llama-3.1-8B's KV in GB/s: slots of 2 MiB 3.1,
+# 4 MiB 4.0, 8 MiB 4.5, 16 MiB 3.7 (NIXL alone: 5.4; on another machine 4 MiB 6.8 of 7.0). Eight are
+# no faster than four, and slower for what is sent in a few slots: they stay in the cache less. With
+# a GPU at one end only: not measured.
 HOST_SLOTS, HOST_SLOT_BYTES = 4, 8 << 20
 # Between two H200s a slot costs P 0.3 ms of Python, whatever its size; the link needs 0.45 ms for
 # 128 MiB. In GB/s: 6 slots of 64 MiB 164, 4 of 128 215, 6 of 128 236, 3 of 256 260; but a

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import random
-import socket
-import struct
 import time
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from held_mover import HeldMover, HeldTarget
+from staged_pair import CELL, SLOTS, TOKENS, Pair
 from transfer_helpers import (
     SEED,
     hand_off,
-    introduce,
     make_pool,
     random_pages,
-    reservation,
     settled,
     wait_until,
 )
@@ -26,72 +21,9 @@ from transfer_helpers import (
 from pd.core.errors import TransferError
 from pd.transfer import channel_hub, staging_in, staging_out
 from pd.transfer.base import TransferState
-from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
-from pd.transfer.staging import StagedManager
 from pd.transfer.staging_in import InLink
-from pd.transfer.staging_messages import (
-    VERSION,
-    Filled,
-    FilledSlots,
-    Freed,
-    Open,
-    Ready,
-    Refused,
-    decoder,
-)
 from pd.transfer.staging_sender import pieces
-
-SLOTS, TOKENS = 4, 64
-CELL = 2 * 2 * 4 * 4
-
-
-class Pair:
-    """P and D in this process, each with a library of its own."""
-
-    def __init__(self, slot_bytes: int = 16 * CELL) -> None:
-        self.source = make_pool(256, 4)
-        self.target = make_pool(256, 16, fill=-1.0)
-        self.out, self.into = HeldMover(), HeldMover()
-        kwargs = {"slots": SLOTS, "slot_bytes": slot_bytes}
-        self.p = StagedManager(self.source, "P", "127.0.0.1", mover=self.out, **kwargs)
-        self.d = StagedManager(self.target, "D", "127.0.0.1", mover=self.into, **kwargs)
-        self.epoch = 0
-        self.pages = np.arange(TOKENS // 4, dtype=np.int32)[::-1].copy()
-        self.rooms = 0
-
-    def introduce(self) -> None:
-        introduce(self.p, "P", self.d, "D", self.source)
-
-    def room(self):
-        """A sender and a receiver of a room of its own pages."""
-        self.epoch += 1
-        into = np.arange(4, dtype=np.int32) + 4 * (self.epoch % 4)
-        receiver = self.d.receiver("P", bytes(16), self.epoch, into, 0, TOKENS)
-        asked = reservation(receiver, bytes(16), self.epoch, 0)
-        return self.p.sender("D", asked, self.pages, TOKENS), receiver, into
-
-    def transfer(self) -> None:
-        sender, receiver, into = self.room()
-        sender.send(0, TOKENS, 0, 3)
-        hand_off(sender, receiver)
-        arrived = self.target.tokens(into, 0, TOKENS)
-        assert torch.equal(arrived, self.source.tokens(self.pages, 0, TOKENS))
-
-
-@pytest.fixture
-def pair():
-    made: list[Pair] = []
-
-    def make(**kwargs) -> Pair:
-        made.append(Pair(**kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.out.held = False
-        one.p.close()
-        one.d.close()
 
 
 def test_a_room_larger_than_all_slots_goes_through_them(pair) -> None:
@@ -411,136 +343,6 @@ def test_a_manager_that_cannot_drain_closes_but_does_not_say_that_it_drained(pai
     assert not nodes.out.paths[0].closed
     (link,) = nodes.d._incoming._links
     assert link._safe_at == float("inf")
-
-
-# ---- a peer that breaks the rules
-
-
-class RawP:
-    """P by hand, over a socket."""
-
-    def __init__(self, port: int) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", port), timeout=10.0)
-        greet(self.sock, "held", "P", "D", None)
-        self.send(Open(VERSION, SLOTS, 16 * CELL, False, ""))
-        self.answer = self.receive()
-        assert isinstance(self.answer, Ready | Refused)
-
-    def send(self, message) -> None:
-        body = msgspec.msgpack.encode(message)
-        self.sock.sendall(struct.pack("<I", len(body)) + body)
-
-    def receive(self):
-        head = self.sock.recv(4, socket.MSG_WAITALL)
-        if not head:
-            return None
-        body = self.sock.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL)
-        return decoder.decode(body)
-
-    def filled(self, slot: int, epoch: int, block: Block, room: bytes = bytes(16)) -> None:
-        ends = (block.token_start, block.token_stop, block.layer_start, block.layer_stop)
-        self.send(FilledSlots([Filled(slot, room, epoch, *ends)]))
-
-
-@pytest.fixture
-def raw(pair):
-    nodes = pair()
-    raw = RawP(nodes.d._hub.port)
-    assert isinstance(raw.answer, Ready)
-    yield nodes, raw
-    raw.sock.close()
-
-
-def test_repeated_and_unknown_blocks_are_discarded_and_acknowledged(raw) -> None:
-    nodes, p = raw
-    into = np.arange(4, dtype=np.int32)
-    receiver = nodes.d.receiver("P", bytes(16), 1, into, 0, TOKENS)
-    p.filled(0, 1, Block(0, 16, 0, 1))
-    assert p.receive() == Freed([0])
-    assert receiver.bytes_received == 16 * CELL
-    # A repeat, in whole or in part; a room that is not; an epoch that is not.
-    nodes.target.buffer.fill_(7.0)
-    for slot, epoch, block, room in [
-        (0, 1, Block(0, 16, 0, 1), bytes(16)),
-        (1, 1, Block(15, 17, 0, 1), bytes(16)),
-        (2, 1, Block(16, 32, 0, 1), b"x" * 16),
-        (3, 2, Block(16, 32, 0, 1), bytes(16)),
-    ]:
-        p.filled(slot, epoch, block, room)
-        assert p.receive() == Freed([slot])
-    assert bool((nodes.target.buffer == 7.0).all())
-    assert receiver.bytes_received == 16 * CELL
-    assert nodes.d.counters.discarded_frames == 4
-    assert nodes.d.counters.duplicate_frames == 2
-    assert receiver.poll() is TransferState.ACTIVE
-
-
-@pytest.mark.parametrize(
-    ("slot", "block", "reason"),
-    [
-        (SLOTS, Block(0, 1, 0, 1), f"slot {SLOTS} is not P's to fill"),
-        (0, Block(0, 17, 0, 1), "17 tokens of 1 layers do not fit in a slot"),
-        (0, Block(0, 1, 2, 4), "are no block of 3 layers"),
-        (0, Block(4, 4, 0, 1), "are no block of 3 layers"),
-        (0, Block(60, 65, 0, 1), "tokens [60, 65) are outside the reserved [0, 64)"),
-    ],
-)
-def test_a_block_that_cannot_be_ends_the_link(raw, caplog, slot, block, reason) -> None:
-    nodes, p = raw
-    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), 0, TOKENS)
-    nodes.target.buffer.fill_(7.0)
-    p.filled(slot, 1, block)
-    assert settled(receiver) is TransferState.FAILED
-    assert reason in str(receiver.error)
-    assert "gave up the held channel of P (127.0.0.1:" in caplog.text
-    assert bool((nodes.target.buffer == 7.0).all())
-    # Its slots stay until it is gone.
-    while p.receive() is not None:
-        pass
-    assert nodes.d.quarantined_slots == SLOTS
-    p.sock.close()
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "the proof")
-
-
-def test_a_slot_cannot_be_filled_again_before_it_was_freed(raw) -> None:
-    nodes, p = raw
-    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), 0, TOKENS)
-    one = Filled(0, bytes(16), 1, 0, 16, 0, 1)
-    p.send(FilledSlots([one, one]))
-    assert settled(receiver) is TransferState.FAILED
-    assert "slot 0 is not P's to fill" in str(receiver.error)
-    p.sock.close()
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "the proof")
-
-
-def test_a_peer_whose_lost_links_may_still_write_gets_no_more_slots(pair) -> None:
-    nodes = pair()
-    peers = [RawP(nodes.d._hub.port) for _ in range(5)]
-    assert [type(p.answer) for p in peers] == 4 * [Ready] + [Refused]
-    assert peers[-1].answer.reason == "the slots of 4 lost links of P are still in quarantine"
-    for p in peers:
-        p.sock.close()
-    wait_until(lambda: not nodes.d._incoming._links, "the proof")
-    again = RawP(nodes.d._hub.port)
-    assert isinstance(again.answer, Ready)
-    again.sock.close()
-
-
-def test_slots_that_cannot_be_freed_are_bounded(pair, monkeypatch) -> None:
-    def fail(target: HeldTarget) -> None:
-        raise RuntimeError("the library is broken")
-
-    nodes = pair()
-    monkeypatch.setattr(HeldTarget, "close", fail)
-    answers = []
-    for number in range(12):
-        p = RawP(nodes.d._hub.port)
-        answers.append(type(p.answer))
-        p.sock.close()
-        kept = min(number + 1, 8)
-        wait_until(lambda kept=kept: nodes.d.quarantined_slots == kept * SLOTS, "its end")
-        wait_until(lambda kept=kept: len(nodes.d._incoming._links) == kept, "the refused one's end")
-    assert answers == 8 * [Ready] + 4 * [Refused]
 
 
 def test_a_channel_that_is_over_before_it_was_looked_at_is_dialled_again(pair, monkeypatch) -> None:
