@@ -202,7 +202,7 @@ class _Path(Path):
         except SetupError as error:
             raise MoverError(str(error)) from error
         # The first write may have to wait for the peer; those of the pump's thread must not.
-        self.write(0, 1)
+        self.write(0, 0, 1)
         if not engine.result(self._flying.pop(0), pause=1e-3):
             engine.unregister(slots.data_ptr())
             raise MoverError(
@@ -210,20 +210,19 @@ class _Path(Path):
                 f"the firewall?"
             )
 
-    def write(self, slot: int, num_bytes: int) -> None:
-        offset = slot * self._slots.shape[1]
-        source, destination = self._slots.data_ptr() + offset, self._there.slots + offset
-        batch = self._engine.submit(self._there.engine, source, destination, num_bytes)
-        self._flying[slot] = batch
+    def write(self, source: int, target: int, num_bytes: int) -> None:
+        size = self._slots.shape[1]
+        here, there = self._slots.data_ptr() + source * size, self._there.slots + target * size
+        self._flying[target] = self._engine.submit(self._there.engine, here, there, num_bytes)
 
     def poll(self) -> list[Written]:
         over = []
-        for slot, batch in list(self._flying.items()):
+        for target, batch in list(self._flying.items()):
             arrived = self._engine.poll(batch)
             if arrived is not None:
-                del self._flying[slot]
+                del self._flying[target]
                 error = "" if arrived else f"mooncake failed to write to {self._there.engine}"
-                over.append(Written(slot, error))
+                over.append(Written(target, error))
         return over
 
     def close(self) -> None:

@@ -52,11 +52,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# `pd-bench transfer` on two cores, host memory, Llama-3.1-8B's KV in GB/s: slots of 2 MiB 3.1,
-# 4 MiB 4.0, 8 MiB 4.5, 16 MiB 3.7 (NIXL alone: 5.4; on another machine 4 MiB 6.8 of 7.0). Eight are
-# no faster than four, and slower for what is sent in a few slots: they stay in the cache less. With
-# a GPU at one end only: not measured.
-HOST_SLOTS, HOST_SLOT_BYTES = 4, 8 << 20
+# The best of 2 to 8 slots of 1 to 16 MiB (`pd-bench transfer`, two cores, host memory): smaller
+# ones cost more Python, larger or more of them do not stay in the cache. With a GPU at one end
+# only: not measured.
+HOST_SLOTS, HOST_SLOT_BYTES = 4, 4 << 20
 # Between two H200s a slot costs P 0.3 ms of Python, whatever its size; the link needs 0.45 ms for
 # 128 MiB. In GB/s: 6 slots of 64 MiB 164, 4 of 128 215, 6 of 128 236, 3 of 256 260; but a
 # small block takes a whole slot too, and three would be few.
@@ -212,7 +211,7 @@ class NixlTarget(Target):
 
 
 class NixlPath(staging_mover.Path):
-    """P's agent, and a prepared write for each slot and size, made when it is first needed."""
+    """P's agent, and prepared writes between slots, each made when it is first needed."""
 
     poll_seconds = 100e-6
     needs_peer = True
@@ -234,47 +233,48 @@ class NixlPath(staging_mover.Path):
             self._far = agent.nixl.prep_xfer_dlist(peer, far, agent.memory)
         except Exception as error:
             raise MoverError(f"NIXL cannot reach the slots: {_text(error)}") from error
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[tuple[int, int], Any] = {}
         self._flying: dict[int, Any] = {}
         self._over: list[Written] = []
 
-    def write(self, slot: int, num_bytes: int) -> None:
+    def write(self, source: int, target: int, num_bytes: int) -> None:
         self._agent.bind()
-        index = slot * len(self._sizes) + int(np.searchsorted(self._sizes, num_bytes))
+        size = int(np.searchsorted(self._sizes, num_bytes))
+        own, far = (slot * len(self._sizes) + size for slot in (source, target))
         try:
-            handle = self._handles.get(index)
+            handle = self._handles.get((own, far))
             if handle is None:
-                handle = self._handles[index] = self._agent.nixl.make_prepped_xfer(
-                    "WRITE", self._own, [index], self._far, [index], b""
+                handle = self._handles[own, far] = self._agent.nixl.make_prepped_xfer(
+                    "WRITE", self._own, [own], self._far, [far], b""
                 )
             state = self._agent.nixl.transfer(handle)
         except Exception as error:
             # Not begun.
             logger.debug("NIXL did not begin a write", exc_info=True)
-            self._over.append(Written(slot, _text(error)))
+            self._over.append(Written(target, _text(error)))
             return
-        self._settle(slot, handle, state)
+        self._settle(target, handle, state)
 
     def poll(self) -> list[Written]:
         self._agent.bind()
-        for slot, handle in list(self._flying.items()):
+        for target, handle in list(self._flying.items()):
             try:
                 state = self._agent.nixl.check_xfer_state(handle)
             except Exception as error:
                 logger.debug("NIXL gave a write up", exc_info=True)
-                del self._flying[slot]
-                self._over.append(Written(slot, _text(error)))
+                del self._flying[target]
+                self._over.append(Written(target, _text(error)))
                 continue
-            self._settle(slot, handle, state)
+            self._settle(target, handle, state)
         over, self._over = self._over, []
         return over
 
-    def _settle(self, slot: int, handle: Any, state: str) -> None:
+    def _settle(self, target: int, handle: Any, state: str) -> None:
         if state == "PROC":
-            self._flying[slot] = handle
+            self._flying[target] = handle
             return
-        self._flying.pop(slot, None)
-        self._over.append(Written(slot, "" if state == "DONE" else _DOWN))
+        self._flying.pop(target, None)
+        self._over.append(Written(target, "" if state == "DONE" else _DOWN))
 
     def close(self) -> None:
         assert not self._flying, "writes are in flight"

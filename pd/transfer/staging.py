@@ -1,8 +1,8 @@
 """Managers of libraries with one-sided writes, which never write into pool pages.
 
 Each link from P to D owns as many staging slots on one side as on the other. P gathers a block into
-a slot, the library writes it into D's slot of the same number, P says over the channel what the
-slot holds, D's own thread scatters it into the pages and gives the slot back. What that guarantees:
+a slot, the library writes it into one of D's, P says over the channel what that holds, D's own
+thread scatters it into the pages and gives the slot back. What that guarantees:
 
 - Pages on both sides are protected locally, as over ``tcp``: D's thread does every write into D's
   pool, after a lookup of (room, epoch) and a check of the block against the reservation, each

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd.transfer.staging_copy import Copier, Ticket
     from pd.transfer.staging_messages import Ready
     from pd.transfer.staging_mover import Mover
+    from pd.transfer.staging_out import Slots
     from pd.transfer.staging_pump import Pump
     from pd.transfer.staging_sender import StagedSender
 
@@ -50,7 +51,7 @@ class _Gather:
     link: OutLink
     sender: StagedSender
     block: Block
-    slot: int
+    slots: Slots
     ticket: Ticket
 
 
@@ -203,17 +204,17 @@ class Outgoing:
                     job = self._take()
             if job is None:
                 return None
-            link, sender, block, slot = job
+            link, sender, block, slots = job
             try:
                 assert link.slots is not None
-                ticket = self.copier.gather(sender.table, block, link.slots[slot])
-                return _Gather(link, sender, block, slot, ticket)
+                ticket = self.copier.gather(sender.table, block, link.slots[slots.source])
+                return _Gather(link, sender, block, slots, ticket)
             except Exception as error:
                 # Say a CUDA error: it ends the room only.
                 logger.exception("cannot read the pool for %s", link.peer)
-                self._failed(link, sender, block, slot, error)
+                self._failed(link, sender, block, slots, error)
 
-    def _take(self) -> tuple[OutLink, StagedSender, Block, int] | None:
+    def _take(self) -> tuple[OutLink, StagedSender, Block, Slots] | None:
         """Links take turns, and rooms on each."""
         peers = list(self._links)
         for turn in range(len(peers)):
@@ -229,18 +230,18 @@ class Outgoing:
             gather.ticket.wait()
         except Exception as error:
             logger.exception("cannot read the pool for %s", gather.link.peer)
-            self._failed(gather.link, gather.sender, gather.block, gather.slot, error)
+            self._failed(gather.link, gather.sender, gather.block, gather.slots, error)
             return
         with self.changed:
-            gather.link.gathered(gather.sender, gather.block, gather.slot, good=True)
+            gather.link.gathered(gather.sender, gather.block, gather.slots, good=True)
         gather.link.push()
 
     def _failed(
-        self, link: OutLink, sender: StagedSender, block: Block, slot: int, error: Exception
+        self, link: OutLink, sender: StagedSender, block: Block, slots: Slots, error: Exception
     ) -> None:
         with self.changed:
             sender.fail(TransferError(f"cannot read the pool: {error}"))
-            link.gathered(sender, block, slot, good=False)
+            link.gathered(sender, block, slots, good=False)
 
 
 class TooManyZombies(TransferError):

@@ -1,8 +1,7 @@
 """What a transfer library has to offer to staged links (:mod:`pd.transfer.staging`).
 
-A link between P and D owns ``count`` slots of ``slot_bytes`` on each side. P's slot i is always
-written to D's slot i; who may write which slot when is the link's affair. A mover only registers
-slot memory and moves slots.
+A link between P and D owns ``count`` slots of ``slot_bytes`` on each side. Who may write which slot
+when is the link's affair. A mover only registers slot memory and moves slots.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class MoverError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A write that is over: nothing of it can land any more. ``error`` empty: all bytes are in D's
-    slot, visible to D's process."""
+    """A write to D's slot ``target`` that is over: nothing of it can land any more. ``error``
+    empty: all bytes are there, visible to D's process."""
 
-    slot: int
+    target: int
     error: str = ""
 
 
@@ -62,10 +61,10 @@ class Path(ABC):
     needs_peer: bool = False
 
     @abstractmethod
-    def write(self, slot: int, num_bytes: int) -> None:
-        """Begin to write the first bytes of P's slot to D's slot of the same number. Blocks at most
-        for the time of a copy, never for the peer. The outcome, errors included, is given by
-        :meth:`poll`; until then the slot is in flight, and no second write of it is begun."""
+    def write(self, source: int, target: int, num_bytes: int) -> None:
+        """Begin to write the first bytes of P's slot ``source`` to D's slot ``target``. Blocks at
+        most for the time of a copy, never for the peer. The outcome, errors included, is given by
+        :meth:`poll`; until then no second write from or to these slots is begun."""
 
     @abstractmethod
     def poll(self) -> list[Written]:

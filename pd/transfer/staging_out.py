@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.core.errors import TransferError
 from pd.core.exit import STUCK_PREFIX
@@ -39,6 +39,13 @@ logger = logging.getLogger(__name__)
 _ALONE_SECONDS = 1e-3
 
 
+class Slots(NamedTuple):
+    """P's, and D's, to which it is written."""
+
+    source: int
+    target: int
+
+
 class OutState(IntEnum):
     """Of P's end. Only UP carries rooms' data; ENDING lasts until nothing can land at D."""
 
@@ -52,9 +59,11 @@ class OutState(IntEnum):
 class OutLink:
     """The slots of one link, what lies in them, and the rooms that wait for one.
 
-    A slot goes round: free → gathered into → flying (the library writes it) → held (D reads it) →
-    free. ``progress`` is when that, or a step of the link's opening, was last seen. ``changed``
-    guards this and the senders; the library is called by the pump's thread only.
+    A slot of P (``_own``) and one of D (``_free``) are taken together. P's is free again when the
+    library has written it, D's later, when D, which holds it until then, has read it; so whenever D
+    has a free one, P has. Of either the one that was freed last is taken first: it is still in the
+    cache. ``progress`` is when something of that, or a step of the link's opening, was last seen.
+    ``changed`` guards this and the senders.
     """
 
     def __init__(self, outgoing: Outgoing, peer: str, address: tuple[str, int]) -> None:
@@ -73,9 +82,10 @@ class OutLink:
         self._setting_up = False
         self._senders: set[StagedSender] = set()
         self._queue: deque[StagedSender] = deque()
+        self._own: list[int] = []
         self._free: list[int] = []
-        self._filled: deque[tuple[int, StagedSender, Block]] = deque()
-        self._flying: dict[int, tuple[StagedSender, Block] | None] = {}
+        self._filled: deque[tuple[Slots, StagedSender, Block]] = deque()
+        self._flying: dict[int, tuple[Slots, StagedSender, Block] | None] = {}
         self._held: set[int] = set()
         self._flying_since = 0.0
         # D helps from the start until it is told that nothing is waited for.
@@ -205,7 +215,6 @@ class OutLink:
             if not self._held.issuperset(slots) or len(set(slots)) < len(slots):
                 raise ValueError(f"it freed slots {slots} of which it holds only {self._held}")
             self._held.difference_update(slots)
-            # The slot used last is taken first: it is still in the cache.
             self._free.extend(slots)
             self.progress = time.monotonic()
             self.changed.notify_all()
@@ -233,8 +242,8 @@ class OutLink:
 
     # ---- the gatherer's thread, with the lock
 
-    def take(self) -> tuple[StagedSender, Block, int] | None:
-        """The next block and a slot for it, until :meth:`gathered` or :meth:`dropped`."""
+    def take(self) -> tuple[StagedSender, Block, Slots] | None:
+        """The next block and slots for it, until :meth:`gathered`."""
         while self.state is OutState.UP and self._free and self._queue:
             sender = self._queue.popleft()
             block = sender.next_block(self.max_cells)
@@ -245,18 +254,19 @@ class OutLink:
             sender.reading += 1
             sender.unsaid += 1
             self.gathering += 1
-            return sender, block, self._free.pop()
+            return sender, block, Slots(self._own.pop(), self._free.pop())
         return None
 
-    def gathered(self, sender: StagedSender, block: Block, slot: int, *, good: bool) -> None:
+    def gathered(self, sender: StagedSender, block: Block, slots: Slots, *, good: bool) -> None:
         """The pool is not read any more; a room that ended meanwhile needs no write."""
         self.gathering -= 1
         sender.reading -= 1
         self.progress = time.monotonic()
         if good and sender.active and self.state is OutState.UP:
-            self._filled.append((slot, sender, block))
+            self._filled.append((slots, sender, block))
         else:
-            self._free.append(slot)
+            self._own.append(slots.source)
+            self._free.append(slots.target)
             sender.said()
         if self.state is OutState.ENDING:
             self._outgoing.pump.wake()
@@ -293,7 +303,7 @@ class OutLink:
             # A first write, of which D is not told, shows that the way is open.
             self._to_probe, self._flying_since = False, time.monotonic()
             self._flying[0] = None
-            path.write(0, 1)
+            path.write(0, 0, 1)
         if self.state is OutState.UP:
             self._write(path)
         self._collect(path)
@@ -320,28 +330,29 @@ class OutLink:
 
     def _write(self, path: Path) -> None:
         while self._filled:
-            slot, sender, block = self._filled.popleft()
+            slots, sender, block = self._filled.popleft()
             if not self._flying:
                 self._flying_since = time.monotonic()
-            self._flying[slot] = (sender, block)
-            path.write(slot, block.cells * self._outgoing.copier.cell_bytes)
+            self._flying[slots.target] = (slots, sender, block)
+            num_bytes = block.cells * self._outgoing.copier.cell_bytes
+            path.write(slots.source, slots.target, num_bytes)
 
     def _collect(self, path: Path) -> None:
         """Tell D of what has arrived."""
         notes, told, errors = [], [], []
         for written in path.poll():
-            job = self._flying.pop(written.slot)
+            job = self._flying.pop(written.target)
             self._flying_since = time.monotonic()
             if written.error:
                 errors.append(written.error)
             elif job is None:
                 self._came_up()
             else:
-                sender, block = job
-                told.append((sender, written.slot))
+                slots, sender, block = job
+                told.append((sender, slots))
                 notes.append(
                     Filled(
-                        written.slot,
+                        slots.target,
                         sender.room,
                         sender.epoch,
                         block.token_start,
@@ -358,17 +369,19 @@ class OutLink:
     def _came_up(self) -> None:
         with self.changed:
             assert self.slots is not None
-            self._free = list(reversed(range(len(self.slots))))
+            self._own = list(reversed(range(len(self.slots))))
+            self._free = list(self._own)
             if self.state is OutState.OPENING:
                 self.state, self.progress = OutState.UP, time.monotonic()
                 self.up_since = self.progress
             self.changed.notify_all()
         logger.info("the %s link to %s is up", self._outgoing.mover.name, self.peer)
 
-    def _tell(self, notes: list[Filled], told: list[tuple[StagedSender, int]]) -> None:
+    def _tell(self, notes: list[Filled], told: list[tuple[StagedSender, Slots]]) -> None:
         assert self._channel is not None
         with self.changed:
-            self._held.update(slot for _, slot in told)
+            self._held.update(slots.target for _, slots in told)
+            self._own.extend(slots.source for _, slots in told)
         self._channel.send(FilledSlots(notes))
         with self.changed:
             self.progress = time.monotonic()

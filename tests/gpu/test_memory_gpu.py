@@ -1,4 +1,7 @@
-"""What a node takes of a GPU: as much as it was given, no more with time, or a clear no."""
+"""What a node takes of a GPU: as much as it was given, no more with time, or a clear no.
+
+The GPU has to be free of others, other workers of ``pytest -n`` among them.
+"""
 
 from __future__ import annotations
 

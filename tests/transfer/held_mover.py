@@ -47,34 +47,34 @@ class HeldPath(Path):
         self.address, count, size = msgspec.msgpack.decode(description)
         if (count, size) != slots.shape:
             raise MoverError("slots of another shape")
-        self.flying: dict[int, int] = {}
+        self.flying: dict[int, tuple[int, int]] = {}
         self.closed = False
 
-    def write(self, slot: int, num_bytes: int) -> None:
-        assert slot not in self.flying, "a slot is written twice"
-        self.flying[slot] = num_bytes
-        self._mover.written.append((slot, num_bytes))
+    def write(self, source: int, target: int, num_bytes: int) -> None:
+        assert target not in self.flying, "a slot is written twice"
+        assert source not in [source for source, _ in self.flying.values()], "a slot is sent twice"
+        self.flying[target] = (source, num_bytes)
+        self._mover.written.append((target, num_bytes))
 
     def poll(self) -> list[Written]:
         # A first write opens the link; what a test holds back comes after it.
         if self._mover.held and self in self._mover.open:
             return []
         self._mover.open.add(self)
-        over = [self._land(slot) for slot in list(self.flying)]
-        return over
+        return [self._land(target) for target in list(self.flying)]
 
     def close(self) -> None:
         assert not self.flying
         self.closed = True
 
-    def _land(self, slot: int) -> Written:
-        num_bytes = self.flying.pop(slot)
+    def _land(self, target: int) -> Written:
+        source, num_bytes = self.flying.pop(target)
         if self._mover.error:
-            return Written(slot, self._mover.error)
+            return Written(target, self._mover.error)
         size = self.slots.shape[1]
-        source = self.slots.data_ptr() + slot * size
-        ctypes.memmove(self.address + slot * size, source, num_bytes)
-        return Written(slot)
+        here = self.slots.data_ptr() + source * size
+        ctypes.memmove(self.address + target * size, here, num_bytes)
+        return Written(target)
 
 
 class HeldMover(Mover):

@@ -112,19 +112,20 @@ def changed(target: Target, **values: object) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.decode(target.description) | values)
 
 
-def test_slots_arrive_in_the_slots_of_the_same_number(mover, target, slots) -> None:
-    own = torch.arange(4 * 4096).view(4, 4096).to(torch.uint8)
+def test_slots_arrive_in_the_slots_that_were_named(mover, target, slots) -> None:
+    own = (torch.arange(4 * 4096) % 251).view(4, 4096).to(torch.uint8)
     path = mover.path(own, target.description, "D", lambda: None)
-    for slot in (2, 0):
-        path.write(slot, 4000)
+    sources = {2: 2, 0: 3}
+    for there, here in sources.items():
+        path.write(here, there, 4000)
     over: set[int] = set()
     while len(over) < 2:
         for written in path.poll():
             assert not written.error
-            over.add(written.slot)
+            over.add(written.target)
     for slot in range(4):
-        arrived = 4000 if slot in (2, 0) else 0
-        assert torch.equal(slots[slot, :arrived], own[slot, :arrived])
+        arrived = 4000 if slot in sources else 0
+        assert torch.equal(slots[slot, :arrived], own[sources.get(slot, 0), :arrived])
         assert not slots[slot, arrived:].any()
     path.close()
 
@@ -134,7 +135,7 @@ def test_a_write_to_a_closed_target_fails(mover, slots) -> None:
     path = mover.path(torch.ones_like(slots), target.description, "D", lambda: None)
     slots.zero_()
     target.close()
-    path.write(1, 4096)
+    path.write(1, 1, 4096)
     over = []
     while not over:
         over = path.poll()
