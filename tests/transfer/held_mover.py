@@ -55,6 +55,7 @@ class HeldPath(Path):
         assert source not in [source for source, _ in self.flying.values()], "a slot is sent twice"
         self.flying[target] = (source, num_bytes)
         self._mover.written.append((target, num_bytes))
+        self._mover.sources.append(source)
 
     def poll(self) -> list[Written]:
         # A first write opens the link; what a test holds back comes after it.
@@ -78,8 +79,9 @@ class HeldPath(Path):
 
 
 class HeldMover(Mover):
-    """``held``: writes do not end. ``error``: they end with this. ``written``: all that began.
-    ``slow``: seconds that each step of a link's opening takes."""
+    """``held``: writes do not end. ``error``: they end with this. ``written``: all that began, to
+    which slot and how many bytes; ``sources``: from which. ``slow``: seconds that each step of a
+    link's opening takes."""
 
     name = "held"
 
@@ -89,6 +91,7 @@ class HeldMover(Mover):
         self.refuses = ""
         self.slow = 0.0
         self.written: list[tuple[int, int]] = []
+        self.sources: list[int] = []
         self.targets: list[HeldTarget] = []
         self.paths: list[HeldPath] = []
         self.open: set[HeldPath] = set()

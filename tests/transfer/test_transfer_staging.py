@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import numpy as np
@@ -74,6 +75,30 @@ def test_the_pages_are_free_while_a_write_is_held(pair) -> None:
     wait_until(lambda: nodes.d.counters.discarded_frames == 1, "the late block")
     assert bool((nodes.target.buffer == 7.0).all())
     nodes.transfer()
+
+
+def test_p_s_slot_is_free_when_it_is_written(pair, monkeypatch) -> None:
+    """D's is not, before D has read it."""
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    read, scatter = threading.Event(), nodes.d._copier.scatter
+    monkeypatch.setattr(
+        nodes.d._copier, "scatter", lambda *block: [read.wait(30.0), scatter(*block)][1]
+    )
+    begun = len(nodes.out.written)
+    sender, receiver, into = nodes.room()
+    for layer in range(3):
+        sender.send(0, 16, layer, layer + 1)
+        wait_until(lambda: len(nodes.out.written) == begun + layer + 1, "a write")  # noqa: B023
+        wait_until(lambda: not sender.unsaid, "its note")
+    assert len(set(nodes.out.sources[begun:])) == 1
+    assert len({slot for slot, _ in nodes.out.written[begun:]}) == 3
+    read.set()
+    sender.send(16, TOKENS, 0, 3)
+    hand_off(sender, receiver)
+    arrived = nodes.target.tokens(into, 0, TOKENS)
+    assert torch.equal(arrived, nodes.source.tokens(nodes.pages, 0, TOKENS))
 
 
 @pytest.mark.parametrize("who", ["P", "D"])
