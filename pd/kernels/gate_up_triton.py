@@ -3,7 +3,7 @@ behind :func:`pd.kernels.linear.gate_up_silu`).
 
 Gate and up of 8,192 tokens are 0.5 GB with Llama-3.1-8B, which a kernel of its own reads again to
 write half as much. Here a program computes the same columns of both as one tile, side by side, and
-stores their product: on an H200 6 to 9 % less time than cuBLAS's product and that kernel after it
+stores their product: on an H200 5 to 8 % less time than cuBLAS's product and that kernel after it
 (``kernels_prompts_gpu``).
 
 One program per multiprocessor takes tiles in turn, so that the loads of the next one begin while

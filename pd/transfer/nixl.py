@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The best of 2 to 8 slots of 1 to 16 MiB (`pd-bench transfer`, two cores, host memory): smaller
+# The best of 2 to 8 slots of 1 to 8 MiB (`pd-bench transfer`, two cores, host memory): smaller
 # ones cost more Python, larger or more of them do not stay in the cache. With a GPU at one end
 # only: not measured.
 HOST_SLOTS, HOST_SLOT_BYTES = 4, 4 << 20

@@ -49,7 +49,7 @@ class Target(ABC):
 
 
 class Path(ABC):
-    """P's end of one link. Made on a thread of its own, then used by the pump's thread only.
+    """P's end of one link. Made on a thread of its own, then used by one thread at a time.
 
     Attributes:
         poll_seconds: how often :meth:`poll` has to be called while writes are in flight; None if

@@ -83,9 +83,12 @@ def test_p_s_slot_is_free_when_it_is_written(pair, monkeypatch) -> None:
     nodes.introduce()
     nodes.transfer()
     read, scatter = threading.Event(), nodes.d._copier.scatter
-    monkeypatch.setattr(
-        nodes.d._copier, "scatter", lambda *block: [read.wait(30.0), scatter(*block)][1]
-    )
+
+    def late(*block):
+        assert read.wait(30.0)
+        return scatter(*block)
+
+    monkeypatch.setattr(nodes.d._copier, "scatter", late)
     begun = len(nodes.out.written)
     sender, receiver, into = nodes.room()
     for layer in range(3):
