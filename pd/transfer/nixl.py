@@ -30,6 +30,7 @@ import logging
 import os
 import secrets
 import threading
+from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -239,7 +240,7 @@ class NixlPath(staging_mover.Path):
 
     def write(self, source: int, target: int, num_bytes: int) -> None:
         self._agent.bind()
-        size = int(np.searchsorted(self._sizes, num_bytes))
+        size = bisect_left(self._sizes, num_bytes)
         own, far = (slot * len(self._sizes) + size for slot in (source, target))
         try:
             handle = self._handles.get((own, far))

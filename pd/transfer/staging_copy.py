@@ -100,6 +100,7 @@ class HostCopier(Copier):
     def __init__(self, pool: KVBuffer) -> None:
         super().__init__(pool)
         self._bytes = pool.buffer.view(-1).view(torch.uint8).numpy()
+        self._in_units: dict[int, npt.NDArray[np.void]] = {}
 
     def table(self, pages: IntArray, num_tokens: int) -> npt.NDArray[np.int64]:
         return pages[: -(-num_tokens // self.page_size)].astype(np.int64)
@@ -130,11 +131,16 @@ class HostCopier(Copier):
         copy, and which of them make up the block."""
         size = self.page_size
         unit = math.gcd(block.token_start, block.token_stop, size, self.num_slots)
-        tokens = np.arange(block.token_start, block.token_stop, unit)
-        slots = pages[tokens // size] * size + tokens % size
+        if unit == size:
+            units = pages[block.token_start // size : block.token_stop // size]
+        else:
+            tokens = np.arange(block.token_start, block.token_stop, unit)
+            units = (pages[tokens // size] * size + tokens % size) // unit
         planes = np.arange(2 * block.layer_start, 2 * block.layer_stop) * (self.num_slots // unit)
-        width = unit * self.row_bytes
-        return self._bytes.view(f"V{width}"), (planes[:, None] + slots // unit).ravel()
+        pool = self._in_units.get(unit)
+        if pool is None:
+            pool = self._in_units[unit] = self._bytes.view(f"V{unit * self.row_bytes}")
+        return pool, (planes[:, None] + units).ravel()
 
     def _packed(
         self, block: Block, slot: torch.Tensor, pool: npt.NDArray[np.void]
