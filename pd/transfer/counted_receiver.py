@@ -130,7 +130,7 @@ class CountedReceiver(Receiver):
             block.layer_start : block.layer_stop,
             block.token_start - start : block.token_stop - start,
         ]
-        if cells.any():
+        if np.count_nonzero(cells):
             return False
         cells[:] = True
         self.sources.add(source)

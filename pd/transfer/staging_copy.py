@@ -69,12 +69,16 @@ class Copier(ABC):
         """A sequence's page table in the form that the other methods want; does not wait. Must
         outlive the copies that use it."""
 
-    @abstractmethod
-    def gather(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
-        """Begin to pack a block, which is in the pool, into a slot, uint8 ``[bytes]``."""
+    def view(self, slot: torch.Tensor) -> Any:
+        """A slot, uint8 ``[bytes]``, in the form that the other methods want."""
+        return slot
 
     @abstractmethod
-    def scatter(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
+    def gather(self, table: Any, block: Block, slot: Any) -> Ticket:
+        """Begin to pack a block, which is in the pool, into a slot."""
+
+    @abstractmethod
+    def scatter(self, table: Any, block: Block, slot: Any) -> Ticket:
         """Begin to unpack a slot into the pool."""
 
     @abstractmethod
@@ -105,13 +109,20 @@ class HostCopier(Copier):
     def table(self, pages: IntArray, num_tokens: int) -> npt.NDArray[np.int64]:
         return pages[: -(-num_tokens // self.page_size)].astype(np.int64)
 
-    def gather(self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor) -> Ticket:
+    def view(self, slot: torch.Tensor) -> npt.NDArray[np.uint8]:
+        return slot.numpy()
+
+    def gather(
+        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
+    ) -> Ticket:
         pool, index = self._units(table, block)
         # NOTE: the pages were checked; without "clip" numpy would copy by way of a buffer.
         np.take(pool, index, out=self._packed(block, slot, pool), mode="clip")
         return _OVER
 
-    def scatter(self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor) -> Ticket:
+    def scatter(
+        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
+    ) -> Ticket:
         pool, index = self._units(table, block)
         pool[index] = self._packed(block, slot, pool)
         return _OVER
@@ -143,10 +154,9 @@ class HostCopier(Copier):
         return pool, (planes[:, None] + units).ravel()
 
     def _packed(
-        self, block: Block, slot: torch.Tensor, pool: npt.NDArray[np.void]
+        self, block: Block, slot: npt.NDArray[np.uint8], pool: npt.NDArray[np.void]
     ) -> npt.NDArray[np.void]:
-        packed: npt.NDArray[np.void] = slot.numpy()[: block.cells * self.cell_bytes]
-        return packed.view(pool.dtype)
+        return slot[: block.cells * self.cell_bytes].view(pool.dtype)
 
 
 class HostPartsCopier(HostCopier):
@@ -156,18 +166,22 @@ class HostPartsCopier(HostCopier):
         super().__init__(pool)
         self._pool = pool
 
-    def gather(self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor) -> Ticket:
+    def gather(
+        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
+    ) -> Ticket:
         gather_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, slot))
         return _OVER
 
-    def scatter(self, table: npt.NDArray[np.int64], block: Block, slot: torch.Tensor) -> Ticket:
+    def scatter(
+        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
+    ) -> Ticket:
         scatter_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, slot))
         return _OVER
 
     def _arguments(
-        self, pages: npt.NDArray[np.int64], block: Block, slot: torch.Tensor
+        self, pages: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
     ) -> tuple[torch.Tensor, int, int, torch.Tensor]:
         tokens = np.arange(block.token_start, block.token_stop)
         slots = pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
-        packed = slot[: block.cells * self.cell_bytes]
+        packed = torch.from_numpy(slot[: block.cells * self.cell_bytes])
         return torch.from_numpy(slots), block.layer_start, block.layer_stop, packed

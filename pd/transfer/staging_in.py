@@ -54,13 +54,15 @@ class InState(IntEnum):
 class InLink:
     """D's slots of one link.
 
-    Guarded by ``incoming.lock``; the library is called by the pump's thread only.
+    Guarded by ``incoming.lock``; the library is called by the pump's thread only. ``views`` are the
+    slots as the copier wants them.
     """
 
     def __init__(self, incoming: Incoming, channel: Channel) -> None:
         self.peer = channel.peer
         self.state = InState.NEW
         self.slots: torch.Tensor | None = None
+        self.views: list[Any] = []
         self.max_cells = 0
         self.landing: set[int] = set()
         self.read: list[int] = []
@@ -182,6 +184,7 @@ class InLink:
             return
         with incoming.lock:
             self.slots, self._target, self._on_device = slots, target, device
+            self.views = [incoming.copier.view(slot) for slot in slots]
             self.max_cells = slots.shape[1] // incoming.copier.cell_bytes
             if self.state is InState.NEW:
                 self.state = InState.UP
@@ -266,6 +269,7 @@ class InLink:
         target.close()
         with incoming.lock:
             self._target = self.slots = None
+            self.views.clear()
             self.state = InState.OVER
         self._channel.close()
         incoming.over(self)

@@ -63,7 +63,7 @@ class OutLink:
     library has written it, D's later, when D, which holds it until then, has read it; so whenever D
     has a free one, P has. Of either the one that was freed last is taken first: it is still in the
     cache. ``progress`` is when something of that, or a step of the link's opening, was last seen.
-    ``changed`` guards this and the senders.
+    ``changed`` guards this and the senders. ``views`` are the slots as the copier wants them.
     """
 
     def __init__(self, outgoing: Outgoing, peer: str, address: tuple[str, int]) -> None:
@@ -74,6 +74,7 @@ class OutLink:
         self.progress = self.up_since = time.monotonic()
         self.gathering = 0
         self.slots: torch.Tensor | None = None
+        self.views: list[Any] = []
         self.max_cells = 1
         self._outgoing = outgoing
         self._dial: Dial | None = None
@@ -236,6 +237,7 @@ class OutLink:
             return
         with self.changed:
             self.slots, self._path, self._setting_up = slots, path, False
+            self.views = [outgoing.copier.view(slot) for slot in slots]
             self.progress = time.monotonic()
             self.max_cells = slots.shape[1] // outgoing.copier.cell_bytes
         outgoing.pump.add(self)
@@ -407,6 +409,7 @@ class OutLink:
         path.close()
         with self.changed:
             self._path = self.slots = None
+            self.views.clear()
             self._finish()
 
     # ---- with the lock

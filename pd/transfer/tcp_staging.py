@@ -57,9 +57,10 @@ class Gathers:
         Returns:
             uint8, valid from the end of the ticket's wait until ``DEPTH`` calls later.
         """
-        slot = self._slots[self._next][: block.cells * self._copier.cell_bytes]
+        copier, slot = self._copier, self._slots[self._next]
         self._next = (self._next + 1) % DEPTH
-        return slot, self._copier.gather(tables.of(self._copier), block, slot)
+        ticket = copier.gather(tables.of(copier), block, copier.view(slot))
+        return slot[: block.cells * copier.cell_bytes], ticket
 
 
 class Slots:
@@ -111,9 +112,9 @@ class Scatters:
     ) -> None:
         """Unpack a block; ``over`` is called when nothing of it can be written any more: with an
         empty text when all of it was, else with what went wrong. Never raises."""
-        data = slot[: block.cells * self._copier.cell_bytes]
+        copier = self._copier
         try:
-            ticket = self._copier.scatter(tables.of(self._copier), block, data)
+            ticket = copier.scatter(tables.of(copier), block, copier.view(slot))
         except Exception as error:
             # Whatever CUDA raises; it ends the room, not the thread.
             logger.exception("cannot write to the pool")

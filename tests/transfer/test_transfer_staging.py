@@ -421,11 +421,11 @@ def test_host_copies_agree_with_the_definition_for_any_range() -> None:
         into = random_pages(rng, other, stop)
         near, far = HostCopier(pool), HostCopier(other)
         slot = near.make_slots(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
-        near.gather(near.table(pages, stop), block, slot).wait()
+        near.gather(near.table(pages, stop), block, near.view(slot)).wait()
         layers = slice(block.layer_start, block.layer_stop)
         packed = slot[: block.cells * near.cell_bytes].view(torch.float32)
         assert torch.equal(packed, pool.tokens(pages, start, stop)[layers].reshape(-1))
-        far.scatter(far.table(into, stop), block, slot).wait()
+        far.scatter(far.table(into, stop), block, far.view(slot)).wait()
         assert torch.equal(
             other.tokens(into, start, stop)[layers], pool.tokens(pages, start, stop)[layers]
         )
