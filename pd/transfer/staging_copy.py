@@ -97,8 +97,7 @@ def copier_for(pool: KVBuffer) -> Copier:
 class HostCopier(Copier):
     """A pool in host memory: each call copies before it returns.
 
-    numpy, on the calling thread and without Python's lock: per GB/s of one core, 17 for gathers and
-    25 for scatters of 32 KiB pages, where ``torch.index_copy_`` of bytes does 1.5.
+    With numpy: on the calling thread, without Python's lock, one copy of memory for each page.
     """
 
     def __init__(self, pool: KVBuffer) -> None:
