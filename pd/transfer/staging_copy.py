@@ -97,7 +97,8 @@ def copier_for(pool: KVBuffer) -> Copier:
 class HostCopier(Copier):
     """A pool in host memory: each call copies before it returns.
 
-    With numpy: on the calling thread, without Python's lock, one copy of memory for each page.
+    With numpy: on the calling thread, without Python's lock, one copy of memory for each page
+    or, where a block does not consist of whole pages, for as many tokens as divide both.
     """
 
     def __init__(self, pool: KVBuffer) -> None:

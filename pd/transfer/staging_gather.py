@@ -206,6 +206,7 @@ class Outgoing:
                 return None
             link, sender, block, slots = job
             try:
+                assert link.slots is not None
                 ticket = self.copier.gather(sender.table, block, link.views[slots.source])
                 return _Gather(link, sender, block, slots, ticket)
             except Exception as error:

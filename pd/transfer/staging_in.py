@@ -269,7 +269,7 @@ class InLink:
         target.close()
         with incoming.lock:
             self._target = self.slots = None
-            self.views.clear()
+            self.views = []
             self.state = InState.OVER
         self._channel.close()
         incoming.over(self)

@@ -409,7 +409,7 @@ class OutLink:
         path.close()
         with self.changed:
             self._path = self.slots = None
-            self.views.clear()
+            self.views = []
             self._finish()
 
     # ---- with the lock

@@ -185,17 +185,18 @@ class Incoming:
     def _begin(self, link: InLink, note: Filled) -> _Scatter | None:
         with self.lock:
             receiver = self._receivers.get((note.room, note.epoch))
+            views = link.views
         block = note.block
         good = False
         if receiver is not None and receiver.peer == link.peer:
             good = receiver.claim(block, link)
             self.counters.duplicate_frames += not good
-        if not good or receiver is None or not receiver.enter():
+        if not good or not views or receiver is None or not receiver.enter():
             self._turned_away(link, note)
             link.done_reading(note.slot)
             return None
         try:
-            ticket = self.copier.scatter(receiver.table, block, link.views[note.slot])
+            ticket = self.copier.scatter(receiver.table, block, views[note.slot])
         except BaseException:
             receiver.leave(0)
             raise
