@@ -16,6 +16,7 @@ from pd.core.errors import AuthenticationError, InvalidRequestError, NotFoundErr
 from pd.proxy.chat_api import ChatAPI
 from pd.proxy.completions_api import CompletionsAPI
 from pd.proxy.generate_api import GenerateAPI
+from pd.proxy.tokens_api import TokensAPI
 from pd.proxy.web import error_response
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class RequireKey:
 def make_app(service: Service, admin: AdminAPI, metrics: Metrics, api_key: str | None) -> FastAPI:
     # Without the generated documentation: handlers check bodies themselves, so it would be empty.
     app = FastAPI(openapi_url=None)
+    tokens = TokensAPI(service)
     for path, method, handler in (
         ("/v1/completions", "POST", CompletionsAPI(service).handle),
         ("/v1/chat/completions", "POST", ChatAPI(service).handle),
@@ -79,8 +81,8 @@ def make_app(service: Service, admin: AdminAPI, metrics: Metrics, api_key: str |
         ("/workers/{instance_id:path}", "DELETE", admin.remove_worker),
         ("/v1/models", "GET", admin.models),
         ("/v1/models/{model:path}", "GET", admin.model),
-        ("/tokenize", "POST", admin.tokenize),
-        ("/detokenize", "POST", admin.detokenize),
+        ("/tokenize", "POST", tokens.tokenize),
+        ("/detokenize", "POST", tokens.detokenize),
         ("/abort_request", "POST", admin.abort_request),
         ("/flush_cache", "POST", admin.flush_cache),
     ):
