@@ -1,6 +1,10 @@
 """Token ids to text, one token at a time, without ever splitting a character.
 
-What the pushes and the final flush return, concatenated, equals decoding all ids at once.
+What the pushes and the final flush return, concatenated, equals decoding all ids at once, with one
+exception. Tokenizers with byte fallback decode a run of byte tokens as a whole: if one byte of it
+belongs to no character, they turn every byte of the run into U+FFFD. Here a character is text as
+soon as its last byte is there, and text that was sent cannot be taken back, so only the bytes that
+belong to no character become U+FFFD, one each.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ class TokenTable:
         parts = decoder.get("decoders", [decoder]) if decoder else []
         kinds = {part["type"] for part in parts}
         self.byte_fallback = "ByteFallback" in kinds
+        self._decoder = tokenizer.decoder
         self._metaspace = bool(kinds & {"Metaspace", "Replace"})
         self._alphabet = _byte_level_alphabet()
         self._bytes: dict[int, bytes] = {}
@@ -76,6 +81,11 @@ class TokenTable:
         """The vocabulary's entry; None for an id without one, as padded vocabularies have."""
         piece: str | None = self.tokenizer.id_to_token(token_id)
         return piece
+
+    def join(self, pieces: list[str]) -> str:
+        """The text of these pieces, as the tokenizer decodes them."""
+        text: str = " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
+        return text
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.piece(token_id)
@@ -116,43 +126,75 @@ class _ByteLevelDetokenizer:
         return self._utf8.decode(b"", final=True)
 
 
+class _ByteRun:
+    """Byte tokens that follow each other, cut into characters (UTF-8)."""
+
+    def __init__(self) -> None:
+        self._open = b""  # at most three bytes of a character that is not whole yet
+
+    def push(self, token: str) -> list[str]:
+        """Pieces that are certain now: byte tokens of whole characters as they are, and U+FFFD for
+        each byte that belongs to none."""
+        self._open += bytes([int(token[3:5], 16)])
+        settled: list[str] = []
+        while self._open:
+            try:
+                self._open.decode()
+            except UnicodeDecodeError as error:
+                if error.end == len(self._open) and error.reason == "unexpected end of data":
+                    break
+                settled += [_REPLACEMENT] * error.end
+                self._open = self._open[error.end :]
+            else:
+                settled += [f"<0x{byte:02X}>" for byte in self._open]
+                self._open = b""
+        return settled
+
+    def end(self) -> list[str]:
+        """Pieces of what was left when the run ended: no byte that could complete it will come."""
+        left, self._open = len(self._open), b""
+        return [_REPLACEMENT] * left
+
+
 class _WindowDetokenizer:
     """Any other tokenizer: decode a short window that begins one step back.
 
     Decoders treat the first token of a text differently (a leading space is stripped), so the
     window keeps the tokens of the previous step, and what they alone decode to is subtracted.
-    A run of byte-fallback tokens is decoded when it has ended: until then even its complete
-    characters may still turn into replacement characters.
     """
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
         self._table = table
         self._skipped = table.special_ids if skip_special_tokens else frozenset()
-        self._window: list[int] = []
-        self._known = 0  # tokens of the window whose text was returned already
+        self._bytes = _ByteRun()
+        self._window: list[str] = []
+        self._known = 0  # pieces of the window whose text was returned already
 
     def push(self, token_id: int) -> str:
         piece = self._table.piece(token_id)
         if token_id in self._skipped or piece is None:
             return ""
-        self._window.append(token_id)
-        if self._table.byte_fallback:
-            return "" if _BYTE_TOKEN.fullmatch(piece) else self._advance()
-        return self._advance(hold_incomplete=True)
+        if not self._table.byte_fallback:
+            self._window.append(piece)
+            return self._advance(hold_incomplete=True)
+        if _BYTE_TOKEN.fullmatch(piece):
+            self._window += self._bytes.push(piece)
+        else:
+            self._window += [*self._bytes.end(), piece]
+        return self._advance()
 
     def flush(self) -> str:
+        self._window += self._bytes.end()
         return self._advance()
 
     def _advance(self, hold_incomplete: bool = False) -> str:
-        before = self._decode(self._window[: self._known])
-        now = self._decode(self._window)
         pending = len(self._window) - self._known
+        if not pending:
+            return ""
+        before = self._table.join(self._window[: self._known])
+        now = self._table.join(self._window)
         if hold_incomplete and now.endswith(_REPLACEMENT) and pending < _MAX_INCOMPLETE_TOKENS:
             return ""
         self._window = self._window[self._known :]
         self._known = len(self._window)
         return now[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._table.tokenizer.decode(ids, skip_special_tokens=False)
-        return text

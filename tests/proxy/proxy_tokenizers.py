@@ -58,6 +58,15 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+def byte_fallback_without_strip() -> Tokenizer:
+    """Gemma's kind: a text's first token keeps its space."""
+    tokenizer = byte_fallback()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
 def metaspace() -> Tokenizer:
     """SentencePiece's kind with a metaspace decoder."""
     pieces = ["<unk>", "▁hello", "▁", "wor", "ld", "▁über", "😀", "!", "▁▁"]
@@ -86,4 +95,5 @@ def word_suffix() -> Tokenizer:
     return tokenizer
 
 
-KINDS = [byte_level, byte_fallback, metaspace, word_piece, word_suffix]
+BYTE_FALLBACKS = [byte_fallback, byte_fallback_without_strip]
+KINDS = [byte_level, *BYTE_FALLBACKS, metaspace, word_piece, word_suffix]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proxy_tokenizers import KINDS, byte_fallback, byte_level
+from proxy_tokenizers import BYTE_FALLBACKS, KINDS, byte_fallback, byte_level
 
 from pd.proxy.detokenizer import NoDetokenizer, TokenTable
+from pd.proxy.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tokenizers import Tokenizer
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @cache
@@ -30,8 +35,39 @@ def pieces(kind: Callable[[], Tokenizer], ids: list[int], skip: bool = True) -> 
     return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
 
 
+def characters(run: bytes) -> list[str]:
+    """Byte tokens of the characters in a run, and U+FFFD for each byte outside of them."""
+    found = []
+    while run:
+        for size in range(1, 5):
+            with contextlib.suppress(UnicodeDecodeError):
+                run[:size].decode()
+                found += [f"<0x{byte:02X}>" for byte in run[:size]]
+                run = run[size:]
+                break
+        else:
+            found.append("\ufffd")
+            run = run[1:]
+    return found
+
+
+def whole(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    """The tokenizer's own decode, given U+FFFD for bytes that belong to no character."""
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    tokens = [tokenizer.id_to_token(i) for i in ids if not (skip and i in special)]
+    shown: list[str] = []
+    run = b""
+    for token in [*(token for token in tokens if token is not None), None]:
+        if token is not None and BYTE_TOKEN.fullmatch(token):
+            run += bytes.fromhex(token[3:5])
+            continue
+        shown += [*characters(run), *([] if token is None else [token])]
+        run = b""
+    return str(tokenizer.decoder.decode(shown))
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_of_any_ids_concatenate_to_the_full_decode(
     kind: Callable[[], Tokenizer], data: st.DataObject, skip: bool
@@ -40,7 +76,57 @@ def test_pieces_of_any_ids_concatenate_to_the_full_decode(
     beyond = tokenizer.get_vocab_size() + 3  # a model's vocabulary is often padded
     ids = data.draw(st.lists(st.integers(0, beyond), max_size=40))
     expected = tokenizer.decode(ids, skip_special_tokens=skip)
+    if table(kind).byte_fallback:
+        assert "\ufffd" in expected or expected == whole(tokenizer, ids, skip)
+        expected = whole(tokenizer, ids, skip)
     assert "".join(pieces(kind, ids, skip)) == expected
+
+
+@pytest.mark.parametrize("kind", BYTE_FALLBACKS, ids=lambda kind: kind.__name__)
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(st.text("\n é漢😀\x00▁", max_size=4) | st.integers(259, 280), max_size=12),
+    skip=st.booleans(),
+)
+def test_byte_tokens_of_whole_characters_are_the_full_decode_and_stream_with_their_last_byte(
+    kind: Callable[[], Tokenizer], parts: list[str | int], skip: bool
+) -> None:
+    tokenizer = table(kind).tokenizer
+    detokenizer = table(kind).detokenizer(skip)
+    ids: list[int] = []
+    shown = ""
+    for part in parts:
+        new = [part] if isinstance(part, int) else [3 + byte for byte in part.encode()]
+        for token in new:
+            shown += detokenizer.push(token)
+        ids += new
+        # Nothing waits for the run to end.
+        assert shown == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert detokenizer.flush() == ""
+
+
+def test_a_newline_and_an_emoji_of_byte_tokens_are_text_at_once() -> None:
+    the, world = (table(byte_fallback).tokenizer.token_to_id(piece) for piece in ("▁the", "▁w"))
+    emoji = [3 + byte for byte in "😀".encode()]
+    assert pieces(byte_fallback, [the, 3 + 0x0A, *emoji, 3 + 0x0A, world]) == (
+        ["the", "\n", "", "", "", "😀", "\n", " w", ""]
+    )
+
+
+def test_only_bytes_that_belong_to_no_character_become_replacement_characters() -> None:
+    run = [3 + byte for byte in b"a\xe6\xbcb\xff\n"]
+    assert pieces(byte_fallback, run) == ["a", "", "", "\ufffd\ufffdb", "\ufffd", "\n", ""]
+    # The tokenizer by itself decodes the run as a whole.
+    assert table(byte_fallback).tokenizer.decode(run) == "\ufffd" * len(run)
+    cut = [3 + byte for byte in b"\xe6\xbc"]
+    assert pieces(byte_fallback, cut) == ["", "", "\ufffd\ufffd"]
+
+
+def test_a_stop_string_of_byte_tokens_matches_on_the_token_that_completes_it() -> None:
+    detokenizer, stops = table(byte_fallback).detokenizer(True), StopMatcher(["\n\n"])
+    the = table(byte_fallback).tokenizer.token_to_id("▁the")
+    assert [stops.push(detokenizer.push(i)) for i in (the, 13, 13)] == ["the", "", ""]
+    assert stops.matched == "\n\n"
 
 
 @settings(max_examples=200, deadline=None)
@@ -63,7 +149,10 @@ def test_random_bytes_decode_as_a_whole(data: bytes) -> None:
     assert "".join(pieces(byte_level, ids)) == data.decode(errors="replace")
     assert "".join(pieces(byte_level, ids)) == tokenizer.decode(ids)
     ids = [3 + byte for byte in data]
-    assert "".join(pieces(byte_fallback, ids)) == table(byte_fallback).tokenizer.decode(ids)
+    fallback = table(byte_fallback).tokenizer
+    assert "".join(pieces(byte_fallback, ids)) == whole(fallback, ids, True)
+    with contextlib.suppress(UnicodeDecodeError):
+        assert data.decode().removeprefix(" ") == fallback.decode(ids) == whole(fallback, ids, True)
 
 
 def test_an_emoji_comes_out_with_its_last_byte_and_not_before() -> None:
@@ -79,17 +168,13 @@ def test_a_character_that_never_completes_is_shown_at_the_end() -> None:
 
 def test_the_cost_per_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
-    real = table(byte_fallback).tokenizer
+    real = table(byte_fallback).join
 
-    class Counting:
-        def decode(self, ids: list[int], **options: bool) -> str:
-            decoded.append(len(ids))
-            return str(real.decode(ids, **options))
+    def counting(tokens: list[str]) -> str:
+        decoded.append(len(tokens))
+        return real(tokens)
 
-        def id_to_token(self, token: int) -> str | None:
-            return str(real.id_to_token(token))
-
-    monkeypatch.setattr(table(byte_fallback), "tokenizer", Counting())
+    monkeypatch.setattr(table(byte_fallback), "join", counting)
     ids = [261, 262, 263] * 200 + [3 + 200] * 500 + [261]
     pieces(byte_fallback, ids)
     assert sum(decoded) < 8 * len(ids)
