@@ -14,6 +14,7 @@ Before each the cache is emptied. The roofline is that of `pd/bench/engine_roofl
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
@@ -27,8 +28,6 @@ from pd.core.config import NodeConfig
 from pd.core.errors import PDError, UsageError
 
 if TYPE_CHECKING:
-    import argparse
-
     from pd.bench.engine_roofline import Roofline
     from pd.bench.engine_work import Bench, Measured, Work
     from pd.launch import NodeServer
@@ -79,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORK",
         help=f"decode:B,… prefill:N,… cached:N,… offline:RxIxO (default: {' '.join(DEFAULT_WORK)})",
     )
+    add("work_without_flag", nargs="*", type=_refuse_stray, metavar="WORK", help=argparse.SUPPRESS)
     add("--context", type=int, default=1024, help="tokens attended to in decode, on average")
     add("--steps", type=int, default=100, help="decode steps to measure")
     add("--repeats", type=int, default=5, help="timed prompts of each length")
@@ -86,6 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", type=Path, metavar="FILE", help="trace some decode steps on the GPU into it")
     add("--profile-batch", type=int, default=64, metavar="B", help="sequences in these steps")
     add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+
+
+def _refuse_stray(text: str) -> str:
+    """Whatever stands where no flag asked for it."""
+    hint = "everything is a flag"
+    if ":" in text:
+        hint = f"what to measure is given as --work {text}"
+    raise argparse.ArgumentTypeError(f"unexpected {text!r}: {hint}")
 
 
 def run(args: argparse.Namespace) -> int:

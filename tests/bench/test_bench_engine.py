@@ -78,6 +78,15 @@ def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> N
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("flags", [[], ["--model", "embedded"]])
+def test_work_without_its_flag_is_told_of_the_flag(flags, capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.bench(["engine", *flags, "decode:2"])
+    error = capsys.readouterr().err
+    assert "what to measure is given as --work decode:2" in error
+    assert len(error.splitlines()) == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_profile_needs_a_gpu(tmp_path, capsys) -> None:
     assert cli.bench([*FLAGS, "--profile", str(tmp_path / "trace.json")]) == 2

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,13 +70,48 @@ def test_says_why_the_trace_is_skipped(
     assert "trace replay skipped" in capsys.readouterr().out
 
 
-def test_exit_status_tells_of_a_missed_bar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def missed_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that the bars are for, and one that cannot be met with the small sizes here."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(radix, "machine", lambda: {"cpu": radix.BAR_CPU})
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(radix, "BAR_PROMPT_TOKENS", 1024)
     monkeypatch.setattr(radix, "MATCH_BAR_US", 0.0)
+
+
+def test_exit_status_tells_of_a_missed_bar(
+    missed_bar: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench() == 1
-    assert "MISSED" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.count("MISSED") == 2
+    assert "no bar is judged" not in shown
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        (radix, "machine", lambda: {"cpu": "Z80"}, "the bars were set on AMD EPYC, this is Z80"),
+        (os, "getloadavg", lambda: (1.25, 0, 0), "other work runs on this machine (load average"),
+        (radix, "BAR_PROMPT_TOKENS", 16384, ""),
+    ],
+    ids=["another processor", "other work", "other sizes"],
+)
+def test_nothing_is_judged_where_the_bars_do_not_hold(
+    owner: object,
+    name: str,
+    value: object,
+    reason: str,
+    missed_bar: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(owner, name, value)
+    assert bench() == 0
+    shown = capsys.readouterr().out
+    assert "MISSED" not in shown
+    assert (f"no bar is judged: {reason}" in shown) == bool(reason)
 
 
 @pytest.mark.parametrize("flags", [("--rounds", "0"), ("--trace", "/no/such/file")])
