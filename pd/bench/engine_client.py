@@ -144,6 +144,7 @@ class _Connection:
         self._node = instance_id
         self._instance = secrets.token_hex(8)
         self.socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.IDENTITY, self._instance.encode())
         self.socket.connect(endpoint)
         self._batch: list[_Pending] = []

@@ -42,6 +42,7 @@ class Sockets:
         ``on_gap``: called before a message when others before it were lost.
         """
         socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.IPV6, "[" in endpoint)
         socket.set(zmq.IDENTITY, self.instance_id.encode())
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.IMMEDIATE, 1)  # refuse at once what no connection is there for
