@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.errors import NodeFailedError
@@ -16,6 +17,8 @@ from pd.engine.sampler import SamplingState
 from pd.node.step import Work
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pd.core.messages import Finish, FirstToken
     from pd.core.request import Request
     from pd.engine.saved_pages import SavedPages
@@ -55,6 +58,10 @@ class DecodeManager:
         """Pages that the sequences here are expected to take still."""
         live = [*self.running, *self.waiting, *self.retracted]
         return self.reserve.growth(live, self._memory.page_size)
+
+    def queued(self) -> Iterator[Sequence]:
+        """The sequences of the three queues."""
+        return chain(self.waiting, self.running, self.retracted)
 
     # ---- in
 

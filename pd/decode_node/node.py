@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.errors import InvalidRequestError
@@ -13,11 +14,13 @@ from pd.decode_node.receiving import Receiving
 from pd.node.node import Node
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pd.core.config import NodeConfig
     from pd.core.errors import PDError
     from pd.core.messages import AnyMessage
     from pd.core.node_info import NodeInfo
-    from pd.core.request import Request
+    from pd.core.request import Request, Sequence
     from pd.engine.engine import Engine
     from pd.node.step import Work
     from pd.transfer.base import TransferManager
@@ -56,6 +59,9 @@ class DecodeNode(Node):
 
     def process(self, works: list[Work]) -> None:
         self.decode.process(works)
+        self.want_pump()
+
+    def pump(self) -> None:
         self.receiving.pump()
 
     # ---- requests
@@ -76,6 +82,7 @@ class DecodeNode(Node):
         self.receiving.ended(request, before)
 
     def end_choice(self, request: Request, index: int) -> bool:
+        self.want_pump()
         return self.decode.end_choice(request, index)
 
     def may_release(self, request: Request) -> bool:
@@ -84,7 +91,6 @@ class DecodeNode(Node):
     def release(self, request: Request) -> None:
         self.receiving.release(request)
         super().release(request)
-        self.receiving.pump()
 
     # ---- peers
 
@@ -94,7 +100,6 @@ class DecodeNode(Node):
         for request in list(self.requests.values()):
             if request.peer == instance and request.state in waiting:
                 self.fail(request, error)
-        self.close_ended()
 
     def _on_commit(self, identity: bytes, message: AnyMessage) -> None:
         assert isinstance(message, Commit)
@@ -109,17 +114,15 @@ class DecodeNode(Node):
         self.receiving.drained(message.room, message.epoch, message.sender)
 
     def on_message(self, identity: bytes, message: AnyMessage) -> None:
-        with self.lock:
+        with self.event():
             self.peers.heard_from(identity.decode(errors="replace"))
-        super().on_message(identity, message)
+            super().on_message(identity, message)
 
-    def on_gap(self, identity: bytes) -> None:
-        with self.lock:
-            peer = identity.decode(errors="replace")
-            if self.peers.connected(peer):
-                self.peers.lose(peer, "messages from it were lost")
-                return
-        super().on_gap(identity)
+    def peer_gap(self, instance: str) -> bool:
+        known = self.peers.connected(instance)
+        if known:
+            self.peers.lose(instance, "messages from it were lost")
+        return known
 
     def on_heartbeat(self) -> None:
         self.peers.heartbeat()
@@ -127,7 +130,7 @@ class DecodeNode(Node):
     def sweep(self, now: float) -> None:
         self.peers.sweep(now)
         self.receiving.sweep(now)
-        self.receiving.pump()
+        self.want_pump()
 
     def transfer_peers(self) -> list[NodeInfo]:
         return self.peers.infos()
@@ -144,6 +147,11 @@ class DecodeNode(Node):
     @property
     def queued_tokens(self) -> int:
         return sum(len(r.prompt) for r in self.receiving.preallocation)
+
+    def queued(self) -> Iterator[Sequence]:
+        waiting, receiving = self.receiving.preallocation, self.receiving.transfer
+        yield from (request.sequence for request in chain(waiting, receiving))
+        yield from self.decode.queued()
 
     def queues(self) -> dict[str, int]:
         return {

@@ -36,7 +36,7 @@ class PrefillPeers:
         )
 
     def want(self, url: str, instance: str, then: Callable[[PDError | None], None]) -> None:
-        """Call ``then`` on the control thread, under the lock, once the peer is connected."""
+        """Call ``then`` on the control thread, in an event, once the peer is connected."""
 
         def answered(result: NodeInfo | PDError) -> None:
             self._node.control.call(lambda: self._answered(url, instance, result, then))
@@ -50,7 +50,7 @@ class PrefillPeers:
         result: NodeInfo | PDError,
         then: Callable[[PDError | None], None],
     ) -> None:
-        with self._node.lock:
+        with self._node.event():
             if isinstance(result, PDError):
                 then(result)
                 return

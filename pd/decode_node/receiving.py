@@ -68,7 +68,7 @@ class Receiving:
                 self._node.fail(request, NodeFailedError(error.message))
                 return
             request.hand_off.connected = True
-            self.pump()
+            self._node.want_pump()
 
         self._node.peers.want(request.peer_bootstrap, request.peer, connected)
 
@@ -76,8 +76,8 @@ class Receiving:
         """Reserve for whoever fits, in order of arrival; whose peer is not ready yet is passed."""
         if self._node.decode.retracted:
             return
+        # NOTE: a copy, since who gets memory, or fails for want of a receiver, leaves the queue.
         for request in list(self.preallocation):
-            # NOTE: reserving for one may fail it, which frees memory and so calls this again.
             if self._may_reserve(request) and not self._reserve(request):
                 return
 
@@ -98,7 +98,6 @@ class Receiving:
         if not room_left or not memory.grow(sequence, length, PageState.RESERVED):
             memory.release(sequence)
             return False
-        self.preallocation.remove(request)
         incoming: Incoming = request.hand_off
         incoming.epoch = next(self._epochs)
         try:
@@ -121,6 +120,7 @@ class Receiving:
             cached_prefix_len=cached,
             destination=incoming.receiver.destination,
         )
+        self.preallocation.remove(request)
         request.state = RequestState.RECEIVING
         request.times.reserved = time.monotonic()
         incoming.send_at = request.times.reserved + self._node.transfer.reservation_delay()
@@ -239,7 +239,7 @@ class Receiving:
         self._acknowledge(request.peer, request.room, incoming.epoch)
         self._count(request, incoming.commit)
         self._node.decode.add(request, incoming.commit.first_tokens, repeat=True)
-        self._node.work_available.notify_all()
+        self._node.work_available.set()
 
     def _count(self, request: Request, commit: Commit) -> None:
         incoming: Incoming = request.hand_off
@@ -282,7 +282,7 @@ class Receiving:
     def ended(self, request: Request, before: RequestState) -> None:
         """Give up slots that P may still be writing to, and ask it to drain."""
         incoming: Incoming = request.hand_off
-        if request in self.preallocation:
+        if before is RequestState.PREALLOCATING:
             self.preallocation.remove(request)
         if request in self.transfer:
             self.transfer.remove(request)

@@ -65,7 +65,7 @@ def make_admin_app(node: Node) -> Starlette:
         rid = None if body.abort_all else body.rid
 
         def abort() -> int:
-            with node.lock:
+            with node.event():
                 return node.abort(rid)
 
         count = await run_in_threadpool(abort)

@@ -4,6 +4,11 @@ Two threads share a node's state under one lock. The scheduler thread (:mod:`pd.
 plans a step, runs it without the lock, and accounts for it. The control thread
 (:mod:`pd.node.control`) handles messages and time in between, so that reservations and aborts never
 wait for a forward pass.
+
+Whatever changes the state is an *event* (:meth:`Node.event`): a message, a tick of the clock, a
+step that was planned or accounted for, an administrative action, a callback of a transfer. Ending a
+request in its course only marks and queues it. When the event is over it settles: what ended is
+closed, and what that made possible begins, until nothing changes.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pd.core.errors import (
@@ -34,6 +39,7 @@ from pd.core.messages import (
     ProxyHeartbeat,
 )
 from pd.core.request import Request, RequestState
+from pd.node.closing import ClosingQueue, check_queues
 from pd.node.control import ControlThread
 from pd.node.info import server_info
 from pd.node.leases import Leases
@@ -64,7 +70,7 @@ _DRAIN_SECONDS = 1.0
 
 
 class Node(ABC):
-    """One node: requests come in by message, leave through :meth:`close_ended`.
+    """One node: requests come in by message, leave when an event settles (:meth:`event`).
 
     Subclasses say what a step is (:meth:`plan`, :meth:`process`) and what else ends with a request
     (:meth:`ended`, :meth:`may_release`).
@@ -81,12 +87,14 @@ class Node(ABC):
         radix = RadixCache(config.page_size, policy=config.eviction_policy)
         self.memory = Memory(engine.pool.num_pages, config.page_size, radix)
         self.metrics = NodeMetrics(self)
+        # NOTE: taken by itself only to read; whoever changes anything uses `event`.
         self.lock = threading.RLock()
-        self.work_available = threading.Condition(self.lock)
+        self.work_available = threading.Event()
         self.requests: dict[bytes, Request] = {}
         self.draining = False
-        # Ended requests and when they ended.
-        self._closing: deque[tuple[float, Request]] = deque()
+        self.closing = ClosingQueue()
+        self._events = 0  # that are under way: more than one where they are nested
+        self._pump_wanted = False
         self._tombstones: dict[bytes, float] = {}
         self._proxies: Leases[bytes] = Leases()
         # How often requests of a proxy were given up that it may still wait for.
@@ -127,7 +135,7 @@ class Node(ABC):
 
     def stop(self) -> None:
         """End at once; whoever still waits gets an error."""
-        with self.lock:
+        with self.event():
             for request in list(self.requests.values()):
                 self.fail(request, NodeFailedError(f"{self.role} node {self.instance_id} stopped"))
             self.draining = True
@@ -141,14 +149,49 @@ class Node(ABC):
     @property
     def idle(self) -> bool:
         """Nothing is anywhere."""
-        return not self.requests and not self._closing
+        return not self.requests and not self.closing
 
     @property
     def finished(self) -> bool:
         """Nobody waits for this node. Pages may still wait for a peer that is out of reach."""
-        recently = time.monotonic() - _DRAIN_SECONDS
         live = any(not request.state.terminal for request in self.requests.values())
-        return not live and all(ended < recently for ended, _ in self._closing)
+        return not live and not self.closing.any_since(time.monotonic() - _DRAIN_SECONDS)
+
+    # ---- events
+
+    @contextmanager
+    def event(self) -> Iterator[None]:
+        """Hold the lock while something happens to the node, and settle before giving it up. Any
+        thread. Inside another event of the same thread it is a part of that one."""
+        with self.lock:
+            self._events += 1
+            try:
+                yield
+            finally:
+                try:
+                    if self._events == 1:
+                        self._settle()
+                finally:
+                    self._events -= 1
+
+    def _settle(self) -> None:
+        """Close what ended and begin what became possible, until nothing changes."""
+        while True:
+            while (taken := self.closing.take()) is not None:
+                self._close(*taken)
+            if not self._pump_wanted:
+                return
+            self._pump_wanted = False
+            self.pump()  # which may end requests
+
+    def want_pump(self) -> None:
+        """Something changed that waiting requests may have waited for: pump when this event
+        settles."""
+        self._pump_wanted = True
+
+    def pump(self) -> None:
+        """Let waiting requests go on as far as memory and peers allow. Called when an event
+        settles, if :meth:`want_pump` was called or pages were released."""
 
     # ---- a step
 
@@ -168,6 +211,10 @@ class Node(ABC):
     def on_layers_done(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """What the forward pass calls when the KV of some layers is in the pool."""
         return None
+
+    @abstractmethod
+    def queued(self) -> Iterator[Sequence]:
+        """The sequences in this role's queues, one for each place in one."""
 
     @abstractmethod
     def queues(self) -> dict[str, int]:
@@ -203,7 +250,7 @@ class Node(ABC):
         self.requests[request.room] = request
         self.metrics.requests.inc()
         self.accept(request)
-        self.work_available.notify_all()
+        self.work_available.set()
 
     def check_request(self, request: Request) -> None:
         """Refuse what could never be served here. Raises InvalidRequestError."""
@@ -263,7 +310,8 @@ class Node(ABC):
         return len(found)
 
     def fail(self, request: Request, error: PDError, *, tell_proxy: bool = True) -> None:
-        """End a request without success. The first cause wins; abort outranks what comes later."""
+        """End a request without success. The first cause wins; abort outranks what comes later.
+        Its pages are released when the event settles, or as soon after as nothing uses them."""
         if request.state.terminal:
             return
         if tell_proxy:
@@ -279,36 +327,31 @@ class Node(ABC):
 
     def _end(self, request: Request, state: RequestState) -> None:
         before = request.state
+        assert self._events, "requests end in events only: else nobody would close them"
         assert not before.terminal, f"room {request.room.hex()} ends twice"
         request.state = state
         self.bury(request.room)
+        self.closing.add(request)
         self.ended(request, before)
-        self._closing.append((time.monotonic(), request))
-        self.close_ended()
 
     @abstractmethod
     def ended(self, request: Request, before: RequestState) -> None:
-        """Take a terminal request out of its queue, tell the peer, stop its transfer."""
+        """Take a terminal request out of its queue, tell the peer, stop its transfer. Ends and
+        starts nothing else."""
 
     def may_release(self, request: Request) -> bool:
         """Whether no transfer touches the request's pages any more."""
         return True
 
-    def close_ended(self) -> None:
+    def _close(self, ended: float, request: Request) -> None:
         """The one way out: pages of ended requests are released when nothing can touch them."""
-        waiting: deque[tuple[float, Request]] = deque()
-        try:
-            # NOTE: what a release makes possible may end other requests, and so call this again.
-            while self._closing:
-                ended, request = self._closing.popleft()
-                if request.in_step or not self.may_release(request):
-                    waiting.append((ended, request))
-                    continue
-                del self.requests[request.room]
-                self.release(request)
-                self.work_available.notify_all()
-        finally:
-            self._closing.extendleft(reversed(waiting))
+        if request.in_step or not self.may_release(request):
+            self.closing.rest(ended, request)
+            return
+        del self.requests[request.room]
+        self.release(request)
+        self.want_pump()
+        self.work_available.set()
 
     def release(self, request: Request) -> None:
         """Give the pages of an ended request back."""
@@ -339,7 +382,7 @@ class Node(ABC):
         if handler is None:
             logger.warning("dropped %s: not for a %s node", type(message).__name__, self.role)
             return
-        with self.lock:
+        with self.event():
             handler(identity, message)
 
     def _on_proxy_heartbeat(self, identity: bytes, message: ProxyHeartbeat) -> None:
@@ -356,14 +399,19 @@ class Node(ABC):
 
     def on_gap(self, identity: bytes) -> None:
         """Messages of a process were lost though it lives, so nobody knows what it waits for."""
-        logger.warning("messages of proxy %.64r were lost", identity)
-        with self.lock:
-            self._give_up_proxy(identity, "messages of its proxy were lost")
-            self._count_loss(identity)
+        with self.event():
+            if not self.peer_gap(identity.decode(errors="replace")):
+                logger.warning("messages of proxy %.64r were lost", identity)
+                self._give_up_proxy(identity, "messages of its proxy were lost")
+                self._count_loss(identity)
+
+    def peer_gap(self, instance: str) -> bool:
+        """Messages of a process were lost: give it up if it is a peer; False if it is none."""
+        return False
 
     def on_anew(self, identity: bytes) -> None:
         """A proxy gave up what it had here."""
-        with self.lock:
+        with self.event():
             self._give_up_proxy(identity, "its proxy gave it up")
 
     def _give_up_proxy(self, proxy: bytes, why: str) -> bool:
@@ -382,7 +430,7 @@ class Node(ABC):
         """Leases, deadlines, heartbeats."""
         now = time.monotonic()
         self._scheduler.check_progress(now)
-        with self.lock:
+        with self.event():
             self._tombstones = {r: t for r, t in self._tombstones.items() if t > now}
             for proxy in self._proxies.expired(now):
                 self._proxies.drop(proxy)
@@ -395,7 +443,7 @@ class Node(ABC):
                 self._next_heartbeat = now + HEARTBEAT_INTERVAL
                 self.on_heartbeat()
             self.sweep(now)
-            self.close_ended()
+            self.closing.look_at_transfers()
 
     def on_heartbeat(self) -> None:
         """Twice a second: tell peers that this node lives."""
@@ -405,14 +453,16 @@ class Node(ABC):
 
     def on_poll(self) -> bool:
         """Move transfers along."""
-        with self.lock:
+        # A peer that is out of reach may hold pages for minutes: the clock's ticks will do.
+        recently = time.monotonic() - _DRAIN_SECONDS
+        with self.event():
             busy = self.poll_transfers()
-            if self._closing:
-                self.close_ended()
+            self.closing.look_at_transfers(recently)
             self.outbox.flush()
-            # A peer that is out of reach may hold pages for minutes: the clock's ticks will do.
-            recently = time.monotonic() - _DRAIN_SECONDS
-            return busy or any(t > recently and not r.in_step for t, r in self._closing)
+        if busy or not len(self.closing):
+            return busy
+        with self.lock:
+            return self.closing.any_in_transfer(recently)
 
     def poll_transfers(self) -> bool:
         """Look at transfers; True while one is about to complete."""
@@ -422,13 +472,15 @@ class Node(ABC):
 
     def flush_cache(self) -> int:
         """Drop what is cached and unused; returns the pages freed."""
-        with self.lock:
+        with self.event():
             return self.memory.flush()
 
     def check(self) -> None:
-        """Raise AssertionError unless every page has the owner that the books say."""
+        """Raise AssertionError unless every page has the owner that the books say, and every
+        request the one place that its state says."""
         with self.lock:
             self.memory.check(self.live_sequences(), self.quarantined_pages())
+            check_queues(self.requests.values(), self.closing, self.queued())
 
     def quarantined_pages(self) -> list[object]:
         """Arrays of pages that wait for a peer's drain."""

@@ -51,9 +51,8 @@ class Scheduler(threading.Thread):
 
     def stop(self) -> None:
         """End after the present step, unless that may never end."""
-        with self._node.lock:
-            self._stopping = True
-            self._node.work_available.notify_all()
+        self._stopping = True
+        self._node.work_available.set()
         if self.is_alive():
             self.join(timeout=1 if self._broken else 30)
             if self.is_alive():
@@ -90,12 +89,14 @@ class Scheduler(threading.Thread):
     def _step(self) -> None:
         node, last = self._node, self._launched
         works: list[Work] = []
-        with node.lock:
+        with node.event():
+            # NOTE: before the look: what comes after it is not missed.
+            node.work_available.clear()
             if last is None or node.may_plan_ahead(last.works):
                 works = node.plan()
-            if not works and last is None:
-                node.work_available.wait(_IDLE_WAIT)
-                return
+        if not works and last is None:
+            node.work_available.wait(_IDLE_WAIT)
+            return
         began = time.monotonic()
         self._busy_since = self._busy_since or began
         self._launched = self._launch(works, last) if works else None
@@ -123,12 +124,12 @@ class Scheduler(threading.Thread):
             logger.exception("a step failed")
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
-        with node.lock:
+        with node.event():
             if self._broken:  # what the step left behind need not be its result
                 self._forget(step.works)
             else:
                 node.process(step.works)
-            node.close_ended()
+            node.closing.look_after_step()
             node.outbox.flush()
 
     def _step_failed(self, works: list[Work], error: NodeFailedError) -> None:
@@ -136,10 +137,11 @@ class Scheduler(threading.Thread):
         # NOTE: before any page changes its owner. On a GPU that is broken this raises, and the node
         # is not ready any more.
         self._node.engine.synchronize()
-        with self._node.lock:
+        with self._node.event():
             self._forget(works)
             for work in works:
                 self._node.fail(work.sequence.request, error)
+            self._node.closing.look_after_step()
 
     @staticmethod
     def _forget(works: list[Work]) -> None:
@@ -149,7 +151,7 @@ class Scheduler(threading.Thread):
                 work.sequence.launched = None
 
     def _fail_all(self, error: NodeFailedError) -> None:
-        with self._node.lock:
+        with self._node.event():
             for request in list(self._node.requests.values()):
                 try:
                     self._node.fail(request, error)

@@ -206,7 +206,7 @@ class HandOff:
             return None
 
         def layers_done(first: int, stop: int) -> None:
-            with self._node.lock:
+            with self._node.event():
                 for chunk in chunks:
                     chunk.layers_done(first, stop)
 

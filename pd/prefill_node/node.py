@@ -22,12 +22,13 @@ from pd.prefill_node.hand_off import HandOff
 from pd.prefill_node.prefill import PrefillManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd.bootstrap.registry import Registry
     from pd.core.config import NodeConfig
     from pd.core.messages import AnyMessage
     from pd.core.node_info import NodeInfo
+    from pd.core.request import Sequence
     from pd.engine.engine import Engine
     from pd.node.step import Work
     from pd.prefill_node.outgoing import Outgoing
@@ -161,18 +162,18 @@ class PrefillNode(Node):
 
     def add_peer(self, peer: NodeInfo) -> None:
         """A decode node shook hands at the registry (any thread)."""
-        with self.lock:
+        with self.event():
             self.hand_off.add_peer(peer)
 
     def lose_peer(self, instance: str, why: str) -> None:
         """A decode node was replaced (any thread)."""
-        with self.lock:
+        with self.event():
             self.hand_off.lose_peer(instance, why)
 
     def _on_reservation(self, identity: bytes, message: AnyMessage) -> None:
         assert isinstance(message, Reservation)
         self.hand_off.on_reservation(message)
-        self.work_available.notify_all()
+        self.work_available.set()
 
     def _on_commit_ack(self, identity: bytes, message: AnyMessage) -> None:
         assert isinstance(message, CommitAck)
@@ -185,13 +186,11 @@ class PrefillNode(Node):
     def _on_peer_heartbeat(self, identity: bytes, message: AnyMessage) -> None:
         self.hand_off.peers.heard_from(message.sender)
 
-    def on_gap(self, identity: bytes) -> None:
-        with self.lock:
-            peer = identity.decode(errors="replace")
-            if peer in self.hand_off.peers:
-                self.hand_off.lose_peer(peer, "messages from it were lost")
-                return
-        super().on_gap(identity)
+    def peer_gap(self, instance: str) -> bool:
+        known = instance in self.hand_off.peers
+        if known:
+            self.hand_off.lose_peer(instance, "messages from it were lost")
+        return known
 
     def on_heartbeat(self) -> None:
         self.hand_off.peers.heartbeat()
@@ -210,6 +209,10 @@ class PrefillNode(Node):
     @property
     def queued_tokens(self) -> int:
         return self.prefill.queued_tokens
+
+    def queued(self) -> Iterator[Sequence]:
+        yield from self.prefill.queued()
+        yield from (request.sequence for request in self.hand_off.in_flight)
 
     def queues(self) -> dict[str, int]:
         waiting = sum(r.state is RequestState.WAITING for r in self.prefill.waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.request import Request, RequestState
@@ -11,9 +12,10 @@ from pd.node.step import Work
 from pd.prefill_node.waiting_queue import WaitingQueue, reusable_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd.core.config import NodeConfig
+    from pd.core.request import Sequence
     from pd.engine.engine import Engine
     from pd.node.memory import Memory
 
@@ -56,6 +58,10 @@ class PrefillManager:
         self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
+
+    def queued(self) -> Iterator[Sequence]:
+        """The sequences of both queues."""
+        yield from (request.sequence for request in chain(self.waiting, self.running))
 
     @property
     def queued_tokens(self) -> int:

@@ -14,8 +14,10 @@ from pd.prefill_node.node import first_outputs
 from pd.prefill_node.prefill import PrefillManager
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pd.core.config import NodeConfig
-    from pd.core.request import Request
+    from pd.core.request import Request, Sequence
     from pd.engine.engine import Engine
     from pd.node.step import Work
 
@@ -76,6 +78,10 @@ class UnifiedNode(Node):
     @property
     def queued_tokens(self) -> int:
         return self.prefill.queued_tokens
+
+    def queued(self) -> Iterator[Sequence]:
+        yield from self.prefill.queued()
+        yield from self.decode.queued()
 
     def queues(self) -> dict[str, int]:
         return {

@@ -21,7 +21,7 @@ def lose(decode: NodeServer, peer: PrefillPeer) -> None:
     """As if its lease had ended."""
 
     def on_control_thread() -> None:
-        with decode.node.lock:
+        with decode.node.event():
             decode.node.peers.lose(peer.name, "the test said so")
 
     decode.node.control.call(on_control_thread)

@@ -196,7 +196,7 @@ def test_an_abort_during_the_handshake_leaves_nothing() -> None:
             )
             proxy.send(message)
             wait_until(lambda: message.room in decode.node.requests, 5)
-            with decode.node.lock:
+            with decode.node.event():
                 decode.node.abort(None)
             assert is_idle(decode)
             assert proxy.receive(Failed).error.kind == "aborted"

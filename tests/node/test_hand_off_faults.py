@@ -175,8 +175,8 @@ def test_an_abort_told_to_one_node_ends_the_room_on_both(
         for gate in gates:
             gate.open()
         cluster.client.abort(request)
-        with cluster.prefill[0].node.lock, cluster.decode[0].node.lock:
-            for server in cluster.pair:
+        for server in cluster.pair:
+            with server.node.event():
                 server.node.abort(None)
         cluster.wait_idle()
 
@@ -330,7 +330,7 @@ def test_stopping_a_node_tells_proxy_and_peer() -> None:
         request = sent(cluster)
         assert gate.entered.wait(5)
         wait_until(lambda: queues(cluster.decode[0])["transfer"] == 1, 5)
-        with cluster.prefill[0].node.lock:
+        with cluster.prefill[0].node.event():
             for waiting in list(cluster.prefill[0].node.requests.values()):
                 cluster.prefill[0].node.fail(waiting, TransferError("stopped"))
         wait_until(lambda: is_idle(cluster.decode[0]), SOON)

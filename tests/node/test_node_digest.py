@@ -76,7 +76,7 @@ def test_an_abort_while_the_digest_is_computed_keeps_the_pages_until_its_end(rol
         assert digest.entered.wait(5)
         waiting = cluster.client.generate(PROMPTS[1], cluster.pair)
         wait_until(lambda: server.node.requests.get(waiting.room) and waiting.choices[0].tokens, 5)
-        with server.node.lock:
+        with server.node.event():
             assert server.node.abort(None) == 2
         for request in (running, waiting):
             with pytest.raises(AbortedError):
@@ -117,7 +117,7 @@ def test_the_loss_of_the_peer_while_the_digest_is_computed_fails_the_request(rol
         on_control = threading.Event()
 
         def gone() -> None:
-            with node.lock:
+            with node.event():
                 lose(other.instance_id, "the test said so")
             on_control.set()
 

@@ -299,7 +299,7 @@ def test_abort_request_tells_the_proxy_and_counts_what_lived(
     ask(proxy, unified, params=LONG, rid="one")
     ask(proxy, unified, params=LONG, rid="two")
     answered(proxy)
-    with unified.node.lock:
+    with unified.node.event():
         assert unified.node.abort("one") == 1
         assert unified.node.abort("one") == 0
         assert unified.node.abort(None) == 1

@@ -102,7 +102,7 @@ class Soak:
 
 
 def lose(decode: NodeServer, prefill: NodeServer) -> None:
-    with decode.node.lock:
+    with decode.node.event():
         decode.node.peers.lose(prefill.instance_id, "the soak test said so")
 
 

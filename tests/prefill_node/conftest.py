@@ -27,7 +27,7 @@ def server() -> Iterator[NodeServer]:
 def prefill(server: NodeServer) -> Iterator[NodeServer]:
     """Idle and consistent after each test."""
     yield server
-    with server.node.lock:
+    with server.node.event():
         server.node.abort(None)
     wait_until(lambda: is_idle(server), 10, server.node.server_info)
     server.node.check()
@@ -45,5 +45,4 @@ def proxy(prefill: NodeServer) -> Iterator[RawPeer]:
 def decode(prefill: NodeServer) -> Iterator[DecodePeer]:
     with DecodePeer(prefill) as peer:
         yield peer
-    with prefill.node.lock:
-        prefill.node.lose_peer(peer.name, "the test is over")
+    prefill.node.lose_peer(peer.name, "the test is over")

@@ -89,7 +89,7 @@ class Node:
             config=SimpleNamespace(kv_digest=False),
             control=SimpleNamespace(post=None, wake=None),
             instance_id="prefill",
-            lock=threading.RLock(),
+            event=threading.RLock,
         )
         transfer: Any = SimpleNamespace(sender=lambda _, reservation, *__: reservation.prompt)
         self.hand_off = HandOff(node, transfer, resume=lambda _: None)
