@@ -75,7 +75,11 @@ class Abort(Message):
 
 
 class ProxyHeartbeat(Message):
-    """Sent to every worker twice a second; ``to`` is empty until the instance is known."""
+    """Sent to every worker twice a second; ``to`` is empty until the instance is known.
+
+    A proxy has two senders of them: its event loop, and a thread under
+    :func:`heartbeat_identity`, which only keeps the lease and gets no answer.
+    """
 
 
 # ---- node to proxy
@@ -256,6 +260,19 @@ _HEARTBEATS = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat)
 def counts(message: Message) -> bool:
     """Whether it is missed when it is lost (:mod:`pd.core.numbering`)."""
     return not isinstance(message, _HEARTBEATS)
+
+
+_HEARTBEAT_SUFFIX = "/heartbeat"
+
+
+def heartbeat_identity(proxy: str) -> str:
+    """Sender under which a proxy's thread keeps its lease while its event loop is busy."""
+    return proxy + _HEARTBEAT_SUFFIX
+
+
+def heartbeat_owner(identity: bytes) -> bytes:
+    """The proxy whose lease a heartbeat of this sender renews."""
+    return identity.removesuffix(_HEARTBEAT_SUFFIX.encode())
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -37,6 +37,7 @@ from pd.core.messages import (
     Generate,
     NodeHeartbeat,
     ProxyHeartbeat,
+    heartbeat_owner,
 )
 from pd.core.request import Request, RequestState
 from pd.node.closing import ClosingQueue, check_queues
@@ -386,7 +387,10 @@ class Node(ABC):
             handler(identity, message)
 
     def _on_proxy_heartbeat(self, identity: bytes, message: ProxyHeartbeat) -> None:
-        self._proxies.renew(identity)
+        proxy = heartbeat_owner(identity)
+        self._proxies.renew(proxy)
+        if proxy != identity:
+            return  # of the thread that only keeps the lease
         reply = NodeHeartbeat(
             to=message.sender,
             sender=self.instance_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import zmq
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
+S = TypeVar("S", bound="zmq.Socket[Any]")
 
 # Messages that may wait for a node that does not read; beyond it the node counts as failed.
 _SEND_QUEUE = 4096
@@ -41,9 +42,17 @@ class Sockets:
 
         ``on_gap``: called before a message when others before it were lost.
         """
-        socket = self._context.socket(zmq.DEALER)
+        socket = self.connect(self._context, self.instance_id, endpoint)
+        return Channel(socket, self.instance_id, on_message, on_gap)
+
+    def connect(self, context: zmq.Context[S], identity: str, endpoint: str) -> S:
+        """A socket of ``context`` that is (or will be) connected to a node's ROUTER.
+
+        From any thread; raises as :meth:`open` does.
+        """
+        socket = context.socket(zmq.DEALER)
         socket.set(zmq.IPV6, "[" in endpoint)
-        socket.set(zmq.IDENTITY, self.instance_id.encode())
+        socket.set(zmq.IDENTITY, identity.encode())
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.IMMEDIATE, 1)  # refuse at once what no connection is there for
         socket.set(zmq.SNDHWM, _SEND_QUEUE)
@@ -62,7 +71,7 @@ class Sockets:
         except zmq.ZMQError:
             socket.close()
             raise
-        return Channel(socket, self.instance_id, on_message, on_gap)
+        return socket
 
     def close(self) -> None:
         """Call after all channels are closed."""

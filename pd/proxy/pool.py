@@ -19,6 +19,7 @@ from pd.core.messages import (
     AnyMessage,
     NodeHeartbeat,
 )
+from pd.proxy.heartbeats import HeartbeatThread, LoopWatch
 from pd.proxy.worker import ServerInfo, Worker
 
 if TYPE_CHECKING:
@@ -74,8 +75,11 @@ class WorkerPool:
         self._watchers: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
         self._pulse: asyncio.Task[None] | None = None
+        self._loop_watch = LoopWatch()
+        self._heartbeats = HeartbeatThread(sockets, self._loop_watch)
 
     def start(self) -> None:
+        self._heartbeats.start()
         self._pulse = asyncio.create_task(self._beat())
 
     async def close(self) -> None:
@@ -86,6 +90,7 @@ class WorkerPool:
         for worker in self.workers:
             if worker.channel is not None:
                 worker.channel.close()
+        self._heartbeats.close()
         await self._http.aclose()
 
     def add(self, role: Role, url: str) -> Worker:
@@ -137,6 +142,7 @@ class WorkerPool:
             self._wake.pop(worker)
             if worker.channel is not None:
                 worker.channel.close()
+                self._heartbeats.remove(worker.instance_id)
             self._on_change()
 
     async def post(self, worker: Worker, path: str, headers: dict[str, str]) -> str | None:
@@ -200,6 +206,7 @@ class WorkerPool:
         except zmq.ZMQError as error:
             worker.problem = f"cannot connect to {info.endpoints.zmq}: {error}"
             return
+        self._heartbeats.add(info.instance_id, info.endpoints.zmq)
         worker.last_heard = time.monotonic()
         worker.problem = NO_HEARTBEAT_YET
         log.info("%s node %s at %s", info.role, info.instance_id, worker.url)
@@ -231,6 +238,7 @@ class WorkerPool:
     async def _beat(self) -> None:
         due = time.monotonic()
         while True:
+            self._loop_watch.turned()
             late = time.monotonic() - due
             for worker in list(self.workers):
                 # While this process stood still nobody was heard, which says nothing about them.
@@ -257,6 +265,7 @@ class WorkerPool:
         if worker.channel is not None:
             worker.channel.close()
             worker.channel, worker.losses = None, None
+            self._heartbeats.remove(worker.instance_id)
             self._wake[worker].set()
         if not worker.alive and not worker.active:
             return

@@ -14,7 +14,13 @@ from relay import Relay
 from requests_for_tests import make_generate
 from tiny import VOCAB_SIZE, tiny_cluster, tiny_node
 
-from pd.core.messages import LEASE_SECONDS, NodeHeartbeat, ProxyHeartbeat, encode
+from pd.core.messages import (
+    LEASE_SECONDS,
+    NodeHeartbeat,
+    ProxyHeartbeat,
+    encode,
+    heartbeat_identity,
+)
 from pd.core.numbering import Sent
 
 if TYPE_CHECKING:
@@ -158,5 +164,27 @@ def test_an_unnumbered_message_is_taken_as_it_is() -> None:
             assert peer.receive(NodeHeartbeat).losses == 0
             peer.send_bytes(b"no number", encode(ProxyHeartbeat(to="", sender=peer.name)))
             assert peer.receive(NodeHeartbeat).losses == 0
+    finally:
+        server.stop()
+
+
+def test_the_heartbeat_thread_of_a_proxy_keeps_its_requests_while_its_loop_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 1.2)
+    server = tiny_node("unified")
+    try:
+        with proxy_of(server) as peer, proxy_of(server, heartbeat_identity(peer.name)) as thread:
+            message = endless(server, peer)
+            peer.send(message)
+            wait_until(lambda: message.room in server.node.requests, 5)
+            for _ in range(10):
+                time.sleep(0.3)
+                thread.beat()
+            assert not server.node.requests[message.room].state.terminal
+            assert not thread.answers(NodeHeartbeat, 0.1)
+            wait_until(lambda: is_idle(server), 5)  # the thread fell silent too
+            peer.beat()
+            assert peer.receive(NodeHeartbeat).losses == 1
     finally:
         server.stop()

@@ -34,6 +34,7 @@ from pd.core.messages import (
     counts,
     decode,
     encode,
+    heartbeat_owner,
 )
 from pd.core.numbering import Sent
 
@@ -94,6 +95,7 @@ class FakeNode:
         self.aborts: list[Abort] = []
         self._changed = threading.Condition()
         self._outbox: queue.Queue[tuple[str, Message | bytes]] = queue.Queue()
+        self.heartbeats: dict[str, int] = {}
         self._numbers: dict[str, Sent] = {}
         self.losses = 0
         self._stop = threading.Event()
@@ -318,7 +320,8 @@ class FakeNode:
         if message.to not in ("", self.instance_id):
             return
         if isinstance(message, ProxyHeartbeat):
-            if not self.silent:
+            self.heartbeats[proxy] = self.heartbeats.get(proxy, 0) + 1
+            if not self.silent and heartbeat_owner(proxy.encode()) == proxy.encode():
                 beat = NodeHeartbeat(
                     to=proxy,
                     sender=self.instance_id,

@@ -1,0 +1,95 @@
+"""Nodes hear a proxy whose event loop is busy, and no longer one whose event loop hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from fake_node import wait_until
+
+from pd.core.messages import heartbeat_identity
+from pd.proxy.heartbeats import HUNG_SECONDS, LoopWatch
+
+if TYPE_CHECKING:
+    import pytest
+    from proxy_cluster import Cluster
+
+
+class Times:
+    """A clock, and how long the loop's thread got no CPU."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.delay = 7.0
+
+    def watch(self) -> LoopWatch:
+        return LoopWatch(lambda: self.now, lambda thread: self.delay)
+
+
+def test_a_loop_that_does_not_turn_hangs() -> None:
+    times = Times()
+    watch = times.watch()
+    watch.turned()
+    times.now += HUNG_SECONDS - 0.1
+    assert not watch.hangs()
+    times.now += 0.2
+    assert watch.hangs()
+    watch.turned()
+    assert not watch.hangs()
+
+
+def test_a_loop_that_gets_no_cpu_does_not_hang() -> None:
+    times = Times()
+    watch = times.watch()
+    watch.turned()
+    times.now += 3 * HUNG_SECONDS
+    times.delay += 2.5 * HUNG_SECONDS
+    assert not watch.hangs()
+    times.now += HUNG_SECONDS
+    assert watch.hangs()
+
+
+def test_heartbeats_go_on_while_the_loop_is_busy_and_end_when_it_hangs(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.heartbeats.HEARTBEAT_INTERVAL", 0.05)
+    nodes = cluster.pair()
+    proxy = cluster.proxy()
+    assert proxy.proxy is not None
+    name = heartbeat_identity(proxy.proxy.instance_id)
+
+    def heard() -> int:
+        return min(node.heartbeats.get(name, 0) for node in nodes)
+
+    async def block(seconds: float) -> None:
+        time.sleep(seconds)
+
+    wait_until(lambda: heard() > 0)
+    before = heard()
+    proxy.run(block(1.0))
+    assert heard() >= before + 3
+
+    monkeypatch.setattr("pd.proxy.heartbeats.HUNG_SECONDS", 1.0)
+    blocked = asyncio.run_coroutine_threadsafe(block(3.0), proxy._loop)
+    time.sleep(2.0)
+    before = heard()
+    time.sleep(0.5)
+    assert heard() == before
+    blocked.result()
+    wait_until(lambda: heard() > before)
+
+
+def test_a_node_that_was_removed_is_no_longer_told(cluster: Cluster) -> None:
+    first, second = cluster.node("unified"), cluster.node("unified")
+    proxy = cluster.proxy()
+    assert proxy.proxy is not None
+    name = heartbeat_identity(proxy.proxy.instance_id)
+    wait_until(lambda: name in first.heartbeats and name in second.heartbeats)
+    client = cluster.client(proxy)
+    assert client.delete(f"/workers/{first.instance_id}").status_code == 200
+    count = second.heartbeats[name]
+    wait_until(lambda: second.heartbeats[name] > count)
+    told = first.heartbeats[name]
+    wait_until(lambda: second.heartbeats[name] > count + 2)
+    assert first.heartbeats[name] == told
