@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 from requests_for_tests import make_request
 
 from pd.core.request import Request, RequestState
 from pd.node.closing import ClosingQueue, check_queues
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def taken(closing: ClosingQueue) -> list[Request]:
