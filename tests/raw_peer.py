@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pd.core.cluster_key import curve_keypair
+from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.messages import Message, ProxyHeartbeat, decode, encode
 
 if TYPE_CHECKING:
@@ -21,18 +21,26 @@ SOON = 3.0
 
 
 class RawPeer:
-    """A DEALER with an identity of its choice; reads and writes messages, or bytes."""
+    """A DEALER with an identity of its choice; reads and writes messages, or bytes.
+
+    ``node``: instance id of the node that listens, which matters with a cluster key only.
+    """
 
     def __init__(
-        self, endpoint: str, identity: str = "raw-peer", cluster_key: bytes | None = None
+        self,
+        endpoint: str,
+        identity: str = "raw-peer",
+        cluster_key: bytes | None = None,
+        *,
+        node: str = "",
     ) -> None:
         self.name = identity
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         if cluster_key is not None:
-            public, secret = curve_keypair(cluster_key)
-            self._socket.curve_serverkey = public
+            public, secret = curve_client_keypair(cluster_key)
+            self._socket.curve_serverkey, _ = curve_server_keypair(cluster_key, node)
             self._socket.curve_publickey = public
             self._socket.curve_secretkey = secret
         self._socket.connect(endpoint)
@@ -85,4 +93,5 @@ class RawPeer:
 def proxy_of(server: NodeServer, name: str = "") -> RawPeer:
     """A proxy that talks to one node."""
     name = name or f"proxy-{secrets.token_hex(4)}"
-    return RawPeer(server.node.endpoint, name, server.config.cluster_key)
+    key = server.config.cluster_key
+    return RawPeer(server.node.endpoint, name, key, node=server.instance_id)

@@ -41,13 +41,26 @@ def derive(key: bytes, purpose: str) -> bytes:
     return hmac.new(key, b"pd/" + purpose.encode() + b"\x01", hashlib.sha256).digest()
 
 
-def curve_keypair(key: bytes) -> tuple[bytes, bytes]:
-    """``(public, secret)`` for ZMQ CURVE in Z85. All nodes of a cluster share this one pair, which
-    is how each proves to the others that it knows the key."""
+def curve_client_keypair(key: bytes) -> tuple[bytes, bytes]:
+    """``(public, secret)`` in Z85 for the connecting side of ZMQ CURVE. Proxies and nodes of a
+    cluster share this one pair, which is how each proves to a node that it knows the key."""
+    return _curve_keypair(key, "curve/client")
+
+
+def curve_server_keypair(key: bytes, instance_id: str) -> tuple[bytes, bytes]:
+    """``(public, secret)`` in Z85 for the sockets on which this instance of a node listens.
+
+    Every instance has its own pair, so a connection that somebody leads to another node of the same
+    cluster fails, and cannot take the place of its owner's real connection to that node.
+    """
+    return _curve_keypair(key, f"curve/server/{instance_id}")
+
+
+def _curve_keypair(key: bytes, purpose: str) -> tuple[bytes, bytes]:
     import zmq
     from zmq.utils import z85
 
-    secret: bytes = z85.encode(derive(key, "curve"))
+    secret: bytes = z85.encode(derive(key, purpose))
     public: bytes = zmq.curve_public(secret)
     return public, secret
 

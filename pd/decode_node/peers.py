@@ -64,10 +64,10 @@ class PrefillPeers:
             then(None)
 
     def _connect(self, url: str, peer: NodeInfo) -> None:
-        instance, own = peer.instance_id, self._node.instance_id
+        instance = peer.instance_id
         for old in [i for i, known in self._urls.items() if known == url]:
             self.lose(old, f"restarted as {instance}")
-        self._node.control.connect(instance.encode(), own.encode(), peer.endpoint)
+        self._node.control.connect(instance.encode(), peer.endpoint)
         self._leases.renew(instance)
         self._urls[instance] = url
         self._infos[instance] = peer

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from pd.core.cluster_key import curve_keypair
+from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.errors import HandshakeError, SetupError
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
 from pd.core.numbering import Received, Sent
@@ -62,19 +62,25 @@ class ControlThread(threading.Thread):
 
     Identities are instance ids. Other threads talk to it with :meth:`post` and :meth:`call`.
     Sockets are CURVE-encrypted and open only to holders of the cluster key when there is one.
+
+    Args:
+        own: instance id of this node.
     """
 
-    def __init__(self, handler: ControlHandler, host: str, cluster_key: bytes | None) -> None:
+    def __init__(
+        self, handler: ControlHandler, own: str, host: str, cluster_key: bytes | None
+    ) -> None:
         super().__init__(name="control", daemon=True)
         self._handler = handler
-        self._keys = None if cluster_key is None else curve_keypair(cluster_key)
+        self._own = own
+        self._cluster_key = cluster_key
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._router = self._open(zmq.ROUTER, ipv6=":" in host)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if self._keys is not None:
-            self._require_key()
+        if cluster_key is not None:
+            self._require_key(cluster_key)
         try:
             self.port: int = self._router.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
@@ -103,17 +109,17 @@ class ControlThread(threading.Thread):
         socket.setsockopt(zmq.RCVHWM, 100_000)
         return socket
 
-    def _require_key(self) -> None:
-        assert self._keys is not None
-        public, secret = self._keys
+    def _require_key(self, cluster_key: bytes) -> None:
+        expected, _ = curve_client_keypair(cluster_key)
 
         class OnlyOurKey:
             def callback(self, domain: str, key: bytes) -> bool:
-                return bool(key == public)
+                return bool(key == expected)
 
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", OnlyOurKey())
+        public, secret = curve_server_keypair(cluster_key, self._own)
         self._router.curve_server = True
         self._router.curve_secretkey = secret
         self._router.curve_publickey = public
@@ -138,17 +144,15 @@ class ControlThread(threading.Thread):
         self._calls.append(function)
         self._wake()
 
-    def connect(self, identity: bytes, own: bytes, endpoint: str) -> None:
+    def connect(self, identity: bytes, endpoint: str) -> None:
         """Open a DEALER to a prefill node (control thread only). Raises HandshakeError when the
-        endpoint is no address."""
+        endpoint is no address. With a cluster key only the node with this identity can answer."""
         self.disconnect(identity)
         dealer = self._open(zmq.DEALER, ipv6="[" in endpoint)
-        dealer.setsockopt(zmq.IDENTITY, own)
-        if self._keys is not None:
-            public, secret = self._keys
-            dealer.curve_serverkey = public
-            dealer.curve_publickey = public
-            dealer.curve_secretkey = secret
+        dealer.setsockopt(zmq.IDENTITY, self._own.encode())
+        if self._cluster_key is not None:
+            dealer.curve_serverkey, _ = curve_server_keypair(self._cluster_key, identity.decode())
+            dealer.curve_publickey, dealer.curve_secretkey = curve_client_keypair(self._cluster_key)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:

@@ -101,7 +101,7 @@ class Node(ABC):
         # How often requests of a proxy were given up that it may still wait for.
         self._losses: dict[bytes, int] = {}
         self._next_heartbeat = 0.0
-        self.control = ControlThread(self, config.host, config.cluster_key)
+        self.control = ControlThread(self, self.instance_id, config.host, config.cluster_key)
         self.outbox = Outbox(instance_id, self.control.post)
         self._scheduler = Scheduler(self, overlap=engine.overlaps(config.overlap_schedule))
         self._handlers: dict[type, Callable[[bytes, AnyMessage], None]] = {

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
 from pd.core.numbering import Received, Sent
 
@@ -29,16 +30,19 @@ class Sockets:
     def __init__(self, instance_id: str, cluster_key: bytes | None) -> None:
         self.instance_id = instance_id
         self._context = zmq.asyncio.Context()
-        self._keys: tuple[bytes, bytes] | None = None
-        if cluster_key is not None:
-            from pd.core.cluster_key import curve_keypair
-
-            self._keys = curve_keypair(cluster_key)
+        self._cluster_key = cluster_key
 
     def open(
-        self, endpoint: str, on_message: Callable[[AnyMessage], None], on_gap: Callable[[], None]
+        self,
+        endpoint: str,
+        node: str,
+        on_message: Callable[[AnyMessage], None],
+        on_gap: Callable[[], None],
     ) -> Channel:
         """Connect to a node's ROUTER. Raises zmq.ZMQError for an endpoint that makes no sense.
+
+        ``node``: its instance id. With a cluster key no other node's ROUTER takes the connection,
+        so whoever names a foreign endpoint cannot have this proxy's stream there replaced.
 
         ``on_gap``: called before a message when others before it were lost.
         """
@@ -60,12 +64,11 @@ class Sockets:
         socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.set(zmq.RECONNECT_IVL, 50)
         socket.set(zmq.RECONNECT_IVL_MAX, 500)
-        if self._keys is not None:
-            # The cluster has one key pair, so the node's public key is ours.
-            public, secret = self._keys
+        if self._cluster_key is not None:
+            public, secret = curve_client_keypair(self._cluster_key)
             socket.set(zmq.CURVE_PUBLICKEY, public)
             socket.set(zmq.CURVE_SECRETKEY, secret)
-            socket.set(zmq.CURVE_SERVERKEY, public)
+            socket.set(zmq.CURVE_SERVERKEY, curve_server_keypair(self._cluster_key, node)[0])
         try:
             socket.connect(endpoint)
         except zmq.ZMQError:

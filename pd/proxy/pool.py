@@ -200,6 +200,7 @@ class WorkerPool:
         try:
             worker.channel = self._sockets.open(
                 info.endpoints.zmq,
+                info.instance_id,
                 lambda message: self._receive(worker, message),
                 lambda: self._lose(worker, "messages from it were lost"),
             )

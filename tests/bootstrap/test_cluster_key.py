@@ -8,7 +8,13 @@ import sys
 import pytest
 import zmq
 
-from pd.core.cluster_key import admin_token, curve_keypair, derive, load_cluster_key
+from pd.core.cluster_key import (
+    admin_token,
+    curve_client_keypair,
+    curve_server_keypair,
+    derive,
+    load_cluster_key,
+)
 from pd.core.errors import UsageError
 
 KEY = b"0123456789abcdef"
@@ -47,19 +53,18 @@ def test_each_purpose_has_its_own_key() -> None:
 
 @pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq has no CURVE")
 def test_curve_keys_are_the_same_for_all_who_have_the_key_and_work() -> None:
-    public, secret = curve_keypair(KEY)
-    assert (public, secret) == curve_keypair(KEY)
-    assert curve_keypair(KEY + b"x")[0] != public
-    assert zmq.curve_public(secret) == public
+    server, client = curve_server_keypair(KEY, "P"), curve_client_keypair(KEY)
+    assert server == curve_server_keypair(KEY, "P")
+    others = [client, curve_server_keypair(KEY, "Q"), curve_server_keypair(KEY + b"x", "P")]
+    assert len({server, *others}) == 4
+    assert all(zmq.curve_public(secret) == public for public, secret in (server, *others))
     with zmq.Context() as context, context.socket(zmq.PULL) as pull:
-        pull.curve_server, pull.curve_publickey, pull.curve_secretkey = True, public, secret
+        pull.curve_server = True
+        pull.curve_publickey, pull.curve_secretkey = server
         port = pull.bind_to_random_port("tcp://127.0.0.1")
         with context.socket(zmq.PUSH) as push:
-            push.curve_serverkey, push.curve_publickey, push.curve_secretkey = (
-                public,
-                public,
-                secret,
-            )
+            push.curve_serverkey = server[0]
+            push.curve_publickey, push.curve_secretkey = client
             push.connect(f"tcp://127.0.0.1:{port}")
             push.send(b"hello")
             assert pull.poll(10_000)

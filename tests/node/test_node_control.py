@@ -143,10 +143,10 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        control = ControlThread(Handler(), "127.0.0.1", None)
+        control = ControlThread(Handler(), "decode", "127.0.0.1", None)
         control.start()
         endpoint = f"tcp://127.0.0.1:{port}"
-        control.call(lambda: control.connect(b"prefill-1", b"decode", endpoint))
+        control.call(lambda: control.connect(b"prefill-1", endpoint))
         control.post(b"prefill-1", ProxyHeartbeat(to="", sender="decode"))
         identity = router.recv_multipart()[0]
         for sender in ("prefill-2", "prefill-1"):
@@ -162,7 +162,7 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
 def test_without_the_cluster_key_nobody_is_heard(key: bytes | None) -> None:
     server = tiny_node("unified", cluster_key=KEY)
     try:
-        with RawPeer(server.node.endpoint, "stranger", key) as stranger:
+        with RawPeer(server.node.endpoint, "stranger", key, node=server.instance_id) as stranger:
             stranger.beat()
             assert not stranger.answers(NodeHeartbeat, 0.5)
         with proxy_of(server) as peer:

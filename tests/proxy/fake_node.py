@@ -16,7 +16,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pd.core.cluster_key import curve_keypair
+from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.messages import (
     Abort,
     AnyMessage,
@@ -140,13 +140,14 @@ class FakeNode:
             thread.start()
 
     def _secure(self) -> None:
-        """CURVE as the real nodes have it: only who has the cluster's own key pair may talk."""
+        """CURVE as the real nodes have it: only who has the clients' key pair may talk."""
         if self.cluster_key is None:
             return
-        public, secret = curve_keypair(self.cluster_key)
+        theirs, _ = curve_client_keypair(self.cluster_key)
+        public, secret = curve_server_keypair(self.cluster_key, self.instance_id)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _Only(z85.decode(public)))
+        self._authenticator.configure_curve_callback("*", _Only(z85.decode(theirs)))
         self._router.curve_server = True
         self._router.curve_publickey = public
         self._router.curve_secretkey = secret
