@@ -7,10 +7,25 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from cpu_costs import CpuCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-costs",
+        type=int,
+        metavar="N",
+        help="name the N files and the N tests that took most processor time",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.cpu_costs is not None:
+        config.pluginmanager.register(CpuCosts(config.option.cpu_costs))
 
 
 @pytest.fixture(scope="session")
