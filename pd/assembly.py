@@ -8,12 +8,14 @@ from pd.bootstrap.registry import Registry
 from pd.core.node_info import NodeInfo
 from pd.decode_node.node import DecodeNode
 from pd.engine.engine import Engine
+from pd.models.generation_config import sampling_defaults
 from pd.prefill_node.node import PrefillNode
 from pd.transfer.factory import make_transfer_manager
 from pd.unified_node.node import UnifiedNode
 
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
+    from pd.core.sampling_params import SamplingDefaults
     from pd.node.node import Node
     from pd.transfer.base import TransferManager
 
@@ -41,6 +43,7 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
     else:
         node, registry = _prefill(config, engine, instance_id, bootstrap_url)
     node.bootstrap_url = bootstrap_url
+    node.sampling_defaults = _sampling_defaults(config)
     return Assembled(node, registry)
 
 
@@ -76,6 +79,10 @@ def _transfer(config: NodeConfig, engine: Engine, instance_id: str) -> TransferM
     )
 
 
+def _sampling_defaults(config: NodeConfig) -> SamplingDefaults:
+    return sampling_defaults(config.model, config.generation_config)
+
+
 def _introduction(node: Node, transfer: TransferManager, bootstrap_url: str) -> NodeInfo:
     return NodeInfo(
         instance_id=node.instance_id,
@@ -86,4 +93,5 @@ def _introduction(node: Node, transfer: TransferManager, bootstrap_url: str) -> 
         bootstrap=bootstrap_url,
         transfers=transfer.addresses(),
         kv_digest=node.config.kv_digest,
+        sampling_defaults=_sampling_defaults(node.config),
     )

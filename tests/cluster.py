@@ -49,6 +49,8 @@ def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
     settings.setdefault("overlap_schedule", os.environ.get("PD_TEST_OVERLAP", "auto"))
     # What a node chooses by itself depends on what is installed here.
     settings.setdefault("transfer_backend", "tcp")
+    # Answers are compared with transformers' under the sampling that a test asks for.
+    settings.setdefault("generation_config", "none")
     server = NodeServer(NodeConfig(role=role, model=model, **settings))
     server.start()
     return server

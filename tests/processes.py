@@ -147,7 +147,7 @@ class Deployment:
     ) -> None:
         common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
         # What a node chooses by itself depends on what is installed here.
-        common += ["--transfer-backend", "tcp"]
+        common += ["--transfer-backend", "tcp", "--generation-config", "none"]
         common += node_flags
         self._logs, self._env = logs, env
         logs.mkdir(parents=True, exist_ok=True)

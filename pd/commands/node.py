@@ -111,6 +111,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="limit of prompt and output in tokens (default: the model's)",
     )
     add(
+        "--generation-config",
+        default="auto",
+        choices=choices.GENERATION_CONFIGS,
+        help="defaults of sampling for /v1/*: auto, the checkpoint's generation_config.json, or "
+        "none of it (default: auto)",
+    )
+    add(
         "--tp-size",
         type=int,
         default=1,
@@ -303,9 +310,11 @@ def reachable_address(host: str) -> str:
 def check_early(config: NodeConfig) -> None:
     """Refuse what can be known to fail without importing torch, which takes seconds."""
     from pd.models.config import ModelConfig
+    from pd.models.generation_config import sampling_defaults
     from pd.transfer.factory import check_backend
 
     model = ModelConfig.from_pretrained(config.model)
+    sampling_defaults(config.model, config.generation_config)
     if config.context_length is not None and config.context_length > model.context_length:
         raise UsageError(
             f"--context-length {config.context_length} exceeds the model's {model.context_length}"

@@ -19,6 +19,7 @@ EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
 TRANSFER_BACKENDS = ("auto", "tcp", "nixl", "mooncake", "nvlink", "fake")
+GENERATION_CONFIGS = ("auto", "none")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 
 
@@ -47,6 +48,7 @@ class NodeConfig:
     kv_cache_tokens: int | None = None
     mem_fraction: float = 0.85
     context_length: int | None = None
+    generation_config: str = "auto"
     max_running_requests: int = 256
     chunked_prefill_size: int = 8192
     schedule_policy: str = "lpm"

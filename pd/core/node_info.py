@@ -7,9 +7,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from pd.core.errors import HandshakeError, TransferError
+from pd.core.sampling_params import SamplingDefaults
 from pd.core.transfer_choice import choose
 
 Role = Literal["prefill", "decode", "unified"]
+
+# How messages call what --generation-config changes.
+SAMPLING_DEFAULTS = "recommended sampling (--generation-config)"
 
 # What a stranger may publish. The longest honest value is a library's connection record in base64,
 # a few kilobytes.
@@ -50,6 +54,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         transfers: the transfer backends offered, in order of preference, and what each of them
             publishes, which only the same backend understands.
         kv_digest: commits carry a digest of the KV, which is verified.
+        sampling_defaults: what the model recommends for requests that do not say otherwise.
     """
 
     instance_id: str
@@ -60,6 +65,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bootstrap: str
     transfers: Transfers
     kv_digest: bool = False
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     def address_of(self, backend: str) -> dict[str, str]:
         """What ``backend`` publishes there; raises TransferError if it is not offered."""
@@ -102,6 +108,7 @@ def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
     pairs: list[tuple[str, Any, Any]] = [
         ("model", prefill.model_id, decode.model_id),
         ("--kv-digest", prefill.kv_digest, decode.kv_digest),
+        (SAMPLING_DEFAULTS, str(prefill.sampling_defaults), str(decode.sampling_defaults)),
     ]
     pairs += [(n, getattr(prefill.kv, n), getattr(decode.kv, n)) for n in _MUST_MATCH_KV]
     for name, ours, theirs in pairs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -118,6 +119,32 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"logit_bias of token {token} must be between -100 and 100, not {bias}",
                     param="logit_bias",
                 )
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a model recommends for requests that do not say otherwise; the meaning of each value is
+    that of :class:`SamplingParams`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __str__(self) -> str:
+        """Only what differs from a model without recommendations, for messages."""
+        plain = SamplingDefaults()
+        names = self.__struct_fields__
+        values = {n: getattr(self, n) for n in names if getattr(self, n) != getattr(plain, n)}
+        return ", ".join(f"{name} {value:g}" for name, value in values.items()) or "none"
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError naming what is out of range."""
+        SamplingParams(max_tokens=1, **self.as_arguments()).validate()
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of :class:`SamplingParams`."""
+        return msgspec.structs.asdict(self)
 
 
 def choice_seed(seed: int, index: int) -> int:

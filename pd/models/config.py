@@ -134,9 +134,9 @@ class ModelConfig:
             UnsupportedModelError: a setting changes results and is not implemented.
         """
         directory = find_checkpoint(path)
-        raw = _read_json(directory / "config.json")
+        raw = read_json(directory / "config.json")
         path = directory / "generation_config.json"
-        generation = _read_json(path) if path.exists() else {}
+        generation = read_json(path) if path.exists() else {}
         try:
             return cls.from_dict(raw, generation)
         except (TypeError, ValueError, KeyError) as error:
@@ -258,7 +258,8 @@ def find_checkpoint(path: str | Path) -> Path:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises UsageError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 if TYPE_CHECKING:
     from pd.node.node import Node
 
@@ -57,6 +59,7 @@ def server_info(node: Node) -> dict[str, object]:
             "kv_digest": config.kv_digest,
             **transfer_info(node),
             "attention_backend": engine.attention_backend,
+            "sampling_defaults": asdict(node.sampling_defaults),
             "context_length": engine.context_length,
             "ready": node.ready,
             "endpoints": {"zmq": node.endpoint, "bootstrap": node.bootstrap_url},

@@ -40,6 +40,7 @@ from pd.core.messages import (
     heartbeat_owner,
 )
 from pd.core.request import Request, RequestState
+from pd.core.sampling_params import SamplingDefaults
 from pd.node.closing import ClosingQueue, check_queues
 from pd.node.control import ControlThread
 from pd.node.info import server_info
@@ -80,6 +81,7 @@ class Node(ABC):
     role: Role
     transfer: TransferManager | None = None
     bootstrap_url = ""
+    sampling_defaults = SamplingDefaults()
 
     def __init__(self, config: NodeConfig, engine: Engine, instance_id: str) -> None:
         self.config = config

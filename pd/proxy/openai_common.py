@@ -62,7 +62,8 @@ class OpenAIRequest:
     def params(
         self, model: ModelView, num_prompt_tokens: int, default_max_tokens: int | None
     ) -> SamplingParams:
-        """Sampling of one prompt, checked against the model's limits.
+        """Sampling of one prompt, checked against the model's limits; what the client left open
+        is as the model recommends.
 
         Raises InvalidRequestError.
         """
@@ -72,7 +73,7 @@ class OpenAIRequest:
         limits.check_prompt(num_prompt_tokens, wanted or 1, explicit=explicit)
         if wanted is None:
             wanted = limits.default_max_tokens(num_prompt_tokens, default_max_tokens)
-        kwargs = self.kwargs | {"max_tokens": wanted}
+        kwargs = limits.sampling_defaults.as_arguments() | self.kwargs | {"max_tokens": wanted}
         return sampling.make_params(kwargs, limits.vocab_size)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pd.core.sampling_params import SamplingDefaults
     from pd.proxy.worker import Worker
 
     IntArray = npt.NDArray[np.int32]
@@ -185,6 +186,7 @@ class Limits(NamedTuple):
     pool_tokens: int
     vocab_size: int | None
     model_path: str | None
+    sampling_defaults: SamplingDefaults
 
     def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
         """Refuse what no node could ever do. ``explicit``: the client chose ``max_tokens``."""
@@ -309,6 +311,7 @@ class Router:
                     min(i.pool_tokens for i in infos),
                     info.vocab_size,
                     info.model_path,
+                    info.sampling_defaults,
                 )
             )
         return found

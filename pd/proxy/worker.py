@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd.core.messages import ProxyHeartbeat
-from pd.core.node_info import Role
+from pd.core.node_info import SAMPLING_DEFAULTS, Role
+from pd.core.sampling_params import SamplingDefaults
 
 if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat
@@ -44,6 +45,7 @@ class ServerInfo(msgspec.Struct):
     model_id: str = ""
     dtype: str = ""
     kv_digest: bool = False
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
     transfer_backend: str = ""
     transfer_backends: list[str] = []
 
@@ -52,6 +54,11 @@ class ServerInfo(msgspec.Struct):
         """Tokens whose KV the node can hold."""
         return self.pages.total * self.page_size
 
+    @property
+    def recommended(self) -> str:
+        """The sampling defaults in words."""
+        return str(self.sampling_defaults)
+
     def difference(self, other: ServerInfo) -> str | None:
         """Why a handshake between the two cannot succeed, as far as can be seen from here."""
         for name, field in (
@@ -59,6 +66,7 @@ class ServerInfo(msgspec.Struct):
             ("dtype", "dtype"),
             ("weights or a shape of the model with the fingerprint", "model_id"),
             ("--kv-digest", "kv_digest"),
+            (SAMPLING_DEFAULTS, "recommended"),
         ):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:

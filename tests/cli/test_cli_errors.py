@@ -30,6 +30,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_model(root / "alien", config | {"architectures": ["AlienForCausalLM"]})
     _write_model(root / "halves", config | {"num_key_value_heads": 3})
     _write_model(root / "weightless", config)
+    _write_model(root / "hot", config)
+    (root / "hot" / "generation_config.json").write_text('{"temperature": "hot"}')
     (root / "empty").mkdir()
     (root / "broken").mkdir()
     (root / "broken" / "config.json").write_text("{")
@@ -100,6 +102,8 @@ ERRORS = [
     ("prefill --model {root}/empty", USAGE, "config.json"),
     ("prefill --model {root}/broken", USAGE, "config.json"),
     ("prefill --model {root}/yarn", USAGE, "yarn"),
+    ("decode --model {root}/hot", USAGE, "temperature must be a number, not 'hot'"),
+    ("decode --model {root}/model --generation-config vllm", USAGE, "'none'"),
     ("prefill --model {root}/alien", USAGE, "AlienForCausalLM"),
     ("prefill --model {root}/halves", USAGE, "num_key_value_heads"),
     # the machine

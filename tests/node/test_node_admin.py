@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from cluster import wait_until
+from cluster import TokenClient, start_node, wait_until
+from msgspec.structs import asdict
 from prometheus_client.parser import text_string_to_metric_families
 from raw_peer import proxy_of
 from requests_for_tests import make_generate
-from tiny import tiny_cluster, tiny_node
+from tiny import tiny_cluster, tiny_model, tiny_node
 
 from pd.core.cluster_key import admin_token
 from pd.core.config import NodeConfig
-from pd.core.errors import SetupError, UsageError
+from pd.core.errors import NodeFailedError, SetupError, UsageError
 from pd.core.messages import Failed, StepOutputs
+from pd.core.sampling_params import SamplingDefaults
 from pd.launch import NodeServer
 from pd.node.admin import MAX_BODY_BYTES
 from pd.node.http_server import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -82,6 +86,34 @@ def test_each_role_shows_its_queues(role: str, queues: list[str]) -> None:
         assert bool(info["endpoints"]["bootstrap"]) == (role == "prefill")
     finally:
         node.stop()
+
+
+def test_recommended_sampling_is_published_and_nodes_that_differ_do_not_meet(
+    tmp_path: Path,
+) -> None:
+    recommending = tmp_path / "model"
+    shutil.copytree(tiny_model(), recommending)
+    (recommending / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    models = [recommending, recommending, tiny_model()]
+    settings = {"load_format": "dummy", "page_size": 4, "generation_config": "auto"}
+    roles = ["prefill", "decode", "decode"]
+    nodes = [start_node(r, m, **settings) for r, m in zip(roles, models, strict=True)]
+    client = TokenClient(nodes)
+    prefill, alike, other = nodes
+    try:
+        published = [
+            httpx.get(f"{node.url}/server_info").json()["sampling_defaults"] for node in nodes
+        ]
+        plain = asdict(SamplingDefaults())
+        assert published == [plain | {"temperature": 0.6, "top_k": 20}] * 2 + [plain]
+        assert len(client.generate([1, 2, 3], [prefill, alike]).tokens()) == 16
+        refused = client.generate([1, 2, 3], [prefill, other])
+        with pytest.raises(NodeFailedError, match=r"'temperature 0.6, top_k 20'.* has 'none'"):
+            refused.tokens()
+    finally:
+        client.close()
+        for node in nodes:
+            node.stop()
 
 
 def test_health_is_503_before_start_and_while_draining() -> None:

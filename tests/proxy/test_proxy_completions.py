@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from fake_node import EOS
+from msgspec.structs import asdict
 from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
+
+from pd.core.sampling_params import SamplingDefaults
 
 if TYPE_CHECKING:
     import httpx
@@ -106,6 +109,40 @@ def test_both_nodes_get_their_part_at_once(cluster: Cluster) -> None:
     assert (params.presence_penalty, params.frequency_penalty) == (1, -1)
     assert (params.repetition_penalty, params.logit_bias) == (1.5, {7: -100.0})
     assert (params.stop_token_ids, params.ignore_eos) == ((9,), True)
+
+
+RECOMMENDED = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+}
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_what_the_model_recommends_is_the_default_of_v1_alone(
+    cluster: Cluster, endpoint: str
+) -> None:
+    prefill, decode = cluster.pair(sampling_defaults=RECOMMENDED)
+    client = cluster.client()
+    defaults = asdict(SamplingDefaults()) if endpoint == "/generate" else RECOMMENDED
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    cases: list[dict[str, Any]] = [{}, dict.fromkeys(RECOMMENDED), {"temperature": 0.0}, neutral]
+    for number, asked in enumerate(cases, start=1):
+        body: dict[str, Any] = {"max_tokens": 2} | asked
+        if endpoint == "/generate":
+            body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2} | asked}
+        elif "chat" in endpoint:
+            body["messages"] = [{"role": "user", "content": "hi"}]
+        else:
+            body["prompt"] = "hi"
+        response = client.post(endpoint, json=body)
+        assert response.status_code == 200, response.text
+        said = {name: value for name, value in asked.items() if value is not None}
+        for node in (prefill, decode):
+            params = node.wait_generate(number).params
+            assert {name: getattr(params, name) for name in RECOMMENDED} == defaults | said
 
 
 def test_requests_without_a_seed_get_different_ones(cluster: Cluster) -> None:

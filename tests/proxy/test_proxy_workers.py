@@ -343,6 +343,16 @@ def test_without_the_cluster_key_nodes_do_not_listen(cluster: Cluster, key: byte
     assert "--cluster-key-file" in httpx.get(proxy.url + "/readiness").text
 
 
+def test_readiness_names_the_sampling_defaults_that_differ(cluster: Cluster) -> None:
+    cluster.node("prefill", sampling_defaults={"temperature": 0.6, "top_k": 20})
+    cluster.node("decode")
+    proxy = cluster.proxy(wait_ready=0.5)
+    wait_until(lambda: all(worker["ready"] for worker in workers(proxy)))
+    message = httpx.get(proxy.url + "/readiness").json()["error"]["message"]
+    assert "prefill has recommended sampling" in message
+    assert "(--generation-config) 'temperature 0.6, top_k 20', decode has 'none'" in message
+
+
 @pytest.mark.parametrize(
     ("field", "values", "what"),
     [

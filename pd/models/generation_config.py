@@ -1,0 +1,52 @@
+"""What a checkpoint's ``generation_config.json`` recommends for sampling.
+
+As in vLLM only the values below count: ``do_sample`` does not, and what the file leaves out is this
+system's default, not transformers'. (End-of-sequence ids are the model's: :mod:`pd.models.config`.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pd.core.errors import InvalidRequestError, UsageError
+from pd.core.sampling_params import SamplingDefaults
+from pd.models.config import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE = "generation_config.json"
+_REMEDY = "mend it, or give --generation-config none to leave it out"
+
+
+def sampling_defaults(directory: Path, generation_config: str) -> SamplingDefaults:
+    """Defaults for requests to ``/v1/*``.
+
+    Args:
+        directory: of the checkpoint.
+        generation_config: ``auto`` reads the file if there is one, ``none`` does not.
+
+    Raises:
+        UsageError: the file cannot be read or recommends what cannot be; the message names it.
+    """
+    path = directory / FILE
+    if generation_config == "none" or not path.is_file():
+        return SamplingDefaults()
+    raw = read_json(path)
+    given: dict[str, Any] = {}
+    for name in SamplingDefaults.__struct_fields__:
+        value = raw.get(name)
+        if value is None:
+            continue
+        kind, wanted = (int, "an integer") if name == "top_k" else (int | float, "a number")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UsageError(f"{path}: {name} must be {wanted}, not {value!r}; {_REMEDY}")
+        given[name] = value if name == "top_k" else float(value)
+    if given.get("top_k") == -1:  # another spelling of "all"
+        given["top_k"] = 0
+    defaults = SamplingDefaults(**given)
+    try:
+        defaults.validate()
+    except InvalidRequestError as error:
+        raise UsageError(f"{path}: {error.message}; {_REMEDY}") from None
+    return defaults
