@@ -68,7 +68,8 @@ class Sockets:
             public, secret = curve_client_keypair(self._cluster_key)
             socket.set(zmq.CURVE_PUBLICKEY, public)
             socket.set(zmq.CURVE_SECRETKEY, secret)
-            socket.set(zmq.CURVE_SERVERKEY, curve_server_keypair(self._cluster_key, node)[0])
+            theirs, _ = curve_server_keypair(self._cluster_key, node)
+            socket.set(zmq.CURVE_SERVERKEY, theirs)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError:
