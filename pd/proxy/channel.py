@@ -46,11 +46,11 @@ class Sockets:
 
         ``on_gap``: called before a message when others before it were lost.
         """
-        socket = self.connect(self._context, self.instance_id, endpoint)
+        socket = self.connect(self._context, self.instance_id, endpoint, node)
         return Channel(socket, self.instance_id, on_message, on_gap)
 
-    def connect(self, context: zmq.Context[S], identity: str, endpoint: str) -> S:
-        """A socket of ``context`` that is (or will be) connected to a node's ROUTER.
+    def connect(self, context: zmq.Context[S], identity: str, endpoint: str, node: str) -> S:
+        """A socket of ``context`` that is (or will be) connected to the ROUTER of ``node``.
 
         From any thread; raises as :meth:`open` does.
         """

@@ -122,7 +122,8 @@ class HeartbeatThread(threading.Thread):
             self._open.pop(gone).close()
         for new in wanted - self._open.keys():
             # The event loop has connected to the same endpoint, so it can be one.
-            self._open[new] = self._sockets.connect(context, self._sender, new[1])
+            instance_id, endpoint = new
+            self._open[new] = self._sockets.connect(context, self._sender, endpoint, instance_id)
         for (instance_id, _), socket in self._open.items():
             # NOTE: a node that is not there or does not read misses this one; its own lease at
             # the event loop ends what depends on it.
