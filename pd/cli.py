@@ -48,7 +48,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of its commands by name."""
-    from pd.commands import demo, node, proxy
+    from pd.commands import admin, demo, node, proxy
 
     parser = Parser(
         prog="pd-launch",
@@ -61,6 +61,7 @@ def launch_parser() -> tuple[Parser, dict[str, Parser]]:
         node.add_arguments(_command(added, role, text), role)
     proxy.add_arguments(_command(added, "proxy", proxy.TEXT))
     demo.add_arguments(_command(added, "demo", demo.TEXT, config=False))
+    admin.add_arguments(_command(added, "admin", admin.TEXT, config=False))
     return parser, dict(added.choices)
 
 
@@ -94,6 +95,10 @@ def _launch(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -
         from pd.commands import demo
 
         return demo.run(args)
+    if args.command == "admin":
+        from pd.commands import admin
+
+        return admin.run(args)
     from pd.commands import node, proxy
 
     return proxy.run(args) if args.command == "proxy" else node.run(args)

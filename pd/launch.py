@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pd.bootstrap.server import make_bootstrap_app
 from pd.core.errors import UsageError
+from pd.core.local_requests import is_loopback
 from pd.node.admin import make_admin_app
 from pd.node.http_server import Deferred, HttpServers, bind
-from pd.transfer.greeting import is_loopback
 
 if TYPE_CHECKING:
     import socket
@@ -77,7 +77,7 @@ class NodeServer:
 
     def drain(self) -> bool:
         """Accept nothing more and wait for what runs; False when the time-out passed first."""
-        self.node.drain()
+        self.node.drain(to_end=True)
         deadline = time.monotonic() + self.config.drain_timeout
         drained = self._has_finished()
         while not drained and time.monotonic() < deadline:

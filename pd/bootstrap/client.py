@@ -7,11 +7,17 @@ import time
 import httpx
 import msgspec
 
-from pd.bootstrap.auth import SIGNATURE_HEADER, bootstrap_key, check_reply, sign_request
-from pd.bootstrap.server import EXPECTED_HEADER, HANDSHAKE_PATH, MAX_BODY_BYTES
+from pd.bootstrap.server import HANDSHAKE_PATH, MAX_BODY_BYTES
+from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import HandshakeError, PDError, UnavailableError
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import NodeInfo, check_compatible
+from pd.core.signed_requests import (
+    EXPECTED_HEADER,
+    SIGNATURE_HEADER,
+    check_reply,
+    signed_headers,
+)
 
 # NOTE: decoders are made while one thread runs. msgspec crashes when two threads learn the same
 # type at once, as they do in ``decode(..., type=T)`` the first time (seen with 0.22).
@@ -39,8 +45,8 @@ def handshake(
     key = bootstrap_key(cluster_key)
     nonce = ""
     if key is not None:
-        authorization, nonce = sign_request(key, "POST", HANDSHAKE_PATH, expected_instance, body)
-        headers["Authorization"] = authorization
+        authorization, nonce = signed_headers(key, "POST", HANDSHAKE_PATH, expected_instance, body)
+        headers |= authorization
     try:
         status, signature, content = _post(bootstrap_url, body, headers, timeout)
     except (httpx.HTTPError, httpx.InvalidURL) as error:

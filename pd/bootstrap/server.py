@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -11,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pd.bootstrap.auth import SIGNATURE_HEADER, RequestVerifier, bootstrap_key, sign_reply
+from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import (
     AuthenticationError,
     HandshakeError,
@@ -19,8 +20,15 @@ from pd.core.errors import (
     PDError,
     UnavailableError,
 )
+from pd.core.local_requests import check_local
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import NodeInfo
+from pd.core.signed_requests import (
+    EXPECTED_HEADER,
+    SIGNATURE_HEADER,
+    RequestVerifier,
+    sign_reply,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -36,9 +44,9 @@ logger = logging.getLogger(__name__)
 BOOTSTRAP_PATH = "/bootstrap"
 HANDSHAKE_PATH = "/bootstrap/handshake"
 PEERS_PATH = "/bootstrap/peers"
-EXPECTED_HEADER = "PD-Expected-Instance"
 MAX_BODY_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
+_NO_KEY = "; nodes of other hosts need the same --cluster-key-file"
 
 _json = msgspec.json.Encoder()
 _node_decoder = msgspec.json.Decoder(NodeInfo)
@@ -48,12 +56,15 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
     """The ASGI application that a prefill node serves on ``--bootstrap-port``.
 
     ``GET /bootstrap`` answers this node's NodeInfo, ``POST /bootstrap/handshake`` takes a decode
-    node's and answers this node's, ``GET /bootstrap/peers`` lists who shook hands. Errors are an
-    ``ErrorInfo``: 400 for a body that is no NodeInfo, 401 without the cluster key, 409 for nodes
-    that cannot work together, 413 for a body over 64 KiB, 503 until ready and while draining.
+    node's and answers this node's, ``GET /bootstrap/peers`` lists who shook hands. Requests are
+    signed with the cluster key; without one they must come from a program on this host. Errors are
+    an ``ErrorInfo``: 400 for a body that is no NodeInfo, 401 without the cluster key, 403 or 415
+    for another host or a web page where there is none, 409 for nodes that cannot work together, 413
+    for a body over 64 KiB, 503 until ready and while draining.
     """
     key = bootstrap_key(cluster_key)
     verifier = None if key is None else RequestVerifier(key)
+    own_names = {urlsplit(registry.own.bootstrap).hostname or ""}
 
     async def own(request: Request, body: bytes) -> object:
         registry.check_ready()
@@ -77,7 +88,7 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
 
     def route(path: str, method: str, answer: Answer) -> Route:
         async def endpoint(request: Request) -> Response:
-            return await _respond(request, answer, verifier)
+            return await _respond(request, answer, verifier, own_names)
 
         return Route(path, endpoint, methods=[method])
 
@@ -90,9 +101,13 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
     )
 
 
-async def _respond(request: Request, answer: Answer, verifier: RequestVerifier | None) -> Response:
+async def _respond(
+    request: Request, answer: Answer, verifier: RequestVerifier | None, own_names: set[str]
+) -> Response:
     nonce = ""
     try:
+        if verifier is None:
+            check_local(request.scope, own_names, _NO_KEY)
         body = await _bounded_body(request)
         if body is None:
             reason = f"the body exceeds {MAX_BODY_BYTES} bytes"

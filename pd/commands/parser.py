@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from pd.core.errors import InvalidRequestError
+from pd.core.node_url import check_node_url
+
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|K|M|G|T)(?:i?B)?", re.IGNORECASE)
 
@@ -63,6 +66,14 @@ def port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is 0 to 65535, not {text}")
     return int(text)
+
+
+def node_url(text: str) -> str:
+    """``http://host:port``; ``host:port`` is taken for that."""
+    try:
+        return check_node_url(text if "://" in text else f"http://{text}")
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def path(text: str) -> Path:

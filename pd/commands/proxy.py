@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -14,6 +13,8 @@ from pd.core.config import ROUTING_POLICIES
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
+    import argparse
+
     from pd.proxy.server import ProxyConfig
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
             f"--{role}",
             action="append",
             default=[],
-            type=_url,
+            type=types.node_url,
             metavar="URL",
             help=f"address of a {role} node",
         )
@@ -114,20 +115,6 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _url(text: str) -> str:
-    """``host:port`` is taken for ``http://host:port``."""
-    url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
-        _ = parts.port
-    except ValueError:
-        valid = False
-    if not valid:
-        raise argparse.ArgumentTypeError(f"a node is given as http://host:port, not {text}")
-    return url
-
-
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """The proxy's configuration; raises UsageError for values that cannot work."""
     from pd.proxy.server import ProxyConfig
@@ -155,7 +142,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
 
 def advice(config: ProxyConfig) -> list[str]:
     """What is allowed but probably not meant."""
-    from pd.transfer.greeting import is_loopback
+    from pd.core.local_requests import is_loopback
 
     urls = (*config.prefill, *config.decode, *config.unified)
     found = []

@@ -1,7 +1,7 @@
 """The shared secret of a deployment (``--cluster-key-file``) and what is derived from it.
 
-Every use gets its own sub-key, so that nothing learned about one (an admin token in a log, say)
-helps against another. Keys are never logged.
+Every use gets its own sub-key, so that nothing learned about one helps against another. Keys are
+never logged, and none of them is ever sent.
 """
 
 from __future__ import annotations
@@ -65,6 +65,16 @@ def _curve_keypair(key: bytes, purpose: str) -> tuple[bytes, bytes]:
     return public, secret
 
 
-def admin_token(key: bytes) -> str:
-    """Bearer token for the nodes' administrative HTTP endpoints."""
-    return derive(key, "admin").hex()
+def bootstrap_key(key: bytes | None) -> bytes | None:
+    """Signs handshakes (:mod:`pd.core.signed_requests`); None without a cluster key."""
+    return None if key is None else derive(key, "bootstrap")
+
+
+def admin_key(key: bytes | None) -> bytes | None:
+    """Signs requests to the nodes' administrative HTTP; None without a cluster key."""
+    return None if key is None else derive(key, "admin")
+
+
+def server_info_key(key: bytes | None) -> bytes | None:
+    """Signs what a node says about itself to a proxy; None without a cluster key."""
+    return None if key is None else derive(key, "server-info")

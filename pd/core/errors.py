@@ -40,6 +40,12 @@ class AuthenticationError(PDError):
     kind, status, type = "authentication", 401, "authentication_error"
 
 
+class ForbiddenError(PDError):
+    """Known or not, this client may not do that."""
+
+    kind, status, type = "forbidden", 403, "permission_error"
+
+
 class NotFoundError(PDError):
     """No such model, worker or request."""
 
@@ -50,6 +56,12 @@ class DeadlineExceededError(PDError):
     """The request's deadline passed before it finished."""
 
     kind, status, type = "deadline", 408, "timeout_error"
+
+
+class UnsupportedMediaTypeError(PDError):
+    """The body is not declared as what the server takes."""
+
+    kind, status, type = "unsupported_media_type", 415, "invalid_request_error"
 
 
 class QueueFullError(PDError):

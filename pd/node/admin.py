@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,8 +10,17 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pd.core.cluster_key import admin_token
+from pd.core.cluster_key import admin_key, server_info_key
 from pd.core.errors import AuthenticationError, InvalidRequestError, NotFoundError, PDError
+from pd.core.local_requests import check_local
+from pd.core.signed_requests import (
+    EXPECTED_HEADER,
+    MAX_NONCE_CHARACTERS,
+    NONCE_HEADER,
+    SIGNATURE_HEADER,
+    RequestVerifier,
+    sign_reply,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,13 +43,15 @@ _abort_decoder = msgspec.json.Decoder(AbortBody)
 
 
 def make_admin_app(node: Node) -> Starlette:
-    """``GET /health /metrics /server_info``, ``POST /flush_cache /drain /abort_request``.
+    """``GET /health /metrics /server_info``, ``POST /flush_cache /drain /undrain /abort_request``.
 
-    With a cluster key, every POST needs ``Authorization: Bearer`` with
-    :func:`pd.core.cluster_key.admin_token`.
+    With a cluster key every POST must be signed with :func:`pd.core.cluster_key.admin_key` for this
+    instance (:mod:`pd.core.signed_requests`), and its answer is signed too; ``/server_info`` is
+    signed for who asks with a nonce. Without a key every POST must come from a program on this host
+    (:mod:`pd.core.local_requests`).
     """
-    key = node.config.cluster_key
-    token = None if key is None else admin_token(key)
+    gate = _Gate(node)
+    info_key = server_info_key(node.config.cluster_key)
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if node.ready else 503)
@@ -51,38 +61,40 @@ def make_admin_app(node: Node) -> Starlette:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def server_info(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(node.server_info))
+        response = JSONResponse(await run_in_threadpool(node.server_info))
+        nonce = request.headers.get(NONCE_HEADER, "")
+        if info_key is not None and 0 < len(nonce) <= MAX_NONCE_CHARACTERS:
+            signature = sign_reply(info_key, nonce, response.status_code, bytes(response.body))
+            response.headers[SIGNATURE_HEADER] = signature
+        return response
 
-    async def flush_cache(request: Request) -> Response:
+    async def flush_cache(body: bytes) -> Response:
         return JSONResponse({"freed_pages": await run_in_threadpool(node.flush_cache)})
 
-    async def drain(request: Request) -> Response:
-        node.drain()
+    async def drain(body: bytes) -> Response:
+        await run_in_threadpool(node.drain)
         return JSONResponse({"draining": True})
 
-    async def abort_request(request: Request) -> Response:
-        body = await _abort_body(request)
-        rid = None if body.abort_all else body.rid
+    async def undrain(body: bytes) -> Response:
+        await run_in_threadpool(node.undrain)
+        return JSONResponse({"draining": False})
+
+    async def abort_request(body: bytes) -> Response:
+        asked = _abort_body(body)
+        rid = None if asked.abort_all else asked.rid
 
         def abort() -> int:
             with node.event():
                 return node.abort(rid)
 
         count = await run_in_threadpool(abort)
-        if count == 0 and not body.abort_all:
-            raise NotFoundError(f"no request has the rid {body.rid!r}", param="rid")
+        if count == 0 and not asked.abort_all:
+            raise NotFoundError(f"no request has the rid {asked.rid!r}", param="rid")
         return JSONResponse({"aborted": count})
 
-    def post(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
+    def post(path: str, answer: Callable[[bytes], Awaitable[Response]]) -> Route:
         async def checked(request: Request) -> Response:
-            if token is not None:
-                given = request.headers.get("authorization", "")
-                if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                    raise AuthenticationError(
-                        "this node needs 'Authorization: Bearer' with the admin token of its "
-                        "cluster key (docs/operations.md says how to get it)"
-                    )
-            return await answer(request)
+            return await gate.let_in(request, answer)
 
         return Route(path, checked, methods=["POST"])
 
@@ -92,6 +104,7 @@ def make_admin_app(node: Node) -> Starlette:
         Route("/server_info", server_info),
         post("/flush_cache", flush_cache),
         post("/drain", drain),
+        post("/undrain", undrain),
         post("/abort_request", abort_request),
     ]
 
@@ -105,12 +118,62 @@ def make_admin_app(node: Node) -> Starlette:
     return Starlette(routes=routes, exception_handlers={PDError: _error, 404: unknown})
 
 
-async def _abort_body(request: Request) -> AbortBody:
+class _Gate:
+    """Lets requests in that hold the cluster key or, where there is none, come from this host."""
+
+    def __init__(self, node: Node) -> None:
+        key = admin_key(node.config.cluster_key)
+        self._verifier = None if key is None else RequestVerifier(key)
+        self._instance_id = node.instance_id
+        self._names = {node.config.host.lower(), node.config.public_host.lower()}
+
+    async def let_in(
+        self, request: Request, answer: Callable[[bytes], Awaitable[Response]]
+    ) -> Response:
+        """The answer, signed if the request was. Raises AuthenticationError, ForbiddenError or
+        UnsupportedMediaTypeError for what is not let in."""
+        if self._verifier is None:
+            check_local(request.scope, self._names, " on a node without --cluster-key-file")
+            return await answer(await _read(request))
+        body = await _read(request)
+        nonce = self._verify(self._verifier, request, body)
+        try:
+            response = await answer(body)
+        except PDError as error:
+            response = await _error(request, error)
+        content = bytes(response.body)
+        signature = sign_reply(self._verifier.key, nonce, response.status_code, content)
+        response.headers[SIGNATURE_HEADER] = signature
+        return response
+
+    def _verify(self, verifier: RequestVerifier, request: Request, body: bytes) -> str:
+        """The nonce of a request that was signed for this instance."""
+        url = request.url
+        nonce, reason = verifier.verify(
+            request.headers.get("Authorization", ""),
+            request.method,
+            f"{url.path}?{url.query}" if url.query else url.path,
+            self._instance_id,
+            body,
+        )
+        if not reason:
+            return nonce
+        expected = request.headers.get(EXPECTED_HEADER, "")
+        if expected and expected != self._instance_id:
+            reason = f"the request is for instance {expected[:64]!r}, this is {self._instance_id}"
+        raise AuthenticationError(f"{reason}; `pd-launch admin` signs requests by hand")
+
+
+async def _read(request: Request) -> bytes:
     content = b""
     async for part in request.stream():
         content += part
         if len(content) > MAX_BODY_BYTES:
             raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes")
+    return content
+
+
+def _abort_body(content: bytes) -> AbortBody:
     try:
         body = _abort_decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -95,6 +95,8 @@ class Node(ABC):
         self.work_available = threading.Event()
         self.requests: dict[bytes, Request] = {}
         self.draining = False
+        # It drains because the process is about to end.
+        self._ending = False
         self.closing = ClosingQueue()
         self._events = 0  # that are under way: more than one where they are nested
         self._pump_wanted = False
@@ -141,13 +143,23 @@ class Node(ABC):
         with self.event():
             for request in list(self.requests.values()):
                 self.fail(request, NodeFailedError(f"{self.role} node {self.instance_id} stopped"))
-            self.draining = True
+            self.draining = self._ending = True
         self._scheduler.stop()
         self.control.stop()
 
-    def drain(self) -> None:
-        """Refuse new requests and finish those that are here."""
-        self.draining = True
+    def drain(self, *, to_end: bool = False) -> None:
+        """Refuse new requests and finish those that are here. ``to_end``: for good, because the
+        process ends then."""
+        with self.event():
+            self.draining = True
+            self._ending = self._ending or to_end
+
+    def undrain(self) -> None:
+        """Take new requests again. Raises UnavailableError when the process is about to end."""
+        with self.event():
+            if self._ending:
+                raise UnavailableError(f"{self.role} node {self.instance_id} is about to end")
+            self.draining = False
 
     @property
     def idle(self) -> bool:

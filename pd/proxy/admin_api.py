@@ -32,14 +32,12 @@ class AdminAPI:
         pool: WorkerPool,
         dispatcher: Dispatcher,
         metrics: Metrics,
-        admin_token: str | None,
     ) -> None:
         self._service = service
         self._router = router
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._admin_token = admin_token
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -110,10 +108,11 @@ class AdminAPI:
         return json_response({"aborted": count})
 
     async def flush_cache(self, request: Request) -> Response:
-        headers = {"Authorization": f"Bearer {self._admin_token}"} if self._admin_token else {}
-        workers = list(self._pool.workers)
+        """Drop the caches of all nodes that ever proved who they are; others are not asked."""
+        workers = [worker for worker in self._pool.workers if worker.info is not None]
+        skipped = [worker.url for worker in self._pool.workers if worker.info is None]
         results = await asyncio.gather(
-            *(self._pool.post(worker, "/flush_cache", headers) for worker in workers)
+            *(self._pool.post(worker, "/flush_cache") for worker in workers)
         )
         failed = []
         for worker, problem in zip(workers, results, strict=True):
@@ -123,4 +122,5 @@ class AdminAPI:
                 failed.append(f"{worker.url}: {problem}")
         if failed:
             raise NodeFailedError(f"not all caches were flushed: {'; '.join(failed)}")
-        return json_response({"flushed": [worker.instance_id for worker in workers]})
+        flushed = [worker.instance_id for worker in workers]
+        return json_response({"flushed": flushed, "skipped": skipped})

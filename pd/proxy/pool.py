@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 import zmq
 
+from pd.core.cluster_key import admin_key, server_info_key
 from pd.core.errors import InvalidRequestError, NotFoundError
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
     AnyMessage,
     NodeHeartbeat,
+)
+from pd.core.node_url import check_node_url
+from pd.core.signed_requests import (
+    NONCE_HEADER,
+    SIGNATURE_HEADER,
+    check_reply,
+    signed_headers,
 )
 from pd.proxy.heartbeats import HeartbeatThread, LoopWatch
 from pd.proxy.worker import ServerInfo, Worker
@@ -34,6 +44,11 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 
 POLL_INTERVAL = 1.0
 POLL_TIMEOUT = 2.0
+POST_TIMEOUT = 10.0
+# An honest /server_info of a node with hundreds of peers is far smaller.
+MAX_ANSWER_BYTES = 1 << 20
+# Each costs a poll a second, two heartbeats a second and a socket.
+MAX_WORKERS = 256
 # A refused connection proves a death only together with silence: a node's HTTP side may restart.
 SILENCE_SECONDS = 1.0
 CONNECT_TRIES = 50
@@ -45,9 +60,22 @@ DEAF = (
     "answers HTTP but not messages: give proxy and node the same --cluster-key-file, and let the "
     "proxy reach the message port (endpoints.zmq of its /server_info)"
 )
+UNSIGNED = (
+    "did not prove that it has the cluster key: give proxy and node the same --cluster-key-file"
+)
 
 _ROLES = ("prefill", "decode", "unified")
 _info_decoder = msgspec.json.Decoder(ServerInfo)
+
+
+class _AnswerError(Exception):
+    """What a node answered over HTTP is of no use; the message says why."""
+
+
+class _Answer(NamedTuple):
+    status: int
+    signature: str
+    content: bytes
 
 
 class WorkerPool:
@@ -62,16 +90,25 @@ class WorkerPool:
         self,
         sockets: Sockets,
         *,
+        cluster_key: bytes | None = None,
         on_message: Callable[[Worker, AnyMessage], None],
         on_lost: Callable[[Worker, str], None],
         on_change: Callable[[], None],
     ) -> None:
         self.workers: list[Worker] = []
         self._sockets = sockets
+        self._admin_key, self._info_key = admin_key(cluster_key), server_info_key(cluster_key)
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_change = on_change
-        self._http = httpx.AsyncClient(timeout=POLL_TIMEOUT, trust_env=False)
+        # Redirects are not followed: where a node is is for the operator to say. Nor is anything
+        # decompressed: a few bytes may become gigabytes.
+        self._http = httpx.AsyncClient(
+            timeout=POST_TIMEOUT,
+            trust_env=False,
+            headers={"Accept-Encoding": "identity"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_WORKERS),
+        )
         self._watchers: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
         self._pulse: asyncio.Task[None] | None = None
@@ -96,18 +133,13 @@ class WorkerPool:
     def add(self, role: Role, url: str) -> Worker:
         """Begin to use a node; adding one that is there or drains takes it (back) into use.
 
-        Raises InvalidRequestError for a role or URL that makes no sense.
+        Raises InvalidRequestError for a role or URL that makes no sense, and for one too many.
         """
         if role not in _ROLES:
             raise InvalidRequestError(
                 f"role must be one of {', '.join(_ROLES)}, not {role!r}", param="role"
             )
-        url = url.rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InvalidRequestError(
-                f"url must be like http://host:port, not {url!r}", param="url"
-            )
+        url = check_node_url(url)
         for worker in self.workers:
             if worker.url == url:
                 if worker.role != role:
@@ -116,6 +148,11 @@ class WorkerPool:
                     )
                 worker.draining = False
                 return worker
+        if len(self.workers) >= MAX_WORKERS:
+            raise InvalidRequestError(
+                f"there are {len(self.workers)} workers, at most {MAX_WORKERS} may be; "
+                "remove one first"
+            )
         worker = Worker(role, url)
         self.workers.append(worker)
         self._wake[worker] = asyncio.Event()
@@ -123,9 +160,12 @@ class WorkerPool:
         return worker
 
     def find(self, name: str) -> Worker:
-        """By instance id, or ``host:port`` for one that was never reached."""
-        for worker in self.workers:
-            if name in (worker.instance_id, urlsplit(worker.url).netloc, worker.url):
+        """By URL, ``host:port`` or instance id. Raises NotFoundError."""
+        wanted = name.rstrip("/")
+        # Whoever proved to be an instance goes before who only says so.
+        for worker in sorted(self.workers, key=lambda worker: not worker.alive):
+            known = (worker.url, urlsplit(worker.url).netloc, worker.instance_id)
+            if wanted and wanted in known:
                 return worker
         raise NotFoundError(f"there is no worker {name!r}; see GET /workers", param="instance_id")
 
@@ -142,16 +182,47 @@ class WorkerPool:
             self._wake.pop(worker)
             if worker.channel is not None:
                 worker.channel.close()
+            if worker.alive:
                 self._heartbeats.remove(worker.instance_id)
             self._on_change()
 
-    async def post(self, worker: Worker, path: str, headers: dict[str, str]) -> str | None:
-        """POST to a node's administration; what went wrong, or None."""
+    async def post(self, worker: Worker, path: str) -> str | None:
+        """POST to the administration of a node that proved who it is, signed for that instance;
+        what went wrong, or None."""
+        if not worker.alive:
+            return worker.problem
+        key, nonce = self._admin_key, ""
+        headers: dict[str, str] = {}
+        if key is not None:
+            headers, nonce = signed_headers(key, "POST", path, worker.instance_id)
         try:
-            response = await self._http.post(worker.url + path, headers=headers)
-        except httpx.HTTPError as error:
+            answer = await self._ask("POST", worker.url + path, headers, POST_TIMEOUT)
+        except (httpx.HTTPError, TimeoutError, _AnswerError) as error:
             return f"{type(error).__name__}: {error}"
-        return None if response.is_success else f"status {response.status_code}"
+        if answer.status != 200:
+            return f"status {answer.status}"
+        if key is not None and not check_reply(
+            key, nonce, answer.status, answer.content, answer.signature
+        ):
+            return UNSIGNED
+        return None
+
+    async def _ask(self, method: str, url: str, headers: dict[str, str], timeout: float) -> _Answer:
+        """The whole answer, within ``timeout`` seconds and ``MAX_ANSWER_BYTES``.
+
+        Raises httpx.HTTPError, TimeoutError, _AnswerError.
+        """
+        content = bytearray()
+        async with (
+            asyncio.timeout(timeout),
+            self._http.stream(method, url, headers=headers) as response,
+        ):
+            async for part in response.aiter_raw():
+                content += part
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise _AnswerError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
+            signature = response.headers.get(SIGNATURE_HEADER, "")
+            return _Answer(response.status_code, signature, bytes(content))
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -169,33 +240,66 @@ class WorkerPool:
 
     async def _poll(self, worker: Worker) -> None:
         try:
-            response = await self._http.get(worker.url + "/server_info")
-            info = _info_decoder.decode(response.content)
+            info = await self._server_info(worker)
         except httpx.ConnectError as error:
             if worker.alive and time.monotonic() - worker.last_heard > SILENCE_SECONDS:
                 self._lose(worker, "its port refuses connections and its heartbeats stopped")
             elif not worker.alive:
                 worker.problem = f"cannot connect: {error}"
             return
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, _AnswerError) as error:
             if not worker.alive:
                 worker.problem = f"/server_info: {error or type(error).__name__}"
             return
         if info.role != worker.role:
             worker.problem = f"was added as {worker.role} but is a {info.role} node"
             return
-        known = worker.info is not None and info.instance_id == worker.info.instance_id
-        if not known or worker.channel is None:
+        if info.instance_id != worker.instance_id or worker.channel is None:
             await self._meet(worker, info)
         else:
-            worker.info = info
+            worker.claimed = info
+            if worker.alive:
+                worker.info = info
+
+    async def _server_info(self, worker: Worker) -> ServerInfo:
+        """What answers at the URL. Raises what :meth:`_ask` raises, msgspec.MsgspecError for
+        something else than a node, and _AnswerError for one without our cluster key."""
+        nonce = secrets.token_hex(16)
+        url = worker.url + "/server_info"
+        status, signature, content = await self._ask(
+            "GET", url, {NONCE_HEADER: nonce}, POLL_TIMEOUT
+        )
+        if status != 200:
+            starting = " (it is starting)" if status == HTTPStatus.SERVICE_UNAVAILABLE else ""
+            raise _AnswerError(f"status {status}{starting}")
+        if self._info_key is not None and not check_reply(
+            self._info_key, nonce, status, content, signature
+        ):
+            raise _AnswerError(UNSIGNED)
+        return _info_decoder.decode(content)
+
+    def _duplicate_of(self, worker: Worker, info: ServerInfo) -> Worker | None:
+        """Another worker that is this instance, or has the connection to its message port: a second
+        one would take the first one's place there."""
+        for other in self.workers:
+            if other is worker or other.claimed is None or other.channel is None:
+                continue
+            is_same = other.instance_id == info.instance_id and other.alive
+            if is_same or other.claimed.endpoints.zmq == info.endpoints.zmq:
+                return other
+        return None
 
     async def _meet(self, worker: Worker, info: ServerInfo) -> None:
         """A new instance answers at the URL, so what went to the old one is lost; or one that was
         lost is there again."""
         if worker.channel is not None:
             self._lose(worker, f"it was restarted (now instance {info.instance_id})")
-        worker.info = info
+        other = self._duplicate_of(worker, info)
+        if other is not None:
+            worker.claimed = None
+            worker.problem = f"is instance {info.instance_id}, which is in use as {other.url}"
+            return
+        worker.claimed = info
         worker.tree = None
         try:
             worker.channel = self._sockets.open(
@@ -207,7 +311,6 @@ class WorkerPool:
         except zmq.ZMQError as error:
             worker.problem = f"cannot connect to {info.endpoints.zmq}: {error}"
             return
-        self._heartbeats.add(info.instance_id, info.endpoints.zmq)
         worker.last_heard = time.monotonic()
         worker.problem = NO_HEARTBEAT_YET
         log.info("%s node %s at %s", info.role, info.instance_id, worker.url)
@@ -226,11 +329,20 @@ class WorkerPool:
             worker.last_heard = time.monotonic()
             self._on_message(worker, message)
             return
+        if not worker.alive and worker.claimed is not None:
+            other = self._duplicate_of(worker, worker.claimed)
+            if other is not None:
+                reason = f"instance {worker.instance_id} is in use as {other.url}"
+                self._lose(worker, reason)
+                worker.problem = reason
+                return
         if worker.losses is not None and message.losses > worker.losses:
             self._lose(
                 worker, "it gave up its requests: messages were lost, or the proxy stood still"
             )
             return
+        if not worker.alive and worker.claimed is not None:
+            self._heartbeats.add(worker.instance_id, worker.claimed.endpoints.zmq)
         before = worker.ready
         worker.heard(message)
         if worker.ready != before:
@@ -266,13 +378,14 @@ class WorkerPool:
         if worker.channel is not None:
             worker.channel.close()
             worker.channel, worker.losses = None, None
-            self._heartbeats.remove(worker.instance_id)
             self._wake[worker].set()
         if not worker.alive and not worker.active:
             return
         log.warning(
             "lost %s node %s at %s: %s", worker.role, worker.instance_id, worker.url, reason
         )
+        if worker.alive:
+            self._heartbeats.remove(worker.instance_id)
         worker.lost(reason)
         self._on_lost(worker, reason)
         self._on_change()

@@ -150,6 +150,7 @@ class Proxy:
         self._sockets = Sockets(self.instance_id, config.cluster_key)
         self._pool = WorkerPool(
             self._sockets,
+            cluster_key=config.cluster_key,
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_change=self._on_change,
@@ -164,12 +165,7 @@ class Proxy:
             on_released=self._pool.release,
         )
         service = Service(self._router, self._dispatcher, text_models, config.served_model_name)
-        token = None
-        if config.cluster_key is not None:
-            from pd.core.cluster_key import admin_token
-
-            token = admin_token(config.cluster_key)
-        admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics, token)
+        admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics)
         self._app = make_app(service, admin, metrics, config.api_key)
 
     async def wait_ready(self, timeout: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -21,33 +21,42 @@ if TYPE_CHECKING:
 _JUST_NOW_SECONDS = 0.02
 
 
+# What a stranger may say of itself.
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Name = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
+_InstanceId = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")]
+# Only TCP: the other transports of ZMQ reach sockets of this host and this process.
+_MessageEndpoint = Annotated[str, msgspec.Meta(max_length=300, pattern=r"^tcp://[^\s/@]+:\d+$")]
+_HttpEndpoint = Annotated[str, msgspec.Meta(max_length=300, pattern=r"^(https?://[^\s/@]+/?)?$")]
+
+
 class Endpoints(msgspec.Struct):
-    zmq: str
-    bootstrap: str | None = None
+    zmq: _MessageEndpoint
+    bootstrap: _HttpEndpoint | None = None
 
 
 class Pages(msgspec.Struct):
-    total: int
+    total: _Count
 
 
 class ServerInfo(msgspec.Struct):
     """The part of ``/server_info`` that matters here; everything else is ignored."""
 
     role: Role
-    instance_id: str
-    model: str
-    page_size: int
-    context_length: int
+    instance_id: _InstanceId
+    model: _Name
+    page_size: _Count
+    context_length: _Count
     endpoints: Endpoints
     pages: Pages
-    vocab_size: int | None = None
-    model_path: str | None = None
-    model_id: str = ""
-    dtype: str = ""
+    vocab_size: _Count | None = None
+    model_path: _Name | None = None
+    model_id: _Name = ""
+    dtype: _Name = ""
     kv_digest: bool = False
     sampling_defaults: SamplingDefaults = SamplingDefaults()
-    transfer_backend: str = ""
-    transfer_backends: list[str] = []
+    transfer_backend: _Name = ""
+    transfer_backends: Annotated[list[_Name], msgspec.Meta(max_length=64)] = []
 
     @property
     def pool_tokens(self) -> int:
@@ -82,8 +91,12 @@ class Worker:
     """One node at one URL, through restarts.
 
     Attributes:
-        info: what the present (or last) instance says about itself; None before the first contact.
-        channel: message socket to that instance.
+        claimed: what answers at the URL says this about itself. Anybody can say anything, so it is
+            good for opening a channel and no more.
+        info: the same once heartbeats of that instance came over the channel, which with a cluster
+            key only its holders can send; afterwards that of the last instance for which this held.
+            Models, limits and routes are taken from here.
+        channel: message socket to the claimed instance.
         alive: its heartbeats come.
         connected: what was sent to it last was taken; false as soon as its process is gone.
         accepting: it takes new requests, by its own word.
@@ -98,6 +111,7 @@ class Worker:
     def __init__(self, role: Role, url: str) -> None:
         self.role = role
         self.url = url
+        self.claimed: ServerInfo | None = None
         self.info: ServerInfo | None = None
         self.channel: Channel | None = None
         self.alive = False
@@ -116,7 +130,7 @@ class Worker:
 
     @property
     def instance_id(self) -> str:
-        return self.info.instance_id if self.info else ""
+        return self.claimed.instance_id if self.claimed else ""
 
     @property
     def ready(self) -> bool:
@@ -144,7 +158,7 @@ class Worker:
 
     def heard(self, heartbeat: NodeHeartbeat) -> None:
         self.last_heard = time.monotonic()
-        self.alive = True
+        self.alive, self.info = True, self.claimed
         self.accepting = heartbeat.ready
         self.queued_tokens = heartbeat.queued_tokens
         self.running = heartbeat.running

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import struct
 from typing import TYPE_CHECKING
 
 from pd.core.cluster_key import derive
 from pd.core.errors import TransferError, UsageError
+from pd.core.local_requests import is_loopback
 
 if TYPE_CHECKING:
     import socket
@@ -60,15 +60,6 @@ def require_loopback(host: str, what: str) -> None:
         raise UsageError(
             f"{what} {host} is not a loopback address: set --cluster-key-file to leave this machine"
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _proof(key: bytes | None, label: bytes, *parts: bytes) -> bytes:

@@ -39,8 +39,8 @@ import numpy as np
 import torch
 
 from pd.core.errors import SetupError
+from pd.core.local_requests import is_loopback
 from pd.transfer import staging_mover
-from pd.transfer.greeting import is_loopback
 from pd.transfer.staging import StagedManager
 from pd.transfer.staging_mover import Mover, MoverError, Target, Written
 

@@ -13,12 +13,16 @@ import msgspec
 import pytest
 from bootstrap_helpers import KV, PrefillNode, changed, info
 
-from pd.bootstrap import auth, handshake
-from pd.bootstrap.server import EXPECTED_HEADER, HANDSHAKE_PATH, MAX_BODY_BYTES
+from pd.bootstrap import handshake
+from pd.bootstrap.server import HANDSHAKE_PATH, MAX_BODY_BYTES
+from pd.core import signed_requests
+from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import HandshakeError, TransferError, UnavailableError
 from pd.core.node_info import MAX_ADDRESS_CHARS, MAX_ADDRESS_FIELDS, MAX_BACKENDS
+from pd.core.signed_requests import EXPECTED_HEADER
 
 KEY = b"0123456789abcdef"
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -222,7 +226,7 @@ BAD_BODIES = {
 @pytest.mark.parametrize("body", BAD_BODIES)
 def test_a_bad_body_is_answered_400_and_hurts_nobody(start, body) -> None:
     p = start()
-    response = httpx.post(p.url + HANDSHAKE_PATH, content=BAD_BODIES[body])
+    response = httpx.post(p.url + HANDSHAKE_PATH, content=BAD_BODIES[body], headers=JSON)
     assert response.status_code == 400
     assert "not a NodeInfo" in response.json()["message"]
     assert shake(p, info("D", "decode")).instance_id == "P"
@@ -230,7 +234,8 @@ def test_a_bad_body_is_answered_400_and_hurts_nobody(start, body) -> None:
 
 def test_a_body_over_64_kib_is_answered_413(start) -> None:
     p = start()
-    response = httpx.post(p.url + HANDSHAKE_PATH, content=b" " * (MAX_BODY_BYTES + 1))
+    content = b" " * (MAX_BODY_BYTES + 1)
+    response = httpx.post(p.url + HANDSHAKE_PATH, content=content, headers=JSON)
     assert response.status_code == 413
     assert shake(p, info("D", "decode")).instance_id == "P"
 
@@ -254,9 +259,9 @@ def test_a_prefill_node_without_the_key_is_not_believed(start) -> None:
 
 
 def signed(body: bytes, *, path: str = HANDSHAKE_PATH, expected: str = "P") -> dict[str, str]:
-    key = auth.bootstrap_key(KEY)
+    key = bootstrap_key(KEY)
     assert key is not None
-    authorization, _ = auth.sign_request(key, "POST", path, expected, body)
+    authorization, _ = signed_requests.sign_request(key, "POST", path, expected, body)
     return {"Authorization": authorization, EXPECTED_HEADER: "P"}
 
 
@@ -273,7 +278,7 @@ def test_an_old_request_is_refused(start, monkeypatch) -> None:
     p = start(key=KEY)
     body = msgspec.json.encode(info("D", "decode"))
     real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() - 2 * auth.WINDOW_SECONDS)
+    monkeypatch.setattr(time, "time", lambda: real() - 2 * signed_requests.WINDOW_SECONDS)
     headers = signed(body)
     monkeypatch.undo()
     answer = httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=headers)
@@ -298,13 +303,13 @@ def test_a_request_changed_on_the_way_is_refused(start, part) -> None:
 
 
 def test_old_nonces_are_forgotten(monkeypatch) -> None:
-    key = auth.bootstrap_key(KEY)
+    key = bootstrap_key(KEY)
     assert key is not None
-    verifier = auth.RequestVerifier(key)
+    verifier = signed_requests.RequestVerifier(key)
     real = time.time
     for age in (500.0, 0.0):
         monkeypatch.setattr(time, "time", lambda age=age: real() - age)
-        authorization, _ = auth.sign_request(key, "GET", "/", "", b"")
+        authorization, _ = signed_requests.sign_request(key, "GET", "/", "", b"")
         assert verifier.verify(authorization, "GET", "/", "", b"")[1] == ""
     assert len(verifier._seen) == 1
 

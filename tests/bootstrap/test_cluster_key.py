@@ -9,7 +9,8 @@ import pytest
 import zmq
 
 from pd.core.cluster_key import (
-    admin_token,
+    admin_key,
+    bootstrap_key,
     curve_client_keypair,
     curve_server_keypair,
     derive,
@@ -48,7 +49,9 @@ def test_each_purpose_has_its_own_key() -> None:
     assert all(len(key) == 32 and key != KEY for key in keys)
     assert derive(KEY, "admin") == derive(KEY, "admin")
     assert derive(KEY + b"x", "admin") != derive(KEY, "admin")
-    assert admin_token(KEY) == derive(KEY, "admin").hex()
+    assert admin_key(KEY) == derive(KEY, "admin")
+    assert bootstrap_key(KEY) == derive(KEY, "bootstrap")
+    assert admin_key(None) is bootstrap_key(None) is None
 
 
 @pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq has no CURVE")

@@ -14,11 +14,17 @@ from raw_peer import proxy_of
 from requests_for_tests import make_generate
 from tiny import tiny_cluster, tiny_model, tiny_node
 
-from pd.core.cluster_key import admin_token
+from pd.core.cluster_key import admin_key, server_info_key
 from pd.core.config import NodeConfig
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 from pd.core.messages import Failed, StepOutputs
 from pd.core.sampling_params import SamplingDefaults
+from pd.core.signed_requests import (
+    NONCE_HEADER,
+    SIGNATURE_HEADER,
+    check_reply,
+    signed_headers,
+)
 from pd.launch import NodeServer
 from pd.node.admin import MAX_BODY_BYTES
 from pd.node.http_server import bind
@@ -154,7 +160,8 @@ def test_everything_is_503_while_the_model_loads() -> None:
     ],
 )
 def test_a_bad_abort_is_a_400_in_openais_shape(http: httpx.Client, body: bytes, text: str) -> None:
-    answer = http.post("/abort_request", content=body)
+    headers = {"Content-Type": "application/json"}
+    answer = http.post("/abort_request", content=body, headers=headers)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -167,7 +174,7 @@ def test_an_unknown_rid_is_a_404_and_aborting_nothing_is_fine(http: httpx.Client
     assert http.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
 
 
-@pytest.mark.parametrize("path", ["/flush_cache", "/drain", "/abort_request"])
+@pytest.mark.parametrize("path", ["/flush_cache", "/drain", "/undrain", "/abort_request"])
 def test_what_changes_something_is_not_a_get(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 405
     assert http.get("/nothing").status_code == 404
@@ -197,18 +204,68 @@ def test_flush_cache_frees_what_is_unused(http: httpx.Client, server: NodeServer
     assert pages["free"] == pages["total"]
 
 
-def test_with_a_cluster_key_changes_need_the_admin_token() -> None:
+PATHS = ("/flush_cache", "/abort_request", "/drain", "/undrain")
+
+
+def test_with_a_cluster_key_changes_must_be_signed_for_this_instance() -> None:
     node = tiny_node("unified", cluster_key=KEY)
+    key = admin_key(KEY)
+    assert key is not None
     try:
-        for path in ("/flush_cache", "/abort_request", "/drain"):
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": b"\xff"}):
+        for path in PATHS:
+            for headers in (
+                {},
+                {"Authorization": f"Bearer {key.hex()}"},
+                {"Authorization": b"\xff"},
+            ):
                 answer = httpx.post(node.url + path, headers=headers)
                 assert answer.status_code == 401, path
                 assert answer.json()["error"]["type"] == "authentication_error"
-        right = {"Authorization": f"Bearer {admin_token(KEY)}"}
-        assert httpx.post(f"{node.url}/flush_cache", headers=right).status_code == 200
+        headers, nonce = signed_headers(key, "POST", "/flush_cache", node.instance_id)
+        answer = httpx.post(f"{node.url}/flush_cache", headers=headers)
+        assert answer.status_code == 200
+        proof = answer.headers[SIGNATURE_HEADER]
+        assert check_reply(key, nonce, 200, answer.content, proof)
+        # A refusal is proven, too.
+        body = b'{"rid": "nobody"}'
+        headers, nonce = signed_headers(key, "POST", "/abort_request", node.instance_id, body)
+        answer = httpx.post(f"{node.url}/abort_request", headers=headers, content=body)
+        assert answer.status_code == 404
+        assert check_reply(key, nonce, 404, answer.content, answer.headers[SIGNATURE_HEADER])
         for path in ("/health", "/metrics", "/server_info"):
             assert httpx.get(node.url + path).status_code == 200
+    finally:
+        node.stop()
+
+
+def test_with_a_cluster_key_a_node_proves_what_it_says_about_itself() -> None:
+    node = tiny_node("unified", cluster_key=KEY)
+    key = server_info_key(KEY)
+    assert key is not None
+    try:
+        url = f"{node.url}/server_info"
+        answer = httpx.get(url, headers={NONCE_HEADER: "n"})
+        assert check_reply(key, "n", 200, answer.content, answer.headers[SIGNATURE_HEADER])
+        for nonce in ("", "n" * 65):
+            assert SIGNATURE_HEADER not in httpx.get(url, headers={NONCE_HEADER: nonce}).headers
+    finally:
+        node.stop()
+
+
+def test_undrain_takes_requests_again_unless_the_process_is_ending() -> None:
+    node = tiny_node("unified")
+    try:
+        assert httpx.post(f"{node.url}/drain").json() == {"draining": True}
+        assert httpx.post(f"{node.url}/undrain").json() == {"draining": False}
+        assert httpx.get(f"{node.url}/health").status_code == 200
+        with proxy_of(node) as proxy:
+            proxy.send(make_generate(range(9), to=node.instance_id, sender=proxy.name))
+            assert proxy.receive(StepOutputs).outputs
+        node.node.drain(to_end=True)
+        answer = httpx.post(f"{node.url}/undrain")
+        assert answer.status_code == 503
+        assert "about to end" in answer.json()["error"]["message"]
+        assert httpx.get(f"{node.url}/health").status_code == 503
     finally:
         node.stop()
 

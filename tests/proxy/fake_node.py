@@ -9,14 +9,19 @@ import time
 import uuid
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
+from pd.core.cluster_key import (
+    admin_key,
+    curve_client_keypair,
+    curve_server_keypair,
+    server_info_key,
+)
 from pd.core.messages import (
     Abort,
     AnyMessage,
@@ -37,6 +42,10 @@ from pd.core.messages import (
     heartbeat_owner,
 )
 from pd.core.numbering import Sent
+from pd.core.signed_requests import NONCE_HEADER, SIGNATURE_HEADER, RequestVerifier, sign_reply
+
+if TYPE_CHECKING:
+    from email.message import Message as EmailMessage
 
 EOS = 1
 Answer = Callable[[list[int], int], list[int]]
@@ -75,6 +84,8 @@ class FakeNode:
     ):
         self.role = role
         self.cluster_key = cluster_key
+        key = admin_key(cluster_key)
+        self.verifier = None if key is None else RequestVerifier(key)
         self.answer = answer
         self.auto = auto
         self.ready = True
@@ -83,7 +94,7 @@ class FakeNode:
         self.queued_tokens = 0
         self.running = 0
         self.http_port = 0
-        self.http_requests: list[tuple[str, str | None]] = []
+        self.http_requests: list[tuple[str, EmailMessage]] = []
         self.silent = False
         self.start()
 
@@ -110,15 +121,27 @@ class FakeNode:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._reply(node.server_info())
+                key = server_info_key(node.cluster_key)
+                self._reply(node.server_info(), key, self.headers.get(NONCE_HEADER))
 
             def do_POST(self) -> None:
-                node.http_requests.append((self.path, self.headers.get("Authorization")))
-                self._reply({})
+                node.http_requests.append((self.path, self.headers))
+                given = self.headers.get("Authorization", "")
+                nonce = None
+                if node.verifier is not None:
+                    nonce, reason = node.verifier.verify(
+                        given, "POST", self.path, node.instance_id, b""
+                    )
+                    if reason:
+                        self.send_error(401, reason)
+                        return
+                self._reply({}, admin_key(node.cluster_key), nonce)
 
-            def _reply(self, value: Any) -> None:
+            def _reply(self, value: Any, key: bytes | None, nonce: str | None) -> None:
                 body = json.dumps(value).encode()
                 self.send_response(200)
+                if key is not None and nonce:
+                    self.send_header(SIGNATURE_HEADER, sign_reply(key, nonce, 200, body))
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

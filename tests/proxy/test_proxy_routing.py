@@ -40,7 +40,9 @@ def worker(role: Any, name: str, **info: Any) -> Worker:
         "vocab_size": 1000,
     }
     endpoints = Endpoints("tcp://x:1")
-    made.info = ServerInfo(role=role, instance_id=name, endpoints=endpoints, **defaults | info)
+    made.claimed = made.info = ServerInfo(
+        role=role, instance_id=name, endpoints=endpoints, **defaults | info
+    )
     made.alive = made.accepting = True
     return made
 

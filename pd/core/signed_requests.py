@@ -1,8 +1,10 @@
-"""Signed requests between a handshake client and a registry.
+"""HTTP requests signed with a key that client and server share, and their signed answers.
 
 A request's ``Authorization`` carries a timestamp, a nonce and an HMAC-SHA256 over both and all that
-the request says; the registry accepts each nonce once and only within ``WINDOW_SECONDS``. The
-answer is signed over the same nonce, so that each side knows that the other has the cluster key.
+the request says, the instance that it is for included. The server accepts each nonce once and only
+within ``WINDOW_SECONDS``, so a request that was recorded on the network is of no use later or at
+another process. The answer is signed over the same nonce, so that each side knows that the other
+has the key. The key itself never crosses the network.
 """
 
 from __future__ import annotations
@@ -13,18 +15,15 @@ import secrets
 import threading
 import time
 
-from pd.core.cluster_key import derive
-
 SCHEME = "PD-HMAC"
 SIGNATURE_HEADER = "PD-Signature"
+EXPECTED_HEADER = "PD-Expected-Instance"
+# A request that changes nothing is not signed, but may ask with a nonce for a signed answer.
+NONCE_HEADER = "PD-Nonce"
+MAX_NONCE_CHARACTERS = 64
 # Hosts' clocks may differ by this much.
 WINDOW_SECONDS = 60.0
 _MAX_NONCES = 65536
-
-
-def bootstrap_key(cluster_key: bytes | None) -> bytes | None:
-    """The sub-key of the bootstrap protocol."""
-    return None if cluster_key is None else derive(cluster_key, "bootstrap")
 
 
 def _mac(key: bytes, *parts: str | bytes) -> str:
@@ -38,6 +37,14 @@ def sign_request(key: bytes, method: str, path: str, expected: str, body: bytes)
     stamp, nonce = repr(time.time()), secrets.token_hex(16)
     mac = _mac(key, "request", stamp, nonce, method, path, expected, body)
     return f"{SCHEME} {stamp} {nonce} {mac}", nonce
+
+
+def signed_headers(
+    key: bytes, method: str, path: str, expected: str, body: bytes = b""
+) -> tuple[dict[str, str], str]:
+    """Headers of a signed request to the instance ``expected``, and its nonce."""
+    authorization, nonce = sign_request(key, method, path, expected, body)
+    return {"Authorization": authorization, EXPECTED_HEADER: expected}, nonce
 
 
 def sign_reply(key: bytes, nonce: str, status: int, body: bytes) -> str:

@@ -1,0 +1,111 @@
+"""``pd-launch admin``: what an operator asks of one node."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pd.commands import parser as types
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    import argparse
+
+    import httpx
+
+TEXT = "drain a node, let it serve again, drop its prefix cache or end its requests"
+TIMEOUT_SECONDS = 10.0
+
+_EXAMPLES = """\
+examples:
+  pd-launch admin drain http://127.0.0.1:30000
+  pd-launch admin undrain http://10.0.0.1:30000 --cluster-key-file cluster.key
+  pd-launch admin abort-all http://127.0.0.1:30100
+
+Requests are signed with the cluster key, for this node and this moment; the key stays here.
+"""
+
+
+class Action(NamedTuple):
+    """A POST of the nodes' administration."""
+
+    path: str
+    body: bytes = b""
+
+
+ACTIONS = {
+    "drain": Action("/drain"),
+    "undrain": Action("/undrain"),
+    "flush-cache": Action("/flush_cache"),
+    "abort-all": Action("/abort_request", b'{"abort_all": true}'),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.usage = "%(prog)s ACTION URL [--cluster-key-file FILE]"
+    parser.epilog = _EXAMPLES
+    parser.add_argument("action", choices=tuple(ACTIONS), metavar="ACTION", help=", ".join(ACTIONS))
+    parser.add_argument("url", type=types.node_url, metavar="URL", help="the node's HTTP address")
+    parser.add_argument(
+        "--cluster-key-file",
+        type=types.path,
+        metavar="FILE",
+        help="the nodes' secret; needed if they have one",
+    )
+    parser.add_argument(
+        "--instance-id",
+        metavar="ID",
+        help="only if this instance still answers there (default: whichever does)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask the node and print its answer. Raises SetupError if it cannot be reached or refuses."""
+    import httpx
+
+    from pd.core.cluster_key import admin_key, load_cluster_key
+
+    path = args.cluster_key_file
+    key = admin_key(None if path is None else load_cluster_key(path))
+    # Without trust_env: a proxy from the environment must not see node traffic.
+    with httpx.Client(base_url=args.url, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
+        try:
+            instance_id = args.instance_id or _instance_id(client)
+            answer = _ask(client, ACTIONS[args.action], key, instance_id)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SetupError(f"cannot ask {args.url}: {error or type(error).__name__}") from None
+    print(json.dumps({"instance_id": instance_id} | answer))
+    return 0
+
+
+def _instance_id(client: httpx.Client) -> str:
+    try:
+        return str(client.get("/server_info").raise_for_status().json()["instance_id"])
+    except (ValueError, KeyError, TypeError):
+        raise SetupError(f"{client.base_url} is no node: it has no /server_info") from None
+
+
+def _ask(
+    client: httpx.Client, action: Action, key: bytes | None, instance_id: str
+) -> dict[str, Any]:
+    """The node's answer. Raises SetupError for a refusal and for an answer without proof."""
+    from pd.core.signed_requests import SIGNATURE_HEADER, check_reply, signed_headers
+
+    headers, nonce = {"Content-Type": "application/json"}, ""
+    if key is not None:
+        signed, nonce = signed_headers(key, "POST", action.path, instance_id, action.body)
+        headers |= signed
+    response = client.post(action.path, content=action.body, headers=headers)
+    content, signature = response.content, response.headers.get(SIGNATURE_HEADER, "")
+    try:
+        answer = json.loads(content)
+        if not response.is_success:
+            raise SetupError(f"{client.base_url} refused: {answer['error']['message']}")
+    except (ValueError, KeyError, TypeError):
+        raise SetupError(f"{client.base_url} answered {response.status_code}") from None
+    if key is not None and not check_reply(key, nonce, response.status_code, content, signature):
+        raise SetupError(
+            f"{client.base_url} answered, but did not prove that it has the cluster key"
+        )
+    return dict(answer)
