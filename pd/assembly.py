@@ -75,6 +75,7 @@ def _transfer(config: NodeConfig, engine: Engine, instance_id: str) -> TransferM
         config.host,
         advertise_host=config.advertise_host,
         cluster_key=config.cluster_key,
+        trust_network=config.trust_network,
         fake_script=config.fake_script,
     )
 

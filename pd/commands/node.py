@@ -253,7 +253,14 @@ def _add_backends(parser: argparse.ArgumentParser, role: str) -> None:
         default="auto",
         choices=choices.TRANSFER_BACKENDS,
         help="how KV travels between a pair of nodes; auto offers nvlink, nixl and tcp as far as "
-        "they work here, and a pair uses the first that works for both (default: auto)",
+        "they work here without a port that asks nobody for the cluster key, and a pair uses the "
+        "first that works for both (default: auto)",
+    )
+    add(
+        "--trust-network",
+        action="store_true",
+        help="none but this deployment's hosts reach this node: auto may offer nixl between hosts, "
+        "whose library lets whoever reaches its ports write to any memory of the node",
     )
     add(
         "--fake-script",

@@ -30,6 +30,7 @@ class NodeConfig:
     ``kv_cache_tokens`` wins over ``mem_fraction``. ``drain_timeout`` is how long SIGTERM waits for
     running requests, in seconds. ``retraction_host_memory`` is in bytes.
     ``cuda_graph_batch_sizes``: None chooses them, 0 among them counts for nothing.
+    ``trust_network``: nobody but this deployment's hosts reaches this node's ports.
     """
 
     role: str
@@ -58,6 +59,7 @@ class NodeConfig:
     overlap_schedule: str = "auto"
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
     transfer_backend: str = "auto"
+    trust_network: bool = False
     fake_script: Path | None = None
     kv_digest: bool = False
     cluster_key: bytes | None = field(default=None, repr=False)

@@ -42,7 +42,35 @@ def nvlink_obstacle(prefill: Published, decode: Published) -> str | None:
     return None
 
 
-_OBSTACLES: dict[str, Callable[[Published, Published], str | None]] = {"nvlink": nvlink_obstacle}
+def nixl_obstacle(prefill: Published, decode: Published) -> str | None:
+    """Why UCX cannot connect P and D, or None if it can.
+
+    ``nixl`` publishes ``reach``: ``network`` where UCX may open ports; otherwise what processes of
+    one host have in common that can copy to each other's memory, and between those it opens none.
+
+    Args:
+        prefill, decode: what each side's ``nixl`` publishes.
+    """
+    ours, theirs = prefill.get("reach", ""), decode.get("reach", "")
+    if ours == theirs:
+        return None
+    if "network" in (ours, theirs):
+        role = "decode" if ours == "network" else "prefill"
+        return (
+            f"the {role} node's UCX opens no port, the other's does; give both nodes the same "
+            "--transfer-backend and --trust-network, and addresses that are both loopback or "
+            "both not"
+        )
+    return (
+        "without a port UCX connects processes of one host, user and pid and ipc namespace only "
+        f"({ours:.150} and {theirs:.150}); --trust-network on both nodes lets it open ports"
+    )
+
+
+_OBSTACLES: dict[str, Callable[[Published, Published], str | None]] = {
+    "nvlink": nvlink_obstacle,
+    "nixl": nixl_obstacle,
+}
 
 
 def choose(

@@ -57,6 +57,7 @@ def server_info(node: Node) -> dict[str, object]:
             "page_size": config.page_size,
             "tp_size": config.tp_size,
             "kv_digest": config.kv_digest,
+            "trust_network": config.trust_network,
             **transfer_info(node),
             "attention_backend": engine.attention_backend,
             "sampling_defaults": asdict(node.sampling_defaults),

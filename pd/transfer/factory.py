@@ -107,6 +107,7 @@ def make_transfer_manager(
     *,
     advertise_host: str = "",
     cluster_key: bytes | None = None,
+    trust_network: bool = False,
     fake_script: Path | None = None,
 ) -> TransferManager:
     """The manager of one node; it listens when this returns.
@@ -115,6 +116,8 @@ def make_transfer_manager(
         name: one of ``BACKENDS``; ``auto`` offers what works here of ``AUTO``.
         host: address to listen on; anything but loopback needs a cluster key.
         advertise_host: address published to peers; ``host`` if empty.
+        trust_network: ``auto`` may offer backends whose library opens ports to whoever reaches
+            them (``--trust-network``).
         fake_script: what the ``fake`` backend does wrong (``--fake-script``).
 
     Raises:
@@ -124,11 +127,17 @@ def make_transfer_manager(
     device = pool.buffer.device.type
     check_backend(name, fake_script, device, len(pool.parts))
 
-    def make(backend: str) -> TransferManager:
-        return _make(
-            backend, pool, instance_id, host, advertise_host, cluster_key, fake_script=fake_script
-        )
+    options: dict[str, object] = {"advertise_host": advertise_host, "cluster_key": cluster_key}
 
+    def make(backend: str) -> TransferManager:
+        more = {"local_only": True} if backend == "nixl" and may_not_listen else {}
+        return _make(backend, pool, instance_id, host, options | more)
+
+    may_not_listen = name == "auto" and not trust_network
+    if name == "fake" and fake_script is not None:
+        from pd.transfer.fake_script import load_script
+
+        options["script"] = load_script(fake_script)
     if name != "auto":
         return make(name)
     managers = []
@@ -155,21 +164,9 @@ def make_transfer_manager(
 
 
 def _make(
-    name: str,
-    pool: KVBuffer,
-    instance_id: str,
-    host: str,
-    advertise_host: str,
-    cluster_key: bytes | None,
-    *,
-    fake_script: Path | None,
+    name: str, pool: KVBuffer, instance_id: str, host: str, options: dict[str, object]
 ) -> TransferManager:
     module, _, cls = _MANAGERS[name].partition(":")
-    options: dict[str, object] = {"advertise_host": advertise_host, "cluster_key": cluster_key}
-    if fake_script is not None:
-        from pd.transfer.fake_script import load_script
-
-        options["script"] = load_script(fake_script)
     try:
         manager = getattr(importlib.import_module(module), cls)(pool, instance_id, host, **options)
     except ImportError as error:

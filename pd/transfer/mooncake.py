@@ -123,6 +123,12 @@ class MooncakeMover(Mover):
         if ":" in host:
             raise SetupError(f"mooncake works over IPv4, not at {host}; use another backend")
         load_library()
+        logger.warning(
+            "mooncake opens two ports between 15000 and 17000 on all addresses for each link, and "
+            "asks nobody who he is: whoever sends from the host of a connected prefill node can "
+            "read and write that link's staging slots, not the pool; nobody else is let in "
+            "(docs/transfer-backends.md)"
+        )
         self._host = host
 
     def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:

@@ -9,8 +9,9 @@ What this library adds to it:
   with an error within 50 ms; one whose path is down ends when the path returns or UCX gives up.
 - D's end is destroyed before its slots are freed, and over ``UCX_TLS=tcp`` only D's own calls write
   into slots, so bytes that a dead P left in a socket land nowhere.
-- UCX authenticates and encrypts nothing: without a cluster key it is kept to the loopback device
-  (``UCX_NET_DEVICES=lo``, unless the user set it), with one the network has to be trusted.
+- UCX authenticates and encrypts nothing, and whoever reaches a port of its writes any memory of the
+  process. Between processes of one host it opens none; otherwise the network has to be trusted, and
+  UCX is kept to the advertised device (:mod:`pd.transfer.nixl_transports`).
 
 Completion: D is told of a filled slot over the channel, not by NIXL's notification of a write.
 NIXL has no call that waits for a notification, so D would have to poll while rooms are open, or
@@ -39,8 +40,8 @@ import numpy as np
 import torch
 
 from pd.core.errors import SetupError
-from pd.core.local_requests import is_loopback
 from pd.transfer import staging_mover
+from pd.transfer.nixl_transports import Transports, choose_transports
 from pd.transfer.staging import StagedManager
 from pd.transfer.staging_mover import Mover, MoverError, Target, Written
 
@@ -134,9 +135,12 @@ def write_sizes(slot_bytes: int) -> list[int]:
 
 
 class _Agent:
-    """One NIXL agent and one piece of registered memory."""
+    """One NIXL agent and one piece of registered memory.
 
-    def __init__(self, name: str, slots: torch.Tensor) -> None:
+    Those transports of UCX that open no port do not go with its error handling.
+    """
+
+    def __init__(self, name: str, slots: torch.Tensor, transports: Transports) -> None:
         api = _api()
         self.memory = "VRAM" if slots.is_cuda else "DRAM"
         self.device = slots.device.index or 0 if slots.is_cuda else 0
@@ -146,8 +150,13 @@ class _Agent:
         try:
             # NOTE: two agents of one name would take each other for the same.
             unique = f"{name}/{secrets.token_hex(4)}"
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self.nixl = api.nixl_agent(unique, config)
+            settings = {
+                "ucx_error_handling_mode": "none" if transports.local else "peer",
+                "engine_config": transports.settings,
+            }
+            self.nixl.create_backend("UCX", settings)
             region = (slots.data_ptr(), slots.numel(), self.device, "")
             self._registration = self.nixl.register_memory([region], self.memory)
         except Exception as error:
@@ -184,8 +193,8 @@ def _text(error: Exception) -> str:
 class NixlTarget(Target):
     """D's agent."""
 
-    def __init__(self, name: str, slots: torch.Tensor) -> None:
-        self._agent = _Agent(name, slots)
+    def __init__(self, name: str, slots: torch.Tensor, transports: Transports) -> None:
+        self._agent = _Agent(name, slots, transports)
         try:
             metadata = self._agent.nixl.get_agent_metadata()
         except Exception as error:
@@ -217,12 +226,14 @@ class NixlPath(staging_mover.Path):
     poll_seconds = 100e-6
     needs_peer = True
 
-    def __init__(self, name: str, slots: torch.Tensor, description: bytes) -> None:
+    def __init__(
+        self, name: str, slots: torch.Tensor, description: bytes, transports: Transports
+    ) -> None:
         try:
             there = _description_decoder.decode(description)
         except msgspec.DecodeError as error:
             raise MoverError(f"bad description of slots: {error}") from error
-        agent = self._agent = _Agent(name, slots)
+        agent = self._agent = _Agent(name, slots, transports)
         if there.memory != agent.memory:
             raise MoverError(f"own slots are {agent.memory}, the peer's {there.memory}")
         self._sizes = write_sizes(agent.slot_bytes)
@@ -298,15 +309,20 @@ class NixlMover(Mover):
 
     Args:
         instance_id: names this node's agents.
-        loopback: keep UCX to the loopback device.
+        address: what peers are told of this node.
+        local_only: refuse to start where UCX would open a port.
+
+    Raises:
+        SetupError: the library is missing, or UCX cannot do without a port and has to.
     """
 
     name = "nixl"
 
-    def __init__(self, instance_id: str, *, loopback: bool) -> None:
+    def __init__(self, instance_id: str, address: str, *, local_only: bool = False) -> None:
         check_library()
-        if loopback:
-            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        self.transports = choose_transports(address, local_only=local_only)
+        if not self.transports.local:
+            _warn_of_ports(self.transports, local_only=local_only)
         self.device_slots = _can_share_device_memory()
         self._instance = instance_id
         # UCX reads its environment and probes devices for the first agent; one at a time.
@@ -314,20 +330,40 @@ class NixlMover(Mover):
 
     def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
         with self._starting:
-            return NixlTarget(self._instance, slots)
+            return NixlTarget(self._instance, slots, self.transports)
 
     def path(
         self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> staging_mover.Path:
         with self._starting:
-            return NixlPath(self._instance, slots, description)
+            return NixlPath(self._instance, slots, description, self.transports)
+
+
+def _warn_of_ports(transports: Transports, *, local_only: bool) -> None:
+    """Raises SetupError if ports may not be opened."""
+    if local_only:
+        raise SetupError(
+            f"{transports.obstacle}, and UCX's ports ask nobody for a key; --trust-network says "
+            f"that none but this deployment's hosts reach them"
+        )
+    logger.warning(
+        "%s: UCX opens ports that ask nobody for the cluster key, on %s, %s. Whoever reaches them "
+        "can write to any memory of this process: let only this deployment's nodes reach them "
+        "(docs/transfer-backends.md)",
+        transports.obstacle,
+        f"device {transports.devices}" if transports.devices else "every device",
+        f"ports {os.environ.get('UCX_TCP_PORT_RANGE', 'that the kernel picks')}",
+    )
 
 
 class NixlManager(StagedManager):
     """See the module's docstring and :class:`pd.transfer.staging.StagedManager`.
 
+    Args:
+        local_only: as for :class:`NixlMover`.
+
     Raises:
-        SetupError: the library is missing.
+        SetupError: as for :class:`NixlMover`.
     """
 
     def __init__(
@@ -338,12 +374,14 @@ class NixlManager(StagedManager):
         *,
         advertise_host: str = "",
         cluster_key: bytes | None = None,
+        local_only: bool = False,
         slots: int | None = None,
         slot_bytes: int | None = None,
     ) -> None:
-        mover = NixlMover(instance_id, loopback=is_loopback(advertise_host or host))
+        mover = NixlMover(instance_id, advertise_host or host, local_only=local_only)
         on_device = mover.device_slots and pool.buffer.device.type == "cuda"
         shape = (CUDA_SLOTS, CUDA_SLOT_BYTES) if on_device else (HOST_SLOTS, HOST_SLOT_BYTES)
+        self._reach = mover.transports.reach
         super().__init__(
             pool,
             instance_id,
@@ -354,3 +392,6 @@ class NixlManager(StagedManager):
             advertise_host=advertise_host,
             cluster_key=cluster_key,
         )
+
+    def address(self) -> dict[str, str]:
+        return {**super().address(), "reach": self._reach}

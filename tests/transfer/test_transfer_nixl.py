@@ -20,7 +20,11 @@ pytestmark = pytest.mark.skipif(
     not is_installed("nixl") and not os.environ.get("CI"), reason="the library nixl is missing"
 )
 
-TLS = [pytest.param({}, id="any"), pytest.param({"UCX_TLS": "tcp"}, id="tcp")]
+TLS = [
+    pytest.param({}, id="local"),
+    pytest.param({"UCX_TLS": "tcp"}, id="tcp"),
+    pytest.param({"UCX_TLS": "all"}, id="all", marks=pytest.mark.full),
+]
 
 
 @pytest.fixture(params=TLS)

@@ -1,0 +1,156 @@
+"""Which transports UCX may use, and what that opens to whom.
+
+UCX's TCP transport listens, on every device unless told otherwise, and asks nobody who it is: a
+connection that begins with its magic number may write to any address of the process
+(``tests/security/test_ucx_listener.py`` does). Between processes of one host UCX needs no port: it
+copies from process to process (``cma``), which the kernel allows to processes of the same user
+only. It takes these transports only with its error handling off (NIXL's
+``ucx_error_handling_mode``), of which staged links need nothing: a write is one call of the kernel,
+which fails when the peer is dead, and the end of the link's channel says that it is.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from pd.core.local_requests import is_loopback
+
+# Transports that open no port, by UCX's names for them.
+_LOCAL = {
+    *("self", "sm", "shm", "mm", "posix", "sysv", "cma", "xpmem", "knem"),
+    *("cuda", "cuda_copy", "cuda_ipc", "gdr_copy"),
+}
+# NIXL divides settings at commas, so that no list of names can be given: without tcp, and with no
+# RDMA device's name to match, these are left.
+_LOCAL_SETTINGS = "TLS=^tcp,NET_DEVICES=lo"
+NETWORK = "network"
+_SIOCGIFCONF = 0x8912
+# struct ifreq: a name, then an address of which the IPv4 number is at byte 20.
+_INTERFACE = struct.Struct("16s4x4s16x")
+_MAX_INTERFACES = 256
+
+
+class Transports(NamedTuple):
+    """What UCX may use for the links of one manager.
+
+    Attributes:
+        reach: published to peers; nodes whose values differ cannot use nixl between them.
+        settings: of UCX, as NIXL's ``engine_config`` takes them. The process's environment stays
+            as it is, since processes that it starts inherit that.
+        obstacle: why UCX opens ports; empty if it opens none, and so reaches this host only.
+        devices: on which it opens them; empty means every device.
+    """
+
+    reach: str
+    settings: str
+    obstacle: str = ""
+    devices: str = ""
+
+    @property
+    def local(self) -> bool:
+        """UCX opens no port."""
+        return not self.obstacle
+
+
+def choose_transports(address: str, *, local_only: bool) -> Transports:
+    """Transports that go with a node's address and with the operator's ``UCX_TLS``.
+
+    Args:
+        address: what peers are told; behind a loopback address all of them are on this host.
+        local_only: the node's other peers, if there are any, are reached by other backends.
+    """
+    obstacle = _obstacle(address, local_only=local_only)
+    if not obstacle:
+        return Transports(host_scope(), _LOCAL_SETTINGS)
+    chosen = os.environ.get("UCX_NET_DEVICES")
+    device = device_of(address)
+    if chosen is not None or not device:
+        return Transports(NETWORK, "", obstacle, chosen or "")
+    devices = ",".join([device, *_rdma_devices()])
+    if "," in devices:
+        # See above: there is no other way to give NIXL a list.
+        os.environ["UCX_NET_DEVICES"] = devices
+        return Transports(NETWORK, "", obstacle, devices)
+    return Transports(NETWORK, f"NET_DEVICES={devices}", obstacle, devices)
+
+
+def _obstacle(address: str, *, local_only: bool) -> str:
+    """Why UCX cannot do without ports; empty if it can."""
+    chosen = os.environ.get("UCX_TLS")
+    if chosen is not None and not {name.strip() for name in chosen.split(",")} <= _LOCAL:
+        return f"UCX_TLS={chosen} lets UCX open ports"
+    if not (local_only or is_loopback(address)):
+        return f"peers are to reach this node at {address}"
+    if "UCX_NET_DEVICES" in os.environ and _rdma_devices():
+        return f"UCX_NET_DEVICES={os.environ['UCX_NET_DEVICES']} chooses network devices"
+    if not can_copy_between_processes():
+        return "this kernel or container forbids process_vm_writev"
+    return ""
+
+
+def host_scope() -> str:
+    """The same for processes that may copy to each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = "/".join(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "ipc"))
+    return f"{boot}/{spaces}/{os.geteuid()}"
+
+
+def can_copy_between_processes() -> bool:
+    """Whether process_vm_writev works, tried on this process itself, as UCX does. Seccomp filters
+    and kernels without it refuse even that."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    source, target = ctypes.c_uint64(1), ctypes.c_uint64(0)
+    size = ctypes.sizeof(source)
+    here = (ctypes.c_size_t * 2)(ctypes.addressof(source), size)
+    there = (ctypes.c_size_t * 2)(ctypes.addressof(target), size)
+    try:
+        write = libc.process_vm_writev
+    except AttributeError:
+        return False
+    write.restype = ctypes.c_ssize_t
+    one = ctypes.c_ulong(1)
+    return bool(write(os.getpid(), here, one, there, one, ctypes.c_ulong(0)) == size)
+
+
+def _rdma_devices() -> list[str]:
+    """InfiniBand and RoCE ports as UCX names them."""
+    ports = Path("/sys/class/infiniband").glob("*/ports/*")
+    return sorted(f"{port.parent.parent.name}:{port.name}" for port in ports)
+
+
+def device_of(address: str) -> str:
+    """The network device that has an address, which may be a host name; empty if none has."""
+    if is_loopback(address):
+        return "lo"
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    wanted = {str(entry[4][0]) for entry in found}
+    return next((device for device, own in _addresses() if own in wanted), "")
+
+
+def _addresses() -> list[tuple[str, str]]:
+    """Devices and their IPv4 and IPv6 addresses."""
+    buffer = array.array("B", bytes(_MAX_INTERFACES * _INTERFACE.size))
+    request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        used, _ = struct.unpack("iP", fcntl.ioctl(probe, _SIOCGIFCONF, request))
+    own = []
+    for name, number in _INTERFACE.iter_unpack(buffer.tobytes()[:used]):
+        # A further address of a device may be named "eth0:1".
+        device = name.rstrip(b"\0").decode().partition(":")[0]
+        own.append((device, socket.inet_ntoa(number)))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, *_, device = line.split()
+        own.append((device, str(ipaddress.IPv6Address(int(digits, 16)))))
+    return own
