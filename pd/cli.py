@@ -148,8 +148,8 @@ def bench(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(program: str, run: Callable[[], int], argv: Sequence[str] | None) -> int:
-    """The exit status of ``run``, with which a process of ours (``argv`` None) ends here if it
-    cannot end otherwise. Errors made for people end with one line; others keep their traceback."""
+    """The exit status of ``run``, with which a process of ours (``argv`` None) ends here. Errors
+    made for people end with one line; others keep their traceback."""
     status = _status(program, run)
     if argv is None:
         leave(status)

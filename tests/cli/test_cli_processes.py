@@ -7,14 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from processes import Process, Stream, wait_until
+from processes import Process, Stream, deployment, wait_until
 
+from pd.core.messages import LEASE_SECONDS
 from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
@@ -62,6 +64,14 @@ def ended(process: Process) -> int:
     return process.child.returncode
 
 
+def seconds_to_end(process: Process) -> float:
+    """From SIGTERM to the end of an idle process, which must be a clean one."""
+    began = time.monotonic()
+    process.child.terminate()
+    assert ended(process) == 0
+    return time.monotonic() - began
+
+
 def test_the_ready_line_says_who_serves_where(tmp_path: Path) -> None:
     with unified_and_proxy(tmp_path) as (node, proxy):
         for running, role in ((node, "unified"), (proxy, "proxy")):
@@ -74,6 +84,20 @@ def test_the_ready_line_says_who_serves_where(tmp_path: Path) -> None:
         lost = httpx.post(node.url + "/v1/chat/completions", json={})
         assert lost.status_code == 404
         assert "go to the proxy" in lost.json()["error"]["message"]
+        for running in (proxy, node):
+            assert seconds_to_end(running) < LEASE_SECONDS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["tcp", "nixl", "mooncake"])
+def test_idle_processes_of_a_split_end_long_before_a_lease(backend: str, tmp_path: Path) -> None:
+    """It takes less than 0.5 s on a machine that does nothing else; ``-s`` shows what it took."""
+    with deployment(EMBEDDED_MODEL, tmp_path, node_flags=["--transfer-backend", backend]) as split:
+        assert split.stream([1, 2, 3], 4).join().succeeded()
+        for running in (split.proxy, *split.nodes):
+            seconds = seconds_to_end(running)
+            print(f"{backend} {running.command[0]}: {seconds:.2f} s")
+            assert seconds < LEASE_SECONDS
 
 
 @pytest.mark.parametrize("role", ["unified", "proxy"])
