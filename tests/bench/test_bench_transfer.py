@@ -64,6 +64,7 @@ def test_measures_several_backends_and_page_sizes_into_one_file(tmp_path, capfd)
     assert "tcp, embedded, cpu, page size 16: 2/2" in shown.err
 
 
+@pytest.mark.full
 def test_a_backend_that_cannot_work_fails_and_the_others_count(tmp_path, capsys) -> None:
     output = tmp_path / "transfer.json"
     flags = ["--backend", "nvlink", "--backend", "tcp", "--output", str(output)]

@@ -113,7 +113,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(role: str, tmp_path: 
         assert ended(target) == 0
 
 
-@pytest.mark.parametrize("role", ["unified", "proxy"])
+@pytest.mark.parametrize("role", [pytest.param("unified", marks=pytest.mark.full), "proxy"])
 def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(role: str, tmp_path: Path) -> None:
     with unified_and_proxy(tmp_path) as (node, proxy):
         target = node if role == "unified" else proxy
@@ -242,6 +242,7 @@ def test_a_demo_that_is_interrupted_leaves_nothing_behind(
     assert all(refuses(url) for url in urls(shown + rest))
 
 
+@pytest.mark.full
 def test_a_demo_that_fails_says_why_and_leaves_nothing_behind(tmp_path: Path) -> None:
     import socket
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PER_SECOND = 12.0
 CLIENTS = 12
-EVENTS_PER_KILL = 10
+EVENTS_PER_KILL = 7
 END_WITHIN = 60.0
 CASES = 60
 # So many that each pair of a prefill and a decode node has served several.
@@ -63,7 +63,7 @@ def make_cases(model: Path, rng: random.Random) -> list[Case]:
     for number in range(CASES):
         prompt = rng.choice(shared) + text(1, 60) if rng.random() < 0.5 else text(1, 900)
         seed = None if number % 2 else rng.randrange(1 << 30)
-        cases.append(Case(prompt, rng.randrange(2, 150), seed))
+        cases.append(Case(prompt, rng.randrange(2, 120), seed))
     with Cluster(model, prefill=0, decode=0, unified=1) as cluster:
         for case in cases:
             params: dict[str, Any] = {"max_tokens": case.length}

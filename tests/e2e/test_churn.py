@@ -20,7 +20,7 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
 
 
 @over(PROCESSES, sample=[TCP])
-@pytest.mark.parametrize("requests", [160, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("requests", [100, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.timeout(1500)
 def test_churn(
     checkpoint: Callable[[str], Path],

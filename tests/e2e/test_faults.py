@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from backends import Backend
 
 LONG = 1200
+# For requests that have to finish; still far longer than a node needs to be killed meanwhile.
+WHOLE = 800
 
 # Only the first room is slow, so that the tests' later requests are not.
 SLOW_RESERVATIONS = "rules: [{do: delay_reservation, seconds: 3, rooms: 1}]"
@@ -126,7 +128,7 @@ def test_decode_killed_while_receiving(scripted: Deployment) -> None:
 
 
 def test_prefill_killed_after_the_transfer(pair_of_decoders: Deployment) -> None:
-    streams = [pair_of_decoders.stream(prompt(10 + i), LONG) for i in range(4)]
+    streams = [pair_of_decoders.stream(prompt(10 + i), WHOLE) for i in range(4)]
     for stream in streams:
         wait_until(lambda s=stream: len(s.output) > 3, 30)
     pair_of_decoders.prefill[0].kill()
@@ -138,7 +140,7 @@ def test_prefill_killed_after_the_transfer(pair_of_decoders: Deployment) -> None
 
 
 def test_decode_killed_while_streaming(pair_of_decoders: Deployment) -> None:
-    streams = [pair_of_decoders.stream(prompt(20 + i), LONG) for i in range(4)]
+    streams = [pair_of_decoders.stream(prompt(20 + i), WHOLE) for i in range(4)]
     for stream in streams:
         wait_until(lambda s=stream: len(s.output) > 3, 30)
     victim = pair_of_decoders.decode[0]
@@ -161,7 +163,7 @@ def test_proxy_killed_and_restarted(pair_of_decoders: Deployment) -> None:
     try:
         wait_until(lambda: httpx.get(f"{other.url}/readiness").status_code == 200, 20)
         streams = [pair_of_decoders.stream(prompt(30 + i), LONG) for i in range(3)]
-        untouched = Stream(other.url, prompt(35), LONG)
+        untouched = Stream(other.url, prompt(35), WHOLE)
         for stream in [*streams, untouched]:
             stream.wait_first()
         pair_of_decoders.proxy.kill()

@@ -50,7 +50,7 @@ AFTERMATH = 12.0
 ABORT_WITHIN = 2.0
 SHORT_OUTPUT = 6
 # Between requests of the traffic, for two cores to do the rest.
-PAUSE = 0.1
+PAUSE = 0.5
 LONG_OUTPUT = 2000
 
 
@@ -258,6 +258,7 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     while time.monotonic() < restored_at + AFTERMATH:
         ask(hosts.far, long_prompts[3], expected[3])
         ask(hosts.far, long_prompts[1], expected[1])
+        time.sleep(PAUSE)
     assert traffic.stop() > done_before
     wait_until(hosts.idle, 60, hosts.describe)
     assert hosts.instances() == instances, "a node was restarted"

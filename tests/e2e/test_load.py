@@ -43,6 +43,7 @@ def test_two_hundred_streams_on_small_pools_split(
     two_hundred_streams(checkpoint("qwen3"), seed, backend.flag)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_two_hundred_streams_on_small_pools_unified(
     checkpoint: Callable[[str], Path], seed: int

@@ -72,6 +72,7 @@ def test_every_pair_answers_what_one_node_answers(nodes: dict[str, NodeServer], 
         client.close()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     os.environ.get("PD_TEST_DEVICE") == "cuda" and torch.cuda.device_count() < 4,
     reason="needs four GPUs",

@@ -42,7 +42,7 @@ def run_all(backend: str, count: int, *, careless: str = "", series: str = "") -
     return done
 
 
-COUNTS = {"fake": 1000, "tcp": 100, "nixl": 20, "mooncake": 20}
+COUNTS = {"fake": 300, "tcp": 100, "nixl": 20, "mooncake": 10}
 MANY = {"fake": 5000, "tcp": 1000, "nixl": 200, "mooncake": 200}
 
 
