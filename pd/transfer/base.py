@@ -166,7 +166,9 @@ class TransferManager(ABC):
     @abstractmethod
     def disconnect(self, instance_id: str) -> None:
         """Forget a peer: its senders and receivers fail, nothing new is issued to it, and what can
-        be stopped is stopped. Returns within a second, usually at once.
+        be stopped is stopped. Returns at once, whatever the peer, a thread or the network does: the
+        caller holds a lock that everything else on the node waits for. Threads of the backend see
+        to the rest.
 
         What was already under way may outlast this call: a write that waits in a network card for a
         cut link, a kernel that stores into the peer's memory. So the caller goes on polling

@@ -52,7 +52,7 @@ class CountedReceiver(Receiver):
         self._state = TransferState.ACTIVE
         self._touching = 0
         self._progress = time.monotonic()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
 
     @property
     def destination(self) -> bytes:
@@ -67,7 +67,7 @@ class CountedReceiver(Receiver):
         return self._state is TransferState.ACTIVE
 
     def commit(self, num_bytes: int) -> None:
-        with self._changed:
+        with self._lock:
             if self._committed:
                 return
             self._committed, self._progress = True, time.monotonic()
@@ -94,20 +94,15 @@ class CountedReceiver(Receiver):
 
     def fail(self, error: PDError) -> None:
         """Record the first error; nothing is written from now on but by copies under way."""
-        with self._changed:
+        with self._lock:
             if not self.active:
                 return
             self._state, self.error = TransferState.FAILED, error
         self._remove()
 
     def drained(self) -> bool:
-        with self._changed:
+        with self._lock:
             return not self.active and not self._touching
-
-    def wait_drained(self, timeout: float) -> None:
-        """After an end: copies wait for nothing but the pool, so this takes a moment."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._touching, timeout)
 
     def peer_drained(self) -> None:
         """Of no use here: D itself does the writing."""
@@ -138,7 +133,7 @@ class CountedReceiver(Receiver):
 
     def enter(self) -> bool:
         """Whether the pages may be written now; if so, :meth:`leave` must follow."""
-        with self._changed:
+        with self._lock:
             if not self.active:
                 return False
             self._touching += 1
@@ -146,17 +141,15 @@ class CountedReceiver(Receiver):
 
     def leave(self, written: int) -> None:
         """A copy is over, by any thread; ``written`` bytes of a complete block now count."""
-        with self._changed:
+        with self._lock:
             self._touching -= 1
             self._received += written
             self._progress = time.monotonic()
-            if not self.active:
-                self._changed.notify_all()
         if written:
             self._settle()
 
     def _settle(self) -> None:
-        with self._changed:
+        with self._lock:
             if not self.active or not self._committed or self._received != self._expected:
                 return
             self._state = TransferState.DONE

@@ -13,8 +13,9 @@ What it guarantees and on what that rests:
   each duplicate of it, or P's link will not issue it any more, or D closed its end of the link.
 - ``Receiver.drained`` is therefore false after an abort until ``peer_drained`` or ``disconnect``:
   within one key, only the protocol (drain, quarantine, commit after data) protects the pages.
-- P's ``disconnect`` waits up to a second for D to read what is on the wire. A node does not send
-  ``Drained`` to a peer that it disconnected; that peer is protected by its own ``disconnect``.
+- After P's ``disconnect`` a thread gives D up to a second to read what is on the wire, and
+  ``Sender.drained`` is false meanwhile. A node does not send ``Drained`` to a peer that it
+  disconnected; that peer is protected by its own ``disconnect``.
 """
 
 from __future__ import annotations
@@ -82,14 +83,14 @@ class FakeManager(TransferManager):
                 self._instance, peer.instance_id, address, self._key, self._script
             )
         if old is not None:
-            old.close(f"{peer.instance_id} has a new address")
+            old.end(f"{peer.instance_id} has a new address")
 
     def disconnect(self, instance_id: str) -> None:
         with self._lock:
             link = self._links.pop(instance_id, None)
         self.nic.disconnect(instance_id)
         if link is not None:
-            link.close(f"{instance_id} was disconnected")
+            link.end(f"{instance_id} was disconnected")
 
     def sender(
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int

@@ -182,6 +182,7 @@ class FakeLink:
         self._wire: dict[int, _Write] = {}
         self._posted = 0
         self._sock: socket.socket | None = None
+        self._closer: threading.Thread | None = None
         self._senders: set[FakeSender] = set()
         threading.Thread(target=self._run, name="pd-fake-wire", daemon=True).start()
 
@@ -209,9 +210,12 @@ class FakeLink:
         self._heap = stays
         heapq.heapify(self._heap)
 
-    def close(self, reason: str) -> None:
-        """Drop what waits, fail everything, and see that what is on the wire has landed."""
+    def end(self, reason: str) -> None:
+        """Drop what waits and fail everything. Returns at once: what is on the wire holds up
+        :meth:`FakeSender.drained` until it has landed, for which a thread gives it a second."""
         with self.changed:
+            if self._closed:
+                return
             self._closed = True
             for write in self._heap:
                 self._resolve(write, landed=False)
@@ -220,12 +224,27 @@ class FakeLink:
                 sender.fail(TransferError(reason))
             self.changed.notify_all()
             sock = self._sock
-            if sock is not None:
-                _shutdown(sock, socket.SHUT_WR)
-                # The peer closes when it has read everything. A stopped peer does not: then it is
-                # up to the peer to disconnect us before it uses the pages again.
-                self.changed.wait_for(lambda: self._sock is None, timeout=_CLOSE_SECONDS)
-                _shutdown(sock, socket.SHUT_RDWR)
+            if sock is None:
+                self._resolve_wire()
+                return
+            _shutdown(sock, socket.SHUT_WR)
+            self._closer = threading.Thread(
+                target=self._linger, args=(sock,), name="pd-fake-close", daemon=True
+            )
+            self._closer.start()
+
+    def close(self, reason: str) -> None:
+        """End the link and wait for what is on the wire, for a second at most."""
+        self.end(reason)
+        if self._closer is not None:
+            self._closer.join()
+
+    def _linger(self, sock: socket.socket) -> None:
+        with self.changed:
+            # The peer closes when it has read everything. A stopped peer does not: then it is up
+            # to the peer to disconnect us before it uses the pages again.
+            self.changed.wait_for(lambda: self._sock is None, timeout=_CLOSE_SECONDS)
+            _shutdown(sock, socket.SHUT_RDWR)
             self._resolve_wire()
 
     def _push(self, write: _Write) -> None:

@@ -81,6 +81,8 @@ class TcpManager(TransferManager):
         self._inbox = Inbox(self._memory, instance_id, host, self._key)
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
+        # Ended, but lanes may still have something in hand.
+        self._ending: list[Link] = []
         self.counters = self._inbox.counters
 
     def address(self) -> dict[str, str]:
@@ -97,7 +99,7 @@ class TcpManager(TransferManager):
             )
             self._links[peer.instance_id] = link
         if old is not None:
-            old.close(f"{peer.instance_id} has a new address")
+            self._end(old, f"{peer.instance_id} has a new address")
         if peer.role != "prefill":
             link.start()
 
@@ -106,7 +108,12 @@ class TcpManager(TransferManager):
             link = self._links.pop(instance_id, None)
         self._inbox.disconnect(instance_id)
         if link is not None:
-            link.close(f"{instance_id} was disconnected")
+            self._end(link, f"{instance_id} was disconnected")
+
+    def _end(self, link: Link, reason: str) -> None:
+        with self._lock:
+            self._ending = [old for old in self._ending if not old.over] + [link]
+        link.end(reason)
 
     def sender(
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
@@ -138,7 +145,7 @@ class TcpManager(TransferManager):
 
     def close(self) -> None:
         with self._lock:
-            links, self._links = list(self._links.values()), {}
+            links, self._links = [*self._links.values(), *self._ending], {}
         for link in links:
             link.close("the transfer manager was closed")
         self._inbox.close()

@@ -37,7 +37,6 @@ _READS_PER_TURN = 16
 _GREETING_SECONDS = 5.0
 _MAX_STRANGERS = 256
 _LOG_INTERVAL = 1.0
-_DRAIN_SECONDS = 1.0
 
 
 @dataclass
@@ -88,11 +87,11 @@ class Inbox:
         self.memory = memory
         self.counters = ReceiveCounters()
         self._instance, self._key = instance_id, key
+        # Guards the receivers, and the connections, which only the thread changes.
         self._lock = threading.Lock()
         self._receivers: dict[tuple[bytes, int], TcpReceiver] = {}
         self._connections: dict[int, _Connection] = {}
         self._accepted = 0
-        self._unwelcome: list[tuple[str, threading.Event]] = []
         self._scatters = Scatters(memory.pool) if memory.staged else None
         self._unparked: deque[_Connection] = deque()
         self._closing = False
@@ -125,12 +124,14 @@ class Inbox:
             self._receivers.pop((receiver.room, receiver.epoch), None)
 
     def disconnect(self, peer: str) -> None:
-        """Fail the peer's receivers and hang up; returns when nothing of it can land any more."""
+        """Fail the peer's receivers and hang up. Returns at once: copies that are under way hold
+        up :meth:`TcpReceiver.drained`, and the thread drops the connections at their end."""
         self._fail_all(TransferError(f"{peer} was disconnected"), peer)
-        hung_up = threading.Event()
-        self._unwelcome.append((peer, hung_up))
-        self._wake()
-        hung_up.wait(timeout=1.0)
+        with self._lock:
+            for connection in self._connections.values():
+                if connection.peer == peer:
+                    with contextlib.suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with self._lock:
@@ -146,7 +147,6 @@ class Inbox:
             ended = [r for r in self._receivers.values() if peer in (None, r.peer)]
         for receiver in ended:
             receiver.fail(error)
-            receiver.wait_drained(_DRAIN_SECONDS)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -172,12 +172,7 @@ class Inbox:
             sock.close()
 
     def _hang_up(self) -> None:
-        """Close what was disconnected and strangers that never introduced themselves."""
-        while self._unwelcome:
-            peer, hung_up = self._unwelcome.pop()
-            for connection in [c for c in self._connections.values() if c.peer == peer]:
-                self._drop(connection, "disconnected")
-            hung_up.set()
+        """Close what strangers opened that never introduced themselves."""
         late = time.monotonic() - _GREETING_SECONDS
         for connection in [c for c in self._connections.values() if c.welcome and c.since < late]:
             self._refuse(connection, f"it did not introduce itself in {_GREETING_SECONDS:g} s")
@@ -196,7 +191,8 @@ class Inbox:
         connection = _Connection(
             self._accepted, sock, origin, Welcome(SERVICE, self._instance, self._key)
         )
-        self._connections[connection.number] = connection
+        with self._lock:
+            self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
         strangers = [c for c in self._connections.values() if c.welcome]
         if len(strangers) > _MAX_STRANGERS:
@@ -329,10 +325,12 @@ class Inbox:
         self._drop(connection, reason)
 
     def _drop(self, connection: _Connection, reason: str) -> None:
-        del self._connections[connection.number]
         if not connection.parked:
             self._selector.unregister(connection.sock)
-        connection.sock.close()
+        # NOTE: else `disconnect` could hang up on whoever gets this descriptor next.
+        with self._lock:
+            del self._connections[connection.number]
+            connection.sock.close()
         if connection.landing is not None:
             connection.landing.abandon()
         if connection.frame is not None:

@@ -272,7 +272,9 @@ class Link:
                     TransferError(f"no KV data could be sent to node {self.peer} for {idle:.1f} s")
                 )
 
-    def close(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Fail everything and hang up. Returns at once: a block that a lane still reads holds up
+        :meth:`TcpSender.drained`."""
         with self.changed:
             self.closed = True
             for sender in list(self._senders):
@@ -280,5 +282,15 @@ class Link:
             self.changed.notify_all()
         for lane in self._lanes:
             lane.hang_up()
+
+    @property
+    def over(self) -> bool:
+        """It was ended, and no lane has anything in hand."""
+        with self.changed:
+            return self.closed and not self._in_hand
+
+    def close(self, reason: str) -> None:
+        """End the link; returns when nothing reads the pool for it any more."""
+        self.end(reason)
         with self.changed:
             self.changed.wait_for(lambda: not self._in_hand)

@@ -34,7 +34,7 @@ class TcpReceiver(CountedReceiver):
 
     def arrived(self, num_bytes: int) -> None:
         """A frame is complete at this node; its connection is not needed for it any more."""
-        with self._changed:
+        with self._lock:
             self._arrived += num_bytes
             self._progress = time.monotonic()
 

@@ -245,7 +245,7 @@ def test_the_sending_side_can_disconnect_too(pair) -> None:
     p.disconnect("D")
     assert sender.poll() is TransferState.FAILED
     assert "D was disconnected" in str(sender.error)
-    assert sender.drained()
+    wait_until(sender.drained, "what was under way")
     with pytest.raises(TransferError, match="D is not connected"):
         p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
 

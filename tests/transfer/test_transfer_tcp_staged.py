@@ -156,6 +156,41 @@ def test_a_copy_out_of_the_pool_that_fails_ends_its_room_only(target, monkeypatc
         transfer_works(p, d, target)
 
 
+def test_the_sending_sides_disconnect_does_not_wait_for_copies_but_their_pages_do(
+    gate, target
+) -> None:
+    with pair(target, p_staged=True, d_staged=False) as (p, d):
+        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        sender.send(0, TOKENS, 0, LAYERS)
+        wait_until(lambda: sender.reading, "a copy to begin")
+        returns(lambda: p.disconnect("D"))
+        assert sender.poll() is TransferState.FAILED
+        assert not sender.drained(), "a copy is under way"
+        gate.set()
+        wait_until(sender.drained, "the copies to end")
+
+
+def test_the_receiving_sides_disconnect_does_not_wait_for_copies_but_their_pages_do(target) -> None:
+    with pair(target, p_staged=False, d_staged=True) as (_, d):
+        receivers = [d.receiver("P", ROOM, epoch, PAGES, 0, TOKENS) for epoch in range(10)]
+        assert all(receiver.enter() for receiver in receivers)
+        returns(lambda: d.disconnect("P"))
+        assert all(receiver.poll() is TransferState.FAILED for receiver in receivers)
+        assert not any(receiver.drained() for receiver in receivers), "copies are under way"
+        for receiver in receivers:
+            receiver.leave(0)
+        assert all(receiver.drained() for receiver in receivers)
+
+
+def returns(call) -> None:
+    """Before what it might wait for has ended, and well before that of ten rooms, a second each."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive(), "the caller holds the node's lock"
+
+
 def test_no_memory_for_buffers_ends_the_rooms_of_the_link(target, monkeypatch, caplog) -> None:
     def no_memory(pool):
         raise RuntimeError("out of memory")
