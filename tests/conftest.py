@@ -53,6 +53,14 @@ def settings_of_libraries_stay_here() -> Iterator[None]:
         del os.environ[name]
 
 
+@pytest.fixture
+def unstarved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits on progress as on an idle machine, whatever else this one does."""
+    from pd.core.starvation import RUN_DELAY
+
+    monkeypatch.setattr(RUN_DELAY, "growth", lambda since: 0.0)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Directory of the tiny random checkpoint of an architecture, made once."""

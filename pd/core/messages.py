@@ -19,6 +19,8 @@ HEARTBEAT_INTERVAL = 0.5
 LEASE_SECONDS = 3.5
 
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+# Of a process, since it began to read it, see :mod:`pd.core.starvation`.
+TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +81,15 @@ class ProxyHeartbeat(Message):
 
     A proxy has two senders of them: its event loop, and a thread under
     :func:`heartbeat_identity`, which only keeps the lease and gets no answer.
+
+    Attributes:
+        run_delay: of the proxy.
+        run_delays: of the nodes, by instance id, as they told the proxy; so that nodes know of each
+            other before they have met.
     """
+
+    run_delay: TotalDelay = 0.0
+    run_delays: Annotated[dict[str, TotalDelay], msgspec.Meta(max_length=4096)] = {}
 
 
 # ---- node to proxy
@@ -156,19 +166,23 @@ class NodeHeartbeat(Message):
         running: requests on the node.
         losses: how often it gave up the requests of this proxy, because messages were lost or the
             proxy was silent; when the number grows, so must the proxy.
+        run_delay: of the node.
     """
 
     ready: bool
     queued_tokens: int
     running: int
     losses: int = 0
+    run_delay: TotalDelay = 0.0
 
 
 # ---- decode node to prefill node and back (over P's message socket)
 
 
 class PeerHeartbeat(Message):
-    """Both ways between handshaken peers, twice a second."""
+    """Both ways between handshaken peers, twice a second, with the sender's ``run_delay``."""
+
+    run_delay: TotalDelay = 0.0
 
 
 class Reservation(Message):

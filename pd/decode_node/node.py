@@ -42,7 +42,7 @@ class DecodeNode(Node):
             Commit: self._on_commit,
             AbortRoom: self._on_abort_room,
             Drained: self._on_drained,
-            PeerHeartbeat: lambda identity, message: None,  # any message is a sign of life
+            PeerHeartbeat: self._on_peer_heartbeat,
         }
 
     def introduce(self, own: NodeInfo) -> None:
@@ -112,6 +112,10 @@ class DecodeNode(Node):
     def _on_drained(self, identity: bytes, message: AnyMessage) -> None:
         assert isinstance(message, Drained)
         self.receiving.drained(message.room, message.epoch, message.sender)
+
+    def _on_peer_heartbeat(self, identity: bytes, message: AnyMessage) -> None:
+        assert isinstance(message, PeerHeartbeat)
+        self.transfer.patience.heard(message.sender, message.run_delay)
 
     def on_message(self, identity: bytes, message: AnyMessage) -> None:
         with self.event():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pd.bootstrap.peers import PeerDirectory
 from pd.core.errors import HandshakeError, NodeFailedError, PDError
 from pd.core.messages import LEASE_SECONDS, PeerHeartbeat
+from pd.core.starvation import RUN_DELAY
 from pd.node.leases import Leases
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class PrefillPeers:
             self._beat(instance)
 
     def _beat(self, instance: str) -> None:
-        message = PeerHeartbeat(to=instance, sender=self._node.instance_id)
+        own = self._node.instance_id
+        message = PeerHeartbeat(to=instance, sender=own, run_delay=RUN_DELAY.total)
         self._node.control.post(instance.encode(), message)
 
     def sweep(self, now: float) -> None:

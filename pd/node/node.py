@@ -41,6 +41,7 @@ from pd.core.messages import (
 )
 from pd.core.request import Request, RequestState
 from pd.core.sampling_params import SamplingDefaults
+from pd.core.starvation import RUN_DELAY
 from pd.node.closing import ClosingQueue, check_queues
 from pd.node.control import ControlThread
 from pd.node.info import server_info
@@ -403,6 +404,11 @@ class Node(ABC):
     def _on_proxy_heartbeat(self, identity: bytes, message: ProxyHeartbeat) -> None:
         proxy = heartbeat_owner(identity)
         self._proxies.renew(proxy)
+        if self.transfer is not None:
+            patience = self.transfer.patience
+            patience.heard(proxy.decode(errors="replace"), message.run_delay)
+            for node, run_delay in message.run_delays.items():
+                patience.heard(node, run_delay)
         if proxy != identity:
             return  # of the thread that only keeps the lease
         reply = NodeHeartbeat(
@@ -412,6 +418,7 @@ class Node(ABC):
             queued_tokens=self.queued_tokens,
             running=len(self.requests),
             losses=self._losses.get(identity, 0),
+            run_delay=RUN_DELAY.total,
         )
         self.control.post(identity, reply)
 

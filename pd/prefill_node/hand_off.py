@@ -62,8 +62,9 @@ class HandOff:
         self._digests: Digests | None = None
         if node.config.kv_digest:
             self._digests = Digests(node.engine.pool, done=node.control.wake)
-        self.peers = DecodePeers(node.instance_id, node.control.post)
-        # Reservations whose requests have not come yet, by room and sender, with their expiry.
+        self._patience = transfer.patience
+        self.peers = DecodePeers(node.instance_id, node.control.post, self._patience)
+        # Reservations whose requests have not come yet, by room and sender, and when they came.
         self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
         self.in_flight: list[Request] = []
 
@@ -114,8 +115,7 @@ class HandOff:
             if self._node.is_buried(message.room):
                 self._refuse(message, ErrorInfo(FINISHED, "the room has ended"))
             else:
-                expires = time.monotonic() + LEASE_SECONDS
-                self._early[message.room, message.sender] = (expires, message)
+                self._early[message.room, message.sender] = (time.monotonic(), message)
             return
         first = request.hand_off.reservation
         if message.sender != request.peer:
@@ -374,16 +374,17 @@ class HandOff:
         """End what waited longer than a lease for a peer."""
         for instance in self.peers.expired(now):
             self.lose_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
-        for key, (expires, reservation) in list(self._early.items()):
-            if now > expires:
+        # NOTE: both wait for something of the proxy too, so the most delayed of all others counts.
+        for key, (came, reservation) in list(self._early.items()):
+            if self._patience.is_over(came, LEASE_SECONDS):
                 del self._early[key]
                 self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
         for request in list(self._node.requests.values()):
             sender = request.hand_off.sender
             if request.state is RequestState.RUNNING and sender is not None:
                 self._check(request, sender)
-            waited = now - request.times.arrived
-            if request.peer and request.peer not in self.peers and waited > LEASE_SECONDS:
+            is_met = not request.peer or request.peer in self.peers
+            if not is_met and self._patience.is_over(request.times.arrived, LEASE_SECONDS):
                 error = NodeFailedError(f"decode node {request.peer} did not shake hands")
                 self._node.fail(request, error)
 

@@ -184,6 +184,8 @@ class PrefillNode(Node):
         self.hand_off.on_abort(message)
 
     def _on_peer_heartbeat(self, identity: bytes, message: AnyMessage) -> None:
+        assert isinstance(message, PeerHeartbeat)
+        self.transfer.patience.heard(message.sender, message.run_delay)
         self.hand_off.peers.heard_from(message.sender)
 
     def peer_gap(self, instance: str) -> bool:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.core.messages import LEASE_SECONDS, AbortRoom, PeerHeartbeat
+from pd.core.starvation import RUN_DELAY
 from pd.node.leases import Leases
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Message
     from pd.core.node_info import NodeInfo
+    from pd.core.starvation import Patience
 
 
 class DecodePeers:
@@ -24,10 +26,13 @@ class DecodePeers:
     Args:
         own: instance id of the prefill node.
         post: sends a message to the process with an identity.
+        patience: extends the time for which aborts wait.
     """
 
-    def __init__(self, own: str, post: Callable[[bytes, Message], None]) -> None:
-        self._own = own
+    def __init__(
+        self, own: str, post: Callable[[bytes, Message], None], patience: Patience
+    ) -> None:
+        self._own, self._patience = own, patience
         self._post = post
         self._leases: Leases[str] = Leases()
         self._infos: dict[str, NodeInfo] = {}
@@ -72,18 +77,18 @@ class DecodePeers:
         if message.to in self._reached:
             self.send(message)
         else:
-            expires = time.monotonic() + LEASE_SECONDS
-            self._untold.setdefault(message.to, []).append((expires, message))
+            self._untold.setdefault(message.to, []).append((time.monotonic(), message))
 
     def heartbeat(self) -> None:
         """Tell every decode node that P lives."""
         for instance in self._leases:
-            self.send(PeerHeartbeat(to=instance, sender=self._own))
+            self.send(PeerHeartbeat(to=instance, sender=self._own, run_delay=RUN_DELAY.total))
 
     def expired(self, now: float) -> list[str]:
         """Who was silent for a lease. Also forgets what waited that long to be told."""
         for instance, aborts in list(self._untold.items()):
-            self._untold[instance] = [abort for abort in aborts if abort[0] > now]
+            left = [x for x in aborts if not self._patience.is_over(x[0], LEASE_SECONDS, instance)]
+            self._untold[instance] = left
             if not self._untold[instance]:
                 del self._untold[instance]
         return self._leases.expired(now)

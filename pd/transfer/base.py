@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pd.core.errors import PDError
     from pd.core.messages import Reservation
     from pd.core.node_info import KVLayout, NodeInfo
+    from pd.core.starvation import Patience
 
     IntArray = npt.NDArray[np.int32]
 
@@ -141,9 +142,15 @@ class Receiver(ABC):
 
 
 class TransferManager(ABC):
-    """One per node: knows the pool and the peers."""
+    """One per node: knows the pool and the peers.
+
+    Attributes:
+        patience: by which limits on progress are extended; the node tells it what peers' heartbeats
+            say.
+    """
 
     name: str
+    patience: Patience
 
     @abstractmethod
     def address(self) -> dict[str, str]:

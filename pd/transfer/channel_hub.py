@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
+from pd.core.starvation import Patience
 from pd.transfer.channel import Channel, ChannelEvents, DialEvents
 from pd.transfer.greeting import GreetingError, RefusedError, Welcome, greet
 
@@ -73,7 +74,7 @@ class Dial:
                 self._tell(TransferError(f"{peer} is gone: nobody listens at its address"))
             return None
         try:
-            greet(sock, hub.service, hub.instance, peer, hub.key)
+            greet(sock, hub.service, hub.instance, peer, hub.key, hub.patience)
             return hub.channel(sock, peer, inbound=False)
         except RefusedError as error:
             sock.close()
@@ -98,6 +99,7 @@ class ChannelHub:
         key: sub-key of data connections (:func:`pd.transfer.greeting.transfer_key`).
         decoder: of the messages that peers may send.
         accept: told of each inbound channel, by the hub's thread; returns its owner.
+        patience: extends the limits of greetings.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class ChannelHub:
         key: bytes | None,
         decoder: msgspec.msgpack.Decoder[Any],
         accept: Callable[[Channel], ChannelEvents],
+        patience: Patience | None = None,
     ) -> None:
         self.service, self.instance, self.key = service, instance_id, key
+        self.patience = patience or Patience()
         self._decoder = decoder
         self._accept_channel = accept
         self._strangers: set[_Stranger] = set()
@@ -205,9 +209,9 @@ class ChannelHub:
             sock.close()
 
     def _sweep(self) -> None:
-        late = time.monotonic() - _GREETING_SECONDS
-        for stranger in [s for s in self._strangers if s.since < late]:
-            self._refuse(stranger, f"it did not introduce itself in {_GREETING_SECONDS:g} s")
+        is_over, seconds = self.patience.is_over, _GREETING_SECONDS
+        for stranger in [s for s in self._strangers if is_over(s.since, seconds)]:
+            self._refuse(stranger, f"it did not introduce itself in {seconds:g} s")
 
     def _accept(self) -> None:
         try:

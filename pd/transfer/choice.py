@@ -28,13 +28,14 @@ class ChoosingManager(TransferManager):
     lists of addresses, which never change during a process's life, so they cannot disagree.
 
     Args:
-        managers: in order of preference; owned, so closed with this one.
+        managers: in order of preference, of one patience; owned, so closed with this one.
     """
 
     name = "auto"
 
     def __init__(self, managers: Sequence[TransferManager]) -> None:
         self._managers = {manager.name: manager for manager in managers}
+        self.patience = managers[0].patience
         self._addresses = {name: manager.address() for name, manager in self._managers.items()}
         self._lock = threading.Lock()
         self._chosen: dict[str, TransferManager] = {}

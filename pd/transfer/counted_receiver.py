@@ -16,6 +16,7 @@ from pd.transfer.frames import FrameError
 from pd.transfer.ranges import check_pages
 
 if TYPE_CHECKING:
+    from pd.core.starvation import Patience
     from pd.transfer.base import IntArray
     from pd.transfer.ranges import Block
 
@@ -38,13 +39,20 @@ class CountedReceiver(Receiver):
     """
 
     def __init__(
-        self, pool: PoolShape, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
+        self,
+        pool: PoolShape,
+        patience: Patience,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        tokens: range,
     ) -> None:
         check_pages(pages, pool.page_size, pool.num_slots, tokens.start, tokens.stop)
         self.peer, self.room, self.epoch = peer, room, epoch
         self.error: PDError | None = None
         self.sources: set[object] = set()
-        self._tokens = tokens
+        self._tokens, self._patience = tokens, patience
         self._claimed = np.zeros((pool.num_layers, len(tokens)), dtype=np.bool_)
         self._expected = self._claimed.size * pool.cell_bytes
         self._received = 0
@@ -80,11 +88,13 @@ class CountedReceiver(Receiver):
         self._settle()
 
     def poll(self) -> TransferState:
-        if self._committed and time.monotonic() - self._progress > LEASE_SECONDS:
+        since = self._progress
+        if self._committed and self._patience.is_over(since, LEASE_SECONDS, self.peer):
             self.fail(
                 TransferError(
                     f"{self.peer} committed, but {self._expected - self._received} of "
-                    f"{self._expected} KV bytes did not arrive within {LEASE_SECONDS} s"
+                    f"{self._expected} KV bytes did not arrive within "
+                    f"{time.monotonic() - since:.1f} s"
                 )
             )
         return self._state

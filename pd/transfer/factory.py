@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from pd.core.config import TRANSFER_BACKENDS
 from pd.core.errors import SetupError, UsageError
+from pd.core.starvation import Patience
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +128,11 @@ def make_transfer_manager(
     device = pool.buffer.device.type
     check_backend(name, fake_script, device, len(pool.parts))
 
-    options: dict[str, object] = {"advertise_host": advertise_host, "cluster_key": cluster_key}
+    options: dict[str, object] = {
+        "advertise_host": advertise_host,
+        "cluster_key": cluster_key,
+        "patience": Patience(),
+    }
 
     def make(backend: str) -> TransferManager:
         more = {"local_only": True} if backend == "nixl" and may_not_listen else {}

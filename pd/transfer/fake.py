@@ -25,6 +25,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
+from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.fake_link import FakeLink, FakeSender
 from pd.transfer.fake_nic import FakeNic, FakeReceiver
@@ -57,15 +58,17 @@ class FakeManager(TransferManager):
         script: Script | None = None,
         advertise_host: str = "",
         cluster_key: bytes | None = None,
+        patience: Patience | None = None,
     ) -> None:
         if cluster_key is None:
             require_loopback(host, "the data address")
+        self.patience = patience or Patience()
         self._instance, self._key = instance_id, transfer_key(cluster_key)
         self._host = advertise_host or host
         self._script = script or Script()
         self._rooms, self._reservations = RoomCounter(), RoomCounter()
         self._memory = PoolMemory(pool)
-        self.nic = FakeNic(self._memory, instance_id, host, self._key)
+        self.nic = FakeNic(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
         self._links: dict[str, FakeLink] = {}
         self._began: float | None = None
@@ -80,7 +83,7 @@ class FakeManager(TransferManager):
             if old is not None and old.address == address:
                 return
             self._links[peer.instance_id] = FakeLink(
-                self._instance, peer.instance_id, address, self._key, self._script
+                self._instance, peer.instance_id, address, self._key, self._script, self.patience
             )
         if old is not None:
             old.end(f"{peer.instance_id} has a new address")

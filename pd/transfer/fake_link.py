@@ -22,6 +22,7 @@ from pd.transfer.ranges import Block, check_pages, checked_block
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
+    from pd.core.starvation import Patience
     from pd.transfer.base import IntArray
     from pd.transfer.fake_script import Corrupt, Script, WritePlan
     from pd.transfer.memory import PoolMemory
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _WRITE_BYTES = 1 << 20
 _destination_decoder = msgspec.msgpack.Decoder(Destination)
 _CONNECT_SECONDS = 2.0
+# A blocked call returns this often to see whether it should go on.
+_SLICE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
 
 
@@ -170,10 +173,16 @@ class FakeLink:
     """Writes to one peer: waiting in a heap, or on the wire until acknowledged."""
 
     def __init__(
-        self, own: str, peer: str, address: tuple[str, int], key: bytes | None, script: Script
+        self,
+        own: str,
+        peer: str,
+        address: tuple[str, int],
+        key: bytes | None,
+        script: Script,
+        patience: Patience,
     ) -> None:
         self.own, self.peer, self.address, self.key = own, peer, address, key
-        self.script = script
+        self.script, self._patience = script, patience
         # Guards the link and all its senders.
         self.changed = threading.Condition(threading.RLock())
         self._began: float | None = None
@@ -314,17 +323,31 @@ class FakeLink:
             len(payload),
         )
         try:
-            sock.sendall(header + sender.slots(block) + payload)
+            self._send(sock, header + sender.slots(block) + payload)
         except OSError as error:
             # What is on the wire may land until the peer has closed its end.
             _shutdown(sock, socket.SHUT_WR)
             sender.fail(TransferError(f"the link to {self.peer} was lost: {error}"))
 
+    def _send(self, sock: socket.socket, data: bytes) -> None:
+        """Raises OSError when the peer takes nothing for too long, or the link is lost."""
+        left, moved = memoryview(data), time.monotonic()
+        while left:
+            try:
+                left = left[sock.send(left) :]
+                moved = time.monotonic()
+            except TimeoutError:
+                if not self._awaited(moved):
+                    raise
+
+    def _awaited(self, since: float) -> bool:
+        return not self._patience.is_over(since, LEASE_SECONDS, self.peer)
+
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(self.address, timeout=_CONNECT_SECONDS)
         try:
-            greet(sock, SERVICE, self.own, self.peer, self.key)
-            sock.settimeout(LEASE_SECONDS)
+            greet(sock, SERVICE, self.own, self.peer, self.key, self._patience)
+            sock.settimeout(_SLICE_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self.changed:
                 if self._closed:
@@ -343,7 +366,7 @@ class FakeLink:
             while True:
                 if not _readable(sock):
                     continue
-                number, performed = ACK.unpack(receive_exactly(sock, ACK.size))
+                number, performed = ACK.unpack(receive_exactly(sock, ACK.size, self._awaited))
                 with self.changed:
                     write = self._wire.get(number)
                     if write is not None and not performed:

@@ -22,6 +22,7 @@ from pd.transfer.ranges import check_pages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd.core.starvation import Patience
     from pd.transfer.base import IntArray
     from pd.transfer.memory import PoolMemory
 
@@ -59,8 +60,15 @@ class FakeNic:
     that the writer's key is valid: it knows nothing of rooms and epochs.
     """
 
-    def __init__(self, memory: PoolMemory, instance_id: str, host: str, key: bytes | None) -> None:
-        self._memory = memory
+    def __init__(
+        self,
+        memory: PoolMemory,
+        instance_id: str,
+        host: str,
+        key: bytes | None,
+        patience: Patience,
+    ) -> None:
+        self._memory, self._patience = memory, patience
         self._instance, self._key = instance_id, key
         # Held during each write, so that after a key was taken away none of its writes can land.
         self._lock = threading.Lock()
@@ -152,11 +160,14 @@ class FakeNic:
     def _greet(self, sock: socket.socket) -> str:
         welcome = Welcome(SERVICE, self._instance, self._key)
         while welcome.needs:
-            answer, refusal = welcome.feed(receive_exactly(sock, welcome.needs))
+            answer, refusal = welcome.feed(receive_exactly(sock, welcome.needs, self._awaited))
             sock.sendall(answer)
             if refusal:
                 raise GreetingError(refusal)
         return welcome.peer
+
+    def _awaited(self, since: float) -> bool:
+        return not self._patience.is_over(since, _GREETING_SECONDS)
 
     def _perform_next(self, sock: socket.socket, peer: str) -> bool:
         header = receive_exactly(sock, WRITE.size)
@@ -252,12 +263,20 @@ class FakeReceiver(Receiver):
                 self._state = TransferState.DONE if error is None else TransferState.FAILED
 
 
-def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Raises EOFError when the stream ends before."""
-    data = bytearray(size)
+def receive_exactly(
+    sock: socket.socket, size: int, still: Callable[[float], bool] = lambda _: False
+) -> bytes:
+    """Raises EOFError when the stream ends before, and TimeoutError when the socket's timeout
+    passes and ``still`` does not say that what was awaited since then may still come."""
+    data, since = bytearray(size), time.monotonic()
     view, filled = memoryview(data), 0
     while filled < size:
-        arrived = sock.recv_into(view[filled:])
+        try:
+            arrived = sock.recv_into(view[filled:])
+        except TimeoutError:
+            if not still(since):
+                raise
+            continue
         if not arrived:
             raise EOFError
         filled += arrived

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import secrets
 import struct
+import time
 from typing import TYPE_CHECKING
 
 from pd.core.cluster_key import derive
@@ -21,6 +22,8 @@ from pd.core.local_requests import is_loopback
 
 if TYPE_CHECKING:
     import socket
+
+    from pd.core.starvation import Patience
 
 MAGIC = b"pd-data\n"
 VERSION = 1
@@ -76,8 +79,16 @@ def check_instance_id(instance_id: str) -> bytes:
     return encoded
 
 
-def greet(sock: socket.socket, service: str, own: str, peer: str, key: bytes | None) -> None:
-    """Open a connection made to ``peer``; blocks at most as long as the socket's timeout.
+def greet(
+    sock: socket.socket,
+    service: str,
+    own: str,
+    peer: str,
+    key: bytes | None,
+    patience: Patience | None = None,
+) -> None:
+    """Open a connection made to ``peer``. It waits for each answer as long as the socket's timeout,
+    extended by ``patience``.
 
     Raises:
         RefusedError: it is not this peer, or one of us lacks the other's key.
@@ -89,7 +100,7 @@ def greet(sock: socket.socket, service: str, own: str, peer: str, key: bytes | N
         MAGIC, VERSION, key is not None, service.encode(), *map(len, ids), *ids, nonce
     )
     sock.sendall(hello)
-    reply = _receive_exactly(sock, _REPLY.size)
+    reply = _receive_exactly(sock, _REPLY.size, peer, patience)
     magic, _, verdict, _, proof = _REPLY.unpack(reply)
     if magic != MAGIC:
         raise RefusedError(f"{peer} does not speak the data protocol")
@@ -99,14 +110,19 @@ def greet(sock: socket.socket, service: str, own: str, peer: str, key: bytes | N
     if not hmac.compare_digest(proof, _proof(key, b"accept", hello, signed)):
         raise RefusedError(f"{peer} did not prove that it has the cluster key")
     sock.sendall(_proof(key, b"connect", hello, signed))
-    if _receive_exactly(sock, 1)[0] != _WELCOME:
+    if _receive_exactly(sock, 1, peer, patience)[0] != _WELCOME:
         raise RefusedError(f"{peer} refused the connection: {_VERDICTS[_WRONG_KEY]}")
 
 
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
+def _receive_exactly(sock: socket.socket, size: int, peer: str, patience: Patience | None) -> bytes:
+    data, since, limit = b"", time.monotonic(), sock.gettimeout()
     while len(data) < size:
-        part = sock.recv(size - len(data))
+        try:
+            part = sock.recv(size - len(data))
+        except TimeoutError:
+            if limit is None or patience is None or patience.is_over(since, limit, peer):
+                raise
+            continue
         if not part:
             raise ConnectionResetError("closed by the peer while opening")
         data += part

@@ -16,8 +16,9 @@ Slots, channel and guarantees are those of :mod:`pd.transfer.staging`. What they
 - Nothing is written anew after a failure: the library tries to connect again only for writes that
   have not been reported failed.
 - P's slots are not read any more once a write is reported, as failed or complete. A write without
-  any progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (5 s unless set) fails, so a stopped or
-  unreachable peer holds P's slots no longer.
+  any progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (30 s unless set) fails, so a stopped or
+  unreachable peer holds P's slots no longer. Its link, which a busy machine cannot mislead, is
+  given up after 5 s.
 
 Ports: each engine listens on two ports of 15000 to 17000 on all addresses, whatever ``--host`` is,
 and the library asks nobody who he is. P's engines let nobody in. D's let in only the addresses that
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd.core.starvation import Patience
     from pd.transfer.base import KVBuffer
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_SLOTS, DEFAULT_SLOT_BYTES = 8, 2 << 20
 _HANG_UP_SECONDS = 2.0
 _POLL_SECONDS = 200e-6
+_STALL_SECONDS = 5.0
 # Slots in which something may land until the process ends.
 _LOST: list[object] = []
 
@@ -84,6 +87,7 @@ class MooncakeManager(StagedManager):
         cluster_key: bytes | None = None,
         slots: int = DEFAULT_SLOTS,
         slot_bytes: int = DEFAULT_SLOT_BYTES,
+        patience: Patience | None = None,
     ) -> None:
         super().__init__(
             pool,
@@ -94,6 +98,7 @@ class MooncakeManager(StagedManager):
             slot_bytes=slot_bytes,
             advertise_host=advertise_host,
             cluster_key=cluster_key,
+            patience=patience,
         )
 
 
@@ -199,6 +204,7 @@ class _Path(Path):
     """P's slots and the writes that are under way."""
 
     poll_seconds = _POLL_SECONDS
+    stall_seconds = _STALL_SECONDS
 
     def __init__(self, engine: Engine, host: str, slots: torch.Tensor, there: _Description) -> None:
         self._engine, self._host, self._slots, self._there = engine, host, slots, there

@@ -26,6 +26,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import SetupError
+from pd.core.starvation import CEILING_SECONDS, Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,9 +41,9 @@ _INSTALL = (
 # Read by the library; what the operator set stays.
 DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
-    # Seconds without progress after which a write fails. A room is lost after a lease of 5 s
-    # anyway, and the slots of its link are free sooner.
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    # Seconds without progress after which a write fails. The library does not know that a peer gets
+    # no CPU; the link, which does, gives such a write up before.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": f"{CEILING_SECONDS:g}",
     "MC_TCP_SLICE_SIZE": "1048576",
 }
 
@@ -150,16 +151,17 @@ class Engine:
         self._library.unregister_memory(address)
 
     def hang_up(self, seconds: float) -> bool:
-        """Admit nobody and wait until the library has closed every connection to this engine.
+        """Admit nobody and wait until the library has closed every connection to this engine, as
+        long as ``seconds`` and what this process was delayed meanwhile.
 
         True: nothing is written any more to what was unregistered before. The library looks at the
         address of a write once, before its bytes; so a write that goes on belongs to a connection
         that was here when ``unregister`` returned, and ends with it.
         """
         self.admit(())
-        deadline = time.monotonic() + seconds
+        since, patience = time.monotonic(), Patience()
         while any(True for _ in self._accepted()):
-            if time.monotonic() > deadline:
+            if patience.is_over(since, seconds):
                 return False
             time.sleep(0.002)
         return True

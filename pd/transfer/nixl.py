@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd.core.starvation import Patience
     from pd.transfer.base import KVBuffer
 
 logger = logging.getLogger(__name__)
@@ -377,6 +378,7 @@ class NixlManager(StagedManager):
         local_only: bool = False,
         slots: int | None = None,
         slot_bytes: int | None = None,
+        patience: Patience | None = None,
     ) -> None:
         mover = NixlMover(instance_id, advertise_host or host, local_only=local_only)
         on_device = mover.device_slots and pool.buffer.device.type == "cuda"
@@ -391,6 +393,7 @@ class NixlManager(StagedManager):
             slot_bytes=slot_bytes or shape[1],
             advertise_host=advertise_host,
             cluster_key=cluster_key,
+            patience=patience,
         )
 
     def address(self) -> dict[str, str]:

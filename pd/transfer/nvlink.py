@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd.core.errors import TransferError
+from pd.core.starvation import Patience
 from pd.core.transfer_choice import nvlink_obstacle
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.channel_hub import ChannelHub
@@ -89,16 +90,24 @@ class NvlinkManager(TransferManager):
         advertise_host: str = "",
         cluster_key: bytes | None = None,
         device: StoreDevice | None = None,
+        patience: Patience | None = None,
     ) -> None:
         if cluster_key is None:
             require_loopback(host, "the data address")
+        self.patience = patience or Patience()
         self._layout: KVLayout = pool.layout
         self._num_slots = pool.buffer.shape[2]
         self._device = device or CudaDevice(pool)
         self._key = transfer_key(cluster_key)
         self._inbox = Inbox()
         self._hub = ChannelHub(
-            SERVICE, instance_id, host, self._key, welcome_decoder, self._inbox.accept
+            SERVICE,
+            instance_id,
+            host,
+            self._key,
+            welcome_decoder,
+            self._inbox.accept,
+            self.patience,
         )
         self._address = {
             "host": advertise_host or host,

@@ -178,6 +178,7 @@ class Link:
         # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
         self.changed = threading.Condition(threading.RLock())
         self.stopped: TransferError | None = None
+        self._patience = hub.patience
         self._channel: Channel | None = None
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
@@ -242,8 +243,9 @@ class Link:
 
     def check_progress(self, sender: NvlinkSender) -> None:
         """A store is launched at once but for a peer that does not answer."""
-        waited = time.monotonic() - sender.waiting_since
-        if self._session is None and waited > LEASE_SECONDS:
+        since = sender.waiting_since
+        if self._session is None and self._patience.is_over(since, LEASE_SECONDS, self.peer):
+            waited = time.monotonic() - since
             sender.fail(TransferError(f"{self.peer} did not open a channel for {waited:.1f} s"))
 
     def stop(self, error: TransferError) -> None:

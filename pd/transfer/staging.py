@@ -31,6 +31,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.channel_hub import ChannelHub
 from pd.transfer.computed import Computed
@@ -84,10 +85,12 @@ class StagedManager(TransferManager):
         slot_bytes: int,
         advertise_host: str = "",
         cluster_key: bytes | None = None,
+        patience: Patience | None = None,
     ) -> None:
         if cluster_key is None:
             require_loopback(host, "the data address")
         self.name, self._mover = mover.name, mover
+        self.patience = patience or Patience()
         self._host, self._key = advertise_host or host, transfer_key(cluster_key)
         self._copier = copier_for(pool)
         self._computed = Computed(pool.buffer.device, self.name)
@@ -95,9 +98,15 @@ class StagedManager(TransferManager):
         size = min(MAX_SLOT_BYTES, max(slot_bytes, self._copier.cell_bytes))
         self._shape = SlotShape(slots, size, device, host_identity() if device else "")
         self._pump = Pump(f"pd-{self.name}-pump")
-        self._incoming = Incoming(self._copier, mover, self._pump, self._shape)
+        self._incoming = Incoming(self._copier, mover, self._pump, self._shape, self.patience)
         self._hub = ChannelHub(
-            self.name, instance_id, host, self._key, decoder, self._incoming.accept
+            self.name,
+            instance_id,
+            host,
+            self._key,
+            decoder,
+            self._incoming.accept,
+            self.patience,
         )
         self._outgoing = Outgoing(self._copier, mover, self._pump, self._hub, self._shape)
         self.counters = self._incoming.counters

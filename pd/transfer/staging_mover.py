@@ -55,10 +55,13 @@ class Path(ABC):
         poll_seconds: how often :meth:`poll` has to be called while writes are in flight; None if
             the library calls ``wake`` when one is over.
         needs_peer: whether writes may need :meth:`Target.progress` on D.
+        stall_seconds: the link is given up when no write was completed for so long, though the
+            library has not given them up; None if only the library's word counts.
     """
 
     poll_seconds: float | None = None
     needs_peer: bool = False
+    stall_seconds: float | None = None
 
     @abstractmethod
     def write(self, source: int, target: int, num_bytes: int) -> None:

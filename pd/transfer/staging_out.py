@@ -136,8 +136,9 @@ class OutLink:
         with self.changed:
             if sender not in self._queue and not sender.unsaid:
                 return
-            idle = time.monotonic() - max(self.progress, sender.waiting_since)
-            if idle > LEASE_SECONDS:
+            since = max(self.progress, sender.waiting_since)
+            if self._outgoing.hub.patience.is_over(since, LEASE_SECONDS, self.peer):
+                idle = time.monotonic() - since
                 sender.fail(
                     TransferError(f"no KV data could be sent to node {self.peer} for {idle:.1f} s")
                 )
@@ -310,6 +311,7 @@ class OutLink:
             self._write(path)
         self._collect(path)
         self._ask_for_help(path)
+        self._check_stall(path)
         if self.state is OutState.ENDING:
             with self.changed:
                 idle = not self._flying and not self.gathering
@@ -398,6 +400,15 @@ class OutLink:
             assert self._channel is not None
             self._channel.send(Waiting(waits))
             self._said_waiting = waits
+
+    def _check_stall(self, path: Path) -> None:
+        """Give the link up when the library, which is more patient, completes nothing."""
+        limit, since = path.stall_seconds, self._flying_since
+        if limit is None or not self._flying or self.state is OutState.ENDING:
+            return
+        if self._outgoing.hub.patience.is_over(since, limit, self.peer):
+            stuck = f"nothing was written for {self._stuck():.1f} s"
+            self.end(f"the link to {self.peer} was lost: {stuck}", move=True)
 
     def _drop_filled(self) -> None:
         while self._filled:

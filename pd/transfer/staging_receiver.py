@@ -22,7 +22,7 @@ class StagedReceiver(CountedReceiver):
     def __init__(
         self, incoming: Incoming, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
     ) -> None:
-        super().__init__(incoming.copier, peer, room, epoch, pages, tokens)
+        super().__init__(incoming.copier, incoming.patience, peer, room, epoch, pages, tokens)
         self.table = incoming.copier.table(pages, tokens.stop)
         self._incoming = incoming
 

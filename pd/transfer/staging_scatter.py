@@ -16,6 +16,7 @@ from pd.transfer.staging_in import InLink
 if TYPE_CHECKING:
     import torch
 
+    from pd.core.starvation import Patience
     from pd.transfer.channel import Channel
     from pd.transfer.staging_copy import Copier, Ticket
     from pd.transfer.staging_gather import SlotShape
@@ -53,8 +54,11 @@ class _Scatter:
 class Incoming:
     """Links from every P and the receivers that they may write for."""
 
-    def __init__(self, copier: Copier, mover: Mover, pump: Pump, shape: SlotShape) -> None:
+    def __init__(
+        self, copier: Copier, mover: Mover, pump: Pump, shape: SlotShape, patience: Patience
+    ) -> None:
         self.copier, self.mover, self.pump, self.shape = copier, mover, pump, shape
+        self.patience = patience
         self.counters = StagingCounters()
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)

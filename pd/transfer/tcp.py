@@ -28,6 +28,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
+from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
@@ -70,15 +71,17 @@ class TcpManager(TransferManager):
         cluster_key: bytes | None = None,
         connections: int = DEFAULT_CONNECTIONS,
         staged: bool | None = None,
+        patience: Patience | None = None,
     ) -> None:
         if cluster_key is None:
             require_loopback(host, "the data address")
+        self.patience = patience or Patience()
         self._instance, self._key = instance_id, transfer_key(cluster_key)
         self._host = advertise_host or host
         self._num_lanes = connections
         self._memory = PoolMemory(pool, staged=staged)
         self._computed = Computed(pool.buffer.device, self.name)
-        self._inbox = Inbox(self._memory, instance_id, host, self._key)
+        self._inbox = Inbox(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
         # Ended, but lanes may still have something in hand.
@@ -95,7 +98,13 @@ class TcpManager(TransferManager):
             if old is not None and old.address == address and old.refusal is None:
                 return
             link = Link(
-                self._instance, peer.instance_id, address, self._key, self._memory, self._num_lanes
+                self._instance,
+                peer.instance_id,
+                address,
+                self._key,
+                self._memory,
+                self._num_lanes,
+                self.patience,
             )
             self._links[peer.instance_id] = link
         if old is not None:

@@ -25,6 +25,7 @@ from pd.transfer.tcp_landing import DirectLanding, StagedLanding
 from pd.transfer.tcp_staging import Scatters, Slots
 
 if TYPE_CHECKING:
+    from pd.core.starvation import Patience
     from pd.transfer.memory import PoolMemory
     from pd.transfer.tcp_landing import Landing
     from pd.transfer.tcp_receiver import TcpReceiver
@@ -83,8 +84,15 @@ class _Connection:
 class Inbox:
     """The listening socket, its connections, and the receivers they may write for."""
 
-    def __init__(self, memory: PoolMemory, instance_id: str, host: str, key: bytes | None) -> None:
-        self.memory = memory
+    def __init__(
+        self,
+        memory: PoolMemory,
+        instance_id: str,
+        host: str,
+        key: bytes | None,
+        patience: Patience,
+    ) -> None:
+        self.memory, self.patience = memory, patience
         self.counters = ReceiveCounters()
         self._instance, self._key = instance_id, key
         # Guards the receivers, and the connections, which only the thread changes.
@@ -173,9 +181,10 @@ class Inbox:
 
     def _hang_up(self) -> None:
         """Close what strangers opened that never introduced themselves."""
-        late = time.monotonic() - _GREETING_SECONDS
-        for connection in [c for c in self._connections.values() if c.welcome and c.since < late]:
-            self._refuse(connection, f"it did not introduce itself in {_GREETING_SECONDS:g} s")
+        is_over, seconds = self.patience.is_over, _GREETING_SECONDS
+        for connection in [c for c in self._connections.values() if c.welcome]:
+            if is_over(connection.since, seconds):
+                self._refuse(connection, f"it did not introduce itself in {seconds:g} s")
 
     def _accept(self) -> None:
         try:

@@ -129,8 +129,10 @@ class Lane:
                 stretches.send(self._sock)
                 moved = self._link.progress = time.monotonic()
             except BlockingIOError:
-                if self._link.closed or time.monotonic() - moved > LEASE_SECONDS:
-                    raise TimeoutError(f"it took nothing for {LEASE_SECONDS} s") from None
+                link = self._link
+                if link.closed or link.patience.is_over(moved, LEASE_SECONDS, link.peer):
+                    seconds = time.monotonic() - moved
+                    raise TimeoutError(f"it took nothing for {seconds:.1f} s") from None
 
     def _alive(self) -> bool:
         """Whether the connection is up as far as this end knows. A peer never sends after the
@@ -164,7 +166,7 @@ class Lane:
                 link.nobody_listens()
             return False
         try:
-            greet(sock, SERVICE, link.own, link.peer, link.key)
+            greet(sock, SERVICE, link.own, link.peer, link.key, link.patience)
         except RefusedError as error:
             sock.close()
             logger.warning("%s", error)

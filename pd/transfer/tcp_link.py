@@ -20,6 +20,7 @@ from pd.transfer.tcp_staging import Tables
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pd.core.starvation import Patience
     from pd.transfer.base import IntArray
     from pd.transfer.computed import Computed
     from pd.transfer.greeting import RefusedError
@@ -163,8 +164,10 @@ class Link:
         key: bytes | None,
         memory: PoolMemory,
         num_lanes: int,
+        patience: Patience,
     ) -> None:
         self.own, self.peer, self.address, self.key = own, peer, address, key
+        self.patience = patience
         # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
@@ -266,8 +269,9 @@ class Link:
         with self.changed:
             if sender not in self._queue:
                 return
-            idle = time.monotonic() - max(self.progress, sender.waiting_since)
-            if idle > LEASE_SECONDS:
+            since = max(self.progress, sender.waiting_since)
+            if self.patience.is_over(since, LEASE_SECONDS, self.peer):
+                idle = time.monotonic() - since
                 sender.fail(
                     TransferError(f"no KV data could be sent to node {self.peer} for {idle:.1f} s")
                 )

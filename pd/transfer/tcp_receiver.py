@@ -25,7 +25,7 @@ class TcpReceiver(CountedReceiver):
     def __init__(
         self, inbox: Inbox, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
     ) -> None:
-        super().__init__(inbox.memory, peer, room, epoch, pages, tokens)
+        super().__init__(inbox.memory, inbox.patience, peer, room, epoch, pages, tokens)
         pages = pages.copy()
         self.tables, self.in_place = Tables(pages, tokens.stop), InPlace(inbox.memory, pages)
         self._inbox = inbox

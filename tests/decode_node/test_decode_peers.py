@@ -11,7 +11,14 @@ from raw_peer import SOON, proxy_of
 from tiny import tiny_node
 
 from pd.core.errors import TransferError
-from pd.core.messages import Failed, PeerHeartbeat, Reservation, StepOutputs
+from pd.core.messages import (
+    Failed,
+    NodeHeartbeat,
+    PeerHeartbeat,
+    ProxyHeartbeat,
+    Reservation,
+    StepOutputs,
+)
 
 if TYPE_CHECKING:
     import pytest
@@ -116,7 +123,25 @@ def test_heartbeats_reach_the_prefill_node(
 ) -> None:
     ask(proxy, decode, prefill)
     prefill.receive(Reservation)
-    assert prefill.receive(PeerHeartbeat, 2).sender == decode.instance_id
+    beat = prefill.receive(PeerHeartbeat, 2)
+    assert beat.sender == decode.instance_id
+    assert beat.run_delay >= 0.0
+
+
+def test_delays_of_a_prefill_node_are_known_from_it_and_before_that_from_the_proxy(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    patience = decode.node.transfer.patience
+    beat = ProxyHeartbeat(to="", sender=proxy.name, run_delay=1.0, run_delays={prefill.name: 2.0})
+    proxy.send(beat)
+    wait_until(lambda: patience.total(prefill.name) == 2.0, 5)
+    assert patience.total(proxy.name) == 1.0
+    ask(proxy, decode, prefill)
+    prefill.receive(Reservation)
+    own = PeerHeartbeat(to=decode.instance_id, sender=prefill.name, run_delay=4.0)
+    prefill.send(own)
+    wait_until(lambda: patience.total(prefill.name) == 4.0, 5)
+    assert proxy.receive(NodeHeartbeat, 2).run_delay >= 0.0
 
 
 def test_an_endpoint_that_is_no_address_fails_the_request(

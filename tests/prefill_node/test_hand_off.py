@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import is_idle, wait_until
 from decode_peer import DecodePeer
+from patience import FakePatience
 from prefill_helpers import PROMPT, ask, computed, handled
 from raw_peer import SOON, RawPeer
 from tiny import TOKEN_BYTES
@@ -136,6 +137,7 @@ def test_a_reservation_of_a_stranger_is_refused(
     assert prefill.node.requests[room].hand_off.reservation is None
 
 
+@pytest.mark.usefixtures("unstarved")
 @pytest.mark.parametrize("early", [False, True])
 def test_a_reservation_of_another_decode_node_is_refused_and_changes_nothing(
     prefill: NodeServer,
@@ -179,6 +181,7 @@ def test_a_second_reservation_is_refused_and_a_repeated_one_dropped(
     assert receiver.bytes_received == len(PROMPT) * TOKEN_BYTES
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_a_reservation_that_waits_too_long_for_its_request_is_refused(
     prefill: NodeServer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +190,20 @@ def test_a_reservation_that_waits_too_long_for_its_request_is_refused(
     refusal = decode.receive(AbortRoom, 2)
     assert (refusal.epoch, refusal.error.kind) == (epoch, "node_failed")
     assert decode.receive(Drained).epoch == epoch
+
+
+def test_a_starved_proxy_may_be_late_with_the_request_of_a_reservation(
+    prefill: NodeServer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.2)
+    patience = FakePatience()
+    monkeypatch.setattr(prefill.node.hand_off, "_patience", patience)
+    epoch, _ = decode.reserve(b"nobody asked yet", 8)
+    wait_until(lambda: patience.asked, 10)
+    assert not [seen for seen in decode.seen if isinstance(seen, AbortRoom)]
+    patience.starved = False
+    assert decode.receive(AbortRoom, 2).epoch == epoch
+    assert patience.asked == {(0.2, None)}
 
 
 @pytest.mark.parametrize("cached", [-1, 22])

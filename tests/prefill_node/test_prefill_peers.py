@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+import pytest
 from cluster import wait_until
 from decode_peer import DecodePeer
+from patience import FakePatience
 from prefill_helpers import PROMPT, ask, handled
 from requests_for_tests import make_generate
 
 from pd.core.messages import AbortRoom, Commit, Drained, Failed, PeerHeartbeat
 
 if TYPE_CHECKING:
-    import pytest
     from raw_peer import RawPeer
 
     from pd.launch import NodeServer
@@ -52,6 +54,7 @@ def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
         prefill.node.lose_peer(silent.name, "the test is over")
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_a_decode_node_that_never_shakes_hands_fails_the_request_after_a_lease(
     prefill: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,9 +66,35 @@ def test_a_decode_node_that_never_shakes_hands_fails_the_request_after_a_lease(
     assert "did not shake hands" in proxy.receive(Failed).error.message
 
 
+def test_a_starved_decode_node_may_be_late_to_shake_hands(
+    prefill: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P has not met it, so the delay of whoever P knows counts."""
+    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.3)
+    patience = FakePatience()
+    monkeypatch.setattr(prefill.node.hand_off, "_patience", patience)
+    room = b"a starved peer's"
+    proxy.send(
+        make_generate(
+            PROMPT, to=prefill.instance_id, sender=proxy.name, room=room, peer="not-met-yet"
+        )
+    )
+    wait_until(lambda: patience.asked, 10)
+    time.sleep(0.6)
+    assert room in prefill.node.requests
+    patience.starved = False
+    assert "did not shake hands" in proxy.receive(Failed).error.message
+    assert patience.asked == {(0.3, None)}
+
+
 def test_both_sides_hear_heartbeats(prefill: NodeServer, decode: DecodePeer) -> None:
     handled(decode)
-    assert decode.receive(PeerHeartbeat, 2).sender == prefill.instance_id
+    beat = decode.receive(PeerHeartbeat, 2)
+    assert beat.sender == prefill.instance_id
+    assert beat.run_delay >= 0.0
+    decode.send(PeerHeartbeat(to=prefill.instance_id, sender=decode.name, run_delay=4.0))
+    patience = prefill.node.transfer.patience
+    wait_until(lambda: patience.total(decode.name) == 4.0, 5)
 
 
 def test_a_lost_decode_nodes_abort_ends_its_room_without_a_drain(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pd.core.request import RequestState
+from pd.core.starvation import Patience
 from pd.node.step import Work
 from pd.prefill_node.hand_off import HandOff
 from pd.prefill_node.outgoing import PromptCost
@@ -91,7 +92,9 @@ class Node:
             instance_id="prefill",
             event=threading.RLock,
         )
-        transfer: Any = SimpleNamespace(sender=lambda _, reservation, *__: reservation.prompt)
+        transfer: Any = SimpleNamespace(
+            sender=lambda _, reservation, *__: reservation.prompt, patience=Patience()
+        )
         self.hand_off = HandOff(node, transfer, resume=lambda _: None)
         for prompt in self.prompts:
             self.hand_off.accept(prompt)

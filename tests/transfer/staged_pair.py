@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 from held_mover import HeldMover
@@ -14,6 +16,9 @@ from transfer_helpers import (
 
 from pd.transfer.staging import StagedManager
 
+if TYPE_CHECKING:
+    from pd.core.starvation import Patience
+
 SLOTS, TOKENS = 4, 64
 CELL = 2 * 2 * 4 * 4
 
@@ -21,11 +26,11 @@ CELL = 2 * 2 * 4 * 4
 class Pair:
     """P and D in this process, each with a library of its own."""
 
-    def __init__(self, slot_bytes: int = 16 * CELL) -> None:
+    def __init__(self, slot_bytes: int = 16 * CELL, patience: Patience | None = None) -> None:
         self.source = make_pool(256, 4)
         self.target = make_pool(256, 16, fill=-1.0)
         self.out, self.into = HeldMover(), HeldMover()
-        kwargs = {"slots": SLOTS, "slot_bytes": slot_bytes}
+        kwargs: dict[str, Any] = {"slots": SLOTS, "slot_bytes": slot_bytes, "patience": patience}
         self.p = StagedManager(self.source, "P", "127.0.0.1", mover=self.out, **kwargs)
         self.d = StagedManager(self.target, "D", "127.0.0.1", mover=self.into, **kwargs)
         self.epoch = 0

@@ -15,7 +15,7 @@ from transfer_helpers import SEED, make_pool, wait_until
 from pd.core.errors import SetupError
 from pd.transfer.base import TransferState
 from pd.transfer.mooncake import MooncakeManager, MooncakeMover
-from pd.transfer.mooncake_library import DEFAULTS, load_library
+from pd.transfer.mooncake_library import load_library
 from pd.transfer.staging_mover import MoverError, Target
 
 try:
@@ -26,12 +26,13 @@ except SetupError as error:
     pytest.skip(error.message, allow_module_level=True)
 
 HOST = "127.0.0.1"
-STALL = float(DEFAULTS["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+# Shorter than what nodes set, so that the library gives up while a test waits.
+STALL = 5.0
 
 
 @pytest.fixture
 def nodes():
-    made = Nodes("mooncake")
+    made = Nodes("mooncake", {"MC_TCP_PROGRESS_TIMEOUT_SEC": f"{STALL:g}"})
     yield made
     made.close()
 

@@ -453,6 +453,7 @@ def test_a_store_that_fails_half_way_has_ended_before_the_peer_hears_of_it(pair:
     assert room.arrived(), "before the mapping was given up"
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_a_peer_that_never_answers_fails_the_room_after_a_lease(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

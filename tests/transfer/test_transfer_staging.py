@@ -192,6 +192,7 @@ def test_slots_of_a_gpu_are_free_at_once_when_the_peer_says_that_it_drained(pair
     assert target.closed
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiting(
     pair, monkeypatch
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_library_that_cannot_make_slots_is_reported(pair) -> None:
     nodes.transfer()
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> None:
     """Each step has a lease of time, not all of them together."""
     monkeypatch.setattr(staging_out, "LEASE_SECONDS", 1.0)
@@ -323,6 +325,7 @@ def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> Non
     nodes.transfer()
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_a_link_that_does_not_open_fails_its_rooms(pair, monkeypatch) -> None:
     monkeypatch.setattr(staging_out, "LEASE_SECONDS", 0.2)
     nodes = pair()

@@ -223,6 +223,7 @@ def test_a_finished_room_takes_nothing_more(d, target, open_socket) -> None:
     assert bool((target.tokens(PAGES, 0, TOKENS).view(torch.uint8) == 3).all())
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_repeated_ranges_are_counted_once(d, target, open_socket, monkeypatch) -> None:
     monkeypatch.setattr(counted_receiver, "LEASE_SECONDS", 0.2)
     receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
@@ -318,6 +319,7 @@ def test_what_was_complete_survives_the_end_of_its_connection(relayed, d) -> Non
     assert settled(receiver) is TransferState.DONE
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_a_stuck_connection_fails_its_rooms_after_a_lease(relayed, d, target, monkeypatch) -> None:
     for module in (tcp_link, tcp_lane):
         monkeypatch.setattr(module, "LEASE_SECONDS", 0.5)
@@ -372,6 +374,7 @@ def test_a_lost_connection_gives_back_what_was_copied_ahead(d, target, monkeypat
     ("listening", "complaint"),
     [(True, "no KV data could be sent to node D"), (False, "nobody listens at its address")],
 )
+@pytest.mark.usefixtures("unstarved")
 def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, complaint) -> None:
     """After a lease when it does not answer, at once when its port is closed."""
     monkeypatch.setattr(tcp_link, "LEASE_SECONDS", 0.3)
@@ -391,6 +394,7 @@ def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, 
         assert sender.drained()
 
 
+@pytest.mark.usefixtures("unstarved")
 def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
     """Back-pressure: rooms wait as long as anything moves, longer than a lease in all."""
     for module in (tcp_link, tcp_lane):
