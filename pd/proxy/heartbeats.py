@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from pd.core.messages import HEARTBEAT_INTERVAL, ProxyHeartbeat, encode, heartbeat_identity
+from pd.core.starvation import RUN_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,5 +129,7 @@ class HeartbeatThread(threading.Thread):
             # NOTE: a node that is not there or does not read misses this one; its own lease at
             # the event loop ends what depends on it.
             with contextlib.suppress(zmq.Again):
-                heartbeat = ProxyHeartbeat(to=instance_id, sender=self._sender)
+                heartbeat = ProxyHeartbeat(
+                    to=instance_id, sender=self._sender, run_delay=RUN_DELAY.total
+                )
                 socket.send(encode(heartbeat), zmq.NOBLOCK)

@@ -353,12 +353,13 @@ class WorkerPool:
         while True:
             self._loop_watch.turned()
             late = time.monotonic() - due
+            run_delays = {w.instance_id: w.run_delay for w in self.workers if w.alive}
             for worker in list(self.workers):
                 # While this process stood still nobody was heard, which says nothing about them.
                 if late > HEARTBEAT_INTERVAL:
                     worker.last_heard += late
                 before = worker.ready
-                worker.beat(self._sockets.instance_id)
+                worker.beat(self._sockets.instance_id, run_delays)
                 if worker.ready != before:
                     self._on_change()
                 silence = time.monotonic() - worker.last_heard

@@ -10,6 +10,7 @@ import msgspec
 from pd.core.messages import ProxyHeartbeat
 from pd.core.node_info import SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
+from pd.core.starvation import RUN_DELAY
 
 if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat
@@ -102,6 +103,7 @@ class Worker:
         accepting: it takes new requests, by its own word.
         draining: removed by the operator; it only finishes what it has.
         losses: how often it gave up requests of this proxy; None before it said so.
+        run_delay: seconds that it was ready to run and got no CPU, see :mod:`pd.core.starvation`.
         active: generations that need this node.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
         tree: prefixes it presumably holds, kept by the cache-aware policy.
@@ -123,6 +125,7 @@ class Worker:
         self.queued_tokens = 0
         self.running = 0
         self.losses: int | None = None
+        self.run_delay = 0.0
         self.active: dict[Generation, None] = {}
         self.pending_tokens = 0
         self.tree: PrefixTree | None = None
@@ -163,6 +166,7 @@ class Worker:
         self.queued_tokens = heartbeat.queued_tokens
         self.running = heartbeat.running
         self.losses = heartbeat.losses
+        self.run_delay = heartbeat.run_delay
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
     def lost(self, problem: str) -> None:
@@ -176,9 +180,15 @@ class Worker:
         self._sent_at = time.monotonic()
         return self.connected
 
-    def beat(self, sender: str) -> bool:
+    def beat(self, sender: str, run_delays: dict[str, float] | None = None) -> bool:
         """Send a heartbeat of the proxy ``sender``; whether the connection stands."""
-        return self.send(ProxyHeartbeat(to=self.instance_id, sender=sender))
+        heartbeat = ProxyHeartbeat(
+            to=self.instance_id,
+            sender=sender,
+            run_delay=RUN_DELAY.total,
+            run_delays=run_delays or {},
+        )
+        return self.send(heartbeat)
 
     def can_be_reached(self, sender: str) -> bool:
         """Whether the connection stands, by a heartbeat unless something was sent just now."""

@@ -109,6 +109,8 @@ class FakeNode:
         self.heartbeats: dict[str, int] = {}
         self._numbers: dict[str, Sent] = {}
         self.losses = 0
+        self.run_delay = 0.0
+        self.run_delays: dict[str, float] = {}
         self._stop = threading.Event()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -345,6 +347,7 @@ class FakeNode:
             return
         if isinstance(message, ProxyHeartbeat):
             self.heartbeats[proxy] = self.heartbeats.get(proxy, 0) + 1
+            self.run_delays = message.run_delays or self.run_delays
             if not self.silent and heartbeat_owner(proxy.encode()) == proxy.encode():
                 beat = NodeHeartbeat(
                     to=proxy,
@@ -353,6 +356,7 @@ class FakeNode:
                     queued_tokens=self.queued_tokens,
                     running=self.running,
                     losses=self.losses,
+                    run_delay=self.run_delay,
                 )
                 self.send(proxy, beat)
             return

@@ -93,3 +93,13 @@ def test_a_node_that_was_removed_is_no_longer_told(cluster: Cluster) -> None:
     told = first.heartbeats[name]
     wait_until(lambda: second.heartbeats[name] > count + 2)
     assert first.heartbeats[name] == told
+
+
+def test_nodes_are_told_of_the_delays_of_all_nodes(cluster: Cluster) -> None:
+    """Before they have met, a prefill and a decode node know of each other by the proxy only."""
+    prefill, decode = cluster.node("prefill"), cluster.node("decode")
+    cluster.proxy()
+    prefill.run_delay, decode.run_delay = 1.5, 2.5
+    known = {prefill.instance_id: 1.5, decode.instance_id: 2.5}
+    wait_until(lambda: known.items() <= prefill.run_delays.items())
+    wait_until(lambda: known.items() <= decode.run_delays.items())
