@@ -81,7 +81,8 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=types.path,
         metavar="DIR",
-        help="model directory with tokenizer.json (default: the nodes', if it is on this host)",
+        help="model directory with tokenizer.json or tokenizer.model (default: the nodes', if it "
+        "is on this host)",
     )
     add(
         "--served-model-name",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 
-from pd.core.errors import PDError, SetupError, UsageError
+from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError, UsageError
 from pd.proxy.admin_api import AdminAPI
 from pd.proxy.app import make_app
 from pd.proxy.channel import Sockets
@@ -105,6 +105,8 @@ class Proxy:
         self.url = ""
         self._stopping = asyncio.Event()
         self._became_ready = asyncio.Event()
+        self._prepared: set[str] = set()  # models whose tokenizer was asked for
+        self._preparing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use."""
@@ -146,6 +148,7 @@ class Proxy:
 
     def _build(self, text_models: TextModels) -> None:
         config = self.config
+        self._text_models = text_models
         metrics = Metrics()
         self._sockets = Sockets(self.instance_id, config.cluster_key)
         self._pool = WorkerPool(
@@ -203,6 +206,8 @@ class Proxy:
         self._dispatcher.draining = True
         self._dispatcher.shut_down()
         self._server.should_exit = True
+        for task in self._preparing:
+            task.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._pool.close()
         self._sockets.close()
@@ -214,8 +219,19 @@ class Proxy:
         self._dispatcher.worker_lost(worker, reason)
 
     def _on_change(self) -> None:
-        if self._router.ready():
-            self._became_ready.set()
+        new = set(self._router.models()) - self._prepared
+        if self._router.ready() and new:
+            self._prepared |= new
+            task = asyncio.create_task(self._prepare(new))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+
+    async def _prepare(self, models: set[str]) -> None:
+        """Load tokenizers before they are needed: one that is missing is known at the start."""
+        for model in models:
+            with contextlib.suppress(NotFoundError, UnavailableError):
+                await self._text_models.get(self._router.limits(model).model_path)
+        self._became_ready.set()
 
 
 async def serve(config: ProxyConfig, on_ready: Callable[[str, str], None]) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.proxy.chat_template import ChatTemplate, load_templates
 from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
+from pd.proxy.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,13 +38,7 @@ class TextModel:
         Args:
             need_templates: chat templates that cannot be read are an error too, not just logged.
         """
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise UsageError(f"{directory} has no tokenizer.json; name a model directory that has")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing more specific
-            raise UsageError(f"cannot read {path}: {error}") from error
+        self._tokenizer = load_tokenizer(directory)
         # Such settings belong to training; applied here they would cut prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -131,12 +125,10 @@ class TextModels:
     def _load(self, directory: str) -> TextModel | None:
         if self._configured is not None:
             return TextModel(Path(directory))
-        if not (Path(directory) / "tokenizer.json").is_file():
-            return None
         try:
             return TextModel(Path(directory), need_templates=False)
         except UsageError as error:
-            log.error("serving token ids only: %s", error)
+            log.warning("%s; without --tokenizer DIR this proxy serves token ids only", error)
             return None
 
 
