@@ -36,8 +36,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / FILE
     if not path.is_file() and not (directory / SENTENCEPIECE_FILE).is_file():
         raise UsageError(
-            f"{directory} has neither {FILE} nor {SENTENCEPIECE_FILE}; name a model directory that "
-            "has"
+            f"{directory} has no tokenizer, neither {FILE} nor {SENTENCEPIECE_FILE}; name a model "
+            "directory that has one"
         )
     try:
         if path.is_file():
