@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import InvalidRequestError
 from pd.core.sampling_params import MAX_TOP_LOGPROBS
 from pd.proxy import logprobs, openai_common
-from pd.proxy.fields import Fields, show
+from pd.proxy.fields import show
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.web import read_object
+from pd.proxy.service import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from pd.proxy.chat_template import ChatTemplate
+    from pd.proxy.fields import Fields
     from pd.proxy.generation import Choice, Delta
     from pd.proxy.openai_common import OpenAIRequest
     from pd.proxy.service import ModelView, Service
 
 ENDPOINT = "/v1/chat/completions"
+# Templates are programs, which take some time for each.
+MAX_MESSAGES = 16_384
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -34,29 +37,41 @@ class ChatAPI:
         self._service = service
 
     async def handle(self, request: Request) -> Response:
-        fields = Fields(await read_object(request))
-        fields.refuse({"echo": (False,), "prompt": ()})
-        asked = _read_logprobs(fields, openai_common.read_request(fields, request, "chatcmpl-"))
-        messages = read_messages(fields)
-        model = await self._service.model(asked.model)
-        self._service.admit(1)
-        text = model.need_text("messages")
-        prompt = render_prompt(fields, text.template(), messages)
-        # The template writes the special tokens itself.
-        ids = await self._service.encode(model, prompt, "messages", add_special_tokens=False)
-        spec = Spec(
-            rid=asked.rid,
-            model=model.name,
-            token_ids=ids,
-            params=asked.params(model, len(ids), None),
-            text_model=text,
-            stop=asked.stop,
-            namespace=asked.namespace,
-            priority=asked.priority,
-            skip_special_tokens=asked.skip_special_tokens,
-        )
+        async with self._service.body(request) as body:
+            fields, asked, messages = await body.read(lambda fields: _read(fields, request))
+            model = await self._service.model(asked.model)
+            self._service.admit(1)
+            spec = await body.run(_prepare, fields, asked, messages, model)
         job = Job(asked.rid, ENDPOINT, streaming=asked.stream)
         return self._service.respond(job, [spec], _Renderer(job, asked, model), asked.timeout)
+
+
+def _read(fields: Fields, request: Request) -> tuple[Fields, OpenAIRequest, list[dict[str, Any]]]:
+    """Raises InvalidRequestError."""
+    fields.refuse({"echo": (False,), "prompt": ()})
+    asked = _read_logprobs(fields, openai_common.read_request(fields, request, "chatcmpl-"))
+    return fields, asked, read_messages(fields)
+
+
+def _prepare(
+    fields: Fields, asked: OpenAIRequest, messages: list[dict[str, Any]], model: ModelView
+) -> Spec:
+    """What goes to the nodes. Raises InvalidRequestError."""
+    text = model.need_text("messages")
+    prompt = render_prompt(fields, text.template(), messages)
+    # The template writes the special tokens itself.
+    ids = encode(model, prompt, "messages", add_special_tokens=False)
+    return Spec(
+        rid=asked.rid,
+        model=model.name,
+        token_ids=ids,
+        params=asked.params(model, len(ids), None),
+        text_model=text,
+        stop=asked.stop,
+        namespace=asked.namespace,
+        priority=asked.priority,
+        skip_special_tokens=asked.skip_special_tokens,
+    )
 
 
 def render_prompt(fields: Fields, template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
@@ -85,6 +100,11 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
     messages = fields.raw("messages")
     if type(messages) is not list or not messages:
         raise fields.wrong("messages", "a list of at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are taken",
+            param="messages",
+        )
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -139,11 +159,12 @@ def _read_logprobs(fields: Fields, asked: OpenAIRequest) -> OpenAIRequest:
 class _Renderer:
     """Chat completions, whole or in chunks; a choice's first chunk carries the role."""
 
+    cumulative = False
+
     def __init__(self, job: Job, asked: OpenAIRequest, model: ModelView) -> None:
         self._job = job
         self._asked = asked
         self._model = model
-        self._begun: set[Choice] = set()
         self._head = {
             "id": asked.rid,
             "object": "chat.completion.chunk" if asked.stream else "chat.completion",
@@ -151,9 +172,15 @@ class _Renderer:
             "model": asked.model or model.name,
         }
 
+    def size(self, choice: Choice, delta: Delta) -> int:
+        params = choice.generation.spec.params
+        size = logprobs.size(len(delta.logprobs), params.top_logprobs) + len(delta.text)
+        if delta.first and self._asked.return_token_ids:
+            size += openai_common.TOKEN_ID_BYTES * len(choice.generation.spec.token_ids)
+        return size
+
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
-        if choice not in self._begun:
-            self._begun.add(choice)
+        if delta.first:
             opening = {"role": "assistant", "content": ""}
             chunk = self._chunk({"index": choice.index, "delta": opening} | _open())
             yield chunk | self._prompt_ids()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pd.core.sampling_params import MAX_TOP_LOGPROBS
 from pd.proxy import logprobs, openai_common
-from pd.proxy.fields import Fields
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.service import read_prompts
+from pd.proxy.service import TokenCount, encode, read_prompts
 from pd.proxy.tokenizer import new_detokenizer
-from pd.proxy.web import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from pd.proxy.fields import Fields
     from pd.proxy.generation import Choice, Delta
     from pd.proxy.openai_common import OpenAIRequest
     from pd.proxy.service import ModelView, Service
@@ -34,54 +33,69 @@ class CompletionsAPI:
         self._service = service
 
     async def handle(self, request: Request) -> Response:
-        fields = Fields(await read_object(request))
-        asked = openai_common.read_request(fields, request, "cmpl-")
-        echo = fields.boolean("echo")
-        asked = _read_logprobs(fields, asked, echo)
-        prompts, _ = read_prompts(fields, "prompt")
-        if asked.max_tokens == 0 and not echo:
-            raise fields.wrong("max_tokens", "at least 1 (0 only together with echo)")
-        model = await self._service.model(asked.model)
-        if asked.stop:
-            model.need_text("stop")
-        self._service.admit(len(prompts))
-        add_special = fields.boolean("add_special_tokens", True)
-        specs = [
-            await self._spec(asked, model, prompt, f"{asked.rid}_{i}", add_special)
-            for i, prompt in enumerate(prompts)
-        ]
-        job = Job(asked.rid, ENDPOINT, streaming=asked.stream)
-        texts = [_echo_text(model, p, s) for p, s in zip(prompts, specs, strict=True)]
-        renderer = _Renderer(job, asked, model, texts if echo else None)
-        return self._service.respond(job, specs, renderer, asked.timeout)
+        async with self._service.body(request) as body:
+            asked = await body.read(lambda fields: _read(fields, request))
+            common = asked.common
+            model = await self._service.model(common.model)
+            if common.stop:
+                model.need_text("stop")
+            self._service.admit(len(asked.prompts))
+            specs, echoed = await body.run(_prepare, asked, model)
+        job = Job(common.rid, ENDPOINT, streaming=common.stream)
+        renderer = _Renderer(job, common, model, echoed)
+        return self._service.respond(job, specs, renderer, common.timeout)
 
-    async def _spec(
-        self,
-        asked: OpenAIRequest,
-        model: ModelView,
-        prompt: str | list[int],
-        rid: str,
-        add_special_tokens: bool,
-    ) -> Spec:
-        ids = await self._service.encode(
-            model, prompt, "prompt", add_special_tokens=add_special_tokens
-        )
-        discard = asked.max_tokens == 0
-        if discard:
-            # Log probabilities of a prompt come with a first token, so one is made and hidden.
-            asked = replace(asked, max_tokens=1)
-        return Spec(
-            rid=rid,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """``prompts``: texts or token ids, not checked against the model."""
+
+    common: OpenAIRequest
+    prompts: list[str | list[int]]
+    echo: bool
+    add_special_tokens: bool
+
+
+def _read(fields: Fields, request: Request) -> _Asked:
+    """Raises InvalidRequestError."""
+    asked = openai_common.read_request(fields, request, "cmpl-")
+    echo = fields.boolean("echo")
+    asked = _read_logprobs(fields, asked, echo)
+    prompts, _ = read_prompts(fields, "prompt")
+    if asked.max_tokens == 0 and not echo:
+        raise fields.wrong("max_tokens", "at least 1 (0 only together with echo)")
+    special = fields.boolean("add_special_tokens", True)
+    return _Asked(common=asked, prompts=prompts, echo=echo, add_special_tokens=special)
+
+
+def _prepare(asked: _Asked, model: ModelView) -> tuple[list[Spec], list[str] | None]:
+    """What goes to the nodes, and the prompts' texts where they are echoed. Raises
+    InvalidRequestError."""
+    common, count = asked.common, TokenCount()
+    discard = common.max_tokens == 0
+    if discard:
+        # Log probabilities of a prompt come with a first token, so one is made and hidden.
+        common = replace(common, max_tokens=1)
+    specs = []
+    for i, prompt in enumerate(asked.prompts):
+        ids = encode(model, prompt, "prompt", add_special_tokens=asked.add_special_tokens)
+        count.add(ids, model.limits.context_length)
+        spec = Spec(
+            rid=f"{common.rid}_{i}",
             model=model.name,
             token_ids=ids,
-            params=asked.params(model, len(ids), DEFAULT_MAX_TOKENS),
+            params=common.params(model, len(ids), DEFAULT_MAX_TOKENS),
             text_model=model.text,
-            stop=asked.stop,
-            namespace=asked.namespace,
-            priority=asked.priority,
-            skip_special_tokens=asked.skip_special_tokens,
+            stop=common.stop,
+            namespace=common.namespace,
+            priority=common.priority,
+            skip_special_tokens=common.skip_special_tokens,
             discard_output=discard,
         )
+        specs.append(spec)
+    if not asked.echo:
+        return specs, None
+    return specs, [_echo_text(model, p, s) for p, s in zip(asked.prompts, specs, strict=True)]
 
 
 def _read_logprobs(fields: Fields, asked: OpenAIRequest, echo: bool) -> OpenAIRequest:
@@ -107,6 +121,8 @@ def _echo_text(model: ModelView, prompt: str | list[int], spec: Spec) -> str:
 class _Renderer:
     """Completions, whole or in chunks, with the prompt in front if it is echoed."""
 
+    cumulative = False
+
     def __init__(
         self, job: Job, asked: OpenAIRequest, model: ModelView, echo: list[str] | None
     ) -> None:
@@ -114,13 +130,22 @@ class _Renderer:
         self._asked = asked
         self._model = model
         self._echo = echo
-        self._sent: dict[Choice, int] = {}
         self._head = {
             "id": asked.rid,
             "object": "text_completion",
             "created": int(time.time()),
             "model": asked.model or model.name,
         }
+
+    def size(self, choice: Choice, delta: Delta) -> int:
+        entries = len(delta.logprobs)
+        spec = choice.generation.spec
+        if delta.first and self._echo is not None:
+            entries += len(choice.generation.prompt_logprobs)
+        size = logprobs.size(entries, spec.params.top_logprobs) + len(delta.text)
+        if delta.first and self._asked.return_token_ids:
+            size += openai_common.TOKEN_ID_BYTES * len(spec.token_ids)
+        return size
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         event = self._head | {"choices": [self._choice(choice, delta)]}
@@ -142,9 +167,7 @@ class _Renderer:
         spec = choice.generation.spec
         if spec.discard_output:
             delta = delta._replace(text="", token_ids=[], logprobs=[])
-        first = choice not in self._sent
-        start = self._sent.get(choice, 0)
-        self._sent[choice] = start + len(delta.token_ids)
+        first, start = delta.first, delta.total - len(delta.token_ids)
         index = openai_common.choice_index(choice)
         echo = self._echo[choice.generation.number] if self._echo is not None else ""
         result: dict[str, Any] = {
@@ -154,8 +177,7 @@ class _Renderer:
         }
         if spec.params.logprobs:
             entries = delta.logprobs
-            ends = [0, *choice.text_ends]
-            offsets = [len(echo) + end for end in ends[start : start + len(entries)]]
+            offsets = [len(echo) + begin for begin in choice.text_begins(start, len(entries))]
             if first and self._echo is not None:
                 entries = [*choice.generation.prompt_logprobs, *entries]
                 offsets = [*_prompt_offsets(spec), *offsets]

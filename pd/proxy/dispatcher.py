@@ -37,6 +37,11 @@ log = logging.getLogger(__name__)
 
 # How long a finished answer waits for what the prefill node said about the prompt.
 LINGER_SECONDS = 1.0
+# Prompt tokens of all requests in the system: 512 MiB here, and as much in messages.
+MAX_TOKENS = 1 << 27
+# A batch is handed to the nodes in parts, between which the event loop turns.
+_START_PROMPTS = 16
+_START_TOKENS = 1 << 15
 
 
 class Dispatcher:
@@ -61,16 +66,18 @@ class Dispatcher:
         self._request_timeout = request_timeout
         self._on_released = on_released
         self._rooms: dict[bytes, Generation] = {}
-        self._choices = 0
+        # Of prompts in the system, whether they were handed to nodes already or not.
+        self._choices = self._tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def check_admission(self, num_choices: int) -> None:
+    def check_admission(self, num_choices: int, num_tokens: int = 0) -> None:
         """Refuse before any work is done. Raises QueueFullError, UnavailableError or, for a batch
         that could never be admitted, InvalidRequestError.
 
         Args:
             num_choices: prompts, times the answers that are wanted of each as far as that is known.
+            num_tokens: of the prompts, as far as that is known.
         """
         if self.draining:
             raise UnavailableError("the proxy is shutting down")
@@ -84,28 +91,36 @@ class Dispatcher:
                 f"{self._choices} requests times `n` are in the system, at most {self._max_queue} "
                 "may be; try again later"
             )
+        if self._tokens + num_tokens > MAX_TOKENS:
+            raise QueueFullError(
+                f"prompts of {self._tokens} tokens are in the system, at most {MAX_TOKENS} may be; "
+                "try again later"
+            )
 
     @contextmanager
     def run(self, job: Job, specs: list[Spec], timeout: float | None) -> Iterator[Job]:
         """Serve these prompts while the context is open; leaving it aborts what is unfinished.
+        :meth:`start` sends them.
 
         Raises UnavailableError or QueueFullError before any node has seen anything.
         """
-        self.check_admission(sum(spec.params.n for spec in specs))
+        num_choices = sum(spec.params.n for spec in specs)
+        num_tokens = sum(len(spec.token_ids) for spec in specs)
+        self.check_admission(num_choices, num_tokens)
         timeouts = [t for t in (timeout, self._request_timeout) if t is not None]
         deadline = min(timeouts) if timeouts else None
+        self._choices += num_choices
+        self._tokens += num_tokens
+        job.num_prompts = len(specs)
         self.jobs.add(job)
         self._idle.clear()
         timer = None
         started = time.monotonic()
         self._metrics.running.inc()
         try:
-            for spec in specs:
-                self._start(spec, job, deadline)
-                if job.error is not None:
-                    break
             if deadline is not None:
                 timer = asyncio.get_running_loop().call_later(deadline, self._expire, job, deadline)
+                job.timeout = deadline
             yield job
         except PDError as error:
             job.error = job.error or error
@@ -115,14 +130,32 @@ class Dispatcher:
                 timer.cancel()
             reason = "sibling_failed" if job.error else "disconnect"
             self.end(job, AbortedError("the response ended"), reason)
+            for spec in specs[len(job.generations) :]:
+                self._uncount(spec)
             self.jobs.discard(job)
             if not self.jobs:
                 self._idle.set()
             self._metrics.running.dec()
             self._metrics.request_ended(job, time.monotonic() - started)
 
+    async def start(self, job: Job, specs: list[Spec]) -> None:
+        """Hand the prompts of a job to the nodes. Raises UnavailableError without nodes."""
+        tokens = 0
+        for number, spec in enumerate(specs):
+            tokens += len(spec.token_ids)
+            if number % _START_PROMPTS == _START_PROMPTS - 1 or tokens > _START_TOKENS:
+                tokens = 0
+                await asyncio.sleep(0)
+            if job.error is not None:
+                return
+            if job.ended_by is None:
+                self._start(spec, job)
+            else:
+                self._skip(spec, job, job.ended_by)
+
     def end(self, job: Job, error: PDError, reason: str) -> None:
         """End what is unfinished of a job with an error, and tell the nodes."""
+        job.ended_by = job.ended_by or error
         for generation in job.generations:
             if not generation.done:
                 self._metrics.aborts.labels(reason).inc()
@@ -130,6 +163,10 @@ class Dispatcher:
 
     def abort(self, rid: str | None) -> int:
         """End requests by the client's name, or all; returns how many prompts that were."""
+        error = AbortedError("the request was aborted by /abort_request")
+        for job in self.jobs:
+            if rid is None or rid == job.rid:
+                job.ended_by = job.ended_by or error
         found = [
             generation
             for job in self.jobs
@@ -138,7 +175,7 @@ class Dispatcher:
         ]
         for generation in found:
             self._metrics.aborts.labels("request").inc()
-            self._fail(generation, AbortedError("the request was aborted by /abort_request"))
+            self._fail(generation, error)
         return len(found)
 
     def shut_down(self) -> None:
@@ -181,7 +218,18 @@ class Dispatcher:
         info = message.error
         self._fail(generation, error_from_kind(info.kind, info.message, info.param))
 
-    def _start(self, spec: Spec, job: Job, timeout: float | None) -> None:
+    def _skip(self, spec: Spec, job: Job, error: PDError) -> None:
+        """The job was ended before this prompt of it was sent anywhere."""
+        generation = Generation(spec, job, None)
+        job.generations.append(generation)
+        self._uncount(spec)
+        self._fail(generation, error)
+
+    def _uncount(self, spec: Spec) -> None:
+        self._choices -= spec.params.n
+        self._tokens -= len(spec.token_ids)
+
+    def _start(self, spec: Spec, job: Job) -> None:
         prompt = Prompt(spec.token_ids, spec.namespace)
         needs_decode = spec.params.max_tokens > 1
         route = self._route(spec.model, prompt, needs_decode)
@@ -193,12 +241,11 @@ class Dispatcher:
         generation.uncached_tokens = len(spec.token_ids) - cached
         route.first.pending_tokens += generation.uncached_tokens
         self._rooms[generation.room] = generation
-        self._choices += len(generation.choices)
         for worker, reason in route.reasons:
             worker.active[generation] = None
             self._metrics.routing.labels(worker.role, reason).inc()
             self._router.policy.computed(worker, prompt)
-        self._send(generation, route, timeout)
+        self._send(generation, route)
 
     def _route(self, model: str, prompt: Prompt, needs_decode: bool) -> Route:
         """To nodes whose connections stand: one that died a moment ago, whose heartbeats are not
@@ -209,7 +256,7 @@ class Dispatcher:
             if all([node.can_be_reached(self._instance_id) for node in nodes]):
                 return route
 
-    def _send(self, generation: Generation, route: Route, timeout: float | None) -> None:
+    def _send(self, generation: Generation, route: Route) -> None:
         spec, first, decode = generation.spec, route.first, route.decode
         assert first.info is not None
         message = Generate(
@@ -221,7 +268,7 @@ class Dispatcher:
             params=spec.params,
             namespace=spec.namespace,
             priority=spec.priority,
-            timeout=timeout,
+            timeout=generation.job.timeout,
             peer=decode.instance_id if decode else "",
         )
         node, sent = first, first.send(message)
@@ -258,8 +305,10 @@ class Dispatcher:
             self._metrics.tokens_arrived(generation, added, previous)
         if choice.finish is not None and not ended:
             self._choice_finished(generation, choice)
-        elif added:
+        elif added and generation.missing_prompt_logprobs is None:
             generation.job.notify(choice, added)
+        elif added:
+            generation.held[choice] = generation.held.get(choice, 0) + added
         if generation.prompt_computed:
             self._prompt_done(generation)
 
@@ -281,6 +330,10 @@ class Dispatcher:
         assert first is not None
         first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)
         generation.uncached_tokens = 0
+        if generation.held and generation.missing_prompt_logprobs is None:
+            for choice, added in generation.held.items():
+                generation.job.notify(choice, added)
+            generation.held.clear()
         if not generation.needs_first:
             first.active.pop(generation, None)
         if generation.finished:
@@ -331,7 +384,7 @@ class Dispatcher:
         generation.done = True
         generation.finished_at = time.monotonic()
         if self._rooms.pop(generation.room, None) is not None:
-            self._choices -= len(generation.choices)
+            self._uncount(generation.spec)
         first = generation.first
         if first is not None:
             first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)

@@ -20,6 +20,7 @@ _TYPE_NAMES = {
     type(None): "null",
 }
 _SHOWN = 100
+_PART = 1 << 16
 # What is not shown of a value of megabytes is not written down first.
 _brief = reprlib.Repr()
 _brief.maxlevel = 3
@@ -33,6 +34,13 @@ def show(value: object) -> str:
     if len(text) > _SHOWN:
         text = text[:_SHOWN] + "…"
     return f"{text} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+
+
+def are_all(kind: type, values: list[Any]) -> bool:
+    """Whether every value is exactly of this type. Long lists are looked at in parts, so that other
+    threads run in between."""
+    parts = (values[i : i + _PART] for i in range(0, len(values), _PART))
+    return all({*map(type, part)} == {kind} for part in parts)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -112,17 +120,17 @@ class Fields:
             return []
         if type(value) is str:
             return [value]
-        if type(value) is not list or any(type(item) is not str for item in value):
+        if type(value) is not list or not are_all(str, value):
             raise self.wrong(field, "a string or a list of strings")
-        return list(value)
+        return value
 
     def integers(self, field: str) -> list[int]:
         value = self.data.get(field)
         if value is None:
             return []
-        if type(value) is not list or any(type(item) is not int for item in value):
+        if type(value) is not list or not are_all(int, value):
             raise self.wrong(field, "a list of integers")
-        return list(value)
+        return value
 
     def mapping(self, field: str) -> Fields | None:
         value = self.data.get(field)

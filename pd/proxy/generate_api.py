@@ -12,8 +12,7 @@ from pd.proxy import logprobs, sampling
 from pd.proxy.fields import Fields
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.service import read_namespace, read_prompts, read_rid
-from pd.proxy.web import read_object
+from pd.proxy.service import TokenCount, encode, read_namespace, read_prompts, read_rid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 ENDPOINT = "/generate"
 DEFAULT_MAX_TOKENS = 128
+# Of text and id of a token in JSON, about.
+_CUMULATIVE_TOKEN_BYTES = 11
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "image_data": (),
@@ -53,8 +54,18 @@ _NATIVE_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """Top-level fields."""
+    """What a request asks for.
 
+    Attributes:
+        prompts: texts or token ids (``source`` is the field they stood in), not checked against the
+            model; ``sampling`` has an entry for each.
+        rids: the request's name, then one per prompt.
+    """
+
+    model: str | None
+    prompts: list[str | list[int]]
+    source: str
+    sampling: list[Fields]
     rids: list[str]
     stream: bool
     incremental: bool
@@ -63,6 +74,7 @@ class _Asked:
     top_logprobs: int
     namespace: str
     priority: int
+    timeout: float | None
     as_list: bool
 
 
@@ -71,67 +83,101 @@ class GenerateAPI:
         self._service = service
 
     async def handle(self, request: Request) -> Response:
-        fields = Fields(await read_object(request))
-        fields.refuse(UNSUPPORTED | sampling.UNSUPPORTED_SAMPLING)
-        prompts, batch, source = _read_input(fields)
-        sampling_fields = _read_sampling(fields, len(prompts), batch)
-        asked = _read_asked(fields, request, len(prompts), batch, sampling_fields[0])
-        timeout = sampling.read_timeout(fields)
-        model = await self._service.model(fields.string("model"))
-        self._service.admit(len(prompts))
-        specs = [
-            await self._spec(asked, model, prompt, source, rid, own)
-            for prompt, rid, own in zip(prompts, asked.rids[1:], sampling_fields, strict=True)
-        ]
+        async with self._service.body(request) as body:
+            asked = await body.read(lambda fields: _read(fields, request))
+            model = await self._service.model(asked.model)
+            self._service.admit(len(asked.prompts))
+            specs = await body.run(_prepare, asked, model)
         job = Job(asked.rids[0], ENDPOINT, streaming=asked.stream, abort_is_result=True)
-        return self._service.respond(job, specs, _Renderer(job, asked, model), timeout)
+        return self._service.respond(job, specs, _Renderer(job, asked, model), asked.timeout)
 
-    async def _spec(
-        self,
-        asked: _Asked,
-        model: ModelView,
-        prompt: str | list[int],
-        source: str,
-        rid: str,
-        fields: Fields,
-    ) -> Spec:
-        stop = sampling.read_stop(fields)
-        if stop:
-            model.need_text("sampling_params.stop")
-        ids = await self._service.encode(model, prompt, source)
-        wanted = fields.integer("max_new_tokens")
-        limits = model.limits
-        limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
-        discard = wanted == 0
-        if wanted is None:
-            wanted = limits.default_max_tokens(len(ids), DEFAULT_MAX_TOKENS)
-        kwargs = _read_kwargs(fields) | {"max_tokens": max(wanted, 1) if discard else wanted}
-        if asked.return_logprob:
-            kwargs |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
-            if asked.logprob_start > len(ids):
-                raise InvalidRequestError(
-                    f"logprob_start_len is {asked.logprob_start}, but the prompt has only "
-                    f"{len(ids)} tokens",
-                    param="logprob_start_len",
-                )
-            if 0 <= asked.logprob_start < len(ids):
-                kwargs["prompt_logprobs_start"] = asked.logprob_start
-        try:
-            params = sampling.make_params(kwargs, limits.vocab_size)
-        except InvalidRequestError as error:
-            raise _renamed(error) from None
-        return Spec(
-            rid=rid,
-            model=model.name,
-            token_ids=ids,
-            params=params,
-            text_model=model.text,
-            stop=stop,
-            namespace=asked.namespace,
-            priority=asked.priority,
-            skip_special_tokens=fields.boolean("skip_special_tokens", True),
-            discard_output=discard,
-        )
+
+def _read(fields: Fields, request: Request) -> _Asked:
+    """Raises InvalidRequestError."""
+    fields.refuse(UNSUPPORTED | sampling.UNSUPPORTED_SAMPLING)
+    prompts, batch, source = _read_input(fields)
+    own = _read_sampling(fields, len(prompts), batch)
+    several = (own[0].integer("n") or 1) > 1
+    start = fields.integer("logprob_start_len")
+    start = -1 if start is None else start
+    if start < -1:
+        raise fields.wrong("logprob_start_len", "at least -1 (-1: output only)")
+    top = fields.integer("top_logprobs_num") or 0
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise fields.wrong("top_logprobs_num", f"between 0 and {MAX_TOP_LOGPROBS}")
+    return _Asked(
+        model=fields.string("model"),
+        prompts=prompts,
+        source=source,
+        sampling=own,
+        rids=_read_rids(fields, request, len(prompts), batch),
+        stream=fields.boolean("stream"),
+        incremental=fields.boolean("incremental"),
+        return_logprob=fields.boolean("return_logprob"),
+        logprob_start=start,
+        top_logprobs=top,
+        namespace=read_namespace(fields),
+        priority=sampling.read_priority(fields),
+        timeout=sampling.read_timeout(fields),
+        as_list=batch or several,
+    )
+
+
+def _prepare(asked: _Asked, model: ModelView) -> list[Spec]:
+    """What goes to the nodes. Raises InvalidRequestError."""
+    specs, count = [], TokenCount()
+    for prompt, rid, own in zip(asked.prompts, asked.rids[1:], asked.sampling, strict=True):
+        spec = _spec(asked, model, prompt, asked.source, rid, own)
+        count.add(spec.token_ids, model.limits.context_length)
+        specs.append(spec)
+    return specs
+
+
+def _spec(
+    asked: _Asked,
+    model: ModelView,
+    prompt: str | list[int],
+    source: str,
+    rid: str,
+    fields: Fields,
+) -> Spec:
+    stop = sampling.read_stop(fields)
+    if stop:
+        model.need_text("sampling_params.stop")
+    ids = encode(model, prompt, source)
+    wanted = fields.integer("max_new_tokens")
+    limits = model.limits
+    limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
+    discard = wanted == 0
+    if wanted is None:
+        wanted = limits.default_max_tokens(len(ids), DEFAULT_MAX_TOKENS)
+    kwargs = _read_kwargs(fields) | {"max_tokens": max(wanted, 1) if discard else wanted}
+    if asked.return_logprob:
+        kwargs |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
+        if asked.logprob_start > len(ids):
+            raise InvalidRequestError(
+                f"logprob_start_len is {asked.logprob_start}, but the prompt has only "
+                f"{len(ids)} tokens",
+                param="logprob_start_len",
+            )
+        if 0 <= asked.logprob_start < len(ids):
+            kwargs["prompt_logprobs_start"] = asked.logprob_start
+    try:
+        params = sampling.make_params(kwargs, limits.vocab_size)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+    return Spec(
+        rid=rid,
+        model=model.name,
+        token_ids=ids,
+        params=params,
+        text_model=model.text,
+        stop=stop,
+        namespace=asked.namespace,
+        priority=asked.priority,
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        discard_output=discard,
+    )
 
 
 def _read_input(fields: Fields) -> tuple[list[str | list[int]], bool, str]:
@@ -173,30 +219,6 @@ def _read_kwargs(fields: Fields) -> dict[str, Any]:
     return kwargs
 
 
-def _read_asked(
-    fields: Fields, request: Request, num_prompts: int, batch: bool, own: Fields
-) -> _Asked:
-    start = fields.integer("logprob_start_len")
-    start = -1 if start is None else start
-    if start < -1:
-        raise fields.wrong("logprob_start_len", "at least -1 (-1: output only)")
-    top = fields.integer("top_logprobs_num") or 0
-    if not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise fields.wrong("top_logprobs_num", f"between 0 and {MAX_TOP_LOGPROBS}")
-    several = (own.integer("n") or 1) > 1
-    return _Asked(
-        rids=_read_rids(fields, request, num_prompts, batch),
-        stream=fields.boolean("stream"),
-        incremental=fields.boolean("incremental"),
-        return_logprob=fields.boolean("return_logprob"),
-        logprob_start=start,
-        top_logprobs=top,
-        namespace=read_namespace(fields),
-        priority=sampling.read_priority(fields),
-        as_list=batch or several,
-    )
-
-
 def _read_rids(fields: Fields, request: Request, num_prompts: int, batch: bool) -> list[str]:
     """The request's name, then one per prompt."""
     given = fields.raw("rid")
@@ -217,17 +239,32 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
 
 
 class _Renderer:
-    """Results per choice; streamed ones are cumulative unless asked otherwise."""
+    """Results per choice.
+
+    Streamed ones are cumulative unless asked otherwise. Log probabilities are not, or a stream
+    would grow with the square of its length: those of the prompt are in the first event of a choice
+    and in the last one; those of the output are in the event of their token, and in the last event
+    of a cumulative stream all together, so that this one is the whole result.
+    """
 
     def __init__(self, job: Job, asked: _Asked, model: ModelView) -> None:
         self._job = job
         self._asked = asked
         self._model = model
+        self.cumulative = not asked.incremental
+
+    def size(self, choice: Choice, delta: Delta) -> int:
+        entries = len(delta.logprobs)
+        generation = choice.generation
+        if delta.first or delta.finish is not None:
+            entries += len(generation.prompt_logprobs)
+        if delta.finish is not None and self.cumulative:
+            entries += len(choice.logprobs)
+        size = logprobs.size(entries, generation.spec.params.top_logprobs) + len(delta.text)
+        return size + (_CUMULATIVE_TOKEN_BYTES * delta.total if self.cumulative else 0)
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
-        if not self._asked.incremental:
-            delta = _everything(choice)
-        result = self._result(choice, delta)
+        result = self._result(choice, delta, cumulative=self.cumulative)
         if self._asked.as_list:
             generation = choice.generation
             index = generation.number * generation.spec.params.n + choice.index
@@ -239,19 +276,31 @@ class _Renderer:
 
     def body(self) -> object:
         results = [
-            self._result(choice, _everything(choice))
+            self._result(choice, choice.take(), cumulative=True)
             for generation in self._job.generations
             for choice in generation.choices
         ]
         return results if self._asked.as_list else results[0]
 
-    def _result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        if choice.generation.spec.discard_output:
-            delta = delta._replace(text="", token_ids=[], logprobs=[])
-        meta = self._meta(choice, delta)
-        return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
+    def _result(self, choice: Choice, delta: Delta, *, cumulative: bool) -> dict[str, Any]:
+        discard = choice.generation.spec.discard_output
+        total = 0 if discard else delta.total
+        if discard:
+            text, token_ids, entries = "", [], []
+        elif cumulative:
+            text, token_ids = choice.text_until(delta), choice.output_ids[:total]
+            ended = delta.finish is not None
+            entries = choice.logprobs[:total] if ended else delta.logprobs
+        else:
+            text, token_ids, entries = delta.text, delta.token_ids, delta.logprobs
+        meta = self._meta(choice, delta, total)
+        if self._asked.return_logprob:
+            if delta.first or delta.finish is not None:
+                meta |= self._logprobs("input", choice.generation.prompt_logprobs)
+            meta |= self._logprobs("output", entries)
+        return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
-    def _meta(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _meta(self, choice: Choice, delta: Delta, total: int) -> dict[str, Any]:
         generation = choice.generation
         ended = generation.finished_at or time.monotonic()
         finish: dict[str, Any] | None = None
@@ -259,33 +308,19 @@ class _Renderer:
             finish = {"type": delta.finish.type}
             if delta.finish.matched is not None:
                 finish["matched"] = delta.finish.matched
-        meta: dict[str, Any] = {
+        return {
             "id": generation.spec.rid,
             "finish_reason": finish,
             "prompt_tokens": len(generation.spec.token_ids),
-            "completion_tokens": 0 if generation.spec.discard_output else len(choice.output_ids),
+            "completion_tokens": total,
             "cached_tokens": generation.cached_tokens,
             "e2e_latency": ended - generation.created,
             "stages": generation.stages(),
         }
-        if self._asked.return_logprob:
-            meta |= self._logprobs(generation.prompt_logprobs, delta)
-        return meta
 
-    def _logprobs(self, prompt: list[TokenLogprobs], delta: Delta) -> dict[str, Any]:
+    def _logprobs(self, side: str, entries: list[TokenLogprobs]) -> dict[str, Any]:
         text = self._model.text
-        result: dict[str, Any] = {
-            "input_token_logprobs": logprobs.chosen(text, prompt),
-            "output_token_logprobs": logprobs.chosen(text, delta.logprobs),
-        }
+        result: dict[str, Any] = {f"{side}_token_logprobs": logprobs.chosen(text, entries)}
         if self._asked.top_logprobs:
-            result["input_top_logprobs"] = logprobs.likeliest(text, prompt)
-            result["output_top_logprobs"] = logprobs.likeliest(text, delta.logprobs)
+            result[f"{side}_top_logprobs"] = logprobs.likeliest(text, entries)
         return result
-
-
-def _everything(choice: Choice) -> Delta:
-    """All there is so far, as one delta."""
-    return choice.take()._replace(
-        text=choice.text, token_ids=list(choice.output_ids), logprobs=list(choice.logprobs)
-    )

@@ -60,12 +60,20 @@ class FinishReason(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What a choice gained since the last look."""
+    """What a choice gained since the last look.
+
+    Attributes:
+        first: nothing was taken before.
+        total: tokens so far, these included; ``pieces`` the same of pieces of text.
+    """
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish: FinishReason | None
+    first: bool
+    total: int
+    pieces: int
 
 
 class Choice:
@@ -88,6 +96,7 @@ class Choice:
         self.last_token_at: float | None = None
         self._pieces: list[str] = []
         self._text_length = 0
+        self._taken = False
         self._taken_tokens = 0
         self._taken_pieces = 0
         self._merger = TokenMerger(
@@ -95,11 +104,6 @@ class Choice:
         )
         self._detokenizer = new_detokenizer(spec.text_model, spec.skip_special_tokens)
         self._stops = StopMatcher(spec.stop)
-
-    @property
-    def text(self) -> str:
-        """Everything that may be shown so far."""
-        return "".join(self._pieces)
 
     @property
     def started(self) -> bool:
@@ -125,11 +129,27 @@ class Choice:
             self.output_ids[self._taken_tokens :],
             self.logprobs[self._taken_tokens :],
             self.finish,
+            not self._taken,
+            len(self.output_ids),
+            len(self._pieces),
         )
+        self._taken = True
         self._taken_pieces = len(self._pieces)
         self._taken_tokens = len(self.output_ids)
         self.end_taken = self.finish is not None
         return delta
+
+    def text_until(self, delta: Delta) -> str:
+        """Everything that may be shown, up to what ``delta`` holds. From any thread."""
+        return "".join(self._pieces[: delta.pieces])
+
+    def text_begins(self, start: int, count: int) -> list[int]:
+        """Where each of ``count`` tokens from ``start`` on begins in the text."""
+        if count == 0:
+            return []
+        if start == 0:
+            return [0, *self.text_ends[: count - 1]]
+        return self.text_ends[start - 1 : start + count - 1]
 
     def end(self, reason: FinishReason) -> None:
         """End with what there is; text held back for a stop string is shown."""
@@ -179,6 +199,8 @@ class Generation:
         first: the node that computes the prompt (prefill or unified).
         decode: the node that generates the rest, if another one.
         first_token_at: when the first token of any choice came, on the monotonic clock.
+        held: new tokens that the job does not know of yet, since log probabilities of the prompt
+            go before them.
         unannounced: choices whose end the job does not know yet.
         uncached_tokens: prompt tokens counted in ``first.pending_tokens``; 0 once computed.
     """
@@ -201,6 +223,7 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.uncached_tokens = 0
         self.unannounced: list[Choice] = []
+        self.held: dict[Choice, int] = {}
         self._first_spoke: set[int] = set()
         self._decode_spoke = False
         self._stages: dict[str, Stages] = {}

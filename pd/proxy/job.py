@@ -26,6 +26,9 @@ class Job:
 
     Attributes:
         rid: the client's name for the request; the prompts of a batch have their own as well.
+        num_prompts: generations that there will be.
+        timeout: seconds until the request is given up.
+        ended_by: what ended all prompts, those too that no node has seen yet.
         error: what ended the request, if it failed.
         outcome: label of the metrics, once it is known.
         abort_is_result: an abort ends choices with what there was instead of failing the request.
@@ -46,6 +49,9 @@ class Job:
         self.streaming = streaming
         self.abort_is_result = abort_is_result
         self.generations: list[Generation] = []
+        self.num_prompts = 0
+        self.timeout: float | None = None
+        self.ended_by: PDError | None = None
         self.error: PDError | None = None
         self.outcome: str | None = None
         self.writing = False
@@ -58,7 +64,9 @@ class Job:
     @property
     def done(self) -> bool:
         """Nothing more will come."""
-        return self.error is not None or all(g.done for g in self.generations)
+        if self.error is not None:
+            return True
+        return len(self.generations) == self.num_prompts and all(g.done for g in self.generations)
 
     def notify(self, choice: Choice, new_tokens: int) -> None:
         """A choice gained tokens or ended."""

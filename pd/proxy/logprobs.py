@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from pd.proxy.tokenizer import TextModel
 
 
+# Of one token's log probability in JSON, about.
+_ENTRY_BYTES = 48
+
+
+def size(entries: int, top: int) -> int:
+    """About how many bytes of JSON that many entries are, with ``top`` likeliest tokens each."""
+    return entries * (1 + top) * _ENTRY_BYTES
+
+
 def legacy(
     model: TextModel | None, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
 ) -> dict[str, Any]:

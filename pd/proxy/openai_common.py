@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pd.proxy.job import Job
     from pd.proxy.service import ModelView
 
+# In JSON, about.
+TOKEN_ID_BYTES = 7
+
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),

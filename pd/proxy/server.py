@@ -18,6 +18,7 @@ import uvicorn
 from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError, UsageError
 from pd.proxy.admin_api import AdminAPI
 from pd.proxy.app import make_app
+from pd.proxy.background import Background
 from pd.proxy.channel import Sockets
 from pd.proxy.dispatcher import Dispatcher
 from pd.proxy.metrics import Metrics
@@ -167,7 +168,10 @@ class Proxy:
             request_timeout=config.request_timeout,
             on_released=self._pool.release,
         )
-        service = Service(self._router, self._dispatcher, text_models, config.served_model_name)
+        self._background = Background()
+        service = Service(
+            self._router, self._dispatcher, text_models, config.served_model_name, self._background
+        )
         admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics)
         self._app = make_app(service, admin, metrics, config.api_key)
 
@@ -211,6 +215,7 @@ class Proxy:
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._pool.close()
         self._sockets.close()
+        self._background.close()
 
     def _on_message(self, worker: Worker, message: AnyMessage) -> None:
         self._dispatcher.receive(worker, message)

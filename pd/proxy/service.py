@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pd.core.errors import InvalidRequestError
-from pd.proxy.fields import Fields, show
+from pd.proxy.bodies import Bodies
+from pd.proxy.fields import Fields, are_all, show
 from pd.proxy.web import JobResponse
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     import numpy.typing as npt
     from starlette.requests import Request
 
+    from pd.proxy.background import Background
+    from pd.proxy.bodies import Body
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Spec
     from pd.proxy.job import Job
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 MAX_RID_CHARACTERS = 256
+# Of all prompts of a request; or one prompt of the model's context, if that is longer.
+MAX_REQUEST_TOKENS = 1 << 20
+_PART = 1 << 16
 
 NO_TOKENIZER = (
     "this proxy has no tokenizer, so it takes and returns token ids only; start it with "
@@ -58,11 +66,14 @@ class Service:
         dispatcher: Dispatcher,
         text_models: TextModels,
         served_model_name: str | None,
+        background: Background,
     ) -> None:
         self._router = router
         self._dispatcher = dispatcher
         self._text_models = text_models
         self._alias = served_model_name
+        self._background = background
+        self._bodies = Bodies(background)
 
     def models(self) -> list[str]:
         names = self._router.models()
@@ -80,44 +91,68 @@ class Service:
     def respond(
         self, job: Job, specs: list[Spec], renderer: Renderer, timeout: float | None
     ) -> JobResponse:
-        return JobResponse(self._dispatcher, job, specs, renderer, timeout)
+        return JobResponse(self._dispatcher, job, specs, renderer, timeout, self._background)
 
-    async def encode(
-        self,
-        model: ModelView,
-        prompt: str | list[int],
-        param: str,
-        *,
-        add_special_tokens: bool = True,
-    ) -> IntArray:
-        """Token ids of a prompt. Raises InvalidRequestError for an empty or foreign one."""
-        if isinstance(prompt, str):
-            text = model.need_text(param)
-            most = model.limits.context_length * text.longest_token
-            if len(prompt) > most:
-                raise InvalidRequestError(
-                    f"{param} has {len(prompt)} characters; no more than {most} fit the model's "
-                    f"context of {model.limits.context_length} tokens",
-                    param=param,
-                )
-            ids = await text.encode(prompt, add_special_tokens=add_special_tokens)
-            if not prompt or not len(ids):
-                raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
-            return ids
+    def body(self, request: Request) -> AbstractAsyncContextManager[Body]:
+        """The request's body, see :meth:`pd.proxy.bodies.Bodies.open`."""
+        return self._bodies.open(request)
+
+
+def encode(
+    model: ModelView, prompt: str | list[int], param: str, *, add_special_tokens: bool = True
+) -> IntArray:
+    """Token ids of a prompt. Raises InvalidRequestError for an empty or foreign one."""
+    if not isinstance(prompt, str):
         return check_ids(prompt, model.limits.vocab_size, param)
+    text = model.need_text(param)
+    most = model.limits.context_length * text.longest_token
+    if len(prompt) > most:
+        raise InvalidRequestError(
+            f"{param} has {len(prompt)} characters; no more than {most} fit the model's "
+            f"context of {model.limits.context_length} tokens",
+            param=param,
+        )
+    ids = text.encode(prompt, add_special_tokens=add_special_tokens, param=param)
+    if not prompt or not len(ids):
+        raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
+    return ids
 
 
 def check_ids(ids: list[int], vocab_size: int | None, param: str) -> IntArray:
-    """A client's token ids as an array. Raises InvalidRequestError."""
+    """A client's token ids as an array. Raises InvalidRequestError.
+
+    Long lists are converted in parts, so that other threads run in between.
+    """
     if not ids:
         raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
     limit = vocab_size or 1 << 31
-    if min(ids) < 0 or max(ids) >= limit:
-        wrong = next(i for i in ids if not 0 <= i < limit)
-        raise InvalidRequestError(
-            f"{param} has the token id {wrong}, outside the vocabulary of {limit}", param=param
-        )
-    return np.array(ids, dtype=np.int32)
+    array = np.empty(len(ids), np.int32)
+    for start in range(0, len(ids), _PART):
+        part = ids[start : start + _PART]
+        if min(part) < 0 or max(part) >= limit:
+            wrong = next(i for i in part if not 0 <= i < limit)
+            raise InvalidRequestError(
+                f"{param} has the token id {wrong}, outside the vocabulary of {limit}", param=param
+            )
+        array[start : start + len(part)] = part
+    return array
+
+
+class TokenCount:
+    """Counts the tokens of one request's prompts."""
+
+    def __init__(self) -> None:
+        self._total = 0
+
+    def add(self, ids: IntArray, context_length: int) -> None:
+        """Raises InvalidRequestError when there are too many."""
+        self._total += len(ids)
+        most = max(MAX_REQUEST_TOKENS, context_length)
+        if self._total > most:
+            raise InvalidRequestError(
+                f"the request's prompts have {self._total} tokens or more; at most {most} are "
+                "taken at once, so send smaller batches"
+            )
 
 
 def read_prompts(fields: Fields, field: str) -> tuple[list[str | list[int]], bool]:
@@ -135,7 +170,7 @@ def read_prompts(fields: Fields, field: str) -> tuple[list[str | list[int]], boo
         raise InvalidRequestError(f"{field} is empty; send at least one token", param=field)
     if _is_ids(value):
         return [value], False
-    if all(type(item) is str for item in value) or all(_is_ids(item) for item in value):
+    if are_all(str, value) or all(_is_ids(item) for item in value):
         return value, True
     # The first item says what the list was meant to be, so name what does not go with it.
     if type(value[0]) is list:
@@ -146,7 +181,7 @@ def read_prompts(fields: Fields, field: str) -> tuple[list[str | list[int]], boo
 
 
 def _is_ids(value: Any) -> bool:
-    return type(value) is list and all(type(item) is int for item in value)
+    return type(value) is list and are_all(int, value)
 
 
 def read_rid(fields: Fields, request: Request, prefix: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Longer texts are tokenized on a thread: a character takes up to a microsecond.
-_THREAD_CHARACTERS = 8192
+# Token ids of one text. Above it no model's context ends, and what is made of them would take long.
+MAX_TEXT_TOKENS = 1 << 20
 _MIN_LONGEST = 64
-_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
 
 class TextModel:
@@ -45,7 +43,10 @@ class TextModel:
         decoder: dict[str, Any] | None = json.loads(self._tokenizer.to_str()).get("decoder")
         self.table = TokenTable(self._tokenizer, decoder)
         # Characters that one token may stand for; more than that only where unknown ones are fused.
-        self.longest_token = max(_MIN_LONGEST, *map(len, self._tokenizer.get_vocab()))
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        self.longest_token = max(_MIN_LONGEST, *map(len, vocabulary))
+        self._lengths = np.zeros(max(vocabulary.values(), default=0) + 1, np.int64)
+        self._lengths[list(vocabulary.values())] = list(map(len, vocabulary))
         self.templates: dict[str, ChatTemplate] = {}
         try:
             self.templates = load_templates(directory)
@@ -54,23 +55,30 @@ class TextModel:
                 raise
             log.error("serving no chat: %s", error)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> IntArray:
-        """Token ids, int32; long texts do not hold up other requests."""
-        if len(text) < _THREAD_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_pool, self._encode, text, add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> IntArray:
+        """Token ids, int32. A character takes up to a microsecond, in which other threads run.
 
-    def _encode(self, text: str, add_special_tokens: bool) -> IntArray:
-        # The batch call is the one that lets go of Python's global lock.
+        Raises InvalidRequestError for a text of more than MAX_TEXT_TOKENS.
+        """
+        # The batch calls are those that let go of Python's global lock.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
+        if len(encoding) > MAX_TEXT_TOKENS:
+            raise InvalidRequestError(
+                f"{param} has {len(encoding)} tokens; at most {MAX_TEXT_TOKENS} are taken",
+                param=param,
+            )
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
+        """The text of these tokens. Other threads run meanwhile."""
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def max_characters(self, ids: IntArray) -> int:
+        """Roughly how long the text of these tokens is, and hardly longer."""
+        return int(self._lengths[ids[ids < len(self._lengths)]].sum())
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to a text."""
@@ -119,7 +127,7 @@ class TextModels:
             return None
         if directory not in self._models:
             loop = asyncio.get_running_loop()
-            self._models[directory] = loop.run_in_executor(_pool, self._load, directory)
+            self._models[directory] = loop.run_in_executor(None, self._load, directory)
         return await asyncio.shield(self._models[directory])
 
     def _load(self, directory: str) -> TextModel | None:

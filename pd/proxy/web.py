@@ -17,6 +17,7 @@ from pd.core.errors import (
     QueueFullError,
     UnavailableError,
 )
+from pd.proxy import logprobs
 from pd.proxy.fields import parse_object
 
 if TYPE_CHECKING:
@@ -25,16 +26,20 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
+    from pd.proxy.background import Background
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Choice, Delta, Spec
     from pd.proxy.job import Job
 
 log = logging.getLogger(__name__)
 
-# JSON is parsed in one go, and meanwhile everybody waits.
-MAX_BODY_BYTES = 8 << 20
+# Of requests that generate nothing; for the others see pd.proxy.bodies.
+MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_HEAD_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
+# The larger the events of a cumulative stream are, the fewer are sent.
+FREE_EVENT_BYTES = 16 << 10
+CUMULATIVE_BYTES_PER_SECOND = 4 << 20
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
@@ -90,16 +95,16 @@ class Protocol11(HttpToolsProtocol):
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The request's JSON object. Raises InvalidRequestError."""
+    """The JSON object of a request that generates nothing. Raises InvalidRequestError."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        # The rest is read all the same, or the client would see a broken connection and no error.
-        if size <= MAX_BODY_BYTES:
-            chunks.append(chunk)
-    if size > MAX_BODY_BYTES:
-        raise InvalidRequestError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are taken")
+        if size > MAX_ADMIN_BODY_BYTES:
+            raise InvalidRequestError(
+                f"the body has more than the {MAX_ADMIN_BODY_BYTES} bytes that are taken here"
+            )
+        chunks.append(chunk)
     return parse_object(b"".join(chunks))
 
 
@@ -131,10 +136,19 @@ def error_response(error: PDError) -> Response:
 
 
 class Renderer(Protocol):
-    """An API's view of a job."""
+    """An API's view of a job.
+
+    Attributes:
+        cumulative: events repeat what was sent before.
+    """
+
+    cumulative: bool
+
+    def size(self, choice: Choice, delta: Delta) -> int:
+        """About how many bytes :meth:`events` will make of it."""
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
-        """Server-sent events for what a choice gained."""
+        """Server-sent events for what a choice gained. From any thread."""
 
     def last_events(self) -> Iterable[object]:
         """Events after all choices ended (usage)."""
@@ -156,6 +170,7 @@ class JobResponse(Response):
         specs: list[Spec],
         renderer: Renderer,
         timeout: float | None,
+        background: Background,
     ) -> None:
         super().__init__()
         self._dispatcher = dispatcher
@@ -163,6 +178,7 @@ class JobResponse(Response):
         self._specs = specs
         self._renderer = renderer
         self._timeout = timeout
+        self._background = background
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self._job
@@ -172,6 +188,7 @@ class JobResponse(Response):
         try:
             with self._dispatcher.run(job, self._specs, self._timeout):
                 watcher = asyncio.create_task(self._watch(receive))
+                await self._dispatcher.start(job, self._specs)
                 if job.streaming:
                     await self._stream(send, scope, receive)
                 else:
@@ -185,13 +202,18 @@ class JobResponse(Response):
                 watcher.cancel()
 
     async def _whole(self) -> Response:
-        if any(spec.params.logprobs for spec in self._specs):
-            # Thousands of them take so long to write down that everybody would wait.
-            return await asyncio.to_thread(lambda: json_response(self._renderer.body()))
-        return json_response(self._renderer.body())
+        job = self._job
+        top = max(spec.params.top_logprobs for spec in self._specs)
+        entries = sum(
+            len(choice.logprobs) + len(generation.prompt_logprobs)
+            for generation in job.generations
+            for choice in generation.choices
+        )
+        size = logprobs.size(entries, top)
+        return await self._background.run(size, lambda: json_response(self._renderer.body()))
 
     async def _stream(self, send: Send, scope: Scope, receive: Receive) -> None:
-        job, renderer = self._job, self._renderer
+        job = self._job
         news = await job.news()
         if job.error is not None:
             raise job.error
@@ -202,16 +224,32 @@ class JobResponse(Response):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         while True:
-            parts = [_event(e) for choice in news for e in renderer.events(choice, choice.take())]
             done = job.done
-            if job.error is not None:
-                parts.append(_event(error_body(job.error)))
+            error = job.error
+            data = await self._events(news)
+            if error is not None:
+                data += _event(error_body(error))
             elif done:
-                parts += [_event(event) for event in renderer.last_events()] + [DONE]
-            await self._write(send, b"".join(parts), more=not done)
+                last = [_event(event) for event in self._renderer.last_events()]
+                data += b"".join([*last, DONE])
+            await self._write(send, data, more=not done)
             if done:
                 return
+            if self._renderer.cumulative and len(data) > FREE_EVENT_BYTES:
+                await asyncio.sleep(len(data) / CUMULATIVE_BYTES_PER_SECOND)
             news = await job.news()
+
+    async def _events(self, news: list[Choice]) -> bytes:
+        """What changed, as server-sent events."""
+        renderer = self._renderer
+        # Taken here, since more may come while another thread writes it down.
+        deltas = [(choice, choice.take()) for choice in news]
+        size = sum(renderer.size(choice, delta) for choice, delta in deltas)
+        return await self._background.run(size, self._encode, deltas)
+
+    def _encode(self, deltas: list[tuple[Choice, Delta]]) -> bytes:
+        events = (e for choice, delta in deltas for e in self._renderer.events(choice, delta))
+        return b"".join([_event(event) for event in events])
 
     async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
         # `send` waits only if the client has not read what it was sent before.
