@@ -102,9 +102,8 @@ class Body:
 class Bodies:
     """Reads bodies of requests, as many bytes at a time as the budget allows."""
 
-    def __init__(self, background: Background, max_bytes: int = MAX_BODIES_BYTES) -> None:
+    def __init__(self, background: Background) -> None:
         self._background = background
-        self._max_bytes = max_bytes
         self._held = 0
 
     @property
@@ -127,7 +126,7 @@ class Bodies:
             async for chunk in request.stream():
                 size += len(chunk)
                 more = max(0, size - FREE_BYTES) - counted
-                if size > MAX_BODY_BYTES or full or self._held + more > self._max_bytes:
+                if size > MAX_BODY_BYTES or full or self._held + more > MAX_BODIES_BYTES:
                     full = full or size <= MAX_BODY_BYTES
                     self._held -= counted
                     counted = 0
@@ -145,7 +144,7 @@ class Bodies:
                 )
             if full:
                 raise QueueFullError(
-                    f"bodies of {self._max_bytes} bytes are being worked on; try again later"
+                    f"bodies of {MAX_BODIES_BYTES} bytes are being worked on; try again later"
                 )
             yield Body(b"".join(chunks), self._background)
         finally:

@@ -169,7 +169,7 @@ class Proxy:
             on_released=self._pool.release,
         )
         self._background = Background()
-        service = Service(
+        self._service = service = Service(
             self._router, self._dispatcher, text_models, config.served_model_name, self._background
         )
         admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics)

@@ -107,6 +107,8 @@ class FakeNode:
         self._changed = threading.Condition()
         self._outbox: queue.Queue[tuple[str, Message | bytes]] = queue.Queue()
         self.heartbeats: dict[str, int] = {}
+        self.longest_silence = 0.0
+        self._heard: float | None = None
         self._numbers: dict[str, Sent] = {}
         self.losses = 0
         self.run_delay = 0.0
@@ -255,6 +257,10 @@ class FakeNode:
         )
         self.send(request.sender, StepOutputs(to="", sender="", outputs=[output]))
 
+    def forget_silence(self) -> None:
+        """Begin to measure anew for how long no proxy was heard."""
+        self._heard, self.longest_silence = None, 0.0
+
     def fail(self, request: Generate, kind: str, message: str = "as scripted") -> None:
         error = ErrorInfo(kind=kind, message=message)
         self.send(request.sender, Failed(to="", sender="", room=request.room, error=error))
@@ -346,6 +352,9 @@ class FakeNode:
         if message.to not in ("", self.instance_id):
             return
         if isinstance(message, ProxyHeartbeat):
+            now = time.monotonic()
+            self.longest_silence = max(self.longest_silence, now - (self._heard or now))
+            self._heard = now
             self.heartbeats[proxy] = self.heartbeats.get(proxy, 0) + 1
             self.run_delays = message.run_delays or self.run_delays
             if not self.silent and heartbeat_owner(proxy.encode()) == proxy.encode():

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_node import EOS
+from fake_node import EOS, FakeNode, wait_until
 from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
+
+from pd.core.messages import Finish
 
 if TYPE_CHECKING:
     import httpx
     from proxy_cluster import Cluster
+
+    from pd.proxy.server import ProxyThread
 
 TOKENS = byte_level()
 # With what some take for ends of lines, as does the client of these tests.
@@ -210,3 +216,107 @@ def test_what_the_prefill_node_knows_is_waited_for(cluster: Cluster) -> None:
     thread.join()
     assert body["text"] == TEXT
     assert body["meta_info"]["cached_tokens"] == 1
+
+
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+
+
+def one_by_one(cluster: Cluster, **body: Any) -> tuple[list[Any], Any]:
+    """Events of a stream of six tokens with an event for each, and the same answer as a whole."""
+    node = cluster.node("unified", auto=False)
+    client = cluster.client()
+    body |= LOGPROBS | {"input_ids": [40, 41], "sampling_params": {"max_new_tokens": 6}}
+
+    def say(position: int, more: bool) -> None:
+        node.say(
+            node.generates[-1],
+            [50 + position],
+            position=position,
+            logprobs=FakeNode.logprobs([50 + position], 2),
+            prompt_logprobs=FakeNode.logprobs([40, 41], 2) if position == 0 else None,
+            finish=None if more else Finish("length"),
+        )
+
+    events = []
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (node.wait_generate(), say(0, True)))
+        with client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    events.append(json.loads(line.removeprefix("data: ")))
+                    if len(events) < 6:
+                        say(len(events), len(events) < 5)
+        whole = pool.submit(lambda: client.post("/generate", json=body).json())
+        node.wait_generate(2)
+        for position in range(6):
+            say(position, position < 5)
+        return events, whole.result()
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_stream_has_the_prompts_logprobs_in_its_first_and_its_last_event(
+    cluster: Cluster, incremental: bool
+) -> None:
+    events, whole = one_by_one(cluster, incremental=incremental)
+    metas = [event["meta_info"] for event in events]
+    assert len(metas) == 6
+    for name in ("input_token_logprobs", "input_top_logprobs"):
+        assert metas[0][name] == metas[-1][name] == whole["meta_info"][name]
+        assert len(metas[0][name]) == 2
+        assert not any(name in meta for meta in metas[1:-1])
+
+
+@pytest.mark.parametrize("name", ["output_token_logprobs", "output_top_logprobs"])
+def test_logprobs_of_the_output_are_streamed_once_and_once_more_as_a_whole(
+    cluster: Cluster, name: str
+) -> None:
+    events, whole = one_by_one(cluster)
+    *parts, last = [event["meta_info"][name] for event in events]
+    assert [len(part) for part in parts] == [1] * 5
+    assert last == whole["meta_info"][name]
+    assert [entry for part in parts for entry in part] == last[:5]
+    assert [event["output_ids"] for event in events] == [
+        [50, 51, 52, 53, 54, 55][: i + 1] for i in range(6)
+    ]
+    assert events[-1]["text"] == whole["text"]
+
+
+def test_the_first_event_waits_for_the_prompts_logprobs(cluster: Cluster) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    proxy = cluster.proxy()
+    client = cluster.client(proxy)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream, client, {"max_new_tokens": 3}, **LOGPROBS)
+        request = prefill.wait_generate()
+        entries = FakeNode.logprobs([7, 8], 2)
+        decode.say(request, [7, 8], logprobs=entries)  # token 1 is in the decode node's first too
+        wait_until(lambda: bool(held(proxy)))
+        asked = FakeNode.logprobs(ids("hello"), 2)
+        prefill.say(request, [7], logprobs=entries[:1], prompt_logprobs=asked)
+        decode.say(
+            request, [9], position=2, logprobs=FakeNode.logprobs([9], 2), finish=Finish("length")
+        )
+        *events, _ = reading.result()
+    assert [t for _, t, _ in events[0]["meta_info"]["input_token_logprobs"]] == ids("hello")
+    assert events[-1]["output_ids"] == [7, 8, 9]
+
+
+def held(proxy: ProxyThread) -> list[Any]:
+    """Choices whose tokens wait for log probabilities of the prompt."""
+    assert proxy.proxy is not None
+    jobs = list(proxy.proxy._dispatcher.jobs)
+    return [choice for job in jobs for g in job.generations for choice in g.held]
+
+
+def test_large_events_of_a_cumulative_stream_are_fewer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.web.FREE_EVENT_BYTES", 100)
+    monkeypatch.setattr("pd.proxy.web.CUMULATIVE_BYTES_PER_SECOND", 1000)
+    cluster.pair(speak)
+    client = cluster.client()
+    *events, _ = stream(client)
+    assert len(events) <= 3
+    assert events[-1]["text"] == TEXT
+    *events, _ = stream(client, incremental=True)
+    assert "".join(event["text"] for event in events) == TEXT

@@ -1,0 +1,151 @@
+"""Bodies are counted before they are parsed, and taken within budgets."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fake_node import wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd.proxy.bodies import count_json
+
+if TYPE_CHECKING:
+    from proxy_cluster import Cluster
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\,[{é'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='k"\\:,'), inner),
+)
+
+
+def commas(value: Any) -> int:
+    """Commas between the members of lists and objects."""
+    if not isinstance(value, list | dict):
+        return 0
+    members = list(value.values()) if isinstance(value, dict) else value
+    return max(0, len(members) - 1) + sum(map(commas, members))
+
+
+def parts(value: Any) -> int:
+    """Lists, objects and strings, keys included."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(parts, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(parts, value))
+    return int(isinstance(value, str))
+
+
+@given(VALUES, st.booleans())
+def test_values_and_parts_are_counted_without_parsing(value: Any, ascii_only: bool) -> None:
+    data = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert count_json(data) == (commas(value), parts(value))
+
+
+def test_blocks_are_counted_as_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"a": ["x,y", '"[{', "\\"], "b": [[], {}, [1, 2, 3]]}
+    data = json.dumps(value).encode()
+    for block in range(1, len(data) + 1):
+        monkeypatch.setattr("pd.proxy.bodies._BLOCK", block)
+        assert count_json(data) == (commas(value), parts(value))
+
+
+def many(item: str, count: int) -> bytes:
+    return b"[" + ",".join([item] * count).encode() + b"]"
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "path", "body", "says"),
+    [
+        ("bodies.MAX_VALUES", 10_000, "/generate", b'{"input_ids":%b}' % many("1", 10_002),
+         "10001 values; at most 10000"),
+        ("bodies.MAX_PARTS", 5000, "/generate", b'{"input_ids":%b}' % many("[1]", 5000),
+         "5003 lists, objects and strings; at most 5000"),
+        ("chat_api.MAX_MESSAGES", 2, "/v1/chat/completions",
+         b'{"messages":%b}' % many('{"role":"user","content":"a"}', 3), "3 messages; at most 2"),
+        ("service.MAX_REQUEST_TOKENS", 200, "/v1/completions",
+         b'{"prompt":%b,"max_tokens":1}' % many(f"[{'1,' * 100}1]", 2), "202 tokens or more"),
+        ("tokenizer.MAX_TEXT_TOKENS", 10, "/tokenize", b'{"prompt":"one two three four five"}',
+         "tokens; at most 10"),
+        ("tokens_api.MAX_TEXT_CHARACTERS", 10, "/detokenize", b'{"tokens":%b}' % many("40", 11),
+         "may have 11 characters; at most 10"),
+        ("web.MAX_ADMIN_BODY_BYTES", 10, "/abort_request", b'{"rid":"somebody"}',
+         "more than the 10 bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_too_much_of_anything_is_refused(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    value: int,
+    path: str,
+    body: bytes,
+    says: str,
+) -> None:
+    monkeypatch.setattr(f"pd.proxy.{limit}", value)
+    cluster.pair()
+    headers = {"Content-Type": "application/json"}
+    response = cluster.client().post(path, content=body, headers=headers)
+    assert response.status_code == 400, response.text
+    assert says in response.json()["error"]["message"]
+
+
+def test_bodies_in_flight_are_bounded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd.proxy.bodies.MAX_BODIES_BYTES", 300_000)
+    cluster.node("unified")
+    proxy = cluster.proxy()
+    assert proxy.proxy is not None
+    bodies = proxy.proxy._service._bodies
+    body = b'{"prompt":"hello"' + b" " * 250_000 + b"}"
+    headers = {"Content-Type": "application/json"}
+    go_on = threading.Event()
+
+    def slow() -> Any:
+        yield body[:-1]
+        go_on.wait(20)
+        yield body[-1:]
+
+    def post(content: Any) -> httpx.Response:
+        return httpx.post(f"{proxy.url}/tokenize", content=content, headers=headers, timeout=30)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(post, slow())
+        wait_until(lambda: bodies.held > 180_000)
+        refused = post(body)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert "try again later" in refused.json()["error"]["message"]
+        # Small ones are not concerned.
+        assert post(b'{"prompt":"hello"}').status_code == 200
+        go_on.set()
+        assert first.result().status_code == 200
+    assert bodies.held == 0
+    assert post(body).status_code == 200
+
+
+def test_prompts_in_the_system_are_bounded_in_tokens(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.dispatcher.MAX_TOKENS", 100)
+    (node,) = (cluster.node("unified", auto=False),)
+    proxy = cluster.proxy()
+    body = {"input_ids": [5] * 60, "sampling_params": {"max_new_tokens": 2}}
+
+    def post() -> httpx.Response:
+        return httpx.post(f"{proxy.url}/generate", json=body, timeout=30)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(post)
+        node.wait_generate()
+        refused = post()
+        assert refused.status_code == 429
+        assert "60 tokens are in the system, at most 100" in refused.json()["error"]["message"]
+        node.reply(node.generates[0])
+        assert first.result().status_code == 200
+    node.auto = True
+    assert post().status_code == 200

@@ -1,0 +1,203 @@
+"""One client's huge requests against everybody else: streams, health checks and nodes' leases.
+
+Nothing here measures how fast the machine is. Nodes hear a proxy twice a second, and give it up
+after a lease of silence; so no attack may keep them waiting for as long as that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from pd.core.messages import LEASE_SECONDS, Finish
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
+
+from proxy_cluster import Cluster, read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fake_node import FakeNode
+
+    from pd.proxy.server import ProxyThread
+
+MODEL = str(Path(__file__).parents[2] / "pd" / "assets" / "embedded")
+NODE = {
+    "context_length": 131_072,
+    "vocab_size": 1024,
+    "page_size": 16,
+    "pages": {"total": 100_000, "free": 100_000},
+}
+TOKEN_SECONDS = 0.02
+
+Bodies = tuple[str, list[bytes]]
+
+
+def repeated(path: str, field: str, item: str, size: int, count: int = 1) -> Bodies:
+    """``count`` bodies of about ``size`` bytes with a list of the same items."""
+    members = ",".join([item] * (size // (len(item) + 1)))
+    return path, [b"{%s:[%s]}" % (json.dumps(field).encode(), members.encode())] * count
+
+
+def prompts() -> Bodies:
+    body = {"prompt": ["1234567890" * 390] * 2100, "max_tokens": 1}
+    return "/v1/completions", [json.dumps(body).encode()]
+
+
+def chats() -> Bodies:
+    message = {"role": "user", "content": "hello " * 1_300_000}
+    return "/v1/chat/completions", [json.dumps({"messages": [message]}).encode()] * 10
+
+
+def text() -> Bodies:
+    return "/tokenize", [json.dumps({"prompt": "1234567890" * 100_000}).encode()] * 4
+
+
+def keys() -> Bodies:
+    return "/generate", [b"{%s}" % ",".join(f'"{i}":1' for i in range(700_000)).encode()]
+
+
+MESSAGE = '{"role":"user","content":"a b c"}'
+ATTACKS: dict[str, Callable[[], Bodies]] = {
+    "prompts": prompts,
+    "ids to detokenize": lambda: repeated("/detokenize", "tokens", "123", 8 << 20, 12),
+    "lists": lambda: repeated("/generate", "input_ids", "[1]", 8 << 20),
+    "messages": lambda: repeated("/v1/chat/completions", "messages", MESSAGE, 8 << 20),
+}
+SLOW_ATTACKS: dict[str, Callable[[], Bodies]] = {
+    "chats": chats,
+    "messages that are taken": lambda: repeated(
+        "/v1/chat/completions", "messages", MESSAGE, 16_000 * (len(MESSAGE) + 1), 10
+    ),
+    "text to tokenize": text,
+    "ids to detokenize that are taken": lambda: repeated(
+        "/detokenize", "tokens", "123", 4 << 20, 12
+    ),
+    "ids": lambda: repeated("/generate", "input_ids", "123", 4 << 20),
+    "objects": lambda: repeated("/generate", "input_ids", "{}", 8 << 20),
+    "strings": lambda: repeated("/generate", "text", '"a"', 8 << 20),
+    "keys": keys,
+}
+
+
+class Stream:
+    """A stream of one choice, whose tokens come one by one while something else goes on."""
+
+    def __init__(self, proxy: ProxyThread, prefill: FakeNode, decode: FakeNode) -> None:
+        self._proxy = proxy
+        self._ended = threading.Event()
+        self.sent = 0
+        with ThreadPoolExecutor(1) as pool:
+            first = len(prefill.generates) + 1
+            self._reader = ThreadPoolExecutor(1).submit(self._read)
+            request = pool.submit(prefill.wait_generate, first).result()
+        self._writer = threading.Thread(target=self._write, args=(request, prefill, decode))
+        self._writer.start()
+
+    def _read(self) -> list[Any]:
+        body = {
+            "input_ids": [5, 6],
+            "stream": True,
+            "incremental": True,
+            "sampling_params": {"max_new_tokens": 100_000},
+        }
+        url = self._proxy.url + "/generate"
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            return read_events(response)
+
+    def _write(self, request: Any, prefill: FakeNode, decode: FakeNode) -> None:
+        prefill.say(request, [7], position=0)
+        self.sent = 1
+        while not self._ended.wait(TOKEN_SECONDS):
+            decode.say(request, [7 + self.sent % 500], position=self.sent)
+            self.sent += 1
+        decode.say(request, [7], position=self.sent, finish=Finish("length"))
+        self.sent += 1
+
+    def end(self) -> list[int]:
+        """The tokens that the client has received."""
+        self._ended.set()
+        self._writer.join()
+        *events, last = self._reader.result()
+        assert last == "DONE"
+        return [token for event in events for token in event["output_ids"]]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack, MODEL)
+
+
+def send_all(url: str, bodies: list[bytes]) -> list[httpx.Response]:
+    """All at once."""
+
+    def send(body: bytes) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        return httpx.post(url, content=body, headers=headers, timeout=120)
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(send, bodies))
+
+
+def check_that_nobody_notices(cluster: Cluster, attack: Callable[[], Bodies]) -> None:
+    path, bodies = attack()
+    prefill, decode = cluster.pair(auto=False, **NODE)
+    proxy = cluster.proxy()
+    stream = Stream(proxy, prefill, decode)
+    for node in (prefill, decode):
+        node.auto = True
+        node.forget_silence()
+    for response in send_all(proxy.url + path, bodies):
+        assert response.status_code in (200, 400, 429), response.text
+        assert ("retry-after" in response.headers) == (response.status_code == 429)
+    assert httpx.get(proxy.url + "/readiness").status_code == 200
+    tokens = stream.end()
+    assert tokens == [7, *[7 + i % 500 for i in range(1, stream.sent - 1)], 7]
+    for node in (prefill, decode):
+        assert node.longest_silence < LEASE_SECONDS
+        assert not [abort for abort in node.aborts if abort.room == node.generates[0].room]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_huge_bodies_hold_up_nobody(cluster: Cluster, attack: str) -> None:
+    check_that_nobody_notices(cluster, ATTACKS[attack])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("attack", SLOW_ATTACKS)
+def test_more_huge_bodies_hold_up_nobody(cluster: Cluster, attack: str) -> None:
+    check_that_nobody_notices(cluster, SLOW_ATTACKS[attack])
+
+
+def test_the_event_loop_turns_while_huge_bodies_are_worked_on(cluster: Cluster) -> None:
+    cluster.pair(**NODE)
+    proxy = cluster.proxy()
+    path, bodies = prompts()
+    longest, ended = 0.0, threading.Event()
+
+    async def watch() -> None:
+        import asyncio
+
+        nonlocal longest
+        while not ended.is_set():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(proxy.run, watch())
+        send_all(proxy.url + path, bodies * 2)
+        ended.set()
+        watching.result()
+    assert longest < LEASE_SECONDS / 2
