@@ -140,6 +140,7 @@ class Deployment:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         proxy_flags: Sequence[str] = (),
+        prefill_program: Sequence[str] = ("-m", "pd.cli"),
         decode_program: Sequence[str] = ("-m", "pd.cli"),
         env: dict[str, str] | None = None,
         prefill_env: dict[str, str] | None = None,
@@ -156,7 +157,8 @@ class Deployment:
             ports = ["--port", str(free_port()), "--bootstrap-port", str(free_port())]
             device = ["--device", devices[index % len(devices)]]
             command = ["prefill", *ports, *device, *common, *prefill_flags]
-            self.prefill.append(self._process(f"prefill{index}", *command, more_env=prefill_env))
+            settings: dict[str, Any] = {"more_env": prefill_env, "program": prefill_program}
+            self.prefill.append(self._process(f"prefill{index}", *command, **settings))
         for index in range(decode):
             device = ["--device", devices[index % len(devices)]]
             command = ["decode", "--port", str(free_port()), *device, *common, *decode_flags]

@@ -1,8 +1,12 @@
 """Whoever dies: requests concerned end with an error within 5 s, others go on, survivors stay
-healthy, the restarted process is used again, and no page is lost. Real processes throughout."""
+healthy, the restarted process is used again, and no page is lost. Real processes throughout.
+
+Partitions, which need two hosts, are in ``test_hosts.py``.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import socket
@@ -11,8 +15,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import backends
+import held_transfers
 import httpx
 import pytest
+from backends import MOONCAKE, NIXL, PROCESSES, TCP
 from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_until
 
 from pd.core.messages import LEASE_SECONDS
@@ -21,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from _pytest.mark import ParameterSet
     from backends import Backend
+    from processes import Process
 
 LONG = 1200
 # For requests that have to finish; still far longer than a node needs to be killed meanwhile.
@@ -39,18 +47,20 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("qwen3")
 
 
-@pytest.fixture(scope="module", params=backends.params(backends.PROCESSES, [backends.TCP]))
+@pytest.fixture(scope="module", params=backends.params(PROCESSES, [TCP]))
 def pair_of_decoders(
     model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Deployment]:
-    """One prefill node and two decode nodes; every test leaves it as it found it."""
+    """One prefill node, whose transfers stop where ``held_transfers`` says, and two decode nodes;
+    every test leaves it as it found it."""
     backend: Backend = request.param
     backend.require()
     with deployment(
         model,
         tmp_path_factory.mktemp("faults"),
         decode=2,
-        node_flags=["--transfer-backend", backend.flag],
+        node_flags=["--transfer-backend", backend.flag, "--chunked-prefill-size", "128"],
+        prefill_program=[held_transfers.__file__],
         proxy_flags=["--policy", "round_robin"],
         env=backend.env,
     ) as running:
@@ -88,6 +98,75 @@ def assert_works(running: Deployment) -> None:
     running.wait_idle()
 
 
+def faults_of_a_hand_off() -> list[ParameterSet]:
+    """Every backend, stage, victim and kind of fault; a few sharp ones in ``make test``."""
+    sample = {
+        (TCP, "during", "prefill", "killed"),
+        (TCP, "before", "decode", "killed"),
+        (NIXL, "during", "decode", "killed"),
+        (MOONCAKE, "during", "prefill", "stopped"),
+    }
+    cells = itertools.product(
+        PROCESSES, held_transfers.HELD, ("prefill", "decode"), ("killed", "stopped")
+    )
+    return [
+        pytest.param(
+            *cell,
+            id="-".join(map(str, cell)),
+            marks=() if cell in sample else pytest.mark.full,
+        )
+        for cell in cells
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pair_of_decoders", "stage", "victim", "fault"),
+    faults_of_a_hand_off(),
+    indirect=["pair_of_decoders"],
+)
+def test_a_node_is_lost_during_a_hand_off(
+    pair_of_decoders: Deployment, stage: str, victim: str, fault: str
+) -> None:
+    running, length = pair_of_decoders, held_transfers.HELD[stage]
+    running.wait_ready()
+    stream = running.stream(prompt(5, length), LONG)
+    stream.wait_first()
+    (receiver,) = wait_for_receivers(running)
+    lost: Process = running.prefill[0] if victim == "prefill" else receiver
+    others = [node for node in running.nodes if node is not lost]
+    lost_at = time.monotonic()
+    if fault == "killed":
+        lost.kill()
+    else:
+        lost.child.send_signal(signal.SIGSTOP)
+    try:
+        assert_failed_in_time(stream, lost_at)
+        assert all(node.healthy() for node in [*others, running.proxy])
+        if victim == "decode":
+            survivors = running.stream(prompt(6), 5).join(60)
+            assert survivors.succeeded(), survivors
+    finally:
+        if fault == "stopped":
+            lost.child.send_signal(signal.SIGCONT)
+        else:
+            lost.restart()
+    assert_works(running)
+
+
+def wait_for_receivers(running: Deployment) -> list[Process]:
+    """Decode nodes with a room in transfer, once there is one and part of its KV has gone."""
+    found: list[Process] = []
+
+    def receiving() -> bool:
+        infos = [(node, node.server_info()) for node in running.decode]
+        found[:] = [node for node, info in infos if info["queues"]["transfer"]]
+        return bool(found) and running.prefill[0].server_info()["queues"]["in_flight"] == 1
+
+    wait_until(receiving, 10)
+    return found
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("scripted", [SLOW_RESERVATIONS], indirect=True)
 def test_prefill_killed_before_the_transfer(scripted: Deployment) -> None:
     stream = scripted.stream(prompt(1), LONG)
@@ -101,6 +180,7 @@ def test_prefill_killed_before_the_transfer(scripted: Deployment) -> None:
     assert_works(scripted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scripted", [SLOW_WRITES], indirect=True)
 def test_prefill_killed_during_the_transfer(scripted: Deployment) -> None:
     stream = scripted.stream(prompt(2), LONG)
@@ -114,6 +194,7 @@ def test_prefill_killed_during_the_transfer(scripted: Deployment) -> None:
     assert_works(scripted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scripted", [SLOW_WRITES], indirect=True)
 def test_decode_killed_while_receiving(scripted: Deployment) -> None:
     stream = scripted.stream(prompt(3), LONG)
