@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces that a switch joins, and a cable from here to each.
 
-Only the machine's owner may make them, so tests that need them ask :func:`why_not` first.
+Only the machine's owner may make them, so tests that need them call :func:`require` first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import subprocess
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lacking import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +39,13 @@ def why_not() -> str | None:
         return f"no network namespaces here: {made.stderr.strip()}"
     _run("ip", "netns", "delete", probe)
     return None
+
+
+def require() -> None:
+    """Skip the test if namespaces cannot be made here. In CI that is a failure."""
+    why = why_not()
+    if why is not None:
+        skip_or_fail(why)
 
 
 def _run(*command: str) -> None:

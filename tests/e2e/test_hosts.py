@@ -140,9 +140,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hosts(backend: Backend, model: Path, tmp_path: Path) -> Iterator[Hosts]:
-    why = netns.why_not()
-    if why is not None:
-        pytest.skip(why)
+    netns.require()
     with (
         netns.network() as net,
         contextlib.closing(Hosts(net, model, tmp_path, backend)) as running,

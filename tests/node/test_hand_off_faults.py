@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+import held_transfers
 import pytest
 from cluster import is_idle, random_prompts, wait_until
+from e2e.backends import MOONCAKE, NIXL, TCP
 from hand_off_helpers import Gate, pages, queues, scripted_cluster
 from raw_peer import SOON
 from tiny import tiny_cluster
 
 from pd.core.errors import TransferError
+from pd.prefill_node.hand_off import HandOff
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from _pytest.mark import ParameterSet
     from cluster import Cluster, Pending
+    from e2e.backends import Backend
 
 PROMPT = next(random_prompts(21, [40]))
 FOREVER = 3000
@@ -178,6 +184,48 @@ def test_an_abort_told_to_one_node_ends_the_room_on_both(
         for server in cluster.pair:
             with server.node.event():
                 server.node.abort(None)
+        cluster.wait_idle()
+
+
+def aborts_over_real_backends() -> list[ParameterSet]:
+    sample = {
+        (TCP, "during", "decode"),
+        (NIXL, "during", "prefill"),
+        (MOONCAKE, "during", "decode"),
+    }
+    cells = itertools.product((TCP, NIXL, MOONCAKE), held_transfers.HELD, ("prefill", "decode"))
+    return [
+        pytest.param(
+            *cell, id="-".join(map(str, cell)), marks=() if cell in sample else pytest.mark.full
+        )
+        for cell in cells
+    ]
+
+
+@pytest.mark.parametrize(("backend", "stage", "told"), aborts_over_real_backends())
+def test_an_abort_told_to_one_node_ends_the_room_over_every_backend(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, stage: str, told: str
+) -> None:
+    backend.require()
+    monkeypatch.setattr(HandOff, "open", held_transfers.open_held)
+    (held, whole) = random_prompts(25, [held_transfers.HELD[stage], 300])
+    with tiny_cluster(transfer_backend=backend.flag, chunked_prefill_size=128) as cluster:
+        expected = sent(cluster, whole, max_tokens=4).tokens()
+        request = sent(cluster, held)
+        prefill, decode = cluster.pair
+        wait_until(lambda: queues(prefill)["in_flight"] and queues(decode)["transfer"], 5)
+        request.nodes = [prefill if told == "prefill" else decode]
+        cluster.client.abort(request)
+        for server in cluster.pair:
+            found = server.node.requests.get(request.room)
+            wait_until(lambda one=found: one is None or one.state.terminal, SOON)
+        # Its pages serve others, and nothing of it lands in them.
+        again = sent(cluster, whole, max_tokens=4, namespace="another")
+        assert again.tokens() == expected
+        with decode.node.lock, prefill.node.lock:
+            for server in cluster.pair:
+                server.node.check()
+        cluster.client.abort(request)
         cluster.wait_idle()
 
 
