@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ def answer_in(response: httpx.Response) -> str:
 
 
 def serve(cluster: Cluster) -> ProxyThread:
-    urls = {role: [n.url for n in getattr(cluster, role)] for role in ("prefill", "decode")}
+    roles = ("prefill", "decode", "unified")
+    urls = {role: [n.url for n in getattr(cluster, role)] for role in roles}
     return ProxyThread(ProxyConfig(**urls, port=0))
 
 
@@ -50,18 +52,35 @@ def settings(**more: Any) -> dict[str, Any]:
     return {"kv_cache_tokens": 32768, "chunked_prefill_size": 512, **more}
 
 
+def answers_of(examples: list[Example], **more: Any) -> list[str]:
+    """All asked at the same time, of one deployment behind a proxy."""
+    with Cluster(EMBEDDED_MODEL, **settings(**more)) as cluster:
+        with serve(cluster) as proxy, ThreadPoolExecutor(len(examples)) as pool:
+            texts = list(pool.map(lambda e: answer_in(ask(proxy.url, e)), examples))
+        cluster.wait_idle()
+    return texts
+
+
+@functools.cache
+def unified_answers(prompts: int) -> list[str]:
+    return answers_of(recall_examples(LENGTH, prompts), prefill=0, decode=0, unified=1)
+
+
 @over(IN_PROCESS)
-@pytest.mark.parametrize("prompts", [20, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("prompts", [6, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.timeout(600)
 def test_recall_survives_the_split(backend: Backend, prompts: int) -> None:
     examples = recall_examples(LENGTH, prompts)
-    with Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend.flag)) as cluster:
-        with serve(cluster) as proxy, ThreadPoolExecutor(prompts) as pool:
-            texts = list(pool.map(lambda e: answer_in(ask(proxy.url, e)), examples))
-        cluster.wait_idle()
+    texts = answers_of(examples, transfer_backend=backend.flag)
+    asked = [example.turns[-1] for example in examples]
+    differing = [
+        (turn, split, unified)
+        for turn, split, unified in zip(asked, texts, unified_answers(prompts), strict=True)
+        if split != unified
+    ]
+    assert not differing, "the split answers otherwise than a unified node"
     right = sum(is_right(e, text) for e, text in zip(examples, texts, strict=True))
-    wrong = [(e.turns[-1], text) for e, text in zip(examples, texts, strict=True)]
-    assert right >= SHARE * prompts, wrong
+    assert right >= SHARE * prompts, list(zip(asked, texts, strict=True))
 
 
 # ---- one flipped byte
