@@ -207,6 +207,10 @@ class TransferManager(ABC):
                 ``token_start // page_size`` are never written.
         """
 
+    def is_linked(self, peer: str) -> bool:
+        """D: whether the first room of a connected peer finds its connections made."""
+        return True
+
     @property
     def quarantined_slots(self) -> int:
         """Staging slots, on either side of a link, that a transfer may still read or write after

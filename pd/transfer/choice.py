@@ -87,6 +87,10 @@ class ChoosingManager(TransferManager):
     ) -> Receiver:
         return self._of(peer).receiver(peer, room, epoch, pages, token_start, token_stop)
 
+    def is_linked(self, peer: str) -> bool:
+        manager = self._chosen.get(peer)
+        return manager is not None and manager.is_linked(peer)
+
     @property
     def quarantined_slots(self) -> int:
         return sum(manager.quarantined_slots for manager in self._managers.values())

@@ -145,17 +145,18 @@ class MooncakeMover(Mover):
         try:
             there = _description_decoder.decode(description)
         except msgspec.MsgspecError as error:
-            raise MoverError(f"bad description of mooncake slots: {error}") from error
+            raise MoverError(f"bad description of mooncake slots: {error}", lasting=True) from error
         if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", there.engine):
-            raise MoverError(f"bad name of a mooncake engine: {there.engine!r}")
+            raise MoverError(f"bad name of a mooncake engine: {there.engine!r}", lasting=True)
         if not is_supported(there.version):
-            raise MoverError(f"mooncake {there.version} there is too old; upgrade it")
+            raise MoverError(f"mooncake {there.version} there is too old; upgrade it", lasting=True)
         engine = self._engine(there.engine)
         try:
             if engine.protocol != there.protocol:
                 raise MoverError(
                     f"mooncake uses {engine.protocol} here and {there.protocol} there; set "
-                    f"MC_FORCE_TCP=1 on both nodes"
+                    f"MC_FORCE_TCP=1 on both nodes",
+                    lasting=True,
                 )
             return _Path(engine, self._host, slots, there)
         except BaseException:

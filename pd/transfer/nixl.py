@@ -135,29 +135,32 @@ def write_sizes(slot_bytes: int) -> list[int]:
     return sorted(size for size in sizes if size)
 
 
-class _Agent:
-    """One NIXL agent and one piece of registered memory.
+def _new_agent(name: str, transports: Transports) -> Any:
+    """Raises what NIXL raises."""
+    api = _api()
+    # NOTE: two agents of one name would take each other for the same.
+    unique = f"{name}/{secrets.token_hex(4)}"
+    agent = api.nixl_agent(unique, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    settings = {
+        # Those transports of UCX that open no port do not go with its error handling.
+        "ucx_error_handling_mode": "none" if transports.local else "peer",
+        "engine_config": transports.settings,
+    }
+    agent.create_backend("UCX", settings)
+    return agent
 
-    Those transports of UCX that open no port do not go with its error handling.
-    """
+
+class _Agent:
+    """One NIXL agent and one piece of registered memory."""
 
     def __init__(self, name: str, slots: torch.Tensor, transports: Transports) -> None:
-        api = _api()
         self.memory = "VRAM" if slots.is_cuda else "DRAM"
         self.device = slots.device.index or 0 if slots.is_cuda else 0
         self.count, self.slot_bytes = slots.shape
         self._bound = threading.local()
         self.bind()
         try:
-            # NOTE: two agents of one name would take each other for the same.
-            unique = f"{name}/{secrets.token_hex(4)}"
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-            self.nixl = api.nixl_agent(unique, config)
-            settings = {
-                "ucx_error_handling_mode": "none" if transports.local else "peer",
-                "engine_config": transports.settings,
-            }
-            self.nixl.create_backend("UCX", settings)
+            self.nixl = _new_agent(name, transports)
             region = (slots.data_ptr(), slots.numel(), self.device, "")
             self._registration = self.nixl.register_memory([region], self.memory)
         except Exception as error:
@@ -233,10 +236,12 @@ class NixlPath(staging_mover.Path):
         try:
             there = _description_decoder.decode(description)
         except msgspec.DecodeError as error:
-            raise MoverError(f"bad description of slots: {error}") from error
+            raise MoverError(f"bad description of slots: {error}", lasting=True) from error
         agent = self._agent = _Agent(name, slots, transports)
         if there.memory != agent.memory:
-            raise MoverError(f"own slots are {agent.memory}, the peer's {there.memory}")
+            raise MoverError(
+                f"own slots are {agent.memory}, the peer's {there.memory}", lasting=True
+            )
         self._sizes = write_sizes(agent.slot_bytes)
         try:
             peer = self._peer = agent.nixl.add_remote_agent(there.metadata)
@@ -328,6 +333,19 @@ class NixlMover(Mover):
         self._instance = instance_id
         # UCX reads its environment and probes devices for the first agent; one at a time.
         self._starting = threading.Lock()
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Have UCX load its modules and probe devices, which takes it 0.4 s for the first agent of
+        a process; each later one takes 10 to 30 ms."""
+        with self._starting:
+            if self._prepared:
+                return
+            try:
+                _new_agent(self._instance, self.transports)
+            except Exception as error:
+                raise MoverError(f"NIXL cannot start UCX: {_text(error)}") from error
+            self._prepared = True
 
     def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
         with self._starting:

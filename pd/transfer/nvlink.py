@@ -195,6 +195,9 @@ class NvlinkManager(TransferManager):
                 self._layout.token_bytes,
             )
 
+    def is_linked(self, peer: str) -> bool:
+        return self._inbox.is_bound(peer)
+
     def close(self) -> None:
         with self._lock:
             links, self._links, self._pools = list(self._links.values()), {}, {}

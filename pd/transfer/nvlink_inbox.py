@@ -121,6 +121,12 @@ class Inbox:
                 current = self._current[peer] = Session(peer, self.changed)
             return current
 
+    def is_bound(self, peer: str) -> bool:
+        """Whether the peer has a channel open for its next reservation."""
+        with self.changed:
+            current = self._current.get(peer)
+            return current is not None and not current.over and current.channel is not None
+
     def _forget_quiet(self) -> None:
         self._current = {p: s for p, s in self._current.items() if not s.quiet()}
         self._ending = [session for session in self._ending if not session.quiet()]

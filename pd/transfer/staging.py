@@ -146,6 +146,9 @@ class StagedManager(TransferManager):
         self._incoming.add(receiver)
         return receiver
 
+    def is_linked(self, peer: str) -> bool:
+        return self._incoming.prepared(peer)
+
     def close(self) -> None:
         """May take two seconds; what cannot be closed by then is kept until the process ends."""
         left: list[object] = [*self._outgoing.close(_CLOSE_SECONDS)]

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ZOMBIES = 4
+# Links of one node that hold slots; beyond that one that no room uses is closed for another. More
+# peers than MAX_CHANNELS are connected when the first room is there, not before.
+MAX_LINKS, MAX_CHANNELS = 16, 64
+# How long a room waits for a link that cannot be opened, unless its deadline is sooner.
+OPENING_SECONDS = 30.0
 _SETTLED_SECONDS = 5.0
 _MAX_DELAY = 1.0
 
@@ -70,6 +75,8 @@ class Outgoing:
         self.changed = threading.Condition(threading.RLock())
         self._links: dict[str, OutLink] = {}
         self._delays: dict[str, float] = {}
+        # Since when links to a peer cannot be opened, and why.
+        self._refused: dict[str, tuple[float, str]] = {}
         self._ending: set[OutLink] = set()
         self._turn = 0
         self._closing = False
@@ -84,6 +91,8 @@ class Outgoing:
                 return
             self._links[peer] = link = OutLink(self, peer, address)
             self._delays.pop(peer, None)
+            self._refused.pop(peer, None)
+            dial = dial and len(self._links) <= MAX_CHANNELS
         if old is not None:
             old.end(f"{peer} has a new address")
         if dial:
@@ -93,6 +102,7 @@ class Outgoing:
         with self.changed:
             link = self._links.pop(peer, None)
             self._delays.pop(peer, None)
+            self._refused.pop(peer, None)
         if link is not None:
             link.end(reason)
 
@@ -140,6 +150,32 @@ class Outgoing:
         if ready.device and not shape.device:
             raise MoverError("this pool is not in CUDA memory")
         return self.copier.make_slots(ready.count, ready.slot_bytes, on_device=ready.device)
+
+    def make_room(self) -> None:
+        """With the lock, before a link takes slots: close the one that was used longest ago if too
+        many hold some. Its peer stays connected."""
+        holding = [link for link in self._links.values() if link.holds_slots]
+        idle = [link for link in holding if link.idle]
+        if len(holding) >= MAX_LINKS and idle:
+            link = min(idle, key=lambda link: link.progress)
+            link.end("another link needs its slots", move=True)
+
+    def not_opened(self, peer: str, reason: str) -> None:
+        """A link could not be opened; there will be others."""
+        with self.changed:
+            since, _ = self._refused.get(peer, (time.monotonic(), ""))
+            self._refused[peer] = since, reason
+
+    def opened(self, peer: str) -> None:
+        """With the lock: a link is up."""
+        self._refused.pop(peer, None)
+
+    def opening_refused(self, peer: str, waiting_since: float) -> str:
+        """With the lock: why a room that waits since then has waited enough, empty if it has
+        not."""
+        since, reason = self._refused.get(peer, (float("inf"), ""))
+        waited = time.monotonic() - max(since, waiting_since)
+        return f"{reason} (tried for {waited:.0f} s)" if waited > OPENING_SECONDS else ""
 
     def ending(self, link: OutLink) -> OutLink | None:
         """With the lock. A peer that is still wanted gets a new link, which is returned if it can

@@ -16,6 +16,7 @@ from pd.transfer.staging_messages import (
     Freed,
     Leaving,
     Open,
+    Prepared,
     Ready,
     Refused,
     Waiting,
@@ -69,6 +70,9 @@ class InLink:
         self._incoming, self._channel = incoming, channel
         self._target: Target | None = None
         self._setting_up = False
+        self._prepared = threading.Event()
+        self._peer_prepared = False
+        self.used_at = time.monotonic()
         self._on_device = self._drained = self._lost = self._broken = False
         self._safe_at = float("inf")
         self._peer_waits = True
@@ -96,6 +100,25 @@ class InLink:
         """P, or what it had begun, may still write into the slots of an ended link."""
         return self.holds_slots and time.monotonic() < self._safe_at
 
+    @property
+    def prepared(self) -> bool:
+        """On both ends nothing is left to do for the first room but to take slots."""
+        return self.live and self._prepared.is_set() and self._peer_prepared
+
+    def prepare(self) -> None:
+        """Any thread: have the library do now what it needs long for."""
+        name = STUCK_PREFIX + "preparation of a link"
+        threading.Thread(target=self._prepare, name=name, daemon=True).start()
+
+    def _prepare(self) -> None:
+        try:
+            self._incoming.mover.prepare()
+        except MoverError as error:
+            # P hears of it when it asks for slots.
+            logger.warning("cannot prepare a link of %s: %s", self.peer, error)
+        finally:
+            self._prepared.set()
+
     def end(self) -> None:
         """Any thread: ask P to drain. The slots stay until it says that it did, or is gone."""
         with self._incoming.lock:
@@ -116,6 +139,8 @@ class InLink:
             self._incoming.pump.wake()
         elif isinstance(message, Open):
             self._open(message)
+        elif isinstance(message, Prepared):
+            self._peer_prepared = True
         elif isinstance(message, Leaving):
             if message.returns:
                 self.end()
@@ -131,10 +156,17 @@ class InLink:
             late = LAST_COPY_SECONDS if self._on_device and not self._drained else 0.0
             seconds = late if proof else QUARANTINE_SECONDS
             self._safe_at = min(self._safe_at, time.monotonic() + seconds)
-        incoming.lost(self, reason)
+            unused = self.slots is None and not self._setting_up
+        if unused:
+            # P, if it lives, opens the next link for its rooms; if not, its lease ends them.
+            self.end()
+            self.finish_unused()
+        else:
+            incoming.lost(self, reason)
 
     def _filled(self, notes: list[Filled]) -> None:
         incoming = self._incoming
+        self.used_at = time.monotonic()
         with incoming.lock:
             if self.state is InState.ENDING:
                 return
@@ -162,6 +194,7 @@ class InLink:
             logger.warning("refused a link of %s: %s", self.peer, refusal)
             self._channel.send(Refused(refusal))
             return
+        self._incoming.make_room()
         self._setting_up = True
         name = STUCK_PREFIX + "set-up of a link"
         threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
@@ -169,13 +202,15 @@ class InLink:
     def _set_up(self, wishes: Open) -> None:
         """On a thread of its own, since libraries take their time."""
         incoming = self._incoming
+        self._prepared.wait()
         try:
             slots, device = incoming.make_slots(wishes)
             origin = self._channel.origin.rpartition(":")[0]
             target = incoming.mover.target(slots, self.peer, origin)
         except Exception as error:
             # MoverError, or whatever a library and torch raise without memory.
-            logger.exception("cannot make slots for %s", self.peer)
+            unknown = not isinstance(error, MoverError)
+            logger.error("cannot make slots for %s: %s", self.peer, error, exc_info=unknown)
             self._channel.send(Refused(f"cannot make slots: {error}"[:1000]))
             with incoming.lock:
                 self._setting_up = False

@@ -10,7 +10,7 @@ from pd.core.messages import ROOM_BYTES
 from pd.transfer.frames import FrameError
 from pd.transfer.ranges import Block
 
-VERSION = 2
+VERSION = 3
 MAX_SLOTS = 256
 MAX_SLOT_BYTES = 256 << 20
 
@@ -42,6 +42,10 @@ class Open(_Note):
     slot_bytes: _SlotBytes
     device: bool
     host: _Text
+
+
+class Prepared(_Note):
+    """What slots need besides memory is ready on P, which opens the link when a room is there."""
 
 
 class Waiting(_Note):
@@ -127,7 +131,7 @@ class Freed(_Note):
     slots: Annotated[list[_Slot], msgspec.Meta(min_length=1, max_length=MAX_SLOTS)]
 
 
-ToDecode: TypeAlias = Open | Waiting | FilledSlots | Leaving | Drained
+ToDecode: TypeAlias = Open | Prepared | Waiting | FilledSlots | Leaving | Drained
 ToPrefill: TypeAlias = Ready | Refused | Freed
 decoder: msgspec.msgpack.Decoder[ToDecode | ToPrefill] = msgspec.msgpack.Decoder(
     ToDecode | ToPrefill

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 
 class MoverError(Exception):
-    """The library refused or failed; the message says what and why."""
+    """The library refused or failed; the message says what and why.
+
+    Args:
+        lasting: another try would end the same way.
+    """
+
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.lasting = lasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,15 @@ class Mover(ABC):
 
     name: str
     device_slots: bool = False
+
+    def prepare(self) -> None:
+        """Do what :meth:`target` and :meth:`path` would need long for the first time. Takes no slot
+        memory; called when two nodes meet, on a thread of its own.
+
+        Raises:
+            MoverError: the library cannot.
+        """
+        return
 
     @abstractmethod
     def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:

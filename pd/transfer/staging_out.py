@@ -19,9 +19,11 @@ from pd.transfer.staging_messages import (
     FilledSlots,
     Freed,
     Leaving,
+    Prepared,
     Ready,
     Waiting,
 )
+from pd.transfer.staging_mover import MoverError
 
 if TYPE_CHECKING:
     import torch
@@ -47,13 +49,15 @@ class Slots(NamedTuple):
 
 
 class OutState(IntEnum):
-    """Of P's end. Only UP carries rooms' data; ENDING lasts until nothing can land at D."""
+    """States of the sending link. CONNECTED has no slots, which are taken for the first room. Rooms
+    send only while it is UP. It stays ENDING until nothing can land at D."""
 
     DIALLING = 0
-    OPENING = 1
-    UP = 2
-    ENDING = 3
-    OVER = 4
+    CONNECTED = 1
+    OPENING = 2
+    UP = 3
+    ENDING = 4
+    OVER = 5
 
 
 class OutLink:
@@ -81,6 +85,7 @@ class OutLink:
         self._channel: Channel | None = None
         self._path: Path | None = None
         self._setting_up = False
+        self._prepared = threading.Event()
         self._senders: set[StagedSender] = set()
         self._queue: deque[StagedSender] = deque()
         self._own: list[int] = []
@@ -97,7 +102,7 @@ class OutLink:
     # ---- any thread
 
     def start(self, delay: float = 0.0) -> None:
-        """Open the channel. Not before somebody sends: a node that only receives needs none."""
+        """Open the channel. A node that only receives needs none."""
         with self.changed:
             if self._dial is None and self.state is OutState.DIALLING:
                 hub = self._outgoing.hub
@@ -111,12 +116,16 @@ class OutLink:
             if self.state >= OutState.ENDING:
                 raise TransferError(f"{self.peer} is not connected")
             self._senders.add(sender)
+            self._ask()
 
     def adopt(self, sender: StagedSender, *, queued: bool) -> None:
         """A room that waited for the last link."""
+        since = sender.waiting_since
         self._senders.add(sender)
         if queued:
             self.enqueue(sender)
+            sender.waiting_since = since
+        self._ask()
 
     def enqueue(self, sender: StagedSender) -> None:
         if sender not in self._queue:
@@ -135,6 +144,10 @@ class OutLink:
     def check_progress(self, sender: StagedSender) -> None:
         with self.changed:
             if sender not in self._queue and not sender.unsaid:
+                return
+            refused = self._outgoing.opening_refused(self.peer, sender.waiting_since)
+            if refused:
+                sender.fail(TransferError(refused))
                 return
             since = max(self.progress, sender.waiting_since)
             if self._outgoing.hub.patience.is_over(since, LEASE_SECONDS, self.peer):
@@ -162,11 +175,22 @@ class OutLink:
                 else:
                     sender.fail(TransferError(reason))
             self.changed.notify_all()
+            if self._channel is not None:
+                self._channel.send(Leaving(reason[:1000], move and next_link is not None))
             if self._path is None and not self._setting_up:
                 self._finish()
-            elif self._channel is not None:
-                self._channel.send(Leaving(reason[:1000], move and next_link is not None))
         self._outgoing.pump.wake()
+
+    @property
+    def holds_slots(self) -> bool:
+        """Slots were asked for and are not given up."""
+        return self.state in (OutState.OPENING, OutState.UP)
+
+    @property
+    def idle(self) -> bool:
+        """With the lock: it has slots and no room that needs them."""
+        busy = self._senders or self._filled or self._flying or self._held or self.gathering
+        return self.state is OutState.UP and not busy
 
     @property
     def quarantined(self) -> int:
@@ -180,9 +204,12 @@ class OutLink:
             if self.state is not OutState.DIALLING:
                 channel.close()
                 return
-            self.state, self._channel = OutState.OPENING, channel
+            self.state, self._channel = OutState.CONNECTED, channel
             self.progress = time.monotonic()
-        channel.send(self._outgoing.wishes())
+        name = STUCK_PREFIX + "preparation of a link"
+        threading.Thread(target=self._prepare, name=name, daemon=True).start()
+        with self.changed:
+            self._ask()
 
     def unreachable(self, error: TransferError, final: bool) -> None:
         """Who waits for the peer ends now: an instance listens as long as it lives."""
@@ -207,7 +234,7 @@ class OutLink:
             if not reason:
                 raise ValueError(f"a decode node does not send {type(message).__name__}")
             logger.warning("%s refused a link: %s", self.peer, reason)
-            self.end(f"{self.peer} refused a link: {reason}")
+            self._not_opened(f"{self.peer} refused a link: {reason}")
 
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         self.end(f"the link to {self.peer} was lost: {reason}", move=True)
@@ -224,17 +251,20 @@ class OutLink:
     def _set_up(self, ready: Ready) -> None:
         """On a thread of its own, since libraries take their time."""
         outgoing = self._outgoing
+        self._prepared.wait()
         try:
             slots = outgoing.make_slots(ready)
             path = outgoing.mover.path(slots, ready.description, self.peer, outgoing.pump.wake)
         except Exception as error:
             # MoverError, or whatever a library and torch raise without memory.
-            logger.exception("cannot open a link to %s", self.peer)
+            unknown = not isinstance(error, MoverError)
+            logger.error("cannot open a link to %s: %s", self.peer, error, exc_info=unknown)
             with self.changed:
                 self._setting_up = False
                 if self.state is OutState.ENDING:
                     self._finish()
-            self.end(f"cannot open a link to {self.peer}: {error}")
+            lasting = isinstance(error, MoverError) and error.lasting
+            self._not_opened(f"cannot open a link to {self.peer}: {error}", lasting=lasting)
             return
         with self.changed:
             self.slots, self._path, self._setting_up = slots, path, False
@@ -242,6 +272,24 @@ class OutLink:
             self.progress = time.monotonic()
             self.max_cells = slots.shape[1] // outgoing.copier.cell_bytes
         outgoing.pump.add(self)
+
+    def _prepare(self) -> None:
+        """On a thread of its own, since libraries take their time."""
+        try:
+            self._outgoing.mover.prepare()
+        except MoverError as error:
+            # The first room hears of it.
+            logger.warning("cannot prepare a link to %s: %s", self.peer, error)
+        finally:
+            self._prepared.set()
+        with self.changed:
+            if self._channel is not None and self.state < OutState.ENDING:
+                self._channel.send(Prepared())
+
+    def _not_opened(self, reason: str, *, lasting: bool = False) -> None:
+        """The rooms wait for another link, unless that would end the same way."""
+        self._outgoing.not_opened(self.peer, reason)
+        self.end(reason, move=not lasting)
 
     # ---- the gatherer's thread, with the lock
 
@@ -375,6 +423,7 @@ class OutLink:
             assert self.slots is not None
             self._own = list(reversed(range(len(self.slots))))
             self._free = list(self._own)
+            self._outgoing.opened(self.peer)
             if self.state is OutState.OPENING:
                 self.state, self.progress = OutState.UP, time.monotonic()
                 self.up_since = self.progress
@@ -424,6 +473,14 @@ class OutLink:
             self._finish()
 
     # ---- with the lock
+
+    def _ask(self) -> None:
+        """Ask for slots, when there is a room to send."""
+        if self.state is OutState.CONNECTED and self._senders:
+            assert self._channel is not None
+            self._outgoing.make_room()
+            self.state, self.progress = OutState.OPENING, time.monotonic()
+            self._channel.send(self._outgoing.wishes())
 
     def _finish(self) -> None:
         """Nothing can land any more, which closing the channel says."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.frames import FrameError
+from pd.transfer.staging_gather import MAX_LINKS
 from pd.transfer.staging_in import InLink
 
 if TYPE_CHECKING:
@@ -129,7 +130,23 @@ class Incoming:
             self.counters.links += 1
         for other in old:
             other.end()
+        link.prepare()
         return link
+
+    def make_room(self) -> None:
+        """Before a link takes slots: have the peer close the one that was used longest ago, if too
+        many hold some and no room of that peer is open."""
+        with self.lock:
+            holding = [link for link in self._links if link.slots is not None]
+            busy = {receiver.peer for receiver in self._receivers.values()}
+            idle = [link for link in holding if link.live and link.peer not in busy]
+        if len(holding) >= MAX_LINKS and idle:
+            min(idle, key=lambda link: link.used_at).end()
+
+    def prepared(self, peer: str) -> bool:
+        """Whether a link of this peer needs nothing but slots for the first room."""
+        with self.lock:
+            return any(link.peer == peer and link.prepared for link in self._links)
 
     def refusal(self, link: InLink) -> str:
         """Why a peer gets no more slots; empty if it does. Slots count less when the peer cannot

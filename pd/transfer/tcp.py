@@ -152,6 +152,9 @@ class TcpManager(TransferManager):
         self._inbox.add(receiver)
         return receiver
 
+    def is_linked(self, peer: str) -> bool:
+        return self._inbox.hears(peer)
+
     def close(self) -> None:
         with self._lock:
             links, self._links = [*self._links.values(), *self._ending], {}

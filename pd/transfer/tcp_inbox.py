@@ -127,6 +127,10 @@ class Inbox:
                 raise TransferError(f"cannot receive from {receiver.peer}: {reason}")
             self._receivers[key] = receiver
 
+    def hears(self, peer: str) -> bool:
+        """Whether a connection of this peer is open."""
+        return any(connection.peer == peer for connection in list(self._connections.values()))
+
     def remove(self, receiver: TcpReceiver) -> None:
         with self._lock:
             self._receivers.pop((receiver.room, receiver.epoch), None)

@@ -81,7 +81,8 @@ class HeldPath(Path):
 class HeldMover(Mover):
     """``held``: writes do not end. ``error``: they end with this. ``written``: all that began, to
     which slot and how many bytes; ``sources``: from which. ``slow``: seconds that each step of a
-    link's opening takes."""
+    link's opening takes. ``refuses``: why neither end of a link can be made, for good if
+    ``lasting``; ``refused``: how often. ``prepared``: how many links."""
 
     name = "held"
 
@@ -89,6 +90,8 @@ class HeldMover(Mover):
         self.held = False
         self.error = ""
         self.refuses = ""
+        self.lasting = False
+        self.refused = self.prepared = 0
         self.slow = 0.0
         self.written: list[tuple[int, int]] = []
         self.sources: list[int] = []
@@ -97,9 +100,18 @@ class HeldMover(Mover):
         self.open: set[HeldPath] = set()
         self._lock = threading.Lock()
 
-    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
+    def prepare(self) -> None:
+        with self._lock:
+            self.prepared += 1
+
+    def _refuse(self) -> None:
         if self.refuses:
-            raise MoverError(self.refuses)
+            with self._lock:
+                self.refused += 1
+            raise MoverError(self.refuses, lasting=self.lasting)
+
+    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
+        self._refuse()
         time.sleep(self.slow)
         self.targets.append(HeldTarget(self, slots, peer))
         return self.targets[-1]
@@ -107,6 +119,7 @@ class HeldMover(Mover):
     def path(
         self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
+        self._refuse()
         time.sleep(self.slow)
         self.paths.append(HeldPath(self, slots, description))
         return self.paths[-1]

@@ -9,20 +9,24 @@ import time
 import numpy as np
 import pytest
 import torch
+from held_mover import HeldMover
 from staged_pair import CELL, SLOTS, TOKENS, Pair
 from transfer_helpers import (
     SEED,
     hand_off,
+    introduce,
     make_pool,
     random_pages,
+    reservation,
     settled,
     wait_until,
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import channel_hub, staging_in, staging_out
+from pd.transfer import channel_hub, staging_gather, staging_in, staging_out, staging_scatter
 from pd.transfer.base import TransferState
 from pd.transfer.ranges import Block
+from pd.transfer.staging import StagedManager
 from pd.transfer.staging_in import InLink
 from pd.transfer.staging_sender import pieces
 
@@ -124,7 +128,10 @@ def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_slots(pair, w
     wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "D's quarantine")
     # They shake hands again, and a new link works beside the old one's writes.
     nodes.introduce()
+    first, first_receiver, _ = nodes.room()
     wait_until(lambda: len(nodes.out.paths) == 2, "the new link")
+    first.abort()
+    first_receiver.abort()
     old, new = nodes.into.targets
     assert old.slots.data_ptr() != new.slots.data_ptr()
     assert not old.closed
@@ -230,9 +237,9 @@ def lose_links(nodes: Pair) -> None:
     for _ in range(4):
         nodes.out.held = False
         nodes.out.open.update(nodes.out.paths)
+        sender, _, _ = nodes.room()
         wait_until(lambda: nodes.p._outgoing.link("D").state.name == "UP", "a link")
         nodes.out.held = True
-        sender, _, _ = nodes.room()
         sender.send(0, 16, 0, 1)
         wait_until(lambda: nodes.out.paths[-1].flying, "the write")
         nodes.out.paths[-1].poll = lambda: []
@@ -301,18 +308,96 @@ def test_rooms_of_which_nothing_was_sent_outlive_a_lost_link(pair) -> None:
     assert torch.equal(arrived, nodes.source.tokens(nodes.pages, 0, TOKENS))
 
 
-def test_a_library_that_cannot_make_slots_is_reported(pair) -> None:
+REFUSED = "D refused a link: cannot make slots: no memory can be registered"
+
+
+@pytest.mark.parametrize("side", ["into", "out"])
+def test_a_link_that_cannot_be_opened_is_tried_again_for_its_rooms(pair, side) -> None:
+    nodes = pair()
+    mover = getattr(nodes, side)
+    mover.refuses = "no memory can be registered"
+    nodes.introduce()
+    sender, receiver, into = nodes.room()
+    sender.send(0, TOKENS, 0, 3)
+    wait_until(lambda: mover.refused >= 3, "the third try")
+    assert sender.poll() is receiver.poll() is TransferState.ACTIVE
+    mover.refuses = ""
+    hand_off(sender, receiver)
+    arrived = nodes.target.tokens(into, 0, TOKENS)
+    assert torch.equal(arrived, nodes.source.tokens(nodes.pages, 0, TOKENS))
+
+
+def test_a_library_that_cannot_make_slots_for_long_is_reported(pair, monkeypatch) -> None:
+    monkeypatch.setattr(staging_gather, "OPENING_SECONDS", 0.3)
     nodes = pair()
     nodes.into.refuses = "no memory can be registered"
     nodes.introduce()
     sender, receiver, _ = nodes.room()
     sender.send(0, 16, 0, 1)
     assert settled(sender) is TransferState.FAILED
-    assert "D refused a link: cannot make slots: no memory can be registered" in str(sender.error)
+    assert f"{REFUSED} (tried for" in str(sender.error)
     nodes.into.refuses = ""
     receiver.abort()
-    wait_until(lambda: nodes.out.paths, "the next link")
     nodes.transfer()
+
+
+def test_what_another_try_cannot_mend_fails_at_once(pair) -> None:
+    nodes = pair()
+    nodes.out.refuses, nodes.out.lasting = "the libraries do not fit together", True
+    nodes.introduce()
+    sender, receiver, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    assert settled(sender) is TransferState.FAILED
+    assert str(sender.error) == "cannot open a link to D: the libraries do not fit together"
+    assert nodes.out.refused == 1
+    assert settled(receiver) is TransferState.FAILED
+
+
+def test_nodes_that_meet_prepare_their_link_and_take_slots_for_the_first_room(pair) -> None:
+    nodes = pair()
+    assert not nodes.d.is_linked("P")
+    nodes.introduce()
+    wait_until(lambda: nodes.d.is_linked("P"), "the link")
+    assert (nodes.out.prepared, nodes.into.prepared) == (1, 1)
+    assert nodes.d.counters.links == 1
+    assert nodes.p._outgoing.link("D").slots is None
+    assert not nodes.into.targets and not nodes.out.paths
+    nodes.transfer()
+    assert nodes.d.counters.links == 1, "the first room opens no connection"
+    assert len(nodes.into.targets) == len(nodes.out.paths) == 1
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
+    pair, monkeypatch, side
+) -> None:
+    module = staging_gather if side == "P" else staging_scatter
+    monkeypatch.setattr(module, "MAX_LINKS", 1)
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    many, one = (nodes.p, nodes.d) if side == "P" else (nodes.d, nodes.p)
+    mover = HeldMover()
+    kwargs = {"slots": SLOTS, "slot_bytes": 16 * CELL}
+    pool = nodes.target if side == "P" else nodes.source
+    other = StagedManager(pool, "X", "127.0.0.1", mover=mover, **kwargs)
+    try:
+        into, out = (other, many) if side == "P" else (many, other)
+        names = ("P", "X") if side == "P" else ("X", "D")
+        introduce(out, names[0], into, names[1], nodes.source)
+        pages = np.arange(4, dtype=np.int32)
+        receiver = into.receiver(names[0], bytes(16), 1, pages, 0, TOKENS)
+        asked = reservation(receiver, bytes(16), 1, 0)
+        sender = out.sender(names[1], asked, nodes.pages, TOKENS)
+        sender.send(0, TOKENS, 0, 3)
+        hand_off(sender, receiver)
+        wait_until(lambda: nodes.out.paths[0].closed and nodes.into.targets[0].closed, "the slots")
+        assert many.quarantined_slots == one.quarantined_slots == 0
+        # It is connected again, and takes slots again when it has to.
+        wait_until(lambda: nodes.d.is_linked("P"), "the link")
+        nodes.transfer()
+    finally:
+        other.close()
 
 
 @pytest.mark.usefixtures("unstarved")
@@ -389,7 +474,6 @@ def test_a_channel_that_is_over_before_it_was_looked_at_is_dialled_again(pair, m
 
     monkeypatch.setattr(channel_hub, "Channel", reset_at_first)
     nodes.introduce()
-    wait_until(lambda: nodes.out.paths, "the link")
     nodes.transfer()
     assert len(tries) == 2
 
