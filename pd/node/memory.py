@@ -51,8 +51,12 @@ class Memory:
 
         Unlike a match it leaves no trace, so it may be asked again and again.
         """
-        cached = self.radix.peek(sequence.ids, sequence.request.namespace, max_tokens=max_cached)
-        return self.pages_for(num_tokens) - cached // self.page_size
+        return self.pages_for(num_tokens) - self.cached(sequence, max_cached) // self.page_size
+
+    def cached(self, sequence: Sequence, max_tokens: int) -> int:
+        """Leading tokens of a sequence that :meth:`match` would find; leaves no trace."""
+        namespace = sequence.request.namespace
+        return self.radix.peek(sequence.ids, namespace, max_tokens=max_tokens)
 
     def match(self, sequence: Sequence, max_tokens: int) -> int:
         """Give a sequence without pages its cached prefix, locked; returns its tokens."""

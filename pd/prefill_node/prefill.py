@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.request import Request, RequestState
 from pd.engine.sampler import SamplingState
 from pd.node.step import Work
-from pd.prefill_node.waiting_queue import WaitingQueue, reusable_tokens
+from pd.prefill_node.waiting_queue import WINDOW, WaitingQueue, reusable_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,6 +22,37 @@ if TYPE_CHECKING:
 
 # Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
 MAX_LOGPROB_CHUNK = 512
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is being planned.
+
+    Attributes:
+        budget: its tokens; ``left``: those that are neither given nor kept for ``oldest``.
+    """
+
+    budget: int
+    left: int = field(init=False)
+    oldest: Request | None = None
+    kept: int = 0
+    works: list[Work] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.left = self.budget
+
+    def keep(self, request: Request, tokens: int) -> None:
+        """These are for this request, and it may have others too."""
+        self.oldest, self.kept = request, min(tokens, self.left)
+        self.left -= self.kept
+
+    def take(self, request: Request, wanted: int) -> int:
+        """Tokens for a request, ``wanted`` at most; what it does not need of its own is free."""
+        if request is self.oldest:
+            self.left, self.kept, self.oldest = self.left + self.kept, 0, None
+        taken = min(wanted, self.left)
+        self.left -= taken
+        return taken
 
 
 class PrefillManager:
@@ -70,33 +102,72 @@ class PrefillManager:
         return partial + sum(len(request.prompt) for request in self.waiting)
 
     def plan(self, budget: int, max_running: int) -> list[Work]:
-        """Chunks of at most ``budget`` tokens in all: who started goes on, then new ones."""
-        works: list[Work] = []
-        for request in self.running:
-            budget -= self._chunk(request, budget, works)
-        if budget > 0 and len(self.running) < max_running:
-            self._admit_waiting(budget, max_running, works)
-        return works
+        """Chunks of at most ``budget`` tokens in all.
 
-    def _admit_waiting(self, budget: int, max_running: int, works: list[Work]) -> None:
-        short = False
+        Prompts of which no more than ``budget`` tokens are left are *short* here: they go first, in
+        order of admission, so that none waits for all of a long one. But the oldest prompt keeps
+        half of the budget, so that all get on, and long ones get whatever is left.
+
+        Long prompts run one after the other: two at a time would end no sooner, and hold pages
+        meanwhile. Only who was overtaken too often does not wait for that.
+        """
+        step = _Step(budget)
+        oldest = next((request for request in self.running if self._left(request)), None)
+        if oldest is not None:
+            wanted = min(self._limit(oldest), self._left(oldest))
+            step.keep(oldest, min(wanted, budget - budget // 2))
+        long: list[Request] = []
+        for request in self.running:
+            if self._is_long(request, self._left(request), budget):
+                long.append(request)
+            else:
+                self._chunk(request, step)
+        self._admit_waiting(step, max_running, long)
+        for request in long:
+            self._chunk(request, step)
+        return step.works
+
+    def _is_long(self, request: Request, left: int, budget: int) -> bool:
+        """Whether a prompt of which so many tokens are left needs all of a step and more."""
+        return left > budget <= self._limit(request)
+
+    def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> None:
+        """Admit who fits and may run now. Long ones are appended to ``long``: they get their chunk
+        when all short ones have theirs."""
+        lacking = False
         owed: list[Request] = []
-        for request in self.waiting.candidates():
+        for number, request in enumerate(self.waiting.candidates()):
+            if step.left <= 0 or len(self.running) >= max_running:
+                return
+            is_long = self._waits_long(request, step.budget, look=number < WINDOW)
+            if is_long and long and not self.waiting.is_overdue(request):
+                owed.append(request)  # its turn comes, since the one that runs gets on
+                continue
             leaves = self._will_leave is not None and self._will_leave(request)
-            if (short and not leaves) or self.waiting.should_follow(request, self.running):
+            if (lacking and not leaves) or self.waiting.should_follow(request, self.running):
                 continue
             if any(self.waiting.is_overdue(other) for other in owed):
-                return  # the memory that comes free is theirs
+                return  # it is their turn: the next step or memory that comes free is theirs
             if self._admit(request, leaves):
-                budget -= self._chunk(request, budget, works)
-                if budget <= 0 or len(self.running) >= max_running:
-                    return
+                if is_long:
+                    long.append(request)
+                    if len(self.running) == 1:
+                        step.keep(request, step.budget - step.budget // 2)
+                else:
+                    self._chunk(request, step)
             elif self._will_leave is None:
                 return
             else:
-                short = True
+                lacking = True
                 if leaves:
                     owed.append(request)
+
+    def _waits_long(self, request: Request, budget: int, *, look: bool) -> bool:
+        """Whether a waiting prompt is long; ``look``: also where that depends on what is cached."""
+        length = len(request.prompt)
+        if look and self._is_long(request, length, budget):
+            length -= self._memory.cached(request.sequence, reusable_tokens(request))
+        return self._is_long(request, length, budget)
 
     def _admit(self, request: Request, leaves: bool) -> bool:
         """Lock the cached prefix and secure pages for the whole prompt, or change nothing."""
@@ -128,25 +199,40 @@ class PrefillManager:
         )
         request.choices = [first, *(first.fork(index) for index in range(1, request.params.n))]
 
-    def _chunk(self, request: Request, budget: int, works: list[Work]) -> int:
-        sequence = request.sequence
-        length = len(request.prompt)
-        launched: Work | None = sequence.launched
-        start = sequence.num_computed if launched is None else launched.stop
-        logprobs_from = request.params.prompt_logprobs_start
+    def _left(self, request: Request) -> int:
+        """Tokens of a running prompt that no launched step computes."""
+        launched: Work | None = request.sequence.launched
+        done = request.sequence.num_computed if launched is None else launched.stop
+        return len(request.prompt) - done
+
+    @staticmethod
+    def _logprobs_from(request: Request) -> int | None:
+        """First token whose log probability is wanted; None if that is over, too."""
         if request.times.first_token is not None:
-            logprobs_from = None
+            return None
+        return request.params.prompt_logprobs_start
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of a prompt that one step may compute."""
+        length = len(request.prompt)
+        return length if self._logprobs_from(request) is None else min(length, MAX_LOGPROB_CHUNK)
+
+    def _chunk(self, request: Request, step: _Step) -> None:
+        """Give a prompt what the step has for it."""
+        sequence = request.sequence
+        length, left = len(request.prompt), self._left(request)
+        taken = step.take(request, min(left, self._limit(request)))
+        if not taken:
+            return
+        start = length - left
+        stop = start + taken
+        logprobs_from = self._logprobs_from(request)
         if logprobs_from is not None:
-            budget = min(budget, MAX_LOGPROB_CHUNK)
             logprobs_from = min(logprobs_from, length)
-        stop = min(length, start + budget)
-        if stop <= start:
-            return 0
         # A parked request computes its prompt again but has its token 1.
         samples = request.choices if stop == length and not request.times.first_token else []
         sequence.launched = Work(sequence, start, stop, list(samples), logprobs_from)
-        works.append(sequence.launched)
-        return stop - start
+        step.works.append(sequence.launched)
 
     def process(self, works: list[Work]) -> list[Work]:
         """Account for a completed step; returns the works that completed a prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,105 @@ def test_every_token_is_computed_once_within_the_budget(
     assert done == dict(enumerate(lengths))
 
 
+# ---- short prompts beside long ones
+
+
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
+    bench = PrefillBench(budget=100, pages=2048)
+    bench.add([1] * 3000)
+    assert ranges(bench.step()) == [(1, 0, 100)]
+    bench.add([2] * 30)
+    bench.add([3] * 90)
+    assert ranges(bench.step()) == [(2, 0, 30), (3, 0, 20), (1, 100, 150)]
+    assert ranges(bench.step()) == [(3, 20, 70), (1, 150, 200)]
+    assert ranges(bench.step()) == [(3, 70, 90), (1, 200, 280)]
+    assert ranges(bench.step()) == [(1, 280, 380)]
+
+
+def test_a_short_prompt_that_comes_with_a_long_one_runs_in_its_first_step() -> None:
+    bench = PrefillBench(budget=100, pages=2048)
+    bench.add([1] * 3000)
+    bench.add([2] * 30)
+    assert ranges(bench.step()) == [(2, 0, 30), (1, 0, 70)]
+
+
+def test_what_is_cached_of_a_long_prompt_does_not_make_it_long() -> None:
+    bench = PrefillBench(budget=100, pages=2048)
+    bench.cache([2] * 400)
+    bench.add([1] * 3000)
+    bench.step()
+    bench.add([2] * 420)
+    assert ranges(bench.step()) == [(2, 400, 420), (1, 100, 180)]
+
+
+def test_long_prompts_run_one_after_the_other_and_hold_no_pages_before() -> None:
+    bench = PrefillBench(budget=100, pages=2048)
+    first, second = bench.add([1] * 250), bench.add([2] * 250)
+    assert ranges(bench.step()) == [(1, 0, 100)]
+    bench.add([3] * 10)
+    assert ranges(bench.step()) == [(3, 0, 10), (1, 100, 190)]
+    assert bench.admitted[0] is first and second not in bench.admitted
+    assert ranges(bench.step()) == [(1, 190, 250), (2, 0, 40)]
+
+
+def test_a_long_prompt_that_was_overtaken_too_often_is_admitted_beside_another() -> None:
+    bench = PrefillBench(budget=100, pages=2048, max_overtakes=2)
+    bench.add([1] * 1000)
+    second = bench.add([2] * 1000)
+    bench.step()
+    for number in (3, 4, 5):
+        bench.add([number] * 10)
+    assert ranges(bench.step()) == [(3, 0, 10), (4, 0, 10), (1, 100, 180)]
+    assert ranges(bench.step()) == [(5, 0, 10), (1, 180, 270)]
+    assert bench.admitted[-2] is second
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 40), st.data())
+def test_every_prompt_gets_on_and_a_short_one_waits_for_short_ones_only(
+    budget: int, data: st.DataObject
+) -> None:
+    bench = PrefillBench(budget=budget, pages=2048, max_overtakes=1 << 20)
+    share = budget // 2
+    arrivals = data.draw(
+        st.lists(st.lists(st.integers(1, 4 * budget), max_size=3), min_size=1, max_size=12)
+    )
+    bench.add([1] * (20 * budget))  # a long one is there all the time
+    names = itertools.count(2)
+    # Step of arrival, and tokens of short prompts that were there then, its own among them.
+    short: dict[int, tuple[int, int]] = {}
+    first_token: dict[int, int] = {}
+    backlog = 0
+    for step in range(250):
+        for length in arrivals[step] if step < len(arrivals) else ():
+            name = next(names)
+            bench.add([name] * length)
+            if length <= budget:
+                backlog += length
+                short[name] = (step, backlog)
+        oldest = next(iter(bench.manager.running), None)
+        before = oldest.sequence.num_computed if oldest is not None else 0
+        works = bench.step()
+        given_out = sum(work.stop - work.start for work in works)
+        assert given_out <= budget
+        if bench.manager.running or len(bench.manager.waiting):
+            assert given_out == budget, "a step is full while anything is left"
+        if oldest is not None:
+            got = sum(w.stop - w.start for w in works if w.sequence.request is oldest)
+            assert got >= min(len(oldest.prompt) - before, budget - share)
+        for work in works:
+            prompt = work.sequence.request.prompt
+            backlog -= work.stop - work.start if len(prompt) <= budget else 0
+            if work.stop == len(prompt):
+                first_token[int(prompt[0])] = step
+    assert len(first_token) == next(names) - 1, "everybody ended"
+    for name, (arrived, older) in short.items():
+        # The last chunk of a long prompt goes before short ones that came after it.
+        ended = [n for n, at in first_token.items() if arrived <= at <= first_token[name]]
+        tails = budget * sum(n not in short for n in ended)
+        assert first_token[name] - arrived < -(-(older + tails) // share)
+
+
 # ---- shared prefixes
 
 SHARED = list(range(500, 532))
@@ -105,9 +205,10 @@ def test_those_who_share_nothing_do_not_wait_for_a_leader() -> None:
     bench.add([*SHARED, 1])
     bench.add([*SHARED, 2])
     bench.add([3] * 4)
-    assert ranges(bench.step()) == [(500, 0, 16)]
-    assert ranges(bench.step()) == [(500, 16, 32)]
-    assert ranges(bench.step()) == [(500, 32, 33), (500, 32, 33), (3, 0, 4)]
+    assert ranges(bench.step()) == [(3, 0, 4), (500, 0, 12)]
+    assert ranges(bench.step()) == [(500, 12, 28)]
+    assert ranges(bench.step()) == [(500, 28, 33)]
+    assert ranges(bench.step()) == [(500, 32, 33)]
 
 
 def test_another_tenant_follows_nobody() -> None:

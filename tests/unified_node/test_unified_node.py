@@ -54,6 +54,20 @@ def test_a_long_prompt_does_not_stop_answers_that_run() -> None:
         cluster.wait_idle()
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_short_prompts_are_answered_before_a_long_one_that_came_first(split: bool) -> None:
+    counts = (1, 1, 0) if split else (0, 0, 1)
+    with tiny_cluster(*counts, chunked_prefill_size=16) as cluster:
+        pair = cluster.pair if split else cluster.unified
+        long, *short = random_prompts(4, [1000, 5, 16, 12])
+        first = cluster.client.generate(long, pair, max_tokens=2)
+        others = [cluster.client.generate(prompt, pair, max_tokens=2) for prompt in short]
+        assert [len(request.tokens()) for request in (first, *others)] == [2] * 4
+        began = [request.choices[0].first_at or 0.0 for request in (first, *others)]
+        assert max(began[1:]) < began[0]
+        cluster.wait_idle()
+
+
 def test_it_answers_what_a_split_pair_answers() -> None:
     with tiny_cluster(1, 1, 1, chunked_prefill_size=32) as cluster:
         prompts = list(random_prompts(2, [1, 3, 4, 5, 31, 32, 33, 100]))
