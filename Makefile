@@ -16,11 +16,12 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	@sh scripts/system_packages.sh
-	$(BIN)/python -m pytest $(PARALLEL) -m "not full"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not full and not starved"
 
 test-all: $(VENV)/.installed
 	@sh scripts/system_packages.sh
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not starved"
+	$(BIN)/python -m pytest -m starved
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ from pd.core.signed_requests import (
     check_reply,
     signed_headers,
 )
+from pd.core.starvation import CEILING_SECONDS, Patience
 
 # NOTE: decoders are made while one thread runs. msgspec crashes when two threads learn the same
 # type at once, as they do in ``decode(..., type=T)`` the first time (seen with 0.22).
@@ -32,14 +33,44 @@ def handshake(
     expected_instance: str,
     cluster_key: bytes | None = None,
     timeout: float = 2.0,
+    patience: Patience | None = None,
 ) -> NodeInfo:
     """Shake hands with the prefill node at ``bootstrap_url``; blocks for ``timeout`` s at most.
+
+    ``patience`` extends that: while one of the two nodes lacks a CPU, an attempt that timed out is
+    followed by another, of twice the time.
 
     Raises:
         HandshakeError: the nodes cannot work together (the message names both values), another
             instance answers than expected, or one of the two lacks the cluster key.
         UnavailableError: nobody answers, or the node is starting or draining; worth a new try.
     """
+    since = time.monotonic()
+    attempt = timeout
+    while True:
+        try:
+            return _attempt(bootstrap_url, own, expected_instance, cluster_key, attempt)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            late = isinstance(error, httpx.TimeoutException)
+            # NOTE: half of it is the limit of one step, after which the first attempt may end.
+            is_over = patience is None or patience.is_over(since, timeout / 2, expected_instance)
+            if not late or is_over:
+                raise UnavailableError(
+                    f"no handshake with prefill node {expected_instance} at {bootstrap_url}: "
+                    f"{str(error) or type(error).__name__}"
+                ) from error
+            left = since + CEILING_SECONDS - time.monotonic()
+            attempt = min(2 * attempt, max(2 * left, timeout))
+
+
+def _attempt(
+    bootstrap_url: str,
+    own: NodeInfo,
+    expected_instance: str,
+    cluster_key: bytes | None,
+    timeout: float,
+) -> NodeInfo:
+    """Ask once, with a signature of its own. Raises httpx.HTTPError besides."""
     body = msgspec.json.encode(own)
     headers = {"Content-Type": "application/json", EXPECTED_HEADER: expected_instance}
     key = bootstrap_key(cluster_key)
@@ -47,13 +78,7 @@ def handshake(
     if key is not None:
         authorization, nonce = signed_headers(key, "POST", HANDSHAKE_PATH, expected_instance, body)
         headers |= authorization
-    try:
-        status, signature, content = _post(bootstrap_url, body, headers, timeout)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UnavailableError(
-            f"no handshake with prefill node {expected_instance} at {bootstrap_url}: "
-            f"{str(error) or type(error).__name__}"
-        ) from error
+    status, signature, content = _post(bootstrap_url, body, headers, timeout)
     # A node that could not verify the request cannot sign its answer to it.
     signed = key is None or status == 401 or check_reply(key, nonce, status, content, signature)
     if not signed:

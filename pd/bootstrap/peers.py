@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.node_info import NodeInfo
+    from pd.core.starvation import Patience
 
     Callback = Callable[[NodeInfo | PDError], None]
 
@@ -32,7 +33,8 @@ class PeerDirectory:
     """Prefill nodes by bootstrap URL and instance id. Thread-safe.
 
     Requests that need the same node at the same time share one handshake. A slow or dead node keeps
-    one worker busy for ``timeout`` seconds and fails its own requests only.
+    one worker busy for ``timeout`` seconds, which ``patience`` extends, and fails its own requests
+    only.
 
     Args:
         own: what this node says about itself.
@@ -47,8 +49,10 @@ class PeerDirectory:
         cluster_key: bytes | None = None,
         connect: Callable[[NodeInfo], None] = lambda _: None,
         timeout: float = 2.0,
+        patience: Patience | None = None,
     ) -> None:
         self._own, self._key, self._connect, self._timeout = own, cluster_key, connect, timeout
+        self._patience = patience
         self._lock = threading.Lock()
         self._known: dict[_Key, NodeInfo] = {}
         self._failed: dict[_Key, tuple[float, PDError]] = {}
@@ -120,6 +124,7 @@ class PeerDirectory:
                 expected_instance=instance_id,
                 cluster_key=self._key,
                 timeout=self._timeout,
+                patience=self._patience,
             )
             self._connect(result)
         except PDError as error:

@@ -34,6 +34,7 @@ class PrefillPeers:
             cluster_key=node.config.cluster_key,
             connect=node.transfer.connect,
             timeout=LEASE_SECONDS,
+            patience=node.transfer.patience,
         )
 
     def want(self, url: str, instance: str, then: Callable[[PDError | None], None]) -> None:

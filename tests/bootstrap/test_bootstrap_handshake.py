@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 from bootstrap_helpers import KV, PrefillNode, changed, info
+from patience import FakePatience
 
 from pd.bootstrap import handshake
 from pd.bootstrap.server import HANDSHAKE_PATH, MAX_BODY_BYTES
@@ -364,6 +365,34 @@ def test_a_silent_or_trickling_node_does_not_outlast_the_timeout() -> None:
             handshake(url, info("D", "decode"), expected_instance="P", timeout=0.3)
         done.set()
         thread.join()
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_starved_node_may_be_late_to_answer(start, key) -> None:
+    held = threading.Event()
+    p = start(key=key, connect=lambda peer: held.wait(10))
+    patience = FakePatience()
+    threading.Timer(1.0, held.set).start()
+    own = info("D", "decode")
+    answer = shake(p, own, cluster_key=key, timeout=0.2, patience=patience)
+    assert answer == p.registry.own
+    assert patience.asked == {(0.1, "P")}
+
+
+def test_a_node_that_is_silent_though_nobody_is_starved_is_given_up(no_node) -> None:
+    patience = FakePatience()
+    threading.Timer(1.0, lambda: setattr(patience, "starved", False)).start()
+    with pytest.raises(UnavailableError, match="no handshake"):
+        handshake(
+            no_node, info("D", "decode"), expected_instance="P", timeout=0.2, patience=patience
+        )
+
+
+@pytest.fixture
+def no_node():
+    """URL at which connections are accepted and nothing is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
 
 
 def trickle(server: socket.socket, done: threading.Event) -> None:
