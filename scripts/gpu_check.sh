@@ -76,7 +76,7 @@ skip() { table+=$(printf '%-10s %s' "$1" "skipped: $2")$'\n'; }
 
 if has tests; then
     # The log names each test when it ends; FlashInfer compiles for minutes.
-    pytest=("$python" -m pytest -p no:cacheprovider -vv --timeout 300 -m "not full")
+    pytest=("$python" -m pytest -p no:cacheprovider -vv --timeout 300 -m "not full and not starved")
     part tests 1500 "${pytest[@]}" "--junitxml=$out/tests.xml" \
         tests/gpu tests/kernels tests/unified_node/test_unified_memory.py
     if [ "$gpus" -ge 2 ]; then
