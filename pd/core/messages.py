@@ -17,6 +17,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 HEARTBEAT_INTERVAL = 0.5
 # Long enough for a busy two-core host, short enough that an error reaches the client within 5 s.
 LEASE_SECONDS = 3.5
+# Prefill nodes that a decode node is asked to meet before a request comes. The others it meets with
+# their first request.
+MAX_MEETINGS = 64
 
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 # Of a process, since it began to read it, see :mod:`pd.core.starvation`.
@@ -86,10 +89,13 @@ class ProxyHeartbeat(Message):
         run_delay: of the proxy.
         run_delays: of the nodes, by instance id, as they told the proxy; so that nodes know of each
             other before they have met.
+        meet: on a decode node: prefill nodes whose requests may come, instance id and
+            ``http://host:port`` of the registry, so that the link is there when one does.
     """
 
     run_delay: TotalDelay = 0.0
     run_delays: Annotated[dict[str, TotalDelay], msgspec.Meta(max_length=4096)] = {}
+    meet: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_MEETINGS)] = {}
 
 
 # ---- node to proxy
@@ -167,6 +173,7 @@ class NodeHeartbeat(Message):
         losses: how often it gave up the requests of this proxy, because messages were lost or the
             proxy was silent; when the number grows, so must the proxy.
         run_delay: of the node.
+        linked: a decode node's prefill nodes whose link is made; None if the node has no links.
     """
 
     ready: bool
@@ -174,6 +181,7 @@ class NodeHeartbeat(Message):
     running: int
     losses: int = 0
     run_delay: TotalDelay = 0.0
+    linked: list[str] | None = None
 
 
 # ---- decode node to prefill node and back (over P's message socket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from pd.decode_node.receiving import Receiving
 from pd.node.node import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pd.core.config import NodeConfig
     from pd.core.errors import PDError
@@ -127,6 +128,13 @@ class DecodeNode(Node):
         if known:
             self.peers.lose(instance, "messages from it were lost")
         return known
+
+    def meet(self, prefill: Mapping[str, str]) -> None:
+        if self.ready:
+            self.peers.meet(prefill, time.monotonic())
+
+    def linked_peers(self) -> list[str] | None:
+        return self.peers.linked()
 
     def on_heartbeat(self) -> None:
         self.peers.heartbeat()

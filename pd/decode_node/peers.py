@@ -12,12 +12,15 @@ from pd.core.starvation import RUN_DELAY
 from pd.node.leases import Leases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pd.core.node_info import NodeInfo
     from pd.decode_node.node import DecodeNode
 
 logger = logging.getLogger(__name__)
+
+# Between tries to meet a prefill node that no request names. A request tries at once.
+_MEETING_INTERVAL = 5.0
 
 
 class PrefillPeers:
@@ -29,6 +32,7 @@ class PrefillPeers:
         self._leases: Leases[str] = Leases()
         self._urls: dict[str, str] = {}
         self._infos: dict[str, NodeInfo] = {}
+        self._next_meetings: dict[str, float] = {}
         self._directory = PeerDirectory(
             own,
             cluster_key=node.config.cluster_key,
@@ -36,6 +40,21 @@ class PrefillPeers:
             timeout=LEASE_SECONDS,
             patience=node.transfer.patience,
         )
+
+    def meet(self, prefill: Mapping[str, str], now: float) -> None:
+        """Shake hands with nodes that requests may name, by instance id and registry, so that the
+        first request finds the link made."""
+        waiting = {i: due for i, due in self._next_meetings.items() if due > now}
+        for instance, url in prefill.items():
+            if instance not in self._leases and instance not in waiting:
+                waiting[instance] = now + _MEETING_INTERVAL
+                # The directory logs a failure, and a request would hear of it.
+                self.want(url, instance, lambda error: None)
+        self._next_meetings = waiting
+
+    def linked(self) -> list[str]:
+        """Peers whose first request would find the link made."""
+        return [instance for instance in self._leases if self._node.transfer.is_linked(instance)]
 
     def want(self, url: str, instance: str, then: Callable[[PDError | None], None]) -> None:
         """Call ``then`` on the control thread, in an event, once the peer is connected."""

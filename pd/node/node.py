@@ -54,7 +54,7 @@ from pd.node.validation import check_length, request_from
 from pd.radix import RadixCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from pd.core.config import NodeConfig
     from pd.core.messages import Output
@@ -411,6 +411,7 @@ class Node(ABC):
                 patience.heard(node, run_delay)
         if proxy != identity:
             return  # of the thread that only keeps the lease
+        self.meet(message.meet)
         reply = NodeHeartbeat(
             to=message.sender,
             sender=self.instance_id,
@@ -419,8 +420,17 @@ class Node(ABC):
             running=len(self.requests),
             losses=self._losses.get(identity, 0),
             run_delay=RUN_DELAY.total,
+            linked=self.linked_peers(),
         )
         self.control.post(identity, reply)
+
+    def meet(self, prefill: Mapping[str, str]) -> None:
+        """A proxy names prefill nodes, instance id and registry, whose requests may come here."""
+        return
+
+    def linked_peers(self) -> list[str] | None:
+        """Prefill nodes to which links are made; None if this node takes no KV from others."""
+        return None
 
     def on_gap(self, identity: bytes) -> None:
         """Messages of a process were lost though it lives, so nobody knows what it waits for."""

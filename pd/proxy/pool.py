@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -19,6 +20,7 @@ from pd.core.errors import InvalidRequestError, NotFoundError
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
+    MAX_MEETINGS,
     AnyMessage,
     NodeHeartbeat,
 )
@@ -53,6 +55,7 @@ MAX_WORKERS = 256
 SILENCE_SECONDS = 1.0
 CONNECT_TRIES = 50
 CONNECT_TRY_SECONDS = 0.01
+LINK_POLL_SECONDS = 0.05
 MIN_POLL_PAUSE = 0.05
 
 NO_HEARTBEAT_YET = "no heartbeat yet"
@@ -359,7 +362,7 @@ class WorkerPool:
                 if late > HEARTBEAT_INTERVAL:
                     worker.last_heard += late
                 before = worker.ready
-                worker.beat(self._sockets.instance_id, run_delays)
+                worker.beat(self._sockets.instance_id, run_delays, self._meetings(worker))
                 if worker.ready != before:
                     self._on_change()
                 silence = time.monotonic() - worker.last_heard
@@ -372,6 +375,36 @@ class WorkerPool:
                     log.warning("%s %s", worker.url, DEAF)
             due = time.monotonic() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+    def _meetings(self, worker: Worker) -> dict[str, str]:
+        """Prefill nodes that a decode node should meet, by instance id and registry."""
+        own = worker.info
+        if worker.role != "decode" or own is None:
+            return {}
+        found = {
+            other.instance_id: other.info.endpoints.bootstrap
+            for other in self.workers
+            if other.role == "prefill" and other.ready and other.info is not None
+            if other.info.endpoints.bootstrap and other.info.difference(own) is None
+        }
+        return dict(itertools.islice(found.items(), MAX_MEETINGS))
+
+    async def wait_linked(self) -> None:
+        """Return when the decode nodes have made their links to the prefill nodes that are there,
+        so that no request pays for one."""
+        while True:
+            unlinked = [
+                worker
+                for worker in self.workers
+                if worker.ready
+                and worker.linked is not None
+                and not self._meetings(worker).keys() <= set(worker.linked)
+            ]
+            if not unlinked:
+                return
+            for worker in unlinked:
+                worker.beat(self._sockets.instance_id, meet=self._meetings(worker))
+            await asyncio.sleep(LINK_POLL_SECONDS)
 
     def _lose(self, worker: Worker, reason: str) -> None:
         """Fail what depends on a worker and meet it anew if it answers: by a new channel, which

@@ -176,11 +176,14 @@ class Proxy:
         self._app = make_app(service, admin, metrics, config.api_key)
 
     async def wait_ready(self, timeout: float) -> bool:
-        """Whether the nodes can serve, waiting at most ``timeout`` seconds for them (none: not)."""
+        """Whether the nodes can serve, waiting at most ``timeout`` seconds for them (none: not) and
+        for the links between them."""
         if not self._pool.workers:
             return False
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._became_ready.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._became_ready.wait()
+                await self._pool.wait_linked()
         return self._router.ready()
 
     def request_stop(self) -> None:

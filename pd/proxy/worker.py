@@ -106,6 +106,7 @@ class Worker:
         run_delay: seconds that it was ready to run and got no CPU, see :mod:`pd.core.starvation`.
         active: generations that need this node.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
+        linked: prefill nodes to which this decode node has made its links; None if it does not say.
         tree: prefixes it presumably holds, kept by the cache-aware policy.
         problem: why it cannot be used, for people.
     """
@@ -128,6 +129,7 @@ class Worker:
         self.run_delay = 0.0
         self.active: dict[Generation, None] = {}
         self.pending_tokens = 0
+        self.linked: list[str] | None = None
         self.tree: PrefixTree | None = None
         self.problem = "not reached yet"
 
@@ -167,6 +169,7 @@ class Worker:
         self.running = heartbeat.running
         self.losses = heartbeat.losses
         self.run_delay = heartbeat.run_delay
+        self.linked = heartbeat.linked
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
     def lost(self, problem: str) -> None:
@@ -180,13 +183,19 @@ class Worker:
         self._sent_at = time.monotonic()
         return self.connected
 
-    def beat(self, sender: str, run_delays: dict[str, float] | None = None) -> bool:
+    def beat(
+        self,
+        sender: str,
+        run_delays: dict[str, float] | None = None,
+        meet: dict[str, str] | None = None,
+    ) -> bool:
         """Send a heartbeat of the proxy ``sender``; whether the connection stands."""
         heartbeat = ProxyHeartbeat(
             to=self.instance_id,
             sender=sender,
             run_delay=RUN_DELAY.total,
             run_delays=run_delays or {},
+            meet=meet or {},
         )
         return self.send(heartbeat)
 

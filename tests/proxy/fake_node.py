@@ -111,6 +111,8 @@ class FakeNode:
         self._heard: float | None = None
         self._numbers: dict[str, Sent] = {}
         self.losses = 0
+        self.linked: list[str] | None = None
+        self.meet: dict[str, str] = {}
         self.run_delay = 0.0
         self.run_delays: dict[str, float] = {}
         self._stop = threading.Event()
@@ -357,6 +359,7 @@ class FakeNode:
             self._heard = now
             self.heartbeats[proxy] = self.heartbeats.get(proxy, 0) + 1
             self.run_delays = message.run_delays or self.run_delays
+            self.meet = message.meet or self.meet
             if not self.silent and heartbeat_owner(proxy.encode()) == proxy.encode():
                 beat = NodeHeartbeat(
                     to=proxy,
@@ -366,6 +369,7 @@ class FakeNode:
                     running=self.running,
                     losses=self.losses,
                     run_delay=self.run_delay,
+                    linked=self.linked,
                 )
                 self.send(proxy, beat)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -385,3 +386,18 @@ def test_flushing_names_the_node_that_failed(cluster: Cluster) -> None:
     message = response.json()["error"]["message"]
     assert decode.url in message
     assert prefill.url not in message
+
+
+def test_ready_waits_for_links_between_nodes_but_not_for_ever(cluster: Cluster) -> None:
+    prefill, decode = cluster.pair()
+    decode.linked = []
+    begun = time.monotonic()
+    proxy = cluster.proxy(wait_ready=0.5)
+    assert time.monotonic() - begun >= 0.5
+    wait_until(lambda: list(decode.meet) == [prefill.instance_id])
+    # It serves all the same: the first request makes the link.
+    with httpx.Client(base_url=proxy.url) as client:
+        wait_until(lambda: client.get("/readiness").status_code == 200)
+    decode.linked = [prefill.instance_id]
+    cluster.proxy(wait_ready=60.0)
+    assert time.monotonic() - begun < 60.0
