@@ -85,6 +85,12 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         "is on this host)",
     )
     add(
+        "--split-special-tokens",
+        action="store_true",
+        help="special tokens that clients write are ordinary text; only the chat template's are "
+        "control tokens",
+    )
+    add(
         "--served-model-name",
         metavar="NAME",
         help="another name for the first model that the nodes serve",

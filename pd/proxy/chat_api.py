@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from pd.proxy.chat_template import ChatTemplate
     from pd.proxy.fields import Fields
     from pd.proxy.generation import Choice, Delta
     from pd.proxy.openai_common import OpenAIRequest
     from pd.proxy.service import ModelView, Service
+    from pd.proxy.tokenizer import TextModel
 
 ENDPOINT = "/v1/chat/completions"
 # Templates are programs, which take some time for each.
@@ -58,7 +58,7 @@ def _prepare(
 ) -> Spec:
     """What goes to the nodes. Raises InvalidRequestError."""
     text = model.need_text("messages")
-    prompt = render_prompt(fields, text.template(), messages)
+    prompt = render_prompt(fields, text, messages)
     # The template writes the special tokens itself.
     ids = encode(model, prompt, "messages", add_special_tokens=False)
     return Spec(
@@ -74,8 +74,9 @@ def _prepare(
     )
 
 
-def render_prompt(fields: Fields, template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
-    """Messages as one prompt. Raises InvalidRequestError."""
+def render_prompt(fields: Fields, text: TextModel, messages: list[dict[str, Any]]) -> str:
+    """Messages as one prompt for the tokenizer. Raises InvalidRequestError."""
+    template, special = text.template(), text.special
     continues = fields.boolean("continue_final_message")
     generates = fields.boolean("add_generation_prompt", not continues)
     if continues and generates:
@@ -86,13 +87,18 @@ def render_prompt(fields: Fields, template: ChatTemplate, messages: list[dict[st
     if not template.knows_developer:
         # OpenAI's newer name; a template that ignored it would drop the instructions.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-    extra = fields.mapping("chat_template_kwargs")
-    return template.render(
+    given = fields.mapping("chat_template_kwargs")
+    extra = given.data if given else None
+    hidden: list[str] = []
+    if special is not None:
+        messages, extra = special.hide_messages(messages, hidden), special.hide(extra, hidden)
+    prompt = template.render(
         messages,
         add_generation_prompt=generates,
         continue_final_message=continues,
-        extra=extra.data if extra else None,
+        extra=extra,
     )
+    return prompt if special is None else special.reveal(prompt, hidden)
 
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:

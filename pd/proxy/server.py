@@ -59,6 +59,7 @@ class ProxyConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     tokenizer: str | None = None
+    split_special_tokens: bool = False
     policy: str = "cache_aware"
     api_key: str | None = field(default=None, repr=False)
     max_queue: int = DEFAULT_MAX_QUEUE
@@ -114,7 +115,9 @@ class Proxy:
         config = self.config
         listener = _bind(config.host, config.port)
         try:
-            text_models = TextModels(config.tokenizer)
+            text_models = TextModels(
+                config.tokenizer, split_special_tokens=config.split_special_tokens
+            )
             await text_models.get(None)
             self._build(text_models)
         except PDError:

@@ -13,6 +13,7 @@ import numpy as np
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.proxy.chat_template import ChatTemplate, load_templates
 from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
+from pd.proxy.special_tokens import SpecialTokens
 from pd.proxy.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
@@ -28,18 +29,28 @@ _MIN_LONGEST = 64
 
 
 class TextModel:
-    """Text to token ids and back for one model."""
+    """Text to token ids and back for one model.
 
-    def __init__(self, directory: Path, *, need_templates: bool = True) -> None:
+    Attributes:
+        special: tells a template's special tokens from those of clients; None where a special token
+            is one whoever wrote it.
+    """
+
+    def __init__(
+        self, directory: Path, *, need_templates: bool = True, split_special_tokens: bool = False
+    ) -> None:
         """Raises UsageError if the directory holds no tokenizer that can be read.
 
         Args:
             need_templates: chat templates that cannot be read are an error too, not just logged.
+            split_special_tokens: special tokens that clients write are text.
         """
         self._tokenizer = load_tokenizer(directory)
         # Such settings belong to training; applied here they would cut prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.special = SpecialTokens(self._tokenizer) if split_special_tokens else None
+        self._encoder = self._tokenizer if self.special is None else self.special.tokenizer
         decoder: dict[str, Any] | None = json.loads(self._tokenizer.to_str()).get("decoder")
         self.table = TokenTable(self._tokenizer, decoder)
         # Characters that one token may stand for; more than that only where unknown ones are fused.
@@ -61,9 +72,7 @@ class TextModel:
         Raises InvalidRequestError for a text of more than MAX_TEXT_TOKENS.
         """
         # The batch calls are those that let go of Python's global lock.
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
+        (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > MAX_TEXT_TOKENS:
             raise InvalidRequestError(
                 f"{param} has {len(encoding)} tokens; at most {MAX_TEXT_TOKENS} are taken",
@@ -112,8 +121,9 @@ class TextModel:
 class TextModels:
     """Loads each model directory once, off the event loop."""
 
-    def __init__(self, directory: str | None) -> None:
+    def __init__(self, directory: str | None, *, split_special_tokens: bool = False) -> None:
         self._configured = directory
+        self._split = split_special_tokens
         self._models: dict[str, asyncio.Future[TextModel | None]] = {}
 
     async def get(self, model_path: str | None) -> TextModel | None:
@@ -132,9 +142,11 @@ class TextModels:
 
     def _load(self, directory: str) -> TextModel | None:
         if self._configured is not None:
-            return TextModel(Path(directory))
+            return TextModel(Path(directory), split_special_tokens=self._split)
         try:
-            return TextModel(Path(directory), need_templates=False)
+            return TextModel(
+                Path(directory), need_templates=False, split_special_tokens=self._split
+            )
         except UsageError as error:
             log.warning("%s; without --tokenizer DIR this proxy serves token ids only", error)
             return None

@@ -52,7 +52,7 @@ def _read_tokenize(fields: Fields) -> tuple[Fields, str | None]:
 def _tokenize(fields: Fields, model: ModelView) -> Response:
     text = model.need_text("prompt")
     if fields.has("messages"):
-        prompt = render_prompt(fields, text.template(), read_messages(fields))
+        prompt = render_prompt(fields, text, read_messages(fields))
         special = fields.boolean("add_special_tokens", False)
     else:
         given = fields.string("prompt") if fields.has("prompt") else fields.string("text")
