@@ -103,12 +103,16 @@ class HandOff:
         if early is not None:
             self.reserve(request, early[1])
 
+    def refuse_stranger(self, sender: str, room: bytes = b"", epoch: int = 0) -> None:
+        """Tell a decode node that is not known, or not any more, to shake hands (again)."""
+        logger.warning("%s is not known here", sender)
+        error = ErrorInfo(HandshakeError.kind, f"{sender} did not shake hands")
+        self.peers.send(self._abort(sender, room, epoch, error))
+
     def on_reservation(self, message: Reservation) -> None:
         """D reserved slots, for a room that may be known, unknown yet, or gone."""
         if not self.peers.heard_from(message.sender):
-            logger.warning("refused a reservation of stranger %s", message.sender)
-            error = ErrorInfo(HandshakeError.kind, f"{message.sender} did not shake hands")
-            self.peers.send(self._abort(message.sender, message.room, message.epoch, error))
+            self.refuse_stranger(message.sender, message.room, message.epoch)
             return
         request = self._node.requests.get(message.room)
         if request is None:

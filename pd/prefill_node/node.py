@@ -186,7 +186,10 @@ class PrefillNode(Node):
     def _on_peer_heartbeat(self, identity: bytes, message: AnyMessage) -> None:
         assert isinstance(message, PeerHeartbeat)
         self.transfer.patience.heard(message.sender, message.run_delay)
-        self.hand_off.peers.heard_from(message.sender)
+        if not self.hand_off.peers.heard_from(message.sender):
+            # It stood still for longer than its lease. Better that it hears of that now than from
+            # its next reservation, whose request would fail.
+            self.hand_off.refuse_stranger(message.sender)
 
     def peer_gap(self, instance: str) -> bool:
         known = instance in self.hand_off.peers

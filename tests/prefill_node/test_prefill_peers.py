@@ -44,6 +44,8 @@ def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
         assert not silent.answers(Drained, 0.2), "only its own disconnect protects its pages now"
         silent.reserve(b"a later room....", 8)
         assert silent.receive(AbortRoom).error.kind == "handshake"
+        silent.live()
+        assert silent.receive(AbortRoom).error.kind == "handshake", "before it reserves again"
         assert not prefill.node.hand_off._early, "it must shake hands again first"
         silent.shake_hands()
         epoch, _ = silent.reserve(room := ask(proxy, prefill, silent), len(PROMPT))
