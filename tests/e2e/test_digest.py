@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from typing import TYPE_CHECKING
@@ -59,6 +60,35 @@ def test_a_flipped_byte_is_noticed_with_the_digest_alone(
         else:
             damaged.tokens()
         assert len(cluster.client.generate(prompt(3), cluster.pair).tokens()) == 16
+        cluster.wait_idle()
+
+
+def test_a_flipped_byte_in_any_page_fails_its_request(
+    checkpoint: Callable[[str], Path], tmp_path: Path, seed: int
+) -> None:
+    """Every page of a prompt in turn; token, layer, K or V, head and dimension are drawn."""
+    model, rng, length, page = checkpoint("qwen3"), random.Random(seed), 200, 16
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    rules = [
+        {
+            "do": "corrupt",
+            "rooms": room,
+            "token": rng.randrange(start, min(start + page, length)),
+            "layer": rng.randrange(layers),
+            "part": rng.choice("kv"),
+            "byte": rng.randrange(1 << 16),  # wraps at the row's end
+        }
+        for room, start in enumerate(range(0, length, page), start=1)
+    ]
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"rules": rules}))
+    settings = {"transfer_backend": "fake", "fake_script": script, "kv_digest": True}
+    with Cluster(model, page_size=page, **settings) as cluster:
+        for room in range(1, len(rules) + 1):
+            request = cluster.client.generate(prompt(room, length), cluster.pair)
+            with pytest.raises(TransferError, match="damaged on its way"):
+                request.tokens()
+        assert len(cluster.client.generate(prompt(0, length), cluster.pair).tokens()) == 16
         cluster.wait_idle()
 
 
