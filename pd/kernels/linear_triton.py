@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 # With more rows, cuBLAS is faster; with fewer at most 9 % so, and with some matrices only
-# (``benchmarks/kernels.py``).
+# (``kernels_gpu``).
 MAX_ROWS = 16
 
 

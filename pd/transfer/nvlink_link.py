@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 # they cannot be called back when their room is aborted or the peer dies.
 LAUNCHED_AHEAD = 4
 # A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
-# power, which a long forward pass on a GPU at its limit then lacks: it takes 2 % longer, whether
-# groups of layers or one token of each were sent (`benchmarks/sending.py`). So KV is collected, by
+# power, which a long forward pass on a GPU at its limit then lacks: it takes 1 to 2 % longer,
+# whether groups of layers or one token of each were sent (``sending_gpu``). So KV is collected, by
 # what the link was seen to do and this many operations per second, more than an H200 gets done.
 _FLOPS = 1e15
 # Smaller stores say little about the link.

@@ -1,0 +1,232 @@
+"""Prose that quotes measured figures says what the result files say.
+
+:data:`QUOTES` has each passage that quotes figures, as it must read by `benchmarks/results`. A
+number with a unit of measurements (GB/s, %, ms, …) anywhere else in the documents, or in comments
+and docstrings, is an error unless :data:`LIMITS` says what it is: a limit or a setting, not a
+result. Pages that are written by a program (benchmarks.md, embedded-model.md) are checked by that.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import tokenize
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GENERATED = {"benchmarks.md", "embedded-model.md"}
+MEASURED = re.compile(
+    r"(?<![\w.])\d[\d,.]*(?: to \d[\d,.]*)? ?(?:GB/s|MB/s|%|ms\b|µs|tok/s|tokens/s|TFLOPS?)"
+)
+
+
+def rows(name: str, **chosen: object) -> list[dict[str, Any]]:
+    """Rows of a result file with these values."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return [row for row in found if all(row.get(key) == value for key, value in chosen.items())]
+
+
+def value(name: str, column: str, **chosen: object) -> float:
+    """The column of the only row with these values. Raises ValueError if there is not one."""
+    (row,) = rows(name, **chosen)
+    return float(row[column])
+
+
+def span(values: list[float]) -> str:
+    """Smallest and largest, as whole numbers."""
+    low, high = round(min(values)), round(max(values))
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _transfers() -> dict[str, str]:
+    metric, work = "prefill, as the node says", "unloaded:32768"
+    found = {}
+    # The prefill node alone was measured once beside each split, in this order.
+    alone = rows("split_gpu", system="prefill node alone", work=work, metric=metric)
+    for backend, base in zip(("nvlink", "nixl"), alone, strict=True):
+        split = value("split_gpu", "p50_ms", system=f"split, {backend}", work=work, metric=metric)
+        found |= {backend: f"{split:,.0f}", f"{backend}_alone": f"{base['p50_ms']:,.0f}"}
+    return found
+
+
+def _blocks() -> dict[str, str]:
+    sizes = {"page": 32768, "layers": 2 << 20, "slot": 128 << 20}
+    found = {
+        name: f"{value('nixl_blocks_gpu', 'gb_s', block_bytes=size):.0f}"
+        for name, size in sizes.items()
+    }
+    small = [
+        r["write_ms"] / r["blocks"] * 1e3 for r in rows("nixl_blocks_gpu") if r["blocks"] > 512
+    ]
+    return found | {
+        "descriptor": span(small),
+        "staged": f"{value('transfer_gpu', 'gb_s', backend='nixl'):.0f}",
+    }
+
+
+def _kernels() -> dict[str, str]:
+    one, two = (
+        {
+            row["size"].split(" rows")[0]: row["us"]
+            for row in rows("kernels_prompts_gpu")
+            if row["size"].endswith(way)
+        }
+        for way in ("one kernel", "two")
+    )
+    linear = [r for r in rows("kernels_gpu", kernel="linear") if rows_of(r) <= 16]
+    return {
+        "gate_up": span([100 * (1 - one[size] / two[size]) for size in one]),
+        "linear": span([max(100 * (row["us"] / row["torch_us"] - 1) for row in linear)]),
+    }
+
+
+def rows_of(row: dict[str, Any]) -> int:
+    return int(row["size"].split(", ")[1].removesuffix(" rows"))
+
+
+def _sending() -> str:
+    """What a pass takes longer when KV leaves layer by layer, in percent."""
+    layered = [row for row in rows("sending_gpu") if "by layers" in row["sent"]]
+    return span([100 * row["more_ms"] / row["pass_ms"] for row in layered])
+
+
+def _idle() -> str:
+    ways = [r["idle_core"] for r in rows("nixl_completion") if r["way"].startswith("notification")]
+    return " to ".join(f"{100 * share:.0f} %" for share in sorted(ways))
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A passage of a file; white space and comment signs do not count."""
+
+    file: str
+    text: str
+
+
+def quotes() -> list[Quote]:
+    transfers, blocks, kernels = _transfers(), _blocks(), _kernels()
+    page = "docs/transfer-backends.md"
+    return [
+        Quote(
+            page,
+            "the prefill of 32,768 tokens takes {nvlink} ms while it is sent over `nvlink` and "
+            "{nvlink_alone} ms while nothing is, {nixl} ms over `nixl` and {nixl_alone} ms without "
+            "(`split_gpu`".format(**transfers),
+        ),
+        Quote(
+            page,
+            "NIXL writes blocks of 32 KiB (a page of 16 tokens in one layer) at {page} GB/s, of "
+            "2 MiB (the same page in all layers, which could not leave before the last one is "
+            "computed) at {layers} GB/s, and of a slot's 128 MiB at {slot} GB/s "
+            "(`nixl_blocks_gpu`".format(**blocks),
+        ),
+        Quote(
+            page,
+            "gathering and scattering leave {staged} GB/s of that (`transfer_gpu`)".format(
+                **blocks
+            ),
+        ),
+        Quote(
+            "pd/transfer/staging.py",
+            "a descriptor costs NIXL {descriptor} µs (``nixl_blocks_gpu``)".format(**blocks),
+        ),
+        Quote(
+            "pd/transfer/nixl.py",
+            f"either takes D {_idle()} of a core with nothing to do",
+        ),
+        Quote(
+            "pd/transfer/nvlink_link.py",
+            f"it takes {_sending()} % longer, whether groups of layers or one token of each were "
+            "sent (``sending_gpu``)",
+        ),
+        Quote(
+            "pd/kernels/gate_up_triton.py",
+            f"{kernels['gate_up']} % less time than cuBLAS's product and that kernel after it "
+            "(``kernels_prompts_gpu``)",
+        ),
+        Quote(
+            "pd/kernels/linear_triton.py",
+            f"at most {kernels['linear']} % so, and with some matrices only (``kernels_gpu``)",
+        ),
+    ]
+
+
+# Numbers that are no results of ours, by file.
+LIMITS = {
+    "docs/transfer-backends.md": [
+        "A write to a killed peer ends within 50 ms",
+        "an H200's for 50 ms: `nvidia-smi",
+    ],
+    "pd/bench/serve_client.py": ["a token every 7 ms"],
+    "pd/commands/node.py": ["Python's default of 5 ms"],
+    "pd/transfer/nixl.py": [
+        "A write to a killed peer ends with an error within 50 ms",
+        "a slot costs P 0.3 ms of Python",
+        "the link needs 0.45 ms for 128 MiB",
+    ],
+    "pd/transfer/nvlink_link.py": ["A GPU's links stay awake for 50 ms"],
+    "benchmarks/sending.py": ["when it saw 390 GB/s"],
+}
+
+
+def prose(path: Path) -> str:
+    """A page without code, or the comments and strings over several lines of a program; in one
+    line."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    else:
+        text = "\n".join(_comments(text))
+    return " ".join(text.split())
+
+
+def _comments(source: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("#")
+        elif token.type == tokenize.STRING and token.string.lstrip("rf").startswith('"""'):
+            yield token.string
+
+
+def files() -> list[Path]:
+    pages = [page for page in ROOT.glob("docs/*.md") if page.name not in GENERATED]
+    programs = [p for room in ("pd", "benchmarks", "scripts") for p in ROOT.glob(f"{room}/**/*.py")]
+    own = Path(__file__).resolve()
+    return sorted({ROOT / "README.md", *pages, *programs} - {own})
+
+
+def problems(texts: dict[str, str], expected: list[Quote]) -> Iterator[str]:
+    """What is wrong with files, given by name and :func:`prose`; a line each."""
+    known = {name: list(passages) for name, passages in LIMITS.items()}
+    for quote in expected:
+        known.setdefault(quote.file, []).append(quote.text)
+        if quote.text not in texts.get(quote.file, ""):
+            yield f"{quote.file} does not say what was measured: {quote.text!r}"
+    for name, text in texts.items():
+        for passage in known.get(name, ()):
+            text = text.replace(passage, "")
+        for found in MEASURED.finditer(text):
+            around = text[max(0, found.start() - 40) : found.end() + 20]
+            yield (
+                f"{name} quotes {found.group()!r} ({around!r}): if it was measured, say from which "
+                "result file in QUOTES of scripts/check_figures.py, otherwise name it in LIMITS"
+            )
+
+
+def main() -> int:
+    texts = {str(path.relative_to(ROOT)): prose(path) for path in files()}
+    found = list(problems(texts, quotes()))
+    print("\n".join(found) or "figures in prose are those of the result files")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
