@@ -29,6 +29,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_imports.py
 	$(BIN)/python scripts/render_benchmarks.py --check
+	$(BIN)/python scripts/check_figures.py
 
 fmt: $(VENV)/.installed
 	$(BIN)/ruff format .

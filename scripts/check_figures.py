@@ -63,11 +63,9 @@ def _blocks() -> dict[str, str]:
         name: f"{value('nixl_blocks_gpu', 'gb_s', block_bytes=size):.0f}"
         for name, size in sizes.items()
     }
-    small = [
-        r["write_ms"] / r["blocks"] * 1e3 for r in rows("nixl_blocks_gpu") if r["blocks"] > 512
-    ]
+    many = [row for row in rows("nixl_blocks_gpu") if row["blocks"] > 512]
     return found | {
-        "descriptor": span(small),
+        "descriptor": span([row["write_ms"] / row["blocks"] * 1e3 for row in many]),
         "staged": f"{value('transfer_gpu', 'gb_s', backend='nixl'):.0f}",
     }
 
@@ -130,9 +128,7 @@ def quotes() -> list[Quote]:
         ),
         Quote(
             page,
-            "gathering and scattering leave {staged} GB/s of that (`transfer_gpu`)".format(
-                **blocks
-            ),
+            f"gathering and scattering leave {blocks['staged']} GB/s of that (`transfer_gpu`)",
         ),
         Quote(
             "pd/transfer/staging.py",
@@ -159,18 +155,21 @@ def quotes() -> list[Quote]:
     ]
 
 
-# Numbers that are no results of ours, by file.
+# Numbers that are no results of ours, or of a look at a library that nobody repeats; by file.
 LIMITS = {
     "docs/transfer-backends.md": [
         "A write to a killed peer ends within 50 ms",
         "an H200's for 50 ms: `nvidia-smi",
     ],
     "pd/bench/serve_client.py": ["a token every 7 ms"],
+    "pd/bench/engine_roofline.py": ["800 TFLOP/s of bf16 products"],
+    "pd/core/starvation.py": ["Takes about 7 µs for each thread"],
     "pd/commands/node.py": ["Python's default of 5 ms"],
     "pd/transfer/nixl.py": [
         "A write to a killed peer ends with an error within 50 ms",
         "a slot costs P 0.3 ms of Python",
         "the link needs 0.45 ms for 128 MiB",
+        "each later one takes 10 to 30 ms",
     ],
     "pd/transfer/nvlink_link.py": ["A GPU's links stay awake for 50 ms"],
     "benchmarks/sending.py": ["when it saw 390 GB/s"],

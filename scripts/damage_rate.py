@@ -3,9 +3,9 @@
 Recall prompts go through a prefill and a decode node of the embedded model (float32, CPU) over the
 `fake` backend, which damages one byte of each on its way: every bit of it is flipped. The answer is
 compared with that to the same prompt undamaged. Where the byte lies is drawn at random, page,
-layer, K or V, head and dimension: first anywhere, then in the token of a digit that the answer
-repeats, and at last of that the byte with sign and exponent. With `--kv-digest` the same damage
-must fail every request.
+layer, K or V, head and dimension: anywhere; in the token of a digit that the answer repeats; of
+that the byte with sign and exponent; and of these only in V of the layer and head by which this
+model carries digits. With `--kv-digest` the same damage must fail every request.
 
     python scripts/damage_rate.py --output benchmarks/results/damage_rate.json
 """
@@ -38,7 +38,10 @@ from pd.launch import NodeServer  # noqa: E402
 from pd.proxy.server import ProxyConfig, ProxyThread  # noqa: E402
 
 ANYWHERE, DIGIT, EXPONENT = "anywhere", "a digit", "a digit, sign and exponent"
-WHERE = (ANYWHERE, DIGIT, EXPONENT)
+CARRIER = "a digit, sign and exponent, where it is carried"
+WHERE = (ANYWHERE, DIGIT, EXPONENT, CARRIER)
+# Where the embedded model carries digits, found by trying all; head 0.
+CARRIER_LAYER = 2
 PROMPT_TOKENS = 400
 _FLOAT_BYTES = 4
 
@@ -122,7 +125,8 @@ class Places:
         self._tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
         config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
         self._layers = int(config["num_hidden_layers"])
-        self._floats = int(config["num_key_value_heads"]) * int(config["head_dim"])
+        self._head = int(config["head_dim"])
+        self._floats = int(config["num_key_value_heads"]) * self._head
 
     def draw(self, example: Example, where: str) -> Damage:
         encoding = self._tokenizer.encode(render(_messages(example)), add_special_tokens=False)
@@ -131,8 +135,12 @@ class Places:
         if where != ANYWHERE:
             token = self._digit(example, encoding)
         number = rng.randrange(self._floats)
-        byte = _FLOAT_BYTES - 1 if where == EXPONENT else rng.randrange(_FLOAT_BYTES)
+        byte = rng.randrange(_FLOAT_BYTES)
+        if where in (EXPONENT, CARRIER):
+            byte = _FLOAT_BYTES - 1
         layer, part = rng.randrange(self._layers), rng.choice("kv")
+        if where == CARRIER:
+            number, layer, part = rng.randrange(self._head), CARRIER_LAYER, "v"
         return Damage(token, layer, part, _FLOAT_BYTES * number + byte)
 
     def _digit(self, example: Example, encoding: Any) -> int:
@@ -186,7 +194,7 @@ def main() -> int:
         rows = measure(args.prompts, args.seed, Path(directory))
     for row in rows:
         print(
-            f"{row['damage']:28} {row['prompts']} prompts: "
+            f"{row['damage']:48} {row['prompts']} prompts: "
             f"{row['other_answers_rate']:.1%} other answers, "
             f"{row['noticed_by_digest_rate']:.1%} noticed by the digest"
         )
