@@ -52,6 +52,8 @@ class DecodeManager:
         self.waiting: deque[Sequence] = deque()
         self.retracted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        # Somebody here waits for pages: what comes free is not for new requests.
+        self.lacks_memory = False
 
     @property
     def growth(self) -> int:
@@ -147,10 +149,16 @@ class DecodeManager:
         return not any(sequence.sampling.has_penalties for sequence in self.running)
 
     def _admit(self) -> None:
+        """Let in who has its pages or gets them: retracted sequences first. Behind the first that
+        lacks memory nobody gets any, but those that have all their pages may run meanwhile: no
+        request is given memory either (:attr:`lacks_memory`), so these end one by one, and what
+        they held is what the first one waits for."""
+        self.lacks_memory = False
         for queue in (self.retracted, self.waiting):
             while queue and len(self.running) < self._max_running:
                 if not self._resume(queue[0]):
-                    self._unblock()
+                    self.lacks_memory = True
+                    self._admit_holders()
                     return
                 self._start(queue.popleft())
 
@@ -158,11 +166,13 @@ class DecodeManager:
         sequence.request.state = RequestState.RUNNING
         self.running.append(sequence)
 
-    def _unblock(self) -> None:
-        """Whoever is first in line may lack just the pages that one behind it holds. When nothing
-        runs, only the holder can give them back, by running."""
-        holder = next((sequence for sequence in self.waiting if len(sequence.pages)), None)
-        if not self.running and holder is not None:
+    def _admit_holders(self) -> None:
+        """Start waiting sequences that hold their pages, as many as leave a page for each that runs
+        to grow by, and one in any case: only by running can they give their pages back."""
+        for holder in [sequence for sequence in self.waiting if len(sequence.pages)]:
+            running = len(self.running)
+            if running >= self._max_running or 0 < running >= self._memory.available:
+                return
             self.waiting.remove(holder)
             self._start(holder)
 

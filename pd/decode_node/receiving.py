@@ -74,7 +74,8 @@ class Receiving:
 
     def pump(self) -> None:
         """Reserve for whoever fits, in order of arrival; whose peer is not ready yet is passed."""
-        if self._node.decode.retracted:
+        decode = self._node.decode
+        if decode.retracted or decode.lacks_memory:
             return
         # NOTE: a copy, since who gets memory, or fails for want of a receiver, leaves the queue.
         for request in list(self.preallocation):

@@ -36,7 +36,7 @@ class UnifiedNode(Node):
         """Pages that must be left when this request is admitted, for everybody here to grow; none
         when nobody else is here, so that all make progress."""
         decode, others = self.decode, [r.sequence for r in self.prefill.running]
-        if decode.retracted:
+        if decode.retracted or decode.lacks_memory:
             return self.memory.num_pages
         if not others and not decode.running and not decode.waiting:
             return 0

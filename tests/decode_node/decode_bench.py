@@ -1,0 +1,94 @@
+"""A decode manager with a pool but without a model: steps take no time."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from requests_for_tests import make_request
+
+from pd.core.messages import FirstToken
+from pd.core.request import RequestState
+from pd.decode_node.decode import DecodeManager
+from pd.engine.page_allocator import PageState
+from pd.node.memory import Memory
+from pd.radix import RadixCache
+
+if TYPE_CHECKING:
+    from pd.core.request import Request, Sequence
+
+TOKEN = 7
+
+
+class DecodeBench:
+    """Plans and accounts for steps; each sequence ends after its ``max_tokens``.
+
+    Attributes:
+        batches: sequences in each step so far.
+        ended: requests in the order in which they did.
+        restored: sequences that came back from host memory.
+    """
+
+    def __init__(self, *, pages: int, page_size: int = 4, max_running: int = 8) -> None:
+        self.memory = Memory(pages, page_size, RadixCache(page_size))
+        self.requests: list[Request] = []
+        self.ended: list[Request] = []
+        self.batches: list[int] = []
+        self._names = itertools.count(100)
+        pool = SimpleNamespace(page_bytes=lambda layout: 1)
+        model = SimpleNamespace(eos_token_ids=(), vocab_size=1 << 20)
+        saved = SimpleNamespace(restore=lambda pages, first: None)
+        node: Any = SimpleNamespace(
+            memory=self.memory,
+            engine=SimpleNamespace(
+                pool=pool, layout=None, model_config=model, save_pages=lambda pages: saved
+            ),
+            config=SimpleNamespace(
+                max_running_requests=max_running,
+                retraction_host_memory=1 << 20,
+                reserved_decode_tokens=1,
+            ),
+            metrics=SimpleNamespace(
+                retractions=SimpleNamespace(inc=lambda: None), observe=lambda *_: None
+            ),
+            emit=lambda *_: None,
+            finish=self._finish,
+        )
+        self.manager = DecodeManager(node)
+
+    def _finish(self, request: Request) -> None:
+        request.state = RequestState.DONE
+        self.ended.append(request)
+
+    def add(self, prompt_len: int, max_tokens: int) -> Sequence:
+        """A prompt that was committed, with its pages, and token 1 of it."""
+        params = {"max_tokens": max_tokens}
+        request = make_request([next(self._names)] * prompt_len, params=params)
+        sequence = request.sequence
+        assert self.memory.grow(sequence, prompt_len, PageState.RESERVED)
+        self.memory.commit(sequence)
+        sequence.num_computed = prompt_len
+        self.memory.cache(sequence)
+        self.manager.add(request, [FirstToken(0, TOKEN)], repeat=False)
+        self.requests.append(request)
+        return sequence
+
+    def step(self) -> int:
+        """Plan a step, as if it had been computed at once; returns the size of the batch."""
+        works = self.manager.plan()
+        for work in works:
+            token = SimpleNamespace(error=None, token_id=TOKEN, logprobs=None)
+            work.sampled = [token for _ in work.samples]
+        self.manager.process(works)
+        self.memory.check([s for r in self.requests for s in r.sequences], [])
+        self.batches.append(len(works))
+        return len(works)
+
+    def run(self, steps: int = 5000) -> None:
+        """Step until everybody has ended."""
+        for _ in range(steps):
+            if len(self.ended) == len(self.requests):
+                return
+            self.step()
+        raise AssertionError(f"{len(self.requests) - len(self.ended)} did not end")
