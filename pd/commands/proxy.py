@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 TEXT = "take requests over HTTP and route them to nodes"
 API_KEY_VARIABLE = "PD_API_KEY"
+ADMIN_API_KEY_VARIABLE = "PD_ADMIN_API_KEY"
 
 _EXAMPLES = f"""\
 examples:
@@ -108,6 +109,26 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
         f"{API_KEY_VARIABLE}, which other users of this machine cannot see",
     )
     add(
+        "--admin-api-key",
+        metavar="KEY",
+        help="opens workers, caches and requests of others, which otherwise only programs of this "
+        f"host may ask for; better given as {ADMIN_API_KEY_VARIABLE}",
+    )
+    add(
+        "--api-keys",
+        type=types.path,
+        metavar="FILE",
+        help="more keys, one a line: inference or admin, the key, and a name if you like",
+    )
+    add(
+        "--cors-origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may use the proxy, such as https://chat.example.org; may be repeated, "
+        "* lets in all",
+    )
+    add(
         "--cluster-key-file",
         type=types.path,
         metavar="FILE",
@@ -138,6 +159,16 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         settings["cluster_key"] = load_cluster_key(key_file)
     if settings["api_key"] is None:
         settings["api_key"] = os.environ.get(API_KEY_VARIABLE) or None
+    if settings["admin_api_key"] is None:
+        settings["admin_api_key"] = os.environ.get(ADMIN_API_KEY_VARIABLE) or None
+    if settings["api_keys"] is None:
+        settings["api_keys"] = []
+    else:
+        from pd.proxy.access import load_api_keys
+
+        settings["api_keys"] = load_api_keys(settings["api_keys"])
+    # Browsers send them without a slash and in lower case.
+    settings["cors_origins"] = [o.rstrip("/").lower() for o in settings["cors_origins"]]
     urls = [*args.prefill, *args.decode, *args.unified]
     for url in urls:
         if urls.count(url) > 1:
@@ -153,10 +184,15 @@ def advice(config: ProxyConfig) -> list[str]:
 
     urls = (*config.prefill, *config.decode, *config.unified)
     found = []
-    if not is_loopback(config.host) and config.api_key is None:
+    if not is_loopback(config.host) and not config.key_required:
         found.append(
-            f"--host {config.host} without an API key: whoever reaches this port can generate, "
-            f"abort and change workers; set {API_KEY_VARIABLE} unless something in front checks"
+            f"--host {config.host} without an API key: whoever reaches this port can generate; set "
+            f"{API_KEY_VARIABLE} unless something in front checks"
+        )
+    if "*" in config.cors_origins and not config.key_required:
+        found.append(
+            "--cors-origins * without an API key: every web page that is open in a browser which "
+            "reaches this port can generate"
         )
     if config.cluster_key is None:
         found += [

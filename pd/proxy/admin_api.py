@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
 from pd.core.errors import InvalidRequestError, NodeFailedError, NotFoundError, UnavailableError
+from pd.proxy.access import caller_of
 from pd.proxy.fields import Fields
 from pd.proxy.web import json_response, read_object
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+    from pd.proxy.access import Access
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.metrics import Metrics
     from pd.proxy.pool import WorkerPool
     from pd.proxy.routing import Router
     from pd.proxy.service import Service
+
+log = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,12 +37,14 @@ class AdminAPI:
         pool: WorkerPool,
         dispatcher: Dispatcher,
         metrics: Metrics,
+        access: Access,
     ) -> None:
         self._service = service
         self._router = router
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._access = access
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -47,11 +54,9 @@ class AdminAPI:
         if self._dispatcher.draining:
             raise UnavailableError("the proxy is shutting down")
         if not self._router.ready():
-            problems = [f"{w.url}: {w.problem}" for w in self._pool.workers if w.problem]
-            problems += self._router.differences()
             raise UnavailableError(
                 "needs a prefill and a decode node that fit together, or a unified one"
-                + (f" ({'; '.join(problems)})" if problems else "")
+                + self._router.reasons()
             )
         return json_response({"status": "ready"})
 
@@ -102,8 +107,14 @@ class AdminAPI:
         everything, rid = fields.boolean("abort_all"), fields.string("rid")
         if everything == bool(rid):
             raise InvalidRequestError('either {"rid": "…"} or {"abort_all": true} is needed')
-        count = self._dispatcher.abort(rid or None)
-        if rid and not count:
+        if rid is None or everything:
+            caller = self._access.check_admin(request.scope)
+            log.info("all requests aborted by %s", caller.name)
+            return json_response({"aborted": self._dispatcher.abort_all()})
+        caller = caller_of(request.scope)
+        count = self._dispatcher.abort(rid, None if caller.is_admin else caller.owner)
+        if not count:
+            # The same words whether nobody or somebody else has it.
             raise NotFoundError(f"no request under way has the rid {rid!r}", param="rid")
         return json_response({"aborted": count})
 

@@ -1,18 +1,19 @@
-"""The HTTP application: paths, authentication, errors."""
+"""The HTTP application: paths, who may ask for them, errors."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from pd.core.errors import AuthenticationError, InvalidRequestError, NotFoundError, PDError
+from pd.core.errors import InvalidRequestError, NotFoundError, PDError
+from pd.proxy.access import Guard
 from pd.proxy.chat_api import ChatAPI
 from pd.proxy.completions_api import CompletionsAPI
 from pd.proxy.generate_api import GenerateAPI
@@ -20,20 +21,19 @@ from pd.proxy.tokens_api import TokensAPI
 from pd.proxy.web import error_response
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from pd.proxy.access import Access
     from pd.proxy.admin_api import AdminAPI
+    from pd.proxy.compat_api import CompatAPI
     from pd.proxy.metrics import Metrics
     from pd.proxy.service import Service
 
     Handler = Callable[[Request], Awaitable[Response]]
 
 log = logging.getLogger(__name__)
-
-OPEN_PATHS = ("/health", "/readiness", "/metrics")
 
 
 class MethodNotAllowedError(PDError):
@@ -42,58 +42,75 @@ class MethodNotAllowedError(PDError):
     kind, status, type = "method_not_allowed", 405, "invalid_request_error"
 
 
-class RequireKey:
-    """Lets nobody without the API key at anything but health and metrics."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            known = hmac.compare_digest(given.strip(), self._expected)
-            if scheme.lower() != b"bearer" or not known:
-                error = AuthenticationError(
-                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
-                )
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def make_app(service: Service, admin: AdminAPI, metrics: Metrics, api_key: str | None) -> FastAPI:
+def make_app(
+    service: Service,
+    admin: AdminAPI,
+    compat: CompatAPI,
+    metrics: Metrics,
+    access: Access,
+    cors_origins: Sequence[str] = (),
+) -> FastAPI:
     # Without the generated documentation: handlers check bodies themselves, so it would be empty.
     app = FastAPI(openapi_url=None)
     tokens = TokensAPI(service)
-    for path, method, handler in (
-        ("/v1/completions", "POST", CompletionsAPI(service).handle),
-        ("/v1/chat/completions", "POST", ChatAPI(service).handle),
-        ("/generate", "POST", GenerateAPI(service).handle),
+    for path, handler in (
+        ("/v1/completions", CompletionsAPI(service).handle),
+        ("/v1/chat/completions", ChatAPI(service).handle),
+        ("/generate", GenerateAPI(service).handle),
     ):
-        app.add_route(path, _counted(handler, path, metrics), methods=[method])
+        app.add_route(path, _counted(handler, path, metrics), methods=["POST"])
     for path, method, handler in (
         ("/health", "GET", admin.health),
         ("/readiness", "GET", admin.readiness),
         ("/metrics", "GET", admin.metrics),
-        ("/workers", "GET", admin.workers),
-        ("/workers", "POST", admin.add_worker),
-        ("/workers/{instance_id:path}", "DELETE", admin.remove_worker),
+        ("/ping", "GET", compat.ping),
+        ("/ping", "POST", compat.ping),
+        ("/version", "GET", compat.version),
+        ("/get_model_info", "GET", compat.model_info),
+        ("/model_info", "GET", compat.model_info),
+        ("/health_generate", "GET", compat.health_generate),
         ("/v1/models", "GET", admin.models),
         ("/v1/models/{model:path}", "GET", admin.model),
         ("/tokenize", "POST", tokens.tokenize),
         ("/detokenize", "POST", tokens.detokenize),
         ("/abort_request", "POST", admin.abort_request),
-        ("/flush_cache", "POST", admin.flush_cache),
     ):
         app.add_route(path, handler, methods=[method])
+    for path, method, handler in (
+        ("/workers", "GET", admin.workers),
+        ("/workers", "POST", admin.add_worker),
+        ("/workers/{instance_id:path}", "DELETE", admin.remove_worker),
+        ("/flush_cache", "POST", admin.flush_cache),
+    ):
+        app.add_route(path, _for_admins(handler, access), methods=[method])
     app.add_exception_handler(PDError, _pd_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
-    if api_key is not None:
-        app.add_middleware(RequireKey, api_key=api_key)
+    app.add_middleware(Guard, access=access)
+    if cors_origins:
+        # Outside of the guard: a browser asks for permission without a key, and its page may read
+        # what the guard says.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Request-Id"],
+        )
     return app
+
+
+def _for_admins(handler: Handler, access: Access) -> Handler:
+    """Let in who may administrate, and log what they change."""
+
+    async def checked(request: Request) -> Response:
+        caller = access.check_admin(request.scope)
+        if request.method != "GET":
+            log.info("%s %s by %s", request.method, request.url.path, caller.name)
+        return await handler(request)
+
+    return checked
 
 
 def _counted(handler: Handler, endpoint: str, metrics: Metrics) -> Handler:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import InvalidRequestError
 from pd.core.sampling_params import MAX_TOP_LOGPROBS
 from pd.proxy import logprobs, openai_common
+from pd.proxy.access import caller_of
 from pd.proxy.fields import show
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
@@ -42,7 +43,8 @@ class ChatAPI:
             model = await self._service.model(asked.model)
             self._service.admit(1)
             spec = await body.run(_prepare, fields, asked, messages, model)
-        job = Job(asked.rid, ENDPOINT, streaming=asked.stream)
+        owner = caller_of(request.scope).owner
+        job = Job(asked.names.rid, ENDPOINT, owner=owner, streaming=asked.stream)
         return self._service.respond(job, [spec], _Renderer(job, asked, model), asked.timeout)
 
 
@@ -62,7 +64,7 @@ def _prepare(
     # The template writes the special tokens itself.
     ids = encode(model, prompt, "messages", add_special_tokens=False)
     return Spec(
-        rid=asked.rid,
+        rid=asked.names.rid,
         model=model.name,
         token_ids=ids,
         params=asked.params(model, len(ids), None),
@@ -172,7 +174,7 @@ class _Renderer:
         self._asked = asked
         self._model = model
         self._head = {
-            "id": asked.rid,
+            "id": asked.names.shown,
             "object": "chat.completion.chunk" if asked.stream else "chat.completion",
             "created": int(time.time()),
             "model": asked.model or model.name,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd.core.sampling_params import MAX_TOP_LOGPROBS
 from pd.proxy import logprobs, openai_common
+from pd.proxy.access import caller_of
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
 from pd.proxy.service import TokenCount, encode, read_prompts
@@ -41,7 +42,8 @@ class CompletionsAPI:
                 model.need_text("stop")
             self._service.admit(len(asked.prompts))
             specs, echoed = await body.run(_prepare, asked, model)
-        job = Job(common.rid, ENDPOINT, streaming=common.stream)
+        owner = caller_of(request.scope).owner
+        job = Job(common.names.rid, ENDPOINT, owner=owner, streaming=common.stream)
         renderer = _Renderer(job, common, model, echoed)
         return self._service.respond(job, specs, renderer, common.timeout)
 
@@ -81,7 +83,7 @@ def _prepare(asked: _Asked, model: ModelView) -> tuple[list[Spec], list[str] | N
         ids = encode(model, prompt, "prompt", add_special_tokens=asked.add_special_tokens)
         count.add(ids, model.limits.context_length)
         spec = Spec(
-            rid=f"{common.rid}_{i}",
+            rid=f"{common.names.rid}_{i}",
             model=model.name,
             token_ids=ids,
             params=common.params(model, len(ids), DEFAULT_MAX_TOKENS),
@@ -131,7 +133,7 @@ class _Renderer:
         self._model = model
         self._echo = echo
         self._head = {
-            "id": asked.rid,
+            "id": asked.names.shown,
             "object": "text_completion",
             "created": int(time.time()),
             "model": asked.model or model.name,

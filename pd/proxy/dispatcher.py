@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from pd.proxy.generation import Generation, Spec
 from pd.proxy.routing import Prompt, Router
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pd.proxy.generation import Choice
     from pd.proxy.job import Job
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 # How long a finished answer waits for what the prefill node said about the prompt.
 LINGER_SECONDS = 1.0
+ABORTED = "the request was aborted by /abort_request"
 # Prompt tokens of all requests in the system: 512 MiB here, and as much in messages.
 MAX_TOKENS = 1 << 27
 # A batch is handed to the nodes in parts, between which the event loop turns.
@@ -59,6 +61,8 @@ class Dispatcher:
     ) -> None:
         self.jobs: set[Job] = set()
         self.draining = False
+        # When a node last sent output, in time.monotonic().
+        self.last_output = 0.0
         self._instance_id = instance_id
         self._router = router
         self._metrics = metrics
@@ -66,6 +70,8 @@ class Dispatcher:
         self._request_timeout = request_timeout
         self._on_released = on_released
         self._rooms: dict[bytes, Generation] = {}
+        # Names of requests under way, each with its owner.
+        self._rids: set[tuple[str, str]] = set()
         # Of prompts in the system, whether they were handed to nodes already or not.
         self._choices = self._tokens = 0
         self._idle = asyncio.Event()
@@ -102,11 +108,13 @@ class Dispatcher:
         """Serve these prompts while the context is open; leaving it aborts what is unfinished.
         :meth:`start` sends them.
 
-        Raises UnavailableError or QueueFullError before any node has seen anything.
+        Raises UnavailableError, QueueFullError or InvalidRequestError (a rid that is in use) before
+        any node has seen anything.
         """
         num_choices = sum(spec.params.n for spec in specs)
         num_tokens = sum(len(spec.token_ids) for spec in specs)
         self.check_admission(num_choices, num_tokens)
+        rids = self._take_rids(job, specs)
         timeouts = [t for t in (timeout, self._request_timeout) if t is not None]
         deadline = min(timeouts) if timeouts else None
         self._choices += num_choices
@@ -133,10 +141,26 @@ class Dispatcher:
             for spec in specs[len(job.generations) :]:
                 self._uncount(spec)
             self.jobs.discard(job)
+            self._rids -= rids
             if not self.jobs:
                 self._idle.set()
             self._metrics.running.dec()
             self._metrics.request_ended(job, time.monotonic() - started)
+
+    def _take_rids(self, job: Job, specs: list[Spec]) -> set[tuple[str, str]]:
+        """Every rid stands for one request of its owner at a time. Raises InvalidRequestError."""
+        given = Counter(spec.rid for spec in specs)
+        rid, count = given.most_common(1)[0]
+        if count > 1:
+            raise InvalidRequestError(f"the batch has the rid {rid!r} twice", param="rid")
+        taken = {(job.owner, rid) for rid in (job.rid, *given)}
+        if not taken.isdisjoint(self._rids):
+            _, rid = min(taken & self._rids)
+            raise InvalidRequestError(
+                f"the rid {rid!r} is in use by a request that has not ended", param="rid"
+            )
+        self._rids |= taken
+        return taken
 
     async def start(self, job: Job, specs: list[Spec]) -> None:
         """Hand the prompts of a job to the nodes. Raises UnavailableError without nodes."""
@@ -161,21 +185,31 @@ class Dispatcher:
                 self._metrics.aborts.labels(reason).inc()
                 self._fail(generation, error)
 
-    def abort(self, rid: str | None) -> int:
-        """End requests by the client's name, or all; returns how many prompts that were."""
-        error = AbortedError("the request was aborted by /abort_request")
-        for job in self.jobs:
-            if rid is None or rid == job.rid:
-                job.ended_by = job.ended_by or error
-        found = [
-            generation
-            for job in self.jobs
-            for generation in job.generations
-            if not generation.done and (rid is None or rid in (job.rid, generation.spec.rid))
-        ]
+    def abort(self, rid: str, owner: str | None) -> int:
+        """End the prompts that go by a rid, of one owner or (None) whoever's; returns how many."""
+        jobs = [job for job in self.jobs if owner is None or job.owner == owner]
+        whole = [job for job in jobs if job.rid == rid]
+        parts = [g for job in jobs if job.rid != rid for g in job.generations if g.spec.rid == rid]
+        return self._abort_jobs(whole) + self._abort(parts)
+
+    def abort_all(self) -> int:
+        """End everything; returns how many prompts that were."""
+        return self._abort_jobs(self.jobs)
+
+    def _abort_jobs(self, jobs: Iterable[Job]) -> int:
+        count = 0
+        for job in list(jobs):
+            if job.ended_by is None:
+                job.ended_by = AbortedError(ABORTED)
+                count += job.num_prompts - len(job.generations)
+            count += self._abort(job.generations)
+        return count
+
+    def _abort(self, generations: Iterable[Generation]) -> int:
+        found = [generation for generation in generations if not generation.done]
         for generation in found:
             self._metrics.aborts.labels("request").inc()
-            self._fail(generation, error)
+            self._fail(generation, AbortedError(ABORTED))
         return len(found)
 
     def shut_down(self) -> None:
@@ -201,6 +235,7 @@ class Dispatcher:
     def receive(self, worker: Worker, message: AnyMessage) -> None:
         """Take a message of a node. What concerns no present request is ignored."""
         if isinstance(message, StepOutputs):
+            self.last_output = time.monotonic()
             for output in message.outputs:
                 self._output(worker, output)
         elif isinstance(message, Failed):

@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import InvalidRequestError
 from pd.core.sampling_params import MAX_TOP_LOGPROBS
 from pd.proxy import logprobs, sampling
+from pd.proxy.access import caller_of
 from pd.proxy.fields import Fields
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.service import TokenCount, encode, read_namespace, read_prompts, read_rid
+from pd.proxy.service import (
+    Names,
+    TokenCount,
+    check_rid,
+    encode,
+    read_names,
+    read_namespace,
+    read_prompts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,14 +68,14 @@ class _Asked:
     Attributes:
         prompts: texts or token ids (``source`` is the field they stood in), not checked against the
             model; ``sampling`` has an entry for each.
-        rids: the request's name, then one per prompt.
+        names: the request's, then one per prompt.
     """
 
     model: str | None
     prompts: list[str | list[int]]
     source: str
     sampling: list[Fields]
-    rids: list[str]
+    names: list[Names]
     stream: bool
     incremental: bool
     return_logprob: bool
@@ -88,7 +97,13 @@ class GenerateAPI:
             model = await self._service.model(asked.model)
             self._service.admit(len(asked.prompts))
             specs = await body.run(_prepare, asked, model)
-        job = Job(asked.rids[0], ENDPOINT, streaming=asked.stream, abort_is_result=True)
+        job = Job(
+            asked.names[0].rid,
+            ENDPOINT,
+            owner=caller_of(request.scope).owner,
+            streaming=asked.stream,
+            abort_is_result=True,
+        )
         return self._service.respond(job, specs, _Renderer(job, asked, model), asked.timeout)
 
 
@@ -110,7 +125,7 @@ def _read(fields: Fields, request: Request) -> _Asked:
         prompts=prompts,
         source=source,
         sampling=own,
-        rids=_read_rids(fields, request, len(prompts), batch),
+        names=_read_all_names(fields, request, len(prompts), batch),
         stream=fields.boolean("stream"),
         incremental=fields.boolean("incremental"),
         return_logprob=fields.boolean("return_logprob"),
@@ -126,8 +141,8 @@ def _read(fields: Fields, request: Request) -> _Asked:
 def _prepare(asked: _Asked, model: ModelView) -> list[Spec]:
     """What goes to the nodes. Raises InvalidRequestError."""
     specs, count = [], TokenCount()
-    for prompt, rid, own in zip(asked.prompts, asked.rids[1:], asked.sampling, strict=True):
-        spec = _spec(asked, model, prompt, asked.source, rid, own)
+    for prompt, names, own in zip(asked.prompts, asked.names[1:], asked.sampling, strict=True):
+        spec = _spec(asked, model, prompt, asked.source, names.rid, own)
         count.add(spec.token_ids, model.limits.context_length)
         specs.append(spec)
     return specs
@@ -219,15 +234,19 @@ def _read_kwargs(fields: Fields) -> dict[str, Any]:
     return kwargs
 
 
-def _read_rids(fields: Fields, request: Request, num_prompts: int, batch: bool) -> list[str]:
-    """The request's name, then one per prompt."""
+def _read_all_names(fields: Fields, request: Request, num_prompts: int, batch: bool) -> list[Names]:
+    """The request's, then one per prompt."""
     given = fields.raw("rid")
     if type(given) is list:
         if not batch or len(given) != num_prompts or any(type(r) is not str for r in given):
             raise fields.wrong("rid", f"a string, or for a batch a list of {num_prompts} strings")
-        return [read_rid(Fields({}), request, ""), *given]
-    rid = read_rid(fields, request, "")
-    return [rid, *([f"{rid}_{i}" for i in range(num_prompts)] if batch else [rid])]
+        for rid in given:
+            check_rid(fields, "rid", rid)
+        return [read_names(Fields({}), request, ""), *(Names(rid, rid) for rid in given)]
+    whole = read_names(fields, request, "")
+    if not batch:
+        return [whole, whole]
+    return [whole, *(Names(f"{whole.rid}_{i}", f"{whole.shown}_{i}") for i in range(num_prompts))]
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:
@@ -309,7 +328,7 @@ class _Renderer:
             if delta.finish.matched is not None:
                 finish["matched"] = delta.finish.matched
         return {
-            "id": generation.spec.rid,
+            "id": self._id(choice),
             "finish_reason": finish,
             "prompt_tokens": len(generation.spec.token_ids),
             "completion_tokens": total,
@@ -317,6 +336,12 @@ class _Renderer:
             "e2e_latency": ended - generation.created,
             "stages": generation.stages(),
         }
+
+    def _id(self, choice: Choice) -> str:
+        """Of several answers to a prompt each has its own."""
+        generation = choice.generation
+        shown = self._asked.names[1 + generation.number].shown
+        return shown if generation.spec.params.n == 1 else f"{shown}_{choice.index}"
 
     def _logprobs(self, side: str, entries: list[TokenLogprobs]) -> dict[str, Any]:
         text = self._model.text

@@ -25,7 +25,8 @@ class Job:
     Because news are merged per choice, a client slower than the model gets fewer, larger events.
 
     Attributes:
-        rid: the client's name for the request; the prompts of a batch have their own as well.
+        rid: the request's name; the prompts of a batch have their own as well.
+        owner: whose key it came with; only they may abort it by name.
         num_prompts: generations that there will be.
         timeout: seconds until the request is given up.
         ended_by: what ended all prompts, those too that no node has seen yet.
@@ -41,10 +42,12 @@ class Job:
         rid: str,
         endpoint: str,
         *,
+        owner: str = "",
         streaming: bool = False,
         abort_is_result: bool = False,
     ) -> None:
         self.rid = rid
+        self.owner = owner
         self.endpoint = endpoint
         self.streaming = streaming
         self.abort_is_result = abort_is_result

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import InvalidRequestError
 from pd.proxy import sampling
 from pd.proxy.fields import Fields, show
-from pd.proxy.service import read_namespace, read_rid
+from pd.proxy.service import read_names, read_namespace
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pd.core.sampling_params import SamplingParams
     from pd.proxy.generation import Choice, FinishReason
     from pd.proxy.job import Job
-    from pd.proxy.service import ModelView
+    from pd.proxy.service import ModelView, Names
 
 # In JSON, about.
 TOKEN_ID_BYTES = 7
@@ -44,11 +44,12 @@ class OpenAIRequest:
     """The fields of a request that do not depend on the endpoint.
 
     Attributes:
+        names: of the request.
         kwargs: of SamplingParams, as far as they are known before the prompt is.
         max_tokens: what the client chose, or None.
     """
 
-    rid: str
+    names: Names
     model: str | None
     kwargs: dict[str, Any]
     max_tokens: int | None
@@ -98,7 +99,7 @@ def read_request(fields: Fields, request: Request, prefix: str) -> OpenAIRequest
     if max_tokens is None:
         max_tokens = fields.integer("max_tokens")
     return OpenAIRequest(
-        rid=read_rid(fields, request, prefix),
+        names=read_names(fields, request, prefix),
         model=fields.string("model"),
         kwargs=kwargs,
         max_tokens=max_tokens,

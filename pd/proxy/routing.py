@@ -239,6 +239,12 @@ class Router:
         found = [p.difference(d) for p in infos for d in infos if (p.role, d.role) == _PAIR]
         return [difference for difference in dict.fromkeys(found) if difference]
 
+    def reasons(self) -> str:
+        """What keeps nodes from being used, as the end of a message; empty if nothing does."""
+        problems = [f"{w.url}: {w.problem}" for w in self._workers if w.problem]
+        problems += self.differences()
+        return f" ({'; '.join(problems)})" if problems else ""
+
     def models(self) -> list[str]:
         """Served models, in the order in which nodes were named."""
         firsts = [w.info for w in self._workers if w.info and w.role != "decode"]
@@ -251,7 +257,7 @@ class Router:
         """
         models = self.models()
         if not models:
-            raise UnavailableError("no node was reached yet")
+            raise UnavailableError("no node was reached yet" + self.reasons())
         if model is not None and model not in models:
             raise NotFoundError(
                 f"there is no model {model!r}; served: {', '.join(models)}", param="model"
@@ -271,7 +277,10 @@ class Router:
             and self._can_start(worker, size, with_decode=needs_decode)
         ]
         if not firsts:
-            raise UnavailableError("no node can serve the request at present")
+            raise UnavailableError(
+                "no node can serve the request at present"
+                + (self.reasons() or f": those that are ready cannot take its {size} tokens")
+            )
         first, reason = self.policy.prefill(firsts, prompt)
         reasons = [(first, reason)]
         if first.role == "unified" or not needs_decode:

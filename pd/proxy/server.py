@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvicorn
 
 from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError, UsageError
+from pd.core.local_requests import is_loopback
+from pd.proxy.access import Access, ApiKey, check_api_keys, check_cors_origins
 from pd.proxy.admin_api import AdminAPI
 from pd.proxy.app import make_app
 from pd.proxy.background import Background
 from pd.proxy.channel import Sockets
+from pd.proxy.compat_api import CompatAPI
 from pd.proxy.dispatcher import Dispatcher
 from pd.proxy.metrics import Metrics
-from pd.proxy.pool import WorkerPool
+from pd.proxy.pool import MAX_WORKERS, WorkerPool
 from pd.proxy.routing import Router, make_policy
 from pd.proxy.service import Service
 from pd.proxy.tokenizer import TextModels
@@ -62,11 +65,29 @@ class ProxyConfig:
     split_special_tokens: bool = False
     policy: str = "cache_aware"
     api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+    api_keys: list[ApiKey] = field(default_factory=list, repr=False)
+    cors_origins: list[str] = field(default_factory=list)
     max_queue: int = DEFAULT_MAX_QUEUE
     request_timeout: float | None = None
     served_model_name: str | None = None
     cluster_key: bytes | None = field(default=None, repr=False)
     drain_timeout: float = 30.0
+
+    @property
+    def all_keys(self) -> list[ApiKey]:
+        """What clients may show, from wherever it was given."""
+        keys = list(self.api_keys)
+        if self.api_key is not None:
+            keys.append(ApiKey(self.api_key, "inference", "--api-key"))
+        if self.admin_api_key is not None:
+            keys.append(ApiKey(self.admin_api_key, "admin", "--admin-api-key"))
+        return keys
+
+    @property
+    def key_required(self) -> bool:
+        """Whether who wants to generate must show a key."""
+        return self.api_key is not None or bool(self.api_keys)
 
     def validate(self) -> None:
         """Raises UsageError naming the value that cannot work."""
@@ -77,8 +98,11 @@ class ProxyConfig:
             raise UsageError(f"--request-timeout must be above 0, not {self.request_timeout}")
         if self.drain_timeout < 0:
             raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
-        if self.api_key is not None and not (self.api_key and self.api_key.isprintable()):
-            raise UsageError("--api-key must be a printable, non-empty string")
+        check_api_keys(self.all_keys)
+        check_cors_origins(self.cors_origins)
+        urls = [*self.prefill, *self.decode, *self.unified]
+        if len(urls) > MAX_WORKERS:
+            raise UsageError(f"{len(urls)} nodes are given; a proxy takes at most {MAX_WORKERS}")
         if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
             raise UsageError(f"--tokenizer: there is no directory {self.tokenizer}")
 
@@ -109,6 +133,7 @@ class Proxy:
         self._became_ready = asyncio.Event()
         self._prepared: set[str] = set()  # models whose tokenizer was asked for
         self._preparing: set[asyncio.Task[None]] = set()
+        self._differences: set[str] = set()
 
     async def start(self) -> None:
         """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use."""
@@ -119,7 +144,7 @@ class Proxy:
                 config.tokenizer, split_special_tokens=config.split_special_tokens
             )
             await text_models.get(None)
-            self._build(text_models)
+            self._build(text_models, on_loopback=is_loopback(listener.getsockname()[0]))
         except PDError:
             listener.close()
             raise
@@ -150,7 +175,7 @@ class Proxy:
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
 
-    def _build(self, text_models: TextModels) -> None:
+    def _build(self, text_models: TextModels, *, on_loopback: bool) -> None:
         config = self.config
         self._text_models = text_models
         metrics = Metrics()
@@ -175,8 +200,16 @@ class Proxy:
         self._service = service = Service(
             self._router, self._dispatcher, text_models, config.served_model_name, self._background
         )
-        admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics)
-        self._app = make_app(service, admin, metrics, config.api_key)
+        access = Access(
+            config.all_keys,
+            key_required=config.key_required,
+            cors_origins=config.cors_origins,
+            on_loopback=on_loopback,
+            host=config.host,
+        )
+        admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics, access)
+        compat = CompatAPI(service, self._dispatcher, config.tokenizer)
+        self._app = make_app(service, admin, compat, metrics, access, config.cors_origins)
 
     async def wait_ready(self, timeout: float) -> bool:
         """Whether the nodes can serve, waiting at most ``timeout`` seconds for them (none: not) and
@@ -236,6 +269,11 @@ class Proxy:
             task = asyncio.create_task(self._prepare(new))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
+        # Each is said when it is first seen, by operators who start a proxy too.
+        found = set(self._router.differences())
+        for difference in found - self._differences:
+            log.warning("nodes that cannot work together: %s", difference)
+        self._differences = found
 
     async def _prepare(self, models: set[str]) -> None:
         """Load tokenizers before they are needed: one that is missing is known at the start."""

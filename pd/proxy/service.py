@@ -184,16 +184,34 @@ def _is_ids(value: Any) -> bool:
     return type(value) is list and are_all(int, value)
 
 
-def read_rid(fields: Fields, request: Request, prefix: str) -> str:
-    """The client's name for the request (body or ``X-Request-Id``), or a new one."""
+class Names(NamedTuple):
+    """What a request is called.
+
+    Attributes:
+        rid: by ``/abort_request``; no two requests of a client at once have the same.
+        shown: in its response. ``X-Request-Id`` is shown, but names nothing: it may repeat.
+    """
+
+    rid: str
+    shown: str
+
+
+def read_names(fields: Fields, request: Request, prefix: str) -> Names:
+    """The client's ``rid``, or one that is drawn here. Raises InvalidRequestError."""
     for field in ("rid", "request_id"):
         rid = fields.string(field)
         if rid is not None:
-            if not 0 < len(rid) <= MAX_RID_CHARACTERS:
-                raise fields.wrong(field, f"1 to {MAX_RID_CHARACTERS} characters")
-            return rid
+            check_rid(fields, field, rid)
+            return Names(rid, rid)
+    drawn = prefix + uuid.uuid4().hex
     header = request.headers.get("x-request-id", "")
-    return header[:MAX_RID_CHARACTERS] or prefix + uuid.uuid4().hex
+    return Names(drawn, header[:MAX_RID_CHARACTERS] or drawn)
+
+
+def check_rid(fields: Fields, field: str, rid: str) -> None:
+    """Raises InvalidRequestError for a name that is too short or too long."""
+    if not 0 < len(rid) <= MAX_RID_CHARACTERS:
+        raise fields.wrong(field, f"1 to {MAX_RID_CHARACTERS} characters")
 
 
 def read_namespace(fields: Fields) -> str:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 LONG = 1200
 # For requests that have to finish; still far longer than a node needs to be killed meanwhile.
 WHOLE = 800
+HEAD = "Host: localhost\r\nContent-Type: application/json\r\n"
 
 # Only the first room is slow, so that the tests' later requests are not.
 SLOW_RESERVATIONS = "rules: [{do: delay_reservation, seconds: 3, rooms: 1}]"
@@ -308,7 +309,7 @@ def raw_request(running: Deployment, tokens: list[int]) -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect((address.hostname, address.port))
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /generate HTTP/1.1\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body)
     return sock
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pd.proxy.server import ProxyThread
 
 COUNT = 40
-BODY = {"input_ids": [[5, 6]] * COUNT, "rid": "mine", "sampling_params": {"max_new_tokens": 4}}
+BODY = {"input_ids": [[5, 6]] * COUNT, "sampling_params": {"max_new_tokens": 4}}
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def act_after(proxy: ProxyThread, prompts: int, act: Any) -> None:
     dispatcher(proxy)._start = start  # type: ignore[method-assign]
 
 
-def post(proxy: ProxyThread) -> httpx.Response:
-    return httpx.post(proxy.url + "/generate", json=BODY, timeout=20)
+def post(proxy: ProxyThread, rid: str = "mine") -> httpx.Response:
+    return httpx.post(proxy.url + "/generate", json=BODY | {"rid": rid}, timeout=20)
 
 
 def check_that_all_is_over(proxy: ProxyThread) -> None:
@@ -58,7 +58,7 @@ def check_that_all_is_over(proxy: ProxyThread) -> None:
 
 
 def test_an_abort_ends_prompts_that_no_node_has_seen(cluster: Cluster, proxy: ProxyThread) -> None:
-    act_after(proxy, 5, lambda: dispatcher(proxy).abort("mine"))
+    act_after(proxy, 5, lambda: dispatcher(proxy).abort("mine", None))
     results = post(proxy).json()
     assert [r["meta_info"]["finish_reason"]["type"] for r in results] == ["abort"] * COUNT
     assert len(cluster.unified[0].generates) < COUNT
@@ -81,7 +81,7 @@ def test_a_deadline_ends_prompts_that_no_node_has_seen(
 def test_prompts_that_end_early_do_not_end_the_batch(cluster: Cluster, proxy: ProxyThread) -> None:
     cluster.unified[0].auto = True
     with ThreadPoolExecutor(4) as pool:
-        for response in pool.map(lambda _: post(proxy), range(4)):
+        for response in pool.map(lambda i: post(proxy, f"mine-{i}"), range(4)):
             results = response.json()
             assert [len(r["output_ids"]) for r in results] == [4] * COUNT
     check_that_all_is_over(proxy)

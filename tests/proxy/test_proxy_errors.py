@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -213,12 +214,12 @@ def test_stream_options_are_for_streams(client: httpx.Client) -> None:
      b'{"a": "\\ud800"}', b"[" * 50_000],
 )  # fmt: skip
 def test_what_is_no_json_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
-    check(client.post(path, content=body), 400, "not valid JSON")
+    check(client.post(path, content=body, headers=JSON), 400, "not valid JSON")
 
 
 @pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"x"'])
 def test_a_body_is_an_object(client: httpx.Client, body: bytes) -> None:
-    check(client.post(GENERATE, content=body), 400, "must be a JSON object")
+    check(client.post(GENERATE, content=body, headers=JSON), 400, "must be a JSON object")
 
 
 def test_a_value_is_shown_in_short() -> None:
@@ -233,7 +234,7 @@ def test_a_value_is_shown_in_short() -> None:
 
 def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pd.proxy.bodies.MAX_BODY_BYTES", 1000)
-    check(client.post(GENERATE, content=b" " * 5000), 400, "5000 bytes; at most 1000")
+    check(client.post(GENERATE, content=b" " * 5000, headers=JSON), 400, "5000 bytes; at most 1000")
 
 
 def test_a_text_that_no_context_holds_is_not_tokenized(client: httpx.Client) -> None:
@@ -265,7 +266,8 @@ def test_headers_are_bounded(client: httpx.Client) -> None:
 
 def test_a_request_after_a_long_body_may_have_headers_too(client: httpx.Client) -> None:
     for size in (10, 300_000, 10):
-        check(client.post(GENERATE, content=b" " * size), 400, "not valid JSON")
+        response = client.post(GENERATE, content=b" " * size, headers=JSON)
+        check(response, 400, "not valid JSON")
 
 
 def test_broken_http_is_answered_in_the_same_shape(client: httpx.Client) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.server import ProxyThread
 
+HEAD = "Host: localhost\r\nContent-Type: application/json\r\n"
 PATHS = {
     "/v1/completions": {"prompt": [5, 6], "max_tokens": 50},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
@@ -257,7 +258,7 @@ class TestDisconnect:
         url = httpx.URL(proxy.url)
         connection = socket.create_connection((url.host, url.port))
         content = json.dumps(PATHS[path] | body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\n{HEAD}Content-Length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         return connection
 
@@ -288,7 +289,9 @@ class TestDisconnect:
         prefill, _, proxy = manual
         url = httpx.URL(proxy.url)
         connection = socket.create_connection((url.host, url.port))
-        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        connection.sendall(
+            f"POST /generate HTTP/1.1\r\n{HEAD}Content-Length: 99\r\n\r\n{{".encode()
+        )
         connection.close()
         assert httpx.get(proxy.url + "/health").status_code == 200
         assert prefill.generates == []
@@ -307,7 +310,7 @@ class TestDisconnect:
         connection.connect((url.host, url.port))
         body = {"input_ids": [5], "sampling_params": sampling, "stream": True}
         content = json.dumps(body).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST /generate HTTP/1.1\r\n{HEAD}Content-Length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         first, second = prefill.wait_generate(), decode.wait_generate()
         prefill.say(first, [40])

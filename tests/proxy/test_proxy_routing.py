@@ -217,6 +217,7 @@ def test_every_policy_serves(cluster: Cluster, policy: str) -> None:
     for _ in range(2):
         cluster.pair()
     client = cluster.client(policy=policy)
+    wait_until(lambda: all(w["ready"] for w in client.get("/workers").json()["workers"]))
     for i in range(8):
         body = {"input_ids": [i] * 20, "sampling_params": {"max_new_tokens": 3}}
         assert client.post("/generate", json=body).status_code == 200

@@ -1,0 +1,103 @@
+"""Endpoints that tools of SGLang and vLLM ask, in the shapes that they know."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import numpy as np
+from starlette.responses import Response
+
+from pd import __version__
+from pd.core.errors import PDError, QueueFullError, UnavailableError
+from pd.core.sampling_params import SamplingParams
+from pd.proxy.generation import Spec
+from pd.proxy.job import Job
+from pd.proxy.web import json_response
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from pd.proxy.dispatcher import Dispatcher
+    from pd.proxy.service import ModelView, Service
+
+# As SGLang's: so long a token may take before the system counts as ill.
+HEALTH_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+# The second one comes from the decode node.
+_HEALTH_TOKENS = 2
+
+
+class CompatAPI:
+    """``/version``, ``/ping``, ``/get_model_info`` and ``/health_generate``."""
+
+    def __init__(self, service: Service, dispatcher: Dispatcher, tokenizer: str | None) -> None:
+        self._service = service
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+
+    async def version(self, request: Request) -> Response:
+        """As vLLM's."""
+        return json_response({"version": __version__})
+
+    async def ping(self, request: Request) -> Response:
+        """As both have it for SageMaker: the process answers."""
+        return Response()
+
+    async def model_info(self, request: Request) -> Response:
+        """As SGLang's, of the first model."""
+        limits = (await self._service.model(None)).limits
+        path = limits.model_path or limits.model
+        return json_response(
+            {
+                "model_path": path,
+                "tokenizer_path": self._tokenizer or path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+            }
+        )
+
+    async def health_generate(self, request: Request) -> Response:
+        """As SGLang's: 200 if a token comes from the nodes within 20 s, of this request or any
+        other, else 503."""
+        model = await self._service.model(None)
+        began = time.monotonic()
+        try:
+            await self._generate(model, began)
+        except QueueFullError:
+            while self._dispatcher.last_output <= began:
+                if time.monotonic() - began > HEALTH_SECONDS:
+                    raise UnavailableError(
+                        f"the queue is full, and no token came for {HEALTH_SECONDS:g} s"
+                    ) from None
+                await asyncio.sleep(_POLL_SECONDS)
+        except PDError as error:
+            raise UnavailableError(f"nothing can be generated: {error.message}") from error
+        return Response()
+
+    async def _generate(self, model: ModelView, began: float) -> None:
+        """Raises PDError when nothing comes."""
+        most = model.limits.default_max_tokens(1, _HEALTH_TOKENS)
+        spec = Spec(
+            rid=f"health-{uuid.uuid4().hex}",
+            model=model.name,
+            token_ids=np.zeros(1, np.int32),
+            params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
+            text_model=None,
+        )
+        job = Job(spec.rid, "/health_generate")
+        with self._dispatcher.run(job, [spec], HEALTH_SECONDS):
+            await self._dispatcher.start(job, [spec])
+            finished = asyncio.ensure_future(job.finished())
+            while not finished.done() and self._dispatcher.last_output <= began:
+                await asyncio.wait({finished}, timeout=_POLL_SECONDS)
+            if finished.done():
+                finished.result()
+            else:
+                job.outcome = "ok"
+                finished.cancel()
