@@ -159,6 +159,9 @@ class RunDelay:
             if self._started:
                 return
             self._started = True
+            self._due = self._clock() + READING_INTERVAL
+        # What passed before belongs to no wait.
+        self.update(beat=False)
         threading.Thread(target=self._run, name="pd-run-delay", daemon=True).start()
 
     def _run(self) -> None:
@@ -189,6 +192,8 @@ class Patience:
         self._own, self._ceiling, self._clock = own, ceiling, clock
         self._lock = threading.Lock()
         self._peers: dict[str, DelayHistory] = {}
+        # Readings begin before the first wait does.
+        own.growth(clock())
 
     def heard(self, peer: str, total: float) -> None:
         """A heartbeat said what a peer's run delay is."""

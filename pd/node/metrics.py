@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from pd.core.starvation import RUN_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,8 +107,8 @@ class NodeMetrics:
         """A request spent so long in a stage."""
         self._stages.labels(stage).observe(seconds)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Gauges, for the registry."""
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """What is read when asked for, for the registry."""
         with self._node.lock:
             pages, queues = self._node.memory.counts(), self._node.queues()
             del pages["total"]  # their sum
@@ -119,6 +121,11 @@ class NodeMetrics:
             "pd_transfer_quarantined_slots",
             "Staging slots that a transfer of a lost link may still touch",
             value=slots,
+        )
+        yield CounterMetricFamily(
+            "pd_run_delay_seconds",
+            "Time in which the most delayed thread was ready to run and got no CPU",
+            value=RUN_DELAY.total,
         )
         yield _gauge("pd_queue_length", "Requests by queue", "queue", queues)
         yield _gauge("pd_radix_tokens", "Tokens looked up and found cached", "kind", lookups)

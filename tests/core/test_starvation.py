@@ -95,6 +95,17 @@ def test_without_counts_the_lateness_of_the_heartbeat_takes_their_place() -> Non
     assert process.run_delay.total == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_passed_before_the_first_question_belongs_to_no_wait(counted: bool) -> None:
+    process = Process(counted=counted)
+    process.run_delay._started = False
+    process.run_delay._run = lambda: None
+    process.now += 20.0
+    process.delays[1] += 10.0
+    Patience(process.run_delay, clock=lambda: process.now)
+    assert process.run_delay.growth(process.now) == pytest.approx(0.0)
+
+
 def test_delays_are_read_of_every_thread_of_this_process() -> None:
     found = read_run_delays()
     if found is None:

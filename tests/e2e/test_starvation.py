@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from backends import FAKE, PROCESSES, Backend, over
+from backends import FAKE, IN_PROCESS, PROCESSES, Backend, over
 from busy import busy_loops, two_cores
-from embedded.heldout import is_right, recall_examples
+from cluster import Cluster
+from embedded.heldout import Example, is_right, recall_examples
 from processes import deployment
-from test_recall import answer_in, ask
+from test_recall import answer_in, ask, serve, settings
 
 from pd.embedded import EMBEDDED_MODEL
 
@@ -21,21 +22,39 @@ PROMPTS, LENGTH = 20, 1000
 LOOPS = 6
 
 
+def answers(url: str) -> list[tuple[Example, str]]:
+    """Of as many requests at once."""
+    examples = recall_examples(LENGTH, PROMPTS)
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        texts = pool.map(lambda example: answer_in(ask(url, example)), examples)
+        return list(zip(examples, texts, strict=True))
+
+
+def wrong(answered: list[tuple[Example, str]]) -> list[tuple[Example, str]]:
+    return [(example, text) for example, text in answered if not is_right(example, text)]
+
+
 @pytest.mark.starved
 @over((*PROCESSES, FAKE))
 @pytest.mark.timeout(600)
 def test_every_answer_is_right_beside_six_busy_loops(backend: Backend, tmp_path: Path) -> None:
-    examples = recall_examples(LENGTH, PROMPTS)
     flags = ("--transfer-backend", backend.flag, "--kv-cache-tokens", "32768")
     flags += ("--chunked-prefill-size", "512")
     split = deployment(EMBEDDED_MODEL, tmp_path, node_flags=flags, env=backend.env)
-    with two_cores(), split as running, ThreadPoolExecutor(PROMPTS) as pool:
+    with two_cores(), split as running:
         with busy_loops(LOOPS):
-            texts = list(pool.map(lambda e: answer_in(ask(running.proxy.url, e)), examples))
+            answered = answers(running.proxy.url)
         running.wait_idle()
-    wrong = [
-        (example.turns[-1], text)
-        for example, text in zip(examples, texts, strict=True)
-        if not is_right(example, text)
-    ]
-    assert not wrong
+    assert not wrong(answered)
+
+
+@pytest.mark.starved
+@over(IN_PROCESS)
+@pytest.mark.timeout(600)
+def test_every_answer_is_right_of_nodes_that_share_a_starved_process(backend: Backend) -> None:
+    """Who has the interpreter's lock and no CPU holds up all threads of both nodes."""
+    with two_cores(), Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend.flag)) as cluster:
+        with serve(cluster) as proxy, busy_loops(LOOPS):
+            answered = answers(proxy.url)
+        cluster.wait_idle()
+    assert not wrong(answered)

@@ -313,6 +313,7 @@ def test_metrics_count_requests_tokens_bytes_and_stages() -> None:
         assert second["pd_pages free"] + second["pd_pages cached"] == 512
         assert second["pd_queue_length running"] == 0
         assert first["pd_radix_tokens looked_up"] == 10
+        assert first["pd_run_delay_seconds_total"] >= 0.0
         httpx.post(f"{decode}/abort_request", json={"abort_all": True})
         endless = cluster.client.generate(range(10), cluster.pair, max_tokens=900)
         wait_until(lambda: len(endless.choices[0].tokens) > 2, 5)
