@@ -54,7 +54,9 @@ def sign_reply(key: bytes, nonce: str, status: int, body: bytes) -> str:
 
 def check_reply(key: bytes, nonce: str, status: int, body: bytes, signature: str) -> bool:
     """Whether a holder of the key answered."""
-    return hmac.compare_digest(sign_reply(key, nonce, status, body), signature)
+    genuine = sign_reply(key, nonce, status, body)
+    # As bytes: a header may hold anything, and strings are compared only if they are ASCII.
+    return hmac.compare_digest(genuine.encode(), signature.encode(errors="replace"))
 
 
 class RequestVerifier:
