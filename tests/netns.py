@@ -85,6 +85,8 @@ class Network:
         self._block = (os.getpid() * 7 + number) % _BLOCKS
         self._base = _BASE + 16 * self._block
         self.a = Host(f"{name}-a", self._base + 1)
+        # As on another machine: no memory is shared with processes of ``b``.
+        self.a.prefix = ("unshare", "--ipc", *self.a.prefix)
         self.b = Host(f"{name}-b", self._base + 2)
         self._switch = Host(f"{name}-switch", self._base)
         try:

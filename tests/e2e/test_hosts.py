@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import netns
 import pytest
-from backends import ACROSS_HOSTS, STAGED, TCP, Backend, over
+from backends import ACROSS_HOSTS, NIXL, STAGED, TCP, Backend, over
 from checkpoints import make_checkpoint, reference_generate
 from processes import (
     ERROR_WITHIN,
@@ -28,6 +28,7 @@ from processes import (
     wait_ready,
     wait_until,
 )
+from security.listening import listening
 
 from pd.core.messages import LEASE_SECONDS
 
@@ -67,7 +68,14 @@ class Hosts:
     share the decode node.
     """
 
-    def __init__(self, net: netns.Network, model: Path, logs: Path, backend: Backend) -> None:
+    def __init__(
+        self,
+        net: netns.Network,
+        model: Path,
+        logs: Path,
+        backend: Backend,
+        flags: Sequence[str] = (),
+    ) -> None:
         self.net, self._logs, self._env = net, logs, backend.env
         self._processes: list[Process] = []
         key = logs / "cluster.key"
@@ -75,7 +83,7 @@ class Hosts:
         self._secured = ["--cluster-key-file", str(key)]
         self._common = ["--model", str(model), "--kv-cache-tokens", str(POOL_TOKENS)]
         self._common += ["--cpu-threads", "1", "--chunked-prefill-size", "256", *self._secured]
-        self._common += ["--transfer-backend", backend.flag]
+        self._common += ["--transfer-backend", backend.flag, *flags]
 
     def start(self) -> None:
         """Until both proxies can serve."""
@@ -85,6 +93,7 @@ class Hosts:
         self.decode = self._node("decode", self.net.b, 30100, "decode")
         self.beside = self._node("beside", self.net.b, 30000, "prefill", *registry)
         self.nodes = [self.prefill, self.decode, self.beside]
+        self.places = [self.net.a, self.net.b, self.net.b]
         self.far, self.near = self._proxy("far", self.prefill), self._proxy("near", self.beside)
         self.wait_ready()
 
@@ -261,6 +270,40 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     wait_until(hosts.idle, 60, hosts.describe)
     assert hosts.instances() == instances, "a node was restarted"
     assert all(node.child.poll() is None for node in hosts.nodes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.timeout(280)
+def test_auto_opens_ports_of_a_library_only_where_the_network_is_trusted(
+    model: Path, tmp_path: Path, seed: int, trusted: bool
+) -> None:
+    """Between hosts by tcp, unless told that nobody else is there; then UCX listens where the nodes
+    are advertised and nowhere else. Within one host nixl needs no port."""
+    NIXL.require()
+    netns.require()
+    flags = ["--trust-network"] if trusted else []
+    asked = prompts(seed, 2, 100)
+    expected = reference_generate(model, asked, SHORT_OUTPUT)
+    auto = Backend("auto", "auto")
+    with (
+        netns.network() as net,
+        contextlib.closing(Hosts(net, model, tmp_path, auto, flags)) as hosts,
+    ):
+        hosts.start()
+        ask(hosts.far, asked[0], expected[0])
+        ask(hosts.near, asked[1], expected[1])
+        prefill, decode, beside = (node.server_info() for node in hosts.nodes)
+        used = {peer["instance_id"]: peer["transfer_backend"] for peer in decode["peers"]}
+        assert used == {
+            prefill["instance_id"]: "nixl" if trusted else "tcp",
+            beside["instance_id"]: "nixl",
+        }
+        for node, host in zip(hosts.nodes, hosts.places, strict=True):
+            assert node.server_info()["trust_network"] is trusted
+            own = {"0.0.0.0", "::"}
+            elsewhere = {address for address, _ in listening(node.child.pid)} - own
+            assert elsewhere == ({host.address} if trusted else set())
 
 
 @over(ACROSS_HOSTS, sample=[])
