@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,14 +47,14 @@ class Shells:
     def serve(self, host: netns.Host, command: str) -> dict[str, str]:
         """Start in the background; the ready line."""
         log = (self._directory / f"{len(self._running)}.log").open("w")
+        # With exec the shell becomes the process, so that its end is the process's.
         child = subprocess.Popen(
-            [*host.prefix, "sh", "-c", command],
+            [*host.prefix, "sh", "-c", command.replace("pd-launch", "exec pd-launch", 1)],
             cwd=self._directory,
             env=self._env,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,
         )
         self._running.append(child)
         assert child.stdout is not None
@@ -84,13 +82,12 @@ class Shells:
 
     def close(self) -> None:
         for child in reversed(self._running):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGTERM)
+            child.terminate()
         for child in self._running:
             try:
                 child.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
+                child.kill()
                 child.wait()
 
 
@@ -104,6 +101,7 @@ def hosts() -> Iterator[tuple[netns.Host, netns.Host]]:
         yield net.a, net.b
 
 
+@pytest.mark.full
 def test_the_example_runs_as_it_is_written(
     hosts: tuple[netns.Host, netns.Host], tmp_path: Path
 ) -> None:
