@@ -74,8 +74,6 @@ def load_api_keys(path: Path) -> list[ApiKey]:
         others_read = path.stat().st_mode & stat.S_IROTH
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --api-keys {path}: {error}") from error
-    if others_read:
-        log.warning("every user of this host can read the keys in %s: chmod 600 it", path)
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         role, *rest = line.partition("#")[0].split() or [""]
@@ -87,6 +85,8 @@ def load_api_keys(path: Path) -> list[ApiKey]:
     if not keys:
         raise UsageError(f"--api-keys {path} holds no key: {_LINE}")
     check_api_keys(keys)
+    if others_read:
+        log.warning("every user of this host can read the keys in %s: chmod 600 it", path)
     return keys
 
 

@@ -252,7 +252,7 @@ class WorkerPool:
             return
         except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, _AnswerError) as error:
             if not worker.alive:
-                worker.problem = f"/server_info: {error or type(error).__name__}"
+                worker.problem = f"/server_info: {str(error) or type(error).__name__}"
             return
         if info.role != worker.role:
             worker.problem = f"was added as {worker.role} but is a {info.role} node"
@@ -282,15 +282,23 @@ class WorkerPool:
         return _info_decoder.decode(content)
 
     def _duplicate_of(self, worker: Worker, info: ServerInfo) -> Worker | None:
-        """Another worker that is this instance, or has the connection to its message port: a second
-        one would take the first one's place there."""
+        """Another worker that proved to be this instance, or to have this message port."""
         for other in self.workers:
-            if other is worker or other.claimed is None or other.channel is None:
-                continue
-            is_same = other.instance_id == info.instance_id and other.alive
-            if is_same or other.claimed.endpoints.zmq == info.endpoints.zmq:
-                return other
+            if other is not worker and other.alive and other.claimed is not None:
+                same_port = other.claimed.endpoints.zmq == info.endpoints.zmq
+                if same_port or other.instance_id == info.instance_id:
+                    return other
         return None
+
+    def _make_way(self, worker: Worker, info: ServerInfo) -> None:
+        """Close channels to a message port that another worker is about to open: the two would
+        take each other's place there. Whoever proves itself until the next poll keeps it."""
+        for other in self.workers:
+            if other is worker or other.channel is None or other.claimed is None:
+                continue
+            if other.claimed.endpoints.zmq == info.endpoints.zmq:
+                other.channel.close()
+                other.channel, other.problem = None, f"{worker.url} has the same message port"
 
     async def _meet(self, worker: Worker, info: ServerInfo) -> None:
         """A new instance answers at the URL, so what went to the old one is lost; or one that was
@@ -302,6 +310,7 @@ class WorkerPool:
             worker.claimed = None
             worker.problem = f"is instance {info.instance_id}, which is in use as {other.url}"
             return
+        self._make_way(worker, info)
         worker.claimed = info
         worker.tree = None
         try:

@@ -10,11 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fake_node import wait_until
 from proxy_tokenizers import byte_level
 
+from pd import __version__
 from pd.core.errors import SetupError, UsageError
 from pd.proxy.server import Proxy, ProxyConfig, ProxyThread
 
@@ -37,6 +40,79 @@ def test_health_readiness_and_models(cluster: Cluster) -> None:
     for model in ("nice-name", "fake"):
         body = {"model": model, "prompt": [5], "max_tokens": 1}
         assert client.post("/v1/completions", json=body).json()["model"] == model
+
+
+def test_what_sglangs_and_vllms_tools_ask(cluster: Cluster) -> None:
+    cluster.pair(model_path="/models/m")
+    client = cluster.client(text=False, api_key="s3cret")
+    key = {"Authorization": "Bearer s3cret"}
+    for method in ("GET", "POST"):
+        ping = client.request(method, "/ping")
+        assert (ping.status_code, ping.content) == (200, b"")
+    for path in ("/version", "/get_model_info", "/health_generate"):
+        assert client.get(path).status_code == 401
+    assert client.get("/version", headers=key).json() == {"version": __version__}
+    for path in ("/get_model_info", "/model_info"):
+        info = client.get(path, headers=key).json()
+        assert info["model_path"] == info["tokenizer_path"] == "/models/m"
+        assert info["is_generation"] is True
+    healthy = client.get("/health_generate", headers=key)
+    assert (healthy.status_code, healthy.content) == (200, b"")
+    # Both nodes took part.
+    (asked,) = cluster.decode[0].generates
+    assert asked.params.max_tokens == 2
+
+
+def test_health_generate_is_about_tokens(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd.proxy.compat_api.HEALTH_SECONDS", 0.3)
+    prefill, _ = cluster.pair(auto=False)
+    client = cluster.client(text=False, max_queue=1)
+    ill = client.get("/health_generate")
+    assert ill.status_code == 503
+    assert "nothing can be generated" in ill.json()["error"]["message"]
+    # A full queue is no illness as long as tokens come.
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(client.post, "/generate", json={"input_ids": [5]})
+        wait_until(lambda: len(prefill.generates) == 2)
+        request = prefill.generates[1]
+        full = client.get("/health_generate")
+        assert full.status_code == 503
+        assert "no token came" in full.json()["error"]["message"]
+        monkeypatch.setattr("pd.proxy.compat_api.HEALTH_SECONDS", 20.0)
+        health = pool.submit(client.get, "/health_generate")
+        while not health.done():
+            prefill.say(request, [40])
+            time.sleep(0.02)
+        assert health.result().status_code == 200
+        client.post("/abort_request", json={"abort_all": True})
+        assert running.result(20).status_code == 200
+
+
+def test_nodes_that_do_not_fit_together_are_warned_about_and_named_in_every_503(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.node("prefill", dtype="float32")
+    cluster.node("decode", dtype="bfloat16")
+    client = cluster.client(text=False, wait_ready=0)
+    why = "prefill has dtype 'float32', decode has 'bfloat16'"
+    wait_until(lambda: why in caplog.text)
+    assert caplog.text.count(why) == 1
+    for response in (
+        client.get("/readiness"),
+        client.post("/generate", json={"input_ids": [5]}),
+        client.get("/health_generate"),
+    ):
+        assert response.status_code == 503
+        assert why in response.json()["error"]["message"]
+
+
+def test_a_503_says_what_is_wrong_with_the_nodes(cluster: Cluster) -> None:
+    client = cluster.client(text=False, wait_ready=0, unified=["http://127.0.0.1:9"])
+    wait_until(lambda: "cannot connect" in client.get("/workers").text)
+    for path, body in (("/generate", {"input_ids": [5]}), ("/v1/completions", {"prompt": [5]})):
+        response = client.post(path, json=body)
+        assert response.status_code == 503
+        assert "http://127.0.0.1:9: cannot connect" in response.json()["error"]["message"]
 
 
 def test_tokenize_and_detokenize_are_inverse(cluster: Cluster) -> None:
