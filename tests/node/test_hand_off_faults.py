@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -37,26 +36,14 @@ def sent(cluster: Cluster, prompt: list[int] = PROMPT, **params: Any) -> Pending
 # ---- the first token waits for nothing but prefill
 
 
-def times_to_first_token(cluster: Cluster, count: int = 5) -> float:
-    """Median of several, one after the other; each waits for the whole answer."""
-    times = []
-    for prompt in random_prompts(22, [40] * count):
-        request = sent(cluster, prompt, max_tokens=3)
-        request.tokens()
-        assert request.choices[0].first_at is not None
-        times.append(request.choices[0].first_at - request.sent_at)
-    return statistics.median(times)
-
-
 @pytest.mark.parametrize("slow", ["delay_write", "delay_reservation"])
 def test_a_slow_hand_off_does_not_delay_token_1(tmp_path: Path, slow: str) -> None:
-    with tiny_cluster() as cluster:
-        usual = times_to_first_token(cluster)
+    """How long it takes is measured in ``e2e/test_serving.py``."""
     with scripted_cluster(tmp_path, {"do": slow, "seconds": 0.5}) as cluster:
-        assert times_to_first_token(cluster, 3) < max(5 * usual, 0.2)
         request = sent(cluster, max_tokens=3)
         wait_until(lambda: request.choices[0].tokens, 5)
-        assert queues(cluster.decode[0])["transfer"] == 1, "token 1 came before the hand-off"
+        wait_until(lambda: queues(cluster.decode[0])["transfer"] == 1, 5)  # it is yet to come
+        assert len(request.choices[0].tokens) == 1
         request.tokens()
         assert request.ended_at - request.sent_at >= 0.5
         cluster.wait_idle()
