@@ -97,10 +97,9 @@ class Stream:
         self._proxy = proxy
         self._ended = threading.Event()
         self.sent = 0
-        with ThreadPoolExecutor(1) as pool:
-            first = len(prefill.generates) + 1
-            self._reader = ThreadPoolExecutor(1).submit(self._read)
-            request = pool.submit(prefill.wait_generate, first).result()
+        self._reader = ThreadPoolExecutor(1).submit(self._read)
+        request = prefill.wait_generate()
+        decode.wait_generate()
         self._writer = threading.Thread(target=self._write, args=(request, prefill, decode))
         self._writer.start()
 
@@ -113,6 +112,7 @@ class Stream:
         }
         url = self._proxy.url + "/generate"
         with httpx.stream("POST", url, json=body, timeout=60) as response:
+            assert response.status_code == 200, response.read()
             return read_events(response)
 
     def _write(self, request: Any, prefill: FakeNode, decode: FakeNode) -> None:
