@@ -346,8 +346,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--cpu-threads must be at least 1, not {args.cpu_threads}")
     config = config_from(args)
     check_early(config)
+    from pd.core.connections import raise_file_limit
     from pd.launch import NodeServer
 
+    raise_file_limit()
     server = NodeServer(config)
     # Unlike a semaphore, this queue may be filled by a handler that interrupts its reader.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()

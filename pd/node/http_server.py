@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.responses import Response
 
+from pd.core.connections import ConnectionLimits, GuardedServer
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+LIMITS = ConnectionLimits(
+    connections=1024,
+    open_paths=frozenset({"/health", "/metrics", "/server_info"}),
+    keep_alive_seconds=30,
+)
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -53,13 +61,11 @@ class HttpServers(threading.Thread):
         for app, _ in apps:
             settings = uvicorn.Config(
                 app,
-                http="h11",  # which bounds the size of headers
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                timeout_keep_alive=30,
             )
-            self._servers.append(uvicorn.Server(settings))
+            self._servers.append(GuardedServer(settings, LIMITS))
 
     def run(self) -> None:
         asyncio.run(self._serve())

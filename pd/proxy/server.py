@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 
+from pd.core.connections import ConnectionLimits, GuardedServer, raise_file_limit
 from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError, UsageError
 from pd.core.local_requests import is_loopback
 from pd.proxy.access import Access, ApiKey, check_api_keys, check_cors_origins
@@ -32,7 +33,7 @@ from pd.proxy.tokenizer import TextModels
 from pd.proxy.web import Protocol11
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
 
     from pd.core.messages import AnyMessage
     from pd.proxy.worker import Worker
@@ -44,8 +45,9 @@ DEFAULT_MAX_QUEUE = 4096
 # So long the ready line waits for nodes that are already up; without them it comes then.
 READY_GRACE_SECONDS = 3.0
 BACKLOG = 2048
-# Longer than common clients and balancers keep theirs, so that it is not us who cut a reused one.
-KEEP_ALIVE_SECONDS = 75
+# Idle connections are kept for longer than common clients and balancers keep theirs, so that it is
+# not us who cut a reused one.
+LIMITS = ConnectionLimits(keep_alive_seconds=75)
 # Kernel memory per client, so that one that does not read is noticed instead of buffered for.
 SEND_BUFFER_BYTES = 256 << 10
 # A client that acknowledges nothing for so long is gone.
@@ -107,14 +109,6 @@ class ProxyConfig:
             raise UsageError(f"--tokenizer: there is no directory {self.tokenizer}")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: who runs the proxy decides about signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Proxy:
     """One proxy. ``start``, then ``drain`` and ``stop``, all on one event loop.
 
@@ -158,19 +152,16 @@ class Proxy:
         ):
             for url in urls:
                 self._pool.add(role, url)  # type: ignore[arg-type]  # literal roles
-        self._server = _Server(
-            uvicorn.Config(
-                self._app,
-                http=Protocol11,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=1,
-            )
+        settings = uvicorn.Config(
+            self._app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=1,
         )
+        self._server = GuardedServer(settings, LIMITS, Protocol11)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
@@ -293,6 +284,7 @@ async def serve(config: ProxyConfig, on_ready: Callable[[str, str], None]) -> No
     Raises:
         UsageError, SetupError: it cannot start; the message says what to do.
     """
+    raise_file_limit()
     proxy = Proxy(config)
     hurry = asyncio.Event()
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pd.core.connections import GuardedProtocol
 from pd.core.errors import (
     AbortedError,
+    DeadlineExceededError,
     InvalidRequestError,
     PDError,
     QueueFullError,
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 # Of requests that generate nothing; for the others see pd.proxy.bodies.
 MAX_ADMIN_BODY_BYTES = 64 << 10
-MAX_HEAD_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
 # The larger the events of a cumulative stream are, the fewer are sent.
 FREE_EVENT_BYTES = 16 << 10
@@ -50,48 +50,13 @@ _LINE_BREAKS = {
 }
 
 
-class Protocol11(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with the connection within reach, to cut off a client that does not read,
-    and with errors in our shape."""
+class Protocol11(GuardedProtocol):
+    """Refuses what is no request with errors in our shape."""
 
-    # Of the present request line and headers, as far as they came by themselves.
-    _head_bytes = 0
-    _in_body = False
-
-    def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_body:
-            self._head_bytes = 0
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(
-                "431 Request Header Fields Too Large",
-                f"the request's headers exceed {MAX_HEAD_BYTES} bytes",
-            )
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["state"]["transport"] = self.transport
-
-    def on_headers_complete(self) -> None:
-        self._in_body = True
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_body, self._head_bytes = False, 0
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse("400 Bad Request", msg)
-
-    def _refuse(self, status: str, message: str) -> None:
-        body = _encoder.encode(error_body(InvalidRequestError(message)))
-        head = (
-            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+    def error_body(self, status: int, message: str) -> bytes:
+        kinds: dict[int, type[PDError]] = {408: DeadlineExceededError, 503: UnavailableError}
+        error = kinds.get(status, InvalidRequestError)(message)
+        return _encoder.encode(error_body(error))
 
 
 async def read_object(request: Request) -> dict[str, Any]:

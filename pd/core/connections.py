@@ -1,0 +1,471 @@
+"""Serving HTTP to strangers: limits on what connections may hold, and for how long.
+
+uvicorn has no deadline for a request's head or body, and asyncio's listener, when no descriptor is
+left, tries thousands of times at once and logs each. So connections are accepted here, up to a cap,
+and :class:`GuardedProtocol` ends those that ask nothing. A response, once its request is complete,
+has all the time in the world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+# Headers of one request.
+MAX_HEADERS = 256
+# Requests that a client may send before it has the answer to the first.
+MAX_PIPELINED = 16
+_TICKS_PER_SWEEP = 5  # of a tenth of a second
+_ACCEPTS_PER_TURN = 64
+_PAUSE_SECONDS = 0.1
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """What connections to one listening socket may hold.
+
+    Attributes:
+        connections: at a time. When there are so many, the oldest without a request is closed for
+            a new one.
+        reserved: further ones, when all have a request; these are answered 503 unless they ask
+            for one of ``open_paths``.
+        head_seconds: until the request line and headers are complete, from the connection's
+            beginning or the head's first byte.
+        head_bytes: of request line and headers.
+        body_seconds, body_rate: a body has this many seconds, and one more for each ``body_rate``
+            bytes that came.
+        body_bytes: the connection of a longer body is closed.
+        keep_alive_seconds: how long a connection may wait for its next request.
+    """
+
+    connections: int = 8192
+    reserved: int = 64
+    open_paths: frozenset[str] = frozenset({"/health", "/readiness", "/ping", "/metrics"})
+    head_seconds: float = 10.0
+    head_bytes: int = 64 << 10
+    body_seconds: float = 20.0
+    body_rate: int = 32 << 10
+    body_bytes: int = 64 << 20
+    keep_alive_seconds: int = 75
+
+    def fitting(self) -> ConnectionLimits:
+        """The same with no more connections than half of the descriptors that the process may
+        have."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY:
+            return self
+        return replace(self, connections=max(1, min(self.connections, soft // 2)))
+
+
+def raise_file_limit() -> None:
+    """Let the process open as many files as it is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a container may say no
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _OneWarningASecond(logging.Filter):
+    """uvicorn warns of every malformed request."""
+
+    _next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        now = time.monotonic()
+        passes = now >= self._next
+        if passes:
+            self._next = now + 1.0
+        return passes
+
+
+logging.getLogger("uvicorn.error").addFilter(_OneWarningASecond())
+
+
+class Seldom:
+    """Logs at most once a second, and then how often it happened."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._count = 0
+
+    def warn(self, message: str) -> None:
+        """``message`` may change from one time to the next."""
+        self._count += 1
+        now = time.monotonic()
+        if now >= self._next:
+            times = f" ({self._count} times)" if self._count > 1 else ""
+            log.warning("%s%s", message, times)
+            self._next, self._count = now + 1.0, 0
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with limits."""
+
+    def __init__(self, listener: Listener, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._listener = listener
+        self._limits = listener.limits
+        # Of the present request line and headers.
+        self._head_bytes = 0
+        self._body_bytes = 0
+        # When the present head or body began; None while there is neither.
+        self._head_since: float | None = time.monotonic()
+        self._body_since: float | None = None
+        self._problem = ""
+
+    def refuse(self, status: int, reason: str, message: str) -> None:
+        """Close, with an answer unless another one is being sent."""
+        if not self._is_answering or not self.cycle.response_started:
+            self.transport.write(refusal(status, reason, self.error_body(status, message)))
+        self.transport.close()
+
+    def error_body(self, status: int, message: str) -> bytes:
+        """What a refusal says, as JSON."""
+        return msgspec.json.encode({"error": {"message": message}})
+
+    def sweep(self, now: float) -> None:
+        """End the connection if it is late with a head or a body."""
+        if self.transport.is_closing():
+            return
+        limits = self._limits
+        if self._head_since is not None and self._is_answering:
+            self._head_since = now  # there is no hurry with the next one
+        elif self._head_since is not None and now > self._head_since + limits.head_seconds:
+            if self._head_bytes:
+                what = f"the request's head did not come within {limits.head_seconds:g} s"
+                self.refuse(408, "Request Timeout", what)
+            else:
+                self.transport.close()
+        elif self._body_since is not None:
+            if self.flow.read_paused:
+                self._body_since = now  # it is this end that does not read
+            earned = self._body_bytes / limits.body_rate
+            if now > self._body_since + limits.body_seconds + earned:
+                what = f"only {self._body_bytes} bytes of the body came in time"
+                self.refuse(408, "Request Timeout", what)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def give_way(self) -> None:
+        """Close a connection that has no request, for one that may have one."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._listener.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._listener.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_since is None and self._body_since is None:
+            self._head_since = time.monotonic()
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._body_since is not None:
+            self._head_bytes = 0
+        if self._head_bytes > self._limits.head_bytes and not self.transport.is_closing():
+            reason = "Request Header Fields Too Large"
+            self.refuse(
+                431, reason, f"the request's headers exceed {self._limits.head_bytes} bytes"
+            )
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["transport"] = self.transport
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            self._problem = f"the request has more than {MAX_HEADERS} headers"
+            raise ValueError(self._problem)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._problem = f"more than {MAX_PIPELINED} requests wait for the answer to the first"
+            raise ValueError(self._problem)
+        self._head_since, self._body_since = None, time.monotonic()
+        self._body_bytes = 0
+        admitted = self._listener.asks(self)
+        app = self.app
+        if not admitted:
+            self.app = _Unavailable(self._limits.open_paths, app, self.error_body)
+        super().on_headers_complete()
+        self.app = app
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > self._limits.body_bytes:
+            if not self.transport.is_closing():
+                what = f"the body has more than {self._limits.body_bytes} bytes"
+                self.refuse(413, "Content Too Large", what)
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._body_since, self._head_bytes = None, 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self._listener.waits(self)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            self.refuse(400, "Bad Request", self._problem or msg)
+
+
+def refusal(status: int, reason: str, body: bytes) -> bytes:
+    """A whole response that ends its connection."""
+    head = (
+        f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class _Unavailable:
+    """Answers 503 to all but some paths."""
+
+    def __init__(
+        self, open_paths: frozenset[str], app: Any, error_body: Callable[[int, str], bytes]
+    ) -> None:
+        self._open_paths = open_paths
+        self._app = app
+        self._error_body = error_body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        body = self._error_body(503, FULL)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"retry-after", b"1"),
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+FULL = "too many connections; try again later"
+
+
+class Listener:
+    """Accepts connections on one socket and knows which of them have a request.
+
+    Everything happens on the event loop.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        limits: ConnectionLimits,
+        make_protocol: Callable[[Listener], GuardedProtocol],
+    ) -> None:
+        self.limits = limits
+        self._socket = sock
+        self._make_protocol = partial(make_protocol, self)
+        self._loop = asyncio.get_running_loop()
+        self._seldom = Seldom()
+        # Accepted, but their protocol does not know of it yet.
+        self._connecting: set[asyncio.Task[Any]] = set()
+        self._open: set[GuardedProtocol] = set()
+        # Without a request, the oldest first: those that never had one, and the others.
+        self._new: dict[GuardedProtocol, None] = {}
+        self._idle: dict[GuardedProtocol, None] = {}
+        # Closed for a moment to refuse somebody when no descriptor is left.
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._closed = False
+        sock.setblocking(False)
+        self._resume()
+
+    @property
+    def connections(self) -> int:
+        return len(self._open) + len(self._connecting)
+
+    def opened(self, connection: GuardedProtocol) -> None:
+        self._open.add(connection)
+        self._new[connection] = None
+
+    def asks(self, connection: GuardedProtocol) -> bool:
+        """A connection has a request; whether there is room for it."""
+        self._new.pop(connection, None)
+        self._idle.pop(connection, None)
+        asking = len(self._open) - len(self._new) - len(self._idle)
+        return asking <= self.limits.connections
+
+    def waits(self, connection: GuardedProtocol) -> None:
+        """A connection was answered and may ask again."""
+        self._idle[connection] = None
+
+    def lost(self, connection: GuardedProtocol) -> None:
+        self._open.discard(connection)
+        self._new.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def sweep(self) -> None:
+        """Have late connections ended."""
+        now = time.monotonic()
+        for connection in list(self._open):
+            connection.sweep(now)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._socket)
+            self._close_spare()
+
+    async def wait_closed(self) -> None:
+        """uvicorn calls it after :meth:`close`."""
+
+    def _resume(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            if self._connecting and self.connections >= self.limits.connections:
+                return  # those that connect may give way in the next turn
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTORS:
+                    raise
+                self._seldom.warn(f"cannot accept connections: {error.strerror}")
+                if not self._refuse_with_spare():
+                    self._loop.remove_reader(self._socket)
+                    self._loop.call_later(_PAUSE_SECONDS, self._resume)
+                    return
+                continue
+            connection.setblocking(False)
+            if self._make_room():
+                connecting = self._loop.create_task(self._connect(connection))
+                self._connecting.add(connecting)
+                connecting.add_done_callback(self._connecting.discard)
+            else:
+                self._turn_away(connection)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError as error:  # it was closed already
+            connection.close()
+            log.debug("a connection ended at once: %s", error)
+
+    def _make_room(self) -> bool:
+        """Whether another connection may be held, closing one without a request if need be."""
+        if self.connections < self.limits.connections:
+            return True
+        for waiting in (self._new, self._idle):
+            if waiting:
+                oldest = next(iter(waiting))
+                self.lost(oldest)
+                oldest.give_way()
+                self._seldom.warn(
+                    f"{self.connections} connections: the oldest without a request is closed"
+                )
+                return True
+        return self.connections < self.limits.connections + self.limits.reserved
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        self._seldom.warn(f"{self.connections} connections have requests: others are turned away")
+        body = msgspec.json.encode({"error": {"message": FULL}})
+        with contextlib.suppress(OSError):  # it is gone, or does not read: all the same
+            connection.send(refusal(503, "Service Unavailable", body))
+        connection.close()
+
+    def _refuse_with_spare(self) -> bool:
+        """Take the next connection from the queue and close it; whether that worked."""
+        self._close_spare()
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:
+            return False
+        else:
+            self._turn_away(connection)
+            return True
+        finally:
+            with contextlib.suppress(OSError):  # somebody else took it: tried again next time
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def _close_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
+
+class GuardedServer(uvicorn.Server):
+    """uvicorn that accepts connections within limits, without signal handlers of its own: who runs
+    the process decides about signals.
+
+    Attributes:
+        listeners: one per socket, once it has started.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        limits: ConnectionLimits,
+        protocol: type[GuardedProtocol] = GuardedProtocol,
+    ) -> None:
+        super().__init__(config)
+        self._limits = limits.fitting()
+        self._protocol = protocol
+        self.listeners: list[Listener] = []
+        config.timeout_keep_alive = limits.keep_alive_seconds
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        for sock in sockets or []:
+            sock.listen(self.config.backlog)
+            self.listeners.append(Listener(sock, self._limits, self._make_protocol))
+        self.servers = self.listeners  # type: ignore[assignment]  # closed when it ends
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SWEEP == 0:
+            for listener in self.listeners:
+                listener.sweep()
+        return await super().on_tick(counter)
+
+    def _make_protocol(self, listener: Listener) -> GuardedProtocol:
+        return self._protocol(
+            listener,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )

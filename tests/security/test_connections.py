@@ -1,0 +1,319 @@
+"""Connections that ask nothing, or ask forever, leave health checks and running streams alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from pd.core.connections import MAX_HEADERS, MAX_PIPELINED, ConnectionLimits, raise_file_limit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
+
+from fake_node import wait_until
+from proxy_cluster import Cluster, read_events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fake_node import FakeNode
+
+    from pd.proxy.server import ProxyThread
+
+HALF_A_HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-"
+HALF_A_BODY = (
+    b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 1000\r\n\r\n{"input_ids":['
+)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+STREAM = {"input_ids": [5, 6], "stream": True, "sampling_params": {"max_new_tokens": 4}}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack, str(tmp_path))
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, **limits: Any) -> ProxyThread:
+    """A proxy without a tokenizer that has these limits."""
+    monkeypatch.setattr("pd.proxy.server.LIMITS", replace(ConnectionLimits(), **limits))
+    return cluster.proxy(text=False)
+
+
+class Client:
+    """Connections that end with the test."""
+
+    def __init__(self, stack: ExitStack, url: str) -> None:
+        self._stack = stack
+        parts = httpx.URL(url)
+        self._address = (parts.host, parts.port)
+
+    def open(self, data: bytes = b"") -> socket.socket:
+        connection = self._stack.enter_context(socket.create_connection(self._address, 10))
+        connection.sendall(data)
+        return connection
+
+
+@contextlib.contextmanager
+def clients(url: str) -> Iterator[Client]:
+    with ExitStack() as stack:
+        yield Client(stack, url)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the other end closes."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(65536):
+            data += part
+    return data
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One answer with a length."""
+    data = b""
+    while not (found := re.search(rb"content-length: (\d+).*\r\n\r\n", data, re.DOTALL)) or (
+        len(data) < found.end() + int(found[1])
+    ):
+        part = connection.recv(65536)
+        assert part, data
+        data += part
+    return data
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+class Stream:
+    """A stream that has begun and ends when the test wants."""
+
+    def __init__(self, pool: ThreadPoolExecutor, proxy: ProxyThread, node: FakeNode) -> None:
+        self._node = node
+        self._events = pool.submit(self._read, proxy.url)
+        self._request = node.wait_generate()
+        node.say(self._request, [7])
+
+    def _read(self, url: str) -> list[Any]:
+        with httpx.stream("POST", url + "/generate", json=STREAM, timeout=20) as response:
+            assert response.status_code == 200, response.read()
+            return read_events(response)
+
+    def check(self) -> None:
+        """It goes on to its end."""
+        from pd.core.messages import Finish
+
+        self._node.say(self._request, [8, 9, 10], position=1, finish=Finish("length"))
+        *events, last = self._events.result()
+        assert last == "DONE"
+        assert events[-1]["output_ids"] == [7, 8, 9, 10]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+@pytest.mark.parametrize("half", [HALF_A_HEAD, HALF_A_BODY, b""], ids=["head", "body", "nothing"])
+def test_1000_half_open_requests_leave_health_and_streams_alone(
+    cluster: Cluster, pool: ThreadPoolExecutor, half: bytes
+) -> None:
+    raise_file_limit()
+    node = cluster.node("unified", auto=False)
+    proxy = cluster.proxy(text=False)
+    stream = Stream(pool, proxy, node)
+    with clients(proxy.url) as client:
+        for _ in range(1000):
+            client.open(half)
+        assert httpx.get(proxy.url + "/health").status_code == 200
+        assert httpx.get(proxy.url + "/readiness").status_code == 200
+        stream.check()
+
+
+def test_a_head_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = limited(monkeypatch, cluster, head_seconds=0.3)
+    with clients(proxy.url) as client:
+        silent, half = client.open(), client.open(HALF_A_HEAD)
+        assert read_all(silent) == b""
+        answer = read_all(half)
+        assert status_of(answer) == 408
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "deadline"
+
+
+def test_a_body_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.node("unified")
+    proxy = limited(monkeypatch, cluster, body_seconds=0.3, body_rate=1000)
+    with clients(proxy.url) as client:
+        half = client.open(HALF_A_BODY)
+        assert status_of(read_all(half)) == 408
+        # One that comes steadily may take longer.
+        body = json.dumps(STREAM | {"stream": False}).encode().ljust(1000)
+        head, _, _ = HALF_A_BODY.partition(b"{")
+        steady = client.open(head)
+        for start in range(0, len(body), 100):
+            time.sleep(0.06)
+            steady.sendall(body[start : start + 100])
+        assert status_of(read_answer(steady)) == 200
+    assert proxy.proxy is not None
+    assert proxy.proxy._service._bodies.held == 0
+
+
+def test_deadlines_are_not_those_of_streams_and_idle_clients(
+    cluster: Cluster, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = limited(monkeypatch, cluster, head_seconds=0.3, body_seconds=0.3)
+    stream = Stream(pool, proxy, node)
+    with httpx.Client(base_url=proxy.url) as client, clients(proxy.url) as raw:
+        connection = raw.open(HEALTH)
+        assert status_of(read_answer(connection)) == 200
+        assert client.get("/health").status_code == 200
+        time.sleep(2)
+        connection.sendall(HEALTH)
+        assert status_of(read_answer(connection)) == 200
+        assert client.get("/health").status_code == 200
+    stream.check()
+
+
+def test_a_half_request_behind_a_running_stream_does_not_end_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pd.core.messages import Finish
+
+    node = cluster.node("unified", auto=False)
+    proxy = limited(monkeypatch, cluster, head_seconds=0.3, body_seconds=0.3)
+    body = json.dumps(STREAM).encode()
+    head, _, _ = HALF_A_BODY.partition(b"{")
+    with clients(proxy.url) as client:
+        connection = client.open(head.replace(b"1000", str(len(body)).encode()) + body)
+        request = node.wait_generate()
+        connection.sendall(HALF_A_HEAD)
+        time.sleep(1.5)
+        node.say(request, [7, 8, 9, 10], finish=Finish("length"))
+        data = b""
+        while b"[DONE]" not in data:
+            part = connection.recv(65536)
+            assert part, data
+            data += part
+
+
+def test_when_there_are_too_many_connections_those_without_a_request_give_way(
+    cluster: Cluster, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = limited(monkeypatch, cluster, connections=8, reserved=2)
+    stream = Stream(pool, proxy, node)
+    with clients(proxy.url) as client:
+        half = [client.open(HALF_A_HEAD) for _ in range(30)]
+        asking = client.open(HEALTH)
+        assert status_of(read_answer(asking)) == 200
+        assert read_all(half[0]) == b""
+        stream.check()
+
+
+def test_health_is_answered_when_all_connections_have_requests(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.node("unified")
+    proxy = limited(monkeypatch, cluster, connections=4, reserved=2, body_seconds=1.0)
+    with clients(proxy.url) as client:
+        for _ in range(4):
+            busy = client.open(HALF_A_BODY)
+        wait_until(lambda: asking(proxy) == 4)
+        answer = read_all(client.open(HALF_A_BODY))
+        assert status_of(answer) == 503
+        assert b"connection: close" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
+        assert status_of(read_answer(client.open(HEALTH))) == 200
+        assert status_of(read_all(busy)) == 408
+    assert httpx.post(proxy.url + "/generate", json={"input_ids": [5]}).status_code == 200
+
+
+def asking(proxy: ProxyThread) -> int:
+    """Connections that have a request."""
+    assert proxy.proxy is not None
+    (listener,) = proxy.proxy._server.listeners
+    return len(listener._open) - len(listener._new) - len(listener._idle)
+
+
+def test_bursts_of_requests_on_one_connection_are_bounded(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = limited(monkeypatch, cluster)
+    with clients(proxy.url) as client:
+        few = client.open(HEALTH * MAX_PIPELINED)
+        answers = b""
+        while answers.count(b'{"status":"ok"}') < MAX_PIPELINED:
+            answers += few.recv(65536)
+        many = read_all(client.open(HEALTH * 5000))
+        assert many.count(b"HTTP/1.1 200") <= MAX_PIPELINED + 1
+        headers = b"".join(b"X-%d: 1\r\n" % i for i in range(MAX_HEADERS + 1))
+        answer = read_all(client.open(HEALTH[:-2] + headers + b"\r\n"))
+        assert status_of(answer) == 400
+        assert b"more than 256 headers" in answer
+
+
+STARVED = """
+import asyncio, resource, sys, uvicorn
+from pd.core.connections import ConnectionLimits, GuardedServer
+from pd.node.http_server import Deferred, bind
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+server = GuardedServer(uvicorn.Config(Deferred(), lifespan="off"), ConnectionLimits())
+server._limits = ConnectionLimits(connections=10_000)
+sock = bind("127.0.0.1", 0)
+print(sock.getsockname()[1], flush=True)
+asyncio.run(server.serve(sockets=[sock]))
+"""
+
+
+def test_without_descriptors_connections_are_refused_and_the_log_stays_short() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STARVED)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        began = time.monotonic()
+        with clients(url) as client:
+            connections = [client.open(HALF_A_HEAD) for _ in range(300)]
+            assert status_of(read_all(connections[-1])) == 503
+        # They are gone; 503 is what an application says that is not there yet.
+        wait_until(lambda: "retry-after" in httpx.get(url + "/health").headers)
+        seconds = time.monotonic() - began
+    finally:
+        process.terminate()
+        _, errors = process.communicate()
+    lines = [line for line in errors.splitlines() if "INFO" not in line]
+    assert any("Too many open files" in line for line in lines), errors
+    assert len(lines) <= 2 * (seconds + 2), errors
+
+
+def test_the_limit_on_open_files_is_raised() -> None:
+    code = """
+import resource
+from pd.core.connections import raise_file_limit
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+raise_file_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
