@@ -63,7 +63,8 @@ def nixl_obstacle(prefill: Published, decode: Published) -> str | None:
         )
     return (
         "without a port UCX connects processes of one host, user and pid and ipc namespace only "
-        f"({ours:.150} and {theirs:.150}); --trust-network on both nodes lets it open ports"
+        f"({ours:.150} and {theirs:.150}); with --trust-network, or UCX_TLS=all where the "
+        "addresses are loopback, on both nodes it opens ports"
     )
 
 

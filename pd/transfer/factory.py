@@ -139,6 +139,11 @@ def make_transfer_manager(
         return _make(backend, pool, instance_id, host, options | more)
 
     may_not_listen = name == "auto" and not trust_network
+    if trust_network:
+        logger.warning(
+            "--trust-network: transfer libraries may open ports that ask nobody for the cluster "
+            "key; none but this deployment's hosts must reach this one"
+        )
     if name == "fake" and fake_script is not None:
         from pd.transfer.fake_script import load_script
 

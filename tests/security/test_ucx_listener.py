@@ -21,6 +21,7 @@ from tiny import tiny_cluster, tiny_model, tiny_node
 from transfer.transfer_helpers import is_installed, make_pool
 
 from pd.core.errors import SetupError
+from pd.core.transfer_choice import choose
 from pd.transfer import nixl_transports
 from pd.transfer.factory import make_transfer_manager
 from pd.transfer.nixl import NixlMover
@@ -170,6 +171,7 @@ def test_auto_opens_ports_of_a_library_where_the_network_is_trusted(
         manager = make_transfer_manager("auto", make_pool(16, 4), "X", trust_network=True)
     manager.close()
     assert list(manager.addresses()) == ["nixl", "tcp"]
+    assert "--trust-network: transfer libraries may open ports" in caplog.text
     assert "UCX opens ports that ask nobody for the cluster key, on device lo" in caplog.text
 
 
@@ -240,3 +242,23 @@ def test_the_device_of_an_address_is_found() -> None:
         if not address.startswith(("127.", "fe80:")):
             assert nixl_transports.device_of(address) in dict(socket.if_nameindex()).values()
             assert device
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ("network", "network", None),
+        ("boot/pid/ipc/0", "boot/pid/ipc/0", None),
+        ("boot/pid/ipc/0", "network", "the prefill node's UCX opens no port"),
+        ("network", "boot/pid/ipc/0", "the decode node's UCX opens no port"),
+        ("boot/pid/ipc/0", "boot/pid/ipc/1", "processes of one host, user"),
+    ],
+)
+def test_a_pair_uses_nixl_only_if_ucx_can_reach_both(
+    prefill: str, decode: str, reason: str | None
+) -> None:
+    offers = [{"nixl": {"reach": reach}, "tcp": {}} for reach in (prefill, decode)]
+    name, obstacles = choose(*offers)
+    assert name == ("tcp" if reason else "nixl")
+    if reason:
+        assert reason in obstacles[0] and "--trust-network" in obstacles[0]
