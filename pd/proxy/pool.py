@@ -5,17 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import time
-from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import httpx
-import msgspec
 import zmq
 
-from pd.core.cluster_key import admin_key, server_info_key
 from pd.core.errors import InvalidRequestError, NotFoundError
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
@@ -25,13 +20,8 @@ from pd.core.messages import (
     NodeHeartbeat,
 )
 from pd.core.node_url import check_node_url
-from pd.core.signed_requests import (
-    NONCE_HEADER,
-    SIGNATURE_HEADER,
-    check_reply,
-    signed_headers,
-)
 from pd.proxy.heartbeats import HeartbeatThread, LoopWatch
+from pd.proxy.node_http import NodeHttp, NodeHttpError, NotListeningError
 from pd.proxy.worker import ServerInfo, Worker
 
 if TYPE_CHECKING:
@@ -41,14 +31,8 @@ if TYPE_CHECKING:
     from pd.proxy.channel import Sockets
 
 log = logging.getLogger(__name__)
-# It reports every request, and each node is polled every second.
-logging.getLogger("httpx").setLevel(logging.WARNING)
 
 POLL_INTERVAL = 1.0
-POLL_TIMEOUT = 2.0
-POST_TIMEOUT = 10.0
-# An honest /server_info of a node with hundreds of peers is far smaller.
-MAX_ANSWER_BYTES = 1 << 20
 # Each costs a poll a second, two heartbeats a second and a socket.
 MAX_WORKERS = 256
 # A refused connection proves a death only together with silence: a node's HTTP side may restart.
@@ -63,22 +47,8 @@ DEAF = (
     "answers HTTP but not messages: give proxy and node the same --cluster-key-file, and let the "
     "proxy reach the message port (endpoints.zmq of its /server_info)"
 )
-UNSIGNED = (
-    "did not prove that it has the cluster key: give proxy and node the same --cluster-key-file"
-)
 
 _ROLES = ("prefill", "decode", "unified")
-_info_decoder = msgspec.json.Decoder(ServerInfo)
-
-
-class _AnswerError(Exception):
-    """What a node answered over HTTP is of no use; the message says why."""
-
-
-class _Answer(NamedTuple):
-    status: int
-    signature: str
-    content: bytes
 
 
 class WorkerPool:
@@ -100,18 +70,10 @@ class WorkerPool:
     ) -> None:
         self.workers: list[Worker] = []
         self._sockets = sockets
-        self._admin_key, self._info_key = admin_key(cluster_key), server_info_key(cluster_key)
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_change = on_change
-        # Redirects are not followed: where a node is is for the operator to say. Nor is anything
-        # decompressed: a few bytes may become gigabytes.
-        self._http = httpx.AsyncClient(
-            timeout=POST_TIMEOUT,
-            trust_env=False,
-            headers={"Accept-Encoding": "identity"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_WORKERS),
-        )
+        self._http = NodeHttp(cluster_key)
         self._watchers: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
         self._pulse: asyncio.Task[None] | None = None
@@ -131,7 +93,7 @@ class WorkerPool:
             if worker.channel is not None:
                 worker.channel.close()
         self._heartbeats.close()
-        await self._http.aclose()
+        await self._http.close()
 
     def add(self, role: Role, url: str) -> Worker:
         """Begin to use a node; adding one that is there or drains takes it (back) into use.
@@ -190,42 +152,14 @@ class WorkerPool:
             self._on_change()
 
     async def post(self, worker: Worker, path: str) -> str | None:
-        """POST to the administration of a node that proved who it is, signed for that instance;
-        what went wrong, or None."""
+        """POST to the administration of a node that proved who it is; what went wrong, or None."""
         if not worker.alive:
             return worker.problem
-        key, nonce = self._admin_key, ""
-        headers: dict[str, str] = {}
-        if key is not None:
-            headers, nonce = signed_headers(key, "POST", path, worker.instance_id)
         try:
-            answer = await self._ask("POST", worker.url + path, headers, POST_TIMEOUT)
-        except (httpx.HTTPError, TimeoutError, _AnswerError) as error:
-            return f"{type(error).__name__}: {error}"
-        if answer.status != 200:
-            return f"status {answer.status}"
-        if key is not None and not check_reply(
-            key, nonce, answer.status, answer.content, answer.signature
-        ):
-            return UNSIGNED
+            await self._http.post(worker.url, path, worker.instance_id)
+        except NodeHttpError as error:
+            return str(error)
         return None
-
-    async def _ask(self, method: str, url: str, headers: dict[str, str], timeout: float) -> _Answer:
-        """The whole answer, within ``timeout`` seconds and ``MAX_ANSWER_BYTES``.
-
-        Raises httpx.HTTPError, TimeoutError, _AnswerError.
-        """
-        content = bytearray()
-        async with (
-            asyncio.timeout(timeout),
-            self._http.stream(method, url, headers=headers) as response,
-        ):
-            async for part in response.aiter_raw():
-                content += part
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise _AnswerError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
-            signature = response.headers.get(SIGNATURE_HEADER, "")
-            return _Answer(response.status_code, signature, bytes(content))
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -243,16 +177,16 @@ class WorkerPool:
 
     async def _poll(self, worker: Worker) -> None:
         try:
-            info = await self._server_info(worker)
-        except httpx.ConnectError as error:
+            info = await self._http.server_info(worker.url)
+        except NotListeningError as error:
             if worker.alive and time.monotonic() - worker.last_heard > SILENCE_SECONDS:
                 self._lose(worker, "its port refuses connections and its heartbeats stopped")
             elif not worker.alive:
                 worker.problem = f"cannot connect: {error}"
             return
-        except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, _AnswerError) as error:
+        except NodeHttpError as error:
             if not worker.alive:
-                worker.problem = f"/server_info: {str(error) or type(error).__name__}"
+                worker.problem = f"/server_info: {error}"
             return
         if info.role != worker.role:
             worker.problem = f"was added as {worker.role} but is a {info.role} node"
@@ -263,23 +197,6 @@ class WorkerPool:
             worker.claimed = info
             if worker.alive:
                 worker.info = info
-
-    async def _server_info(self, worker: Worker) -> ServerInfo:
-        """What answers at the URL. Raises what :meth:`_ask` raises, msgspec.MsgspecError for
-        something else than a node, and _AnswerError for one without our cluster key."""
-        nonce = secrets.token_hex(16)
-        url = worker.url + "/server_info"
-        status, signature, content = await self._ask(
-            "GET", url, {NONCE_HEADER: nonce}, POLL_TIMEOUT
-        )
-        if status != 200:
-            starting = " (it is starting)" if status == HTTPStatus.SERVICE_UNAVAILABLE else ""
-            raise _AnswerError(f"status {status}{starting}")
-        if self._info_key is not None and not check_reply(
-            self._info_key, nonce, status, content, signature
-        ):
-            raise _AnswerError(UNSIGNED)
-        return _info_decoder.decode(content)
 
     def _duplicate_of(self, worker: Worker, info: ServerInfo) -> Worker | None:
         """Another worker that proved to be this instance, or to have this message port."""

@@ -19,7 +19,7 @@ from fake_node import wait_until
 from proxy_cluster import Cluster
 
 from pd.core.cluster_key import admin_key
-from pd.proxy import pool
+from pd.proxy import node_http, pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -259,7 +259,7 @@ def test_nonsense_is_a_problem_of_its_worker_alone(cluster: Cluster, listeners: 
 def test_endless_answers_are_given_up(
     cluster: Cluster, listeners: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "POLL_TIMEOUT", 0.3)
+    monkeypatch.setattr(node_http, "POLL_TIMEOUT", 0.3)
 
     def flood(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
@@ -279,7 +279,7 @@ def test_endless_answers_are_given_up(
     flooding, dripping = listeners(flood), listeners(drip)
     urls = [flooding.url, dripping.url]
     proxy = cluster.proxy(text=False, wait_ready=0, unified=urls)
-    wait_until(lambda: f"exceeds {pool.MAX_ANSWER_BYTES}" in problem(proxy, urls[0]))
+    wait_until(lambda: f"exceeds {node_http.MAX_ANSWER_BYTES}" in problem(proxy, urls[0]))
     wait_until(lambda: "TimeoutError" in problem(proxy, urls[1]))
 
 
