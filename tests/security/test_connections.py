@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from pd.core.connections import MAX_HEADERS, MAX_PIPELINED, ConnectionLimits, raise_file_limit
+from pd.node.http_server import Deferred, HttpServers, bind
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
 
@@ -143,6 +145,23 @@ def test_1000_half_open_requests_leave_health_and_streams_alone(
         assert httpx.get(proxy.url + "/health").status_code == 200
         assert httpx.get(proxy.url + "/readiness").status_code == 200
         stream.check()
+
+
+def test_1000_half_open_requests_leave_a_nodes_administration_alone() -> None:
+    raise_file_limit()
+    app, sock = Deferred(), bind("127.0.0.1", 0)
+    app.app = Response("fine")
+    servers = HttpServers([(app, sock)])
+    servers.start()
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    try:
+        with clients(url) as client:
+            for _ in range(1100):  # more than it holds
+                client.open(HALF_A_HEAD)
+            assert httpx.get(url + "/health").text == "fine"
+            assert httpx.get(url + "/server_info").text == "fine"
+    finally:
+        servers.stop()
 
 
 def test_a_head_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,12 @@ def text() -> Bodies:
     return "/tokenize", [json.dumps({"prompt": "1234567890" * 100_000}).encode()] * 4
 
 
+def scored_prompts() -> Bodies:
+    body = {"prompt": [5] * 60_000, "max_tokens": 1, "echo": True, "logprobs": 5}
+    streamed = body | {"stream": True}
+    return "/v1/completions", [json.dumps(b).encode() for b in (body, streamed)]
+
+
 def keys() -> Bodies:
     return "/generate", [b"{%s}" % ",".join(f'"{i}":1' for i in range(700_000)).encode()]
 
@@ -87,6 +93,7 @@ SLOW_ATTACKS: dict[str, Callable[[], Bodies]] = {
     "objects": lambda: repeated("/generate", "input_ids", "{}", 8 << 20),
     "strings": lambda: repeated("/generate", "text", '"a"', 8 << 20),
     "keys": keys,
+    "scored prompts": scored_prompts,
 }
 
 
@@ -100,7 +107,9 @@ class Stream:
         self._reader = ThreadPoolExecutor(1).submit(self._read)
         request = prefill.wait_generate()
         decode.wait_generate()
-        self._writer = threading.Thread(target=self._write, args=(request, prefill, decode))
+        self._writer = threading.Thread(
+            target=self._write, args=(request, prefill, decode), daemon=True
+        )
         self._writer.start()
 
     def _read(self) -> list[Any]:
