@@ -103,7 +103,6 @@ def faults_of_a_hand_off() -> list[ParameterSet]:
     """Every backend, stage, victim and kind of fault; a few sharp ones in ``make test``."""
     sample = {
         (TCP, "during", "prefill", "killed"),
-        (TCP, "before", "decode", "killed"),
         (NIXL, "during", "decode", "killed"),
         (MOONCAKE, "during", "prefill", "stopped"),
     }
@@ -291,7 +290,12 @@ def test_client_gone(pair_of_decoders: Deployment, tokens_before: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "scripted", [SLOW_RESERVATIONS, SLOW_WRITES], indirect=True, ids=["reservation", "transfer"]
+    "scripted",
+    [
+        pytest.param(SLOW_RESERVATIONS, id="reservation", marks=pytest.mark.full),
+        pytest.param(SLOW_WRITES, id="transfer"),
+    ],
+    indirect=True,
 )
 def test_client_gone_while_the_hand_off_is_under_way(scripted: Deployment) -> None:
     sock = raw_request(scripted, prompt(60))
