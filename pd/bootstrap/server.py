@@ -23,6 +23,7 @@ from pd.core.errors import (
 from pd.core.local_requests import check_local
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import NodeInfo
+from pd.core.request_body import read_body
 from pd.core.signed_requests import (
     EXPECTED_HEADER,
     SIGNATURE_HEADER,
@@ -108,7 +109,7 @@ async def _respond(
     try:
         if verifier is None:
             check_local(request.scope, own_names, _NO_KEY)
-        body = await _bounded_body(request)
+        body = await read_body(request.stream(), MAX_BODY_BYTES)
         if body is None:
             reason = f"the body exceeds {MAX_BODY_BYTES} bytes"
             return _error(413, InvalidRequestError(reason), {})
@@ -128,15 +129,6 @@ async def _respond(
         signature = sign_reply(verifier.key, nonce, response.status_code, bytes(response.body))
         response.headers[SIGNATURE_HEADER] = signature
     return response
-
-
-async def _bounded_body(request: Request) -> bytes | None:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return body
 
 
 def _authenticate(request: Request, body: bytes, verifier: RequestVerifier) -> str:

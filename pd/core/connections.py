@@ -23,6 +23,14 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pd.core.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    PDError,
+    UnavailableError,
+    error_body,
+)
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
@@ -137,12 +145,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def refuse(self, status: int, reason: str, message: str) -> None:
         """Close, with an answer unless another one is being sent."""
         if not self._is_answering or not self.cycle.response_started:
-            self.transport.write(refusal(status, reason, self.error_body(status, message)))
+            self.transport.write(refusal(status, reason, message))
         self.transport.close()
-
-    def error_body(self, status: int, message: str) -> bytes:
-        """What a refusal says, as JSON."""
-        return msgspec.json.encode({"error": {"message": message}})
 
     def sweep(self, now: float) -> None:
         """End the connection if it is late with a head or a body."""
@@ -213,7 +217,7 @@ class GuardedProtocol(HttpToolsProtocol):
         admitted = self._listener.asks(self)
         app = self.app
         if not admitted:
-            self.app = _Unavailable(self._limits.open_paths, app, self.error_body)
+            self.app = _Unavailable(self._limits.open_paths, app)
         super().on_headers_complete()
         self.app = app
 
@@ -240,8 +244,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self.refuse(400, "Bad Request", self._problem or msg)
 
 
-def refusal(status: int, reason: str, body: bytes) -> bytes:
+_ERRORS: dict[int, type[PDError]] = {408: DeadlineExceededError, 503: UnavailableError}
+
+
+def _body(status: int, message: str) -> bytes:
+    return msgspec.json.encode(error_body(_ERRORS.get(status, InvalidRequestError)(message)))
+
+
+def refusal(status: int, reason: str, message: str) -> bytes:
     """A whole response that ends its connection."""
+    body = _body(status, message)
     head = (
         f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
@@ -252,18 +264,15 @@ def refusal(status: int, reason: str, body: bytes) -> bytes:
 class _Unavailable:
     """Answers 503 to all but some paths."""
 
-    def __init__(
-        self, open_paths: frozenset[str], app: Any, error_body: Callable[[int, str], bytes]
-    ) -> None:
+    def __init__(self, open_paths: frozenset[str], app: Any) -> None:
         self._open_paths = open_paths
         self._app = app
-        self._error_body = error_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        body = self._error_body(503, FULL)
+        body = _body(503, FULL)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -359,10 +368,9 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in _NO_DESCRIPTORS:
-                    raise
+                # Also what the network did to a connection before it was accepted.
                 self._seldom.warn(f"cannot accept connections: {error.strerror}")
-                if not self._refuse_with_spare():
+                if error.errno not in _NO_DESCRIPTORS or not self._refuse_with_spare():
                     self._loop.remove_reader(self._socket)
                     self._loop.call_later(_PAUSE_SECONDS, self._resume)
                     return
@@ -399,9 +407,8 @@ class Listener:
 
     def _turn_away(self, connection: socket.socket) -> None:
         self._seldom.warn(f"{self.connections} connections have requests: others are turned away")
-        body = msgspec.json.encode({"error": {"message": FULL}})
         with contextlib.suppress(OSError):  # it is gone, or does not read: all the same
-            connection.send(refusal(503, "Service Unavailable", body))
+            connection.send(refusal(503, "Service Unavailable", FULL))
         connection.close()
 
     def _refuse_with_spare(self) -> bool:
@@ -436,11 +443,9 @@ class GuardedServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         limits: ConnectionLimits,
-        protocol: type[GuardedProtocol] = GuardedProtocol,
     ) -> None:
         super().__init__(config)
         self._limits = limits.fitting()
-        self._protocol = protocol
         self.listeners: list[Listener] = []
         config.timeout_keep_alive = limits.keep_alive_seconds
 
@@ -463,7 +468,7 @@ class GuardedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _make_protocol(self, listener: Listener) -> GuardedProtocol:
-        return self._protocol(
+        return GuardedProtocol(
             listener,
             config=self.config,
             server_state=self.server_state,

@@ -28,6 +28,18 @@ class PDError(Exception):
         self.param = param
 
 
+def error_body(error: PDError) -> dict[str, dict[str, str | None]]:
+    """An error as clients get it over HTTP, in OpenAI's shape."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.kind,
+        }
+    }
+
+
 class InvalidRequestError(PDError):
     """The client sent something that can never work; ``message`` names the value."""
 

@@ -88,6 +88,14 @@ def check_origin(scope: Scope, allowed: Collection[str], remedy: str) -> None:
         raise ForbiddenError(f"requests of web pages from {origin[:100]!r} are refused{remedy}")
 
 
+def check_host(scope: Scope, names: Collection[str], remedy: str) -> None:
+    """Raise ForbiddenError for a ``Host`` that is no name of this machine, see
+    :func:`has_local_host`; ``remedy`` ends the message."""
+    if not has_local_host(scope, names):
+        host = header(scope, b"host")
+        raise ForbiddenError(f"the Host {host[:100]!r} is not a name of this machine{remedy}")
+
+
 def check_local(scope: Scope, names: Collection[str], remedy: str) -> None:
     """Let in what can only come from a program on this host.
 
@@ -102,8 +110,6 @@ def check_local(scope: Scope, names: Collection[str], remedy: str) -> None:
     """
     if not is_from_this_host(scope):
         raise ForbiddenError(f"only programs on the server's host may do this{remedy}")
-    if not has_local_host(scope, names):
-        host = header(scope, b"host")
-        raise ForbiddenError(f"the Host {host[:100]!r} is not a name of this machine{remedy}")
+    check_host(scope, names, remedy)
     check_origin(scope, (), remedy)
     check_json(scope)

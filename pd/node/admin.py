@@ -11,8 +11,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pd.core.cluster_key import admin_key, server_info_key
-from pd.core.errors import AuthenticationError, InvalidRequestError, NotFoundError, PDError
-from pd.core.local_requests import check_local
+from pd.core.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    NotFoundError,
+    PDError,
+    error_body,
+)
+from pd.core.local_requests import check_host, check_local, check_origin
+from pd.core.request_body import read_body
 from pd.core.signed_requests import (
     EXPECTED_HEADER,
     MAX_NONCE_CHARACTERS,
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from pd.node.node import Node
 
 MAX_BODY_BYTES = 64 << 10
+_NO_KEY = " on a node without --cluster-key-file"
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,8 +55,8 @@ def make_admin_app(node: Node) -> Starlette:
 
     With a cluster key every POST must be signed with :func:`pd.core.cluster_key.admin_key` for this
     instance (:mod:`pd.core.signed_requests`), and its answer is signed too; ``/server_info`` is
-    signed for who asks with a nonce. Without a key every POST must come from a program on this host
-    (:mod:`pd.core.local_requests`).
+    signed for who asks with a nonce. Without a key every POST must come from a program on this
+    host, and web pages read nothing (:mod:`pd.core.local_requests`).
     """
     gate = _Gate(node)
     info_key = server_info_key(node.config.cluster_key)
@@ -92,6 +100,13 @@ def make_admin_app(node: Node) -> Starlette:
             raise NotFoundError(f"no request has the rid {asked.rid!r}", param="rid")
         return JSONResponse({"aborted": count})
 
+    def get(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
+        async def checked(request: Request) -> Response:
+            gate.check_reader(request)
+            return await answer(request)
+
+        return Route(path, checked)
+
     def post(path: str, answer: Callable[[bytes], Awaitable[Response]]) -> Route:
         async def checked(request: Request) -> Response:
             return await gate.let_in(request, answer)
@@ -99,9 +114,9 @@ def make_admin_app(node: Node) -> Starlette:
         return Route(path, checked, methods=["POST"])
 
     routes = [
-        Route("/health", health),
-        Route("/metrics", metrics),
-        Route("/server_info", server_info),
+        get("/health", health),
+        get("/metrics", metrics),
+        get("/server_info", server_info),
         post("/flush_cache", flush_cache),
         post("/drain", drain),
         post("/undrain", undrain),
@@ -127,13 +142,20 @@ class _Gate:
         self._instance_id = node.instance_id
         self._names = {node.config.host.lower(), node.config.public_host.lower()}
 
+    def check_reader(self, request: Request) -> None:
+        """Where there is no key raise ForbiddenError for web pages, which would otherwise read what
+        the node says under a name that was made to resolve to loopback."""
+        if self._verifier is None:
+            check_host(request.scope, self._names, _NO_KEY)
+            check_origin(request.scope, (), _NO_KEY)
+
     async def let_in(
         self, request: Request, answer: Callable[[bytes], Awaitable[Response]]
     ) -> Response:
         """The answer, signed if the request was. Raises AuthenticationError, ForbiddenError or
         UnsupportedMediaTypeError for what is not let in."""
         if self._verifier is None:
-            check_local(request.scope, self._names, " on a node without --cluster-key-file")
+            check_local(request.scope, self._names, _NO_KEY)
             return await answer(await _read(request))
         body = await _read(request)
         nonce = self._verify(self._verifier, request, body)
@@ -165,12 +187,10 @@ class _Gate:
 
 
 async def _read(request: Request) -> bytes:
-    content = b""
-    async for part in request.stream():
-        content += part
-        if len(content) > MAX_BODY_BYTES:
-            raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes")
-    return content
+    body = await read_body(request.stream(), MAX_BODY_BYTES)
+    if body is None:
+        raise InvalidRequestError(f"the body exceeds {MAX_BODY_BYTES} bytes")
+    return body
 
 
 def _abort_body(content: bytes) -> AbortBody:
@@ -185,10 +205,4 @@ def _abort_body(content: bytes) -> AbortBody:
 
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PDError)
-    content = {
-        "message": error.message,
-        "type": error.type,
-        "param": error.param,
-        "code": error.kind,
-    }
-    return JSONResponse({"error": content}, error.status)
+    return JSONResponse(error_body(error), error.status)

@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 from pd.core.errors import AuthenticationError, ForbiddenError, PDError, UsageError
 from pd.core.local_requests import (
     ANY_ORIGIN,
+    check_host,
     check_json,
     check_local,
     check_origin,
-    has_local_host,
     header,
 )
 from pd.proxy.web import error_response
@@ -37,6 +37,10 @@ KeyRole = Literal["inference", "admin"]
 # What load balancers and Prometheus ask, which have no key.
 OPEN_PATHS = ("/health", "/readiness", "/ping", "/metrics")
 _READING = ("GET", "HEAD", "OPTIONS")
+_HOST_REMEDY = (
+    "; what passes requests on to a proxy on loopback must set a local Host, or the proxy needs an "
+    "--api-key"
+)
 _LINE = "a line is 'inference KEY' or 'admin KEY', and a name for the key if you like"
 
 
@@ -185,7 +189,7 @@ class Access:
             )
         # A key proves more than a Host: no web page has one.
         if self._on_loopback and not self._key_required and caller is None:
-            self._check_host(scope)
+            check_host(scope, self._names, _HOST_REMEDY)
         if scope["method"] not in _READING:
             check_json(scope)
         return caller or Caller()
@@ -215,14 +219,6 @@ class Access:
             if hmac.compare_digest(digest, known):
                 found = caller
         return found
-
-    def _check_host(self, scope: Scope) -> None:
-        if not has_local_host(scope, self._names):
-            host = header(scope, b"host")
-            raise ForbiddenError(
-                f"the Host {host[:100]!r} is not a name of this machine; what passes requests on "
-                "to a proxy on loopback must set a local Host, or the proxy needs an --api-key"
-            )
 
 
 class Guard:

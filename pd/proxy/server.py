@@ -30,7 +30,6 @@ from pd.proxy.pool import MAX_WORKERS, WorkerPool
 from pd.proxy.routing import Router, make_policy
 from pd.proxy.service import Service
 from pd.proxy.tokenizer import TextModels
-from pd.proxy.web import Protocol11
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -161,7 +160,7 @@ class Proxy:
             backlog=BACKLOG,
             timeout_graceful_shutdown=1,
         )
-        self._server = GuardedServer(settings, LIMITS, Protocol11)
+        self._server = GuardedServer(settings, LIMITS)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from starlette.responses import Response
 
-from pd.core.connections import GuardedProtocol
 from pd.core.errors import (
     AbortedError,
-    DeadlineExceededError,
     InvalidRequestError,
     PDError,
     QueueFullError,
     UnavailableError,
+    error_body,
 )
+from pd.core.request_body import read_body
 from pd.proxy import logprobs
 from pd.proxy.fields import parse_object
 
@@ -50,39 +50,14 @@ _LINE_BREAKS = {
 }
 
 
-class Protocol11(GuardedProtocol):
-    """Refuses what is no request with errors in our shape."""
-
-    def error_body(self, status: int, message: str) -> bytes:
-        kinds: dict[int, type[PDError]] = {408: DeadlineExceededError, 503: UnavailableError}
-        error = kinds.get(status, InvalidRequestError)(message)
-        return _encoder.encode(error_body(error))
-
-
 async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object of a request that generates nothing. Raises InvalidRequestError."""
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_ADMIN_BODY_BYTES:
-            raise InvalidRequestError(
-                f"the body has more than the {MAX_ADMIN_BODY_BYTES} bytes that are taken here"
-            )
-        chunks.append(chunk)
-    return parse_object(b"".join(chunks))
-
-
-def error_body(error: PDError) -> dict[str, Any]:
-    """OpenAI's shape."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.type,
-            "param": error.param,
-            "code": error.kind,
-        }
-    }
+    body = await read_body(request.stream(), MAX_ADMIN_BODY_BYTES)
+    if body is None:
+        raise InvalidRequestError(
+            f"the body has more than the {MAX_ADMIN_BODY_BYTES} bytes that are taken here"
+        )
+    return parse_object(body)
 
 
 def json_response(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import re
 import socket
@@ -20,7 +22,13 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from pd.core.connections import MAX_HEADERS, MAX_PIPELINED, ConnectionLimits, raise_file_limit
+from pd.core.connections import (
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    ConnectionLimits,
+    Listener,
+    raise_file_limit,
+)
 from pd.node.http_server import Deferred, HttpServers, bind
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
@@ -324,6 +332,35 @@ def test_without_descriptors_connections_are_refused_and_the_log_stays_short() -
     lines = [line for line in errors.splitlines() if "INFO" not in line]
     assert any("Too many open files" in line for line in lines), errors
     assert len(lines) <= 2 * (seconds + 2), errors
+
+
+class FailingSocket(socket.socket):
+    def accept(self) -> Any:
+        raise OSError(errno.EPROTO, "Protocol error")
+
+
+def test_whatever_keeps_a_connection_from_being_accepted_is_logged_once_a_second(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    problems: list[object] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, problem: problems.append(problem)
+        )
+        with FailingSocket() as sock, socket.socket() as client:
+            sock.bind(("127.0.0.1", 0))
+            sock.listen()
+            listener = Listener(sock, ConnectionLimits(), lambda _: pytest.fail("none is accepted"))
+            client.connect(sock.getsockname())
+            await asyncio.sleep(0.35)
+            listener.close()
+
+    asyncio.run(main())
+    assert not problems
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot accept connections: Protocol error"
+    ]
 
 
 def test_the_limit_on_open_files_is_raised() -> None:

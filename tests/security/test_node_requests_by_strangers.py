@@ -100,6 +100,16 @@ def test_a_web_page_cannot_drive_a_node_without_a_key(keyless: NodeServer, page:
     assert not drains(keyless)
 
 
+@pytest.mark.parametrize("page", ["script", "rebound name", "rebound name, read"])
+def test_a_web_page_reads_nothing_of_a_node_without_a_key(keyless: NodeServer, page: str) -> None:
+    for path in ("/health", "/server_info", "/metrics"):
+        answer = httpx.get(keyless.url + path, headers=WEB_PAGES[page])
+        assert answer.status_code == 403, path
+        assert answer.json()["error"]["code"] == "forbidden"
+    for host in ("localhost", "127.0.0.1:9", keyless.url.removeprefix("http://")):
+        assert httpx.get(keyless.url + "/server_info", headers={"Host": host}).status_code == 200
+
+
 def test_what_a_proxy_passes_on_is_not_local(keyless: NodeServer) -> None:
     for name in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"):
         assert status(f"{keyless.url}/drain", {name: "127.0.0.1"}) == 403
