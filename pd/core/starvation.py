@@ -86,14 +86,29 @@ def read_run_delays(tasks: str = _TASKS) -> dict[int, float] | None:
     except OSError:
         return None
     for thread in threads:
-        try:
-            with open(f"{tasks}/{thread}/schedstat", "rb", buffering=0) as file:
-                ran, waited, *_ = map(int, file.read(128).split())
-        except (OSError, ValueError):
-            continue  # the thread has ended, or there is no such file
-        counts = counts or ran > 0
-        delays[int(thread)] = waited * 1e-9
+        times = _read_times(thread, tasks)
+        if times is not None:
+            counts = counts or times[0] > 0
+            delays[int(thread)] = times[1]
     return delays if counts else None
+
+
+def thread_run_delay(thread: int, tasks: str = _TASKS) -> float:
+    """Run delay in seconds of one thread of this process since it began; 0 where the kernel does
+    not count it."""
+    times = _read_times(str(thread), tasks)
+    return 0.0 if times is None else times[1]
+
+
+def _read_times(thread: str, tasks: str) -> tuple[float, float] | None:
+    """Seconds that a thread ran and that it was ready to run but did not. None when the thread has
+    ended, or the kernel counts neither."""
+    try:
+        with open(f"{tasks}/{thread}/schedstat", "rb", buffering=0) as file:
+            ran, waited, *_ = map(int, file.read(128).split())
+    except (OSError, ValueError):
+        return None
+    return ran * 1e-9, waited * 1e-9
 
 
 class RunDelay:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from pd.core.messages import HEARTBEAT_INTERVAL, ProxyHeartbeat, encode, heartbeat_identity
-from pd.core.starvation import RUN_DELAY
+from pd.core.starvation import RUN_DELAY, thread_run_delay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,27 +31,17 @@ log = logging.getLogger(__name__)
 HUNG_SECONDS = 10.0
 
 
-def run_delay(thread: int) -> float:
-    """Seconds that a thread of this process was runnable and did not run, since it began; 0 where
-    the kernel does not say."""
-    try:
-        with open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
-            return int(file.read(128).split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
 class LoopWatch:
     """Whether an event loop still turns.
 
     Args:
-        clock: ``time.monotonic``, and ``delay`` :func:`run_delay`, but in tests.
+        clock: ``time.monotonic``, and ``delay`` the run delay of one thread, but in tests.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        delay: Callable[[int], float] = run_delay,
+        delay: Callable[[int], float] = thread_run_delay,
     ) -> None:
         self._clock, self._delay = clock, delay
         self._thread = threading.get_native_id()

@@ -16,6 +16,7 @@ from pd.core.starvation import (
     Patience,
     RunDelay,
     read_run_delays,
+    thread_run_delay,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ def test_delays_are_seconds(tmp_path: Path) -> None:
     (tmp_path / "17").mkdir()
     (tmp_path / "17" / "schedstat").write_text("900 1500000000 4\n")
     assert read_run_delays(str(tmp_path)) == {17: 1.5}
+    assert thread_run_delay(17, str(tmp_path)) == 1.5
+    assert thread_run_delay(18, str(tmp_path)) == 0.0
 
 
 def test_history_answers_from_the_reading_before_and_forgets_what_no_wait_needs() -> None:
