@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd.core.local_requests import is_loopback
+from pd.transfer.host_id import host_id
 
 # Transports that open no port, by UCX's names for them.
 _LOCAL = {
@@ -32,6 +33,7 @@ _LOCAL = {
 # RDMA device's name to match, these are left.
 _LOCAL_SETTINGS = "TLS=^tcp,NET_DEVICES=lo"
 NETWORK = "network"
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SIOCGIFCONF = 0x8912
 # struct ifreq: a name, then an address of which the IPv4 number is at byte 20.
 _INTERFACE = struct.Struct("16s4x4s16x")
@@ -69,7 +71,8 @@ def choose_transports(address: str, *, local_only: bool) -> Transports:
     """
     obstacle = _obstacle(address, local_only=local_only)
     if not obstacle:
-        return Transports(host_scope(), _LOCAL_SETTINGS)
+        # Processes of one user may copy to each other's memory.
+        return Transports(f"{host_id()}:{os.geteuid()}", _LOCAL_SETTINGS)
     chosen = os.environ.get("UCX_NET_DEVICES")
     device = device_of(address)
     if chosen is not None or not device:
@@ -92,20 +95,19 @@ def _obstacle(address: str, *, local_only: bool) -> str:
     if "UCX_NET_DEVICES" in os.environ and _rdma_devices():
         return f"UCX_NET_DEVICES={os.environ['UCX_NET_DEVICES']} chooses network devices"
     if not can_copy_between_processes():
-        return "this kernel or container forbids process_vm_writev"
+        return "this kernel or container forbids process_vm_writev between processes"
     return ""
 
 
-def host_scope() -> str:
-    """The same for processes that may copy to each other's memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = "/".join(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "ipc"))
-    return f"{boot}/{spaces}/{os.geteuid()}"
-
-
 def can_copy_between_processes() -> bool:
-    """Whether process_vm_writev works, tried on this process itself, as UCX does. Seccomp filters
-    and kernels without it refuse even that."""
+    """Whether process_vm_writev works between processes of one user.
+
+    It is tried on this process itself, as UCX does: seccomp filters and kernels without it refuse
+    even that. Yama may forbid it between processes: a scope of 1 UCX lifts for this process (as any
+    process may for itself), one above that it cannot.
+    """
+    if _PTRACE_SCOPE.exists() and int(_PTRACE_SCOPE.read_text()) > 1:
+        return False
     libc = ctypes.CDLL(None, use_errno=True)
     source, target = ctypes.c_uint64(1), ctypes.c_uint64(0)
     size = ctypes.sizeof(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from pd.kernels.copy_engine import CopyEngine, SlotRuns
 from pd.kernels.cuda_ipc import CudaIpc
 from pd.kernels.kv_copy import copy_to_peer, prepare
 from pd.transfer.computed import Computed
+from pd.transfer.host_id import host_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,14 +83,6 @@ class StoreDevice(Protocol):
 
     def close(self) -> None:
         """Returns when all calls were made; nothing is sent any more."""
-
-
-def host_id() -> str:
-    """Processes with the same can exchange CUDA IPC handles: one boot of one kernel, and the same
-    pid and ipc namespaces."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "ipc"))
-    return ":".join([boot, *map(str, spaces)])
 
 
 class CudaMapping(Mapping):

@@ -27,8 +27,6 @@ smaller page of two nodes.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd.core.starvation import Patience
@@ -36,6 +34,7 @@ from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.channel_hub import ChannelHub
 from pd.transfer.computed import Computed
 from pd.transfer.greeting import peer_address, require_loopback, transfer_key
+from pd.transfer.host_id import host_id
 from pd.transfer.ranges import wanted_tokens
 from pd.transfer.staging_copy import copier_for
 from pd.transfer.staging_gather import Outgoing, SlotShape
@@ -54,12 +53,6 @@ if TYPE_CHECKING:
 _CLOSE_SECONDS = 2.0
 # What could not be closed in time: memory that a library may still write stays allocated.
 _ABANDONED: list[object] = []
-
-
-def host_identity() -> str:
-    """The same for processes of one running system that can open each other's CUDA memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/ipc')}"
 
 
 class StagedManager(TransferManager):
@@ -96,7 +89,7 @@ class StagedManager(TransferManager):
         self._computed = Computed(pool.buffer.device, self.name)
         device = mover.device_slots and pool.buffer.device.type == "cuda"
         size = min(MAX_SLOT_BYTES, max(slot_bytes, self._copier.cell_bytes))
-        self._shape = SlotShape(slots, size, device, host_identity() if device else "")
+        self._shape = SlotShape(slots, size, device, host_id() if device else "")
         self._pump = Pump(f"pd-{self.name}-pump")
         self._incoming = Incoming(self._copier, mover, self._pump, self._shape, self.patience)
         self._hub = ChannelHub(

@@ -34,7 +34,7 @@ class Open(_Note):
     Attributes:
         count, slot_bytes: how many and how large they would best be.
         device: P's pool lies in CUDA memory.
-        host: P's host, see :func:`pd.transfer.staging.host_identity`.
+        host: P's host, see :func:`pd.transfer.host_id.host_id`.
     """
 
     version: int

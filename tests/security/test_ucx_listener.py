@@ -162,6 +162,18 @@ def test_auto_leaves_nixl_out_where_ucx_would_open_a_port(
     assert reason in caplog.text and "--trust-network" in caplog.text
 
 
+@pytest.mark.parametrize(("scope", "possible"), [(0, True), (1, True), (2, False), (3, False)])
+def test_processes_that_may_not_trace_each_other_cannot_do_without_a_port(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scope: int, possible: bool
+) -> None:
+    if not nixl_transports.can_copy_between_processes():
+        pytest.skip("this kernel or container forbids process_vm_writev")
+    file = tmp_path / "ptrace_scope"
+    file.write_text(f"{scope}\n")
+    monkeypatch.setattr(nixl_transports, "_PTRACE_SCOPE", file)
+    assert nixl_transports.can_copy_between_processes() is possible
+
+
 def test_auto_opens_ports_of_a_library_where_the_network_is_trusted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

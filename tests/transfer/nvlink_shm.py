@@ -22,7 +22,7 @@ from transfer_helpers import Pool
 
 from pd.core.errors import TransferError
 from pd.kernels.kv_copy import copy_to_peer
-from pd.transfer.nvlink_device import host_id
+from pd.transfer.host_id import host_id
 
 if TYPE_CHECKING:
     from pd.core.node_info import KVLayout
