@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -25,6 +26,8 @@ MAX_BODY_BYTES = 8 << 20
 # counted: the HTTP server holds as much for every connection, and connections are counted.
 MAX_BODIES_BYTES = 64 << 20
 FREE_BYTES = 64 << 10
+# A body that takes longer than this to come is given up when others need its room.
+SLOW_SECONDS = 2.0
 # The rest of a body that is refused is read all the same, or the client would see a broken
 # connection and no error; but not endlessly.
 MAX_DISCARDED_BYTES = 64 << 20
@@ -99,12 +102,25 @@ class Body:
         return Fields(parse_object(self._data))
 
 
+class _Incoming:
+    """A body that is being read, or was given up for want of room."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.chunks: list[bytes] = []
+        self.counted = 0
+        self.given_up = False
+
+
 class Bodies:
-    """Reads bodies of requests, as many bytes at a time as the budget allows."""
+    """Reads bodies of requests, as many bytes at a time as the budget allows. Bodies that come
+    slowly give way to others, or a few clients that send almost all of one would use it up."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
         self._held = 0
+        # Those that are not complete, the oldest first.
+        self._incoming: dict[_Incoming, None] = {}
 
     @property
     def held(self) -> int:
@@ -119,33 +135,46 @@ class Bodies:
             InvalidRequestError: it is too large.
             QueueFullError: too many bytes of bodies are in the proxy at present.
         """
-        chunks: list[bytes] = []
-        size = counted = 0
-        full = False
+        body, size = _Incoming(), 0
+        self._incoming[body] = None
         try:
             async for chunk in request.stream():
                 size += len(chunk)
-                more = max(0, size - FREE_BYTES) - counted
-                if size > MAX_BODY_BYTES or full or self._held + more > MAX_BODIES_BYTES:
-                    full = full or size <= MAX_BODY_BYTES
-                    self._held -= counted
-                    counted = 0
-                    chunks.clear()
+                more = max(0, size - FREE_BYTES) - body.counted
+                if size > MAX_BODY_BYTES or body.given_up or not self._make_room(body, more):
+                    self._give_up(body)
                     if size > MAX_DISCARDED_BYTES:
                         break
                     continue
-                counted += more
+                body.counted += more
                 self._held += more
-                chunks.append(chunk)
+                body.chunks.append(chunk)
+            self._incoming.pop(body, None)
             if size > MAX_BODY_BYTES:
                 raise InvalidRequestError(
                     f"the body has {'over ' if size > MAX_DISCARDED_BYTES else ''}{size} bytes; "
                     f"at most {MAX_BODY_BYTES} are taken"
                 )
-            if full:
+            if body.given_up:
                 raise QueueFullError(
                     f"bodies of {MAX_BODIES_BYTES} bytes are being worked on; try again later"
                 )
-            yield Body(b"".join(chunks), self._background)
+            yield Body(b"".join(body.chunks), self._background)
         finally:
-            self._held -= counted
+            self._give_up(body)
+
+    def _make_room(self, body: _Incoming, more: int) -> bool:
+        """Whether ``more`` bytes of a body may be held, giving up slow ones if need be."""
+        while self._held + more > MAX_BODIES_BYTES:
+            oldest = next(iter(self._incoming))
+            if oldest is body or time.monotonic() - oldest.since < SLOW_SECONDS:
+                return False
+            self._give_up(oldest)
+        return True
+
+    def _give_up(self, body: _Incoming) -> None:
+        """Hold nothing of a body any more."""
+        self._incoming.pop(body, None)
+        self._held -= body.counted
+        body.counted, body.given_up = 0, True
+        body.chunks.clear()

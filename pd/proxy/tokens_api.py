@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pd.core.errors import InvalidRequestError
 from pd.proxy.chat_api import read_messages, render_prompt
 from pd.proxy.service import check_ids
+from pd.proxy.tokenizer import MAX_TEXT_TOKENS
 from pd.proxy.web import json_response
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ def _read_detokenize(fields: Fields) -> tuple[Fields, str | None]:
 def _detokenize(fields: Fields, model: ModelView) -> Response:
     text = model.need_text("tokens")
     ids = fields.integers("tokens")
+    if len(ids) > MAX_TEXT_TOKENS:
+        raise InvalidRequestError(
+            f"tokens has {len(ids)} token ids; at most {MAX_TEXT_TOKENS} are taken", param="tokens"
+        )
     if ids:
         length = text.max_characters(check_ids(ids, model.limits.vocab_size, "tokens"))
         if length > MAX_TEXT_CHARACTERS:

@@ -72,6 +72,8 @@ def many(item: str, count: int) -> bytes:
          b'{"prompt":%b,"max_tokens":1}' % many(f"[{'1,' * 100}1]", 2), "202 tokens or more"),
         ("tokenizer.MAX_TEXT_TOKENS", 10, "/tokenize", b'{"prompt":"one two three four five"}',
          "tokens; at most 10"),
+        ("tokens_api.MAX_TEXT_TOKENS", 10, "/detokenize", b'{"tokens":%b}' % many("40", 11),
+         "11 token ids; at most 10"),
         ("tokens_api.MAX_TEXT_CHARACTERS", 10, "/detokenize", b'{"tokens":%b}' % many("40", 11),
          "may have 11 characters; at most 10"),
         ("web.MAX_ADMIN_BODY_BYTES", 10, "/abort_request", b'{"rid":"somebody"}',
@@ -95,8 +97,12 @@ def test_what_is_too_much_of_anything_is_refused(
     assert says in response.json()["error"]["message"]
 
 
-def test_bodies_in_flight_are_bounded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow_seconds", [60.0, 0.0], ids=["in time", "too slow"])
+def test_bodies_in_flight_are_bounded_and_slow_ones_give_way(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, slow_seconds: float
+) -> None:
     monkeypatch.setattr("pd.proxy.bodies.MAX_BODIES_BYTES", 300_000)
+    monkeypatch.setattr("pd.proxy.bodies.SLOW_SECONDS", slow_seconds)
     cluster.node("unified")
     proxy = cluster.proxy()
     assert proxy.proxy is not None
@@ -116,14 +122,16 @@ def test_bodies_in_flight_are_bounded(cluster: Cluster, monkeypatch: pytest.Monk
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, slow())
         wait_until(lambda: bodies.held > 180_000)
-        refused = post(body)
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"]
-        assert "try again later" in refused.json()["error"]["message"]
+        second = post(body)
         # Small ones are not concerned.
         assert post(b'{"prompt":"hello"}').status_code == 200
         go_on.set()
-        assert first.result().status_code == 200
+        answers = [first.result(), second]
+        taken, refused = answers if slow_seconds else reversed(answers)
+        assert taken.status_code == 200
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert "try again later" in refused.json()["error"]["message"]
     assert bodies.held == 0
     assert post(body).status_code == 200
 
