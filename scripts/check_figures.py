@@ -91,7 +91,7 @@ def rows_of(row: dict[str, Any]) -> int:
 
 
 def _sending() -> str:
-    """What a pass takes longer when KV leaves layer by layer, in percent."""
+    """Percent by which a pass takes longer when KV leaves layer by layer."""
     layered = [row for row in rows("sending_gpu") if "by layers" in row["sent"]]
     return span([100 * row["more_ms"] / row["pass_ms"] for row in layered])
 
@@ -203,7 +203,7 @@ def files() -> list[Path]:
 
 
 def problems(texts: dict[str, str], expected: list[Quote]) -> Iterator[str]:
-    """What is wrong with files, given by name and :func:`prose`; a line each."""
+    """Faults of files, given by name and :func:`prose`; a line each."""
     known = {name: list(passages) for name, passages in LIMITS.items()}
     for quote in expected:
         known.setdefault(quote.file, []).append(quote.text)

@@ -37,12 +37,12 @@ TRACE_BLOCK = 512  # tokens that one hash id of the trace stands for
 TRACE_PAGE_SIZE = 16
 TRACE_CAPACITIES = (1_000_000, 5_000_000, None)
 
-# What the bars are for: lengths in tokens, the tokens of the whole trace, and the processor.
+# Where the bars hold: lengths in tokens, the tokens of the whole trace, and the processor.
 BAR_PROMPT_TOKENS = 16384
 BAR_LEAVES = 100_000
 BAR_TRACE_TOKENS = 61_194_628
 BAR_CPU = "AMD EPYC"
-# Of the last minute, before anything is measured: more processes than this one and its shell.
+# Load average of the last minute before anything is measured: above it others run here too.
 BAR_LOAD = 0.5
 MATCH_BAR_US = 20.0
 INSERT_BAR_US = 60.0

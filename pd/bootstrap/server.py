@@ -57,7 +57,7 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
     """The ASGI application that a prefill node serves on ``--bootstrap-port``.
 
     ``GET /bootstrap`` answers this node's NodeInfo, ``POST /bootstrap/handshake`` takes a decode
-    node's and answers this node's, ``GET /bootstrap/peers`` lists who shook hands. Requests are
+    node's and answers this node's, ``GET /bootstrap/peers`` lists the nodes that did. Requests are
     signed with the cluster key; without one they must come from a program on this host. Errors are
     an ``ErrorInfo``: 400 for a body that is no NodeInfo, 401 without the cluster key, 403 or 415
     for another host or a web page where there is none, 409 for nodes that cannot work together, 413

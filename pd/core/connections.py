@@ -49,7 +49,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """What connections to one listening socket may hold.
+    """Limits on connections to one listening socket.
 
     Attributes:
         connections: at a time. When there are so many, the oldest without a request is closed for
@@ -134,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._listener = listener
         self._limits = listener.limits
-        # Of the present request line and headers.
+        # Bytes of the present request line and headers.
         self._head_bytes = 0
         self._body_bytes = 0
         # When the present head or body began; None while there is neither.
@@ -432,8 +432,8 @@ class Listener:
 
 
 class GuardedServer(uvicorn.Server):
-    """uvicorn that accepts connections within limits, without signal handlers of its own: who runs
-    the process decides about signals.
+    """uvicorn that accepts connections within limits, without signal handlers of its own: the
+    command that runs the process decides about signals.
 
     Attributes:
         listeners: one per socket, once it has started.

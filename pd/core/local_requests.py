@@ -1,4 +1,4 @@
-"""What an HTTP request proves without a key: that it comes from this host and from no web page.
+"""HTTP requests without a key: whether one comes from this host, and from no web page.
 
 A browser sends requests of any web page to any address that it reaches, loopback included, and a
 page whose name resolves to a loopback address (DNS rebinding) reads the answers as well. Such
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ANY_ORIGIN = "*"
 JSON = "application/json"
-# Whoever adds one of these passes on requests of others, so its own address proves nothing.
+# A server that adds one of these passes on requests of others, so its address proves nothing.
 _FORWARDING = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 
 

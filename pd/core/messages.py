@@ -22,7 +22,7 @@ LEASE_SECONDS = 3.5
 MAX_MEETINGS = 64
 
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
-# Of a process, since it began to read it, see :mod:`pd.core.starvation`.
+# Run delay of a process since it began to read it, see :mod:`pd.core.starvation`.
 TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
@@ -188,7 +188,7 @@ class NodeHeartbeat(Message):
 
 
 class PeerHeartbeat(Message):
-    """Both ways between handshaken peers, twice a second, with the sender's ``run_delay``."""
+    """Sent both ways between handshaken peers, twice a second, with the sender's ``run_delay``."""
 
     run_delay: TotalDelay = 0.0
 

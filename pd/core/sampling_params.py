@@ -122,8 +122,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model recommends for requests that do not say otherwise; the meaning of each value is
-    that of :class:`SamplingParams`."""
+    """Sampling that a model recommends for requests that do not say otherwise.
+
+    Each value has the meaning that it has in :class:`SamplingParams`.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -132,7 +134,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetition_penalty: float = 1.0
 
     def __str__(self) -> str:
-        """Only what differs from a model without recommendations, for messages."""
+        """The values that differ from a model without recommendations, for messages."""
         plain = SamplingDefaults()
         names = self.__struct_fields__
         values = {n: getattr(self, n) for n in names if getattr(self, n) != getattr(plain, n)}

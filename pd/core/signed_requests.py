@@ -55,7 +55,7 @@ def sign_reply(key: bytes, nonce: str, status: int, body: bytes) -> str:
 def check_reply(key: bytes, nonce: str, status: int, body: bytes, signature: str) -> bool:
     """Whether a holder of the key answered."""
     genuine = sign_reply(key, nonce, status, body)
-    # As bytes: a header may hold anything, and strings are compared only if they are ASCII.
+    # NOTE: bytes, since a header may hold anything and only strings that are ASCII compare.
     return hmac.compare_digest(genuine.encode(), signature.encode(errors="replace"))
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What a limit on progress may come to, however long the ends got no CPU. Timers inside libraries,
+# Upper bound of an extended limit, however long the ends got no CPU. Timers inside libraries,
 # which cannot be extended, are set to it.
 CEILING_SECONDS = 30.0
 READING_INTERVAL = 0.5
@@ -62,7 +62,7 @@ class DelayHistory:
             readings.popleft()
 
     def growth(self, since: float) -> float:
-        """By how much it grew from the last reading at or before ``since`` to the last of all."""
+        """Growth from the last reading at or before ``since`` to the last of all."""
         if not self._readings:
             return 0.0
         base = self._readings[0][1]
@@ -175,7 +175,7 @@ class RunDelay:
                 return
             self._started = True
             self._due = self._clock() + READING_INTERVAL
-        # What passed before belongs to no wait.
+        # Time that passed before belongs to no wait.
         self.update(beat=False)
         threading.Thread(target=self._run, name="pd-run-delay", daemon=True).start()
 
@@ -185,7 +185,7 @@ class RunDelay:
             self.update(beat=True)
 
 
-# Of this process.
+# The run delay of this process.
 RUN_DELAY = RunDelay()
 
 
@@ -220,7 +220,7 @@ class Patience:
             history.add(self._clock(), total)
 
     def total(self, peer: str) -> float:
-        """What was last heard of a peer's run delay; 0 of a stranger."""
+        """The run delay that a peer last told; 0 for a stranger."""
         with self._lock:
             history = self._peers.get(peer)
             return history.last if history is not None else 0.0

@@ -149,10 +149,12 @@ class DecodeManager:
         return not any(sequence.sampling.has_penalties for sequence in self.running)
 
     def _admit(self) -> None:
-        """Let in who has its pages or gets them: retracted sequences first. Behind the first that
-        lacks memory nobody gets any, but those that have all their pages may run meanwhile: no
-        request is given memory either (:attr:`lacks_memory`), so these end one by one, and what
-        they held is what the first one waits for."""
+        """Start sequences that have their pages or get them, retracted ones first.
+
+        Behind the first that lacks memory none gets any, but those that have all their pages may
+        run meanwhile: no request is given memory either (:attr:`lacks_memory`), so these end one by
+        one, and what they held is what the first one waits for.
+        """
         self.lacks_memory = False
         for queue in (self.retracted, self.waiting):
             while queue and len(self.running) < self._max_running:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Between tries to meet a prefill node that no request names. A request tries at once.
+# Seconds between tries to meet a prefill node that no request names. A request tries at once.
 _MEETING_INTERVAL = 5.0
 
 

@@ -77,7 +77,7 @@ class Receiving:
         decode = self._node.decode
         if decode.retracted or decode.lacks_memory:
             return
-        # NOTE: a copy, since who gets memory, or fails for want of a receiver, leaves the queue.
+        # NOTE: a copy, since requests that get memory, or fail for want of a receiver, leave it.
         for request in list(self.preallocation):
             if self._may_reserve(request) and not self._reserve(request):
                 return

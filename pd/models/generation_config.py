@@ -1,4 +1,4 @@
-"""What a checkpoint's ``generation_config.json`` recommends for sampling.
+"""Sampling that a checkpoint's ``generation_config.json`` recommends.
 
 As in vLLM only the values below count: ``do_sample`` does not, and what the file leaves out is this
 system's default, not transformers'. (End-of-sequence ids are the model's: :mod:`pd.models.config`.)

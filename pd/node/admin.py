@@ -55,8 +55,8 @@ def make_admin_app(node: Node) -> Starlette:
 
     With a cluster key every POST must be signed with :func:`pd.core.cluster_key.admin_key` for this
     instance (:mod:`pd.core.signed_requests`), and its answer is signed too; ``/server_info`` is
-    signed for who asks with a nonce. Without a key every POST must come from a program on this
-    host, and web pages read nothing (:mod:`pd.core.local_requests`).
+    signed for a client that asks with a nonce. Without a key every POST must come from a program on
+    this host, and web pages read nothing (:mod:`pd.core.local_requests`).
     """
     gate = _Gate(node)
     info_key = server_info_key(node.config.cluster_key)

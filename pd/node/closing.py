@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ClosingQueue:
     """Ended requests that are still registered. The caller holds the node's lock.
 
-    Who just ended is *due*: it is looked at when the event settles. Whose pages are still in use
-    rests, and is due again when a step or a transfer may have let go of them, so that an event
+    A request that just ended is *due*: the event that settles looks at it. While its pages are in
+    use it rests, and it is due again when a step or a transfer may have let go of them. So an event
     costs no more than what it changed.
     """
 

@@ -108,7 +108,7 @@ class NodeMetrics:
         self._stages.labels(stage).observe(seconds)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """What is read when asked for, for the registry."""
+        """Metrics that are read when the registry asks for them."""
         with self._node.lock:
             pages, queues = self._node.memory.counts(), self._node.queues()
             del pages["total"]  # their sum

@@ -96,7 +96,7 @@ class Node(ABC):
         self.work_available = threading.Event()
         self.requests: dict[bytes, Request] = {}
         self.draining = False
-        # It drains because the process is about to end.
+        # Set when the node drains because the process is about to end.
         self._ending = False
         self.closing = ClosingQueue()
         self._events = 0  # that are under way: more than one where they are nested

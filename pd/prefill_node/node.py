@@ -187,7 +187,7 @@ class PrefillNode(Node):
         assert isinstance(message, PeerHeartbeat)
         self.transfer.patience.heard(message.sender, message.run_delay)
         if not self.hand_off.peers.heard_from(message.sender):
-            # It stood still for longer than its lease. Better that it hears of that now than from
+            # The node stood still for longer than its lease. Told now, it shakes hands again before
             # its next reservation, whose request would fail.
             self.hand_off.refuse_stranger(message.sender)
 

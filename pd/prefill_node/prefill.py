@@ -42,7 +42,7 @@ class _Step:
         self.left = self.budget
 
     def keep(self, request: Request, tokens: int) -> None:
-        """These are for this request, and it may have others too."""
+        """Keep tokens for a request, which may get others too."""
         self.oldest, self.kept = request, min(tokens, self.left)
         self.left -= self.kept
 
@@ -109,7 +109,7 @@ class PrefillManager:
         half of the budget, so that all get on, and long ones get whatever is left.
 
         Long prompts run one after the other: two at a time would end no sooner, and hold pages
-        meanwhile. Only who was overtaken too often does not wait for that.
+        meanwhile. Only a prompt that was overtaken too often does not wait for that.
         """
         step = _Step(budget)
         oldest = next((request for request in self.running if self._left(request)), None)
@@ -132,8 +132,8 @@ class PrefillManager:
         return left > budget <= self._limit(request)
 
     def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> None:
-        """Admit who fits and may run now. Long ones are appended to ``long``: they get their chunk
-        when all short ones have theirs."""
+        """Admit prompts that fit and may run now. Long ones are appended to ``long`` and get their
+        chunk when all short ones have theirs."""
         lacking = False
         owed: list[Request] = []
         for number, request in enumerate(self.waiting.candidates()):

@@ -1,6 +1,6 @@
-"""Who may ask the proxy for what: API keys, web pages, and programs of this host.
+"""Access to the proxy: API keys, web pages, and programs of this host.
 
-Every request passes :class:`Guard`. What it learns of the client is :func:`caller_of` the request.
+Every request passes :class:`Guard`, and :func:`caller_of` says which client sent it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 KeyRole = Literal["inference", "admin"]
 
-# What load balancers and Prometheus ask, which have no key.
+# Paths that load balancers and Prometheus ask for, which have no key.
 OPEN_PATHS = ("/health", "/readiness", "/ping", "/metrics")
 _READING = ("GET", "HEAD", "OPTIONS")
 _HOST_REMEDY = (
@@ -59,12 +59,12 @@ class ApiKey:
 
     @property
     def digest(self) -> bytes:
-        """What is compared, and tells keys apart without showing them."""
+        """The hash that is compared, and tells keys apart without showing them."""
         return hashlib.sha256(self.key.encode()).digest()
 
     @property
     def caller(self) -> Caller:
-        """Who shows it."""
+        """The client that shows this key."""
         return Caller(self.digest.hex(), self.role == "admin", self.name or f"{self.role} key")
 
 
@@ -118,7 +118,7 @@ def check_cors_origins(origins: Sequence[str]) -> None:
 
 
 class Caller(NamedTuple):
-    """Who sent a request.
+    """The client that sent a request.
 
     Attributes:
         owner: tells keys apart without telling what they are; ``""`` without one.
@@ -132,7 +132,7 @@ class Caller(NamedTuple):
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Who sent a request that passed :class:`Guard`."""
+    """The client of a request that passed :class:`Guard`."""
     caller = scope["state"]["caller"]
     assert isinstance(caller, Caller)
     return caller
@@ -172,7 +172,7 @@ class Access:
         self._names = frozenset({host.lower()} if on_loopback and host else ())
 
     def admit(self, scope: Scope) -> Caller:
-        """Who asks.
+        """The client of a request that may go on.
 
         Raises:
             AuthenticationError: a key is needed and none that is known was shown.
@@ -195,7 +195,7 @@ class Access:
         return caller or Caller()
 
     def check_admin(self, scope: Scope) -> Caller:
-        """Who asks for administration.
+        """The client of a request for administration.
 
         Raises ForbiddenError for anybody without an admin key or, where there is none, anybody but
         programs of this host.
@@ -222,7 +222,7 @@ class Access:
 
 
 class Guard:
-    """ASGI middleware that answers what may not be asked."""
+    """ASGI middleware that answers requests that are not admitted."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app

@@ -119,7 +119,7 @@ class AdminAPI:
         return json_response({"aborted": count})
 
     async def flush_cache(self, request: Request) -> Response:
-        """Drop the caches of all nodes that ever proved who they are; others are not asked."""
+        """Drop the caches of all nodes that ever proved themselves; others are not asked."""
         workers = [worker for worker in self._pool.workers if worker.info is not None]
         skipped = [worker.url for worker in self._pool.workers if worker.info is None]
         results = await asyncio.gather(

@@ -102,7 +102,7 @@ def make_app(
 
 
 def _for_admins(handler: Handler, access: Access) -> Handler:
-    """Let in who may administrate, and log what they change."""
+    """Let in clients that may administrate, and log what they change."""
 
     async def checked(request: Request) -> Response:
         caller = access.check_admin(request.scope)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 << 20
-# Of all bodies that are being read or worked on, beyond the first FREE_BYTES of each. Those are not
-# counted: the HTTP server holds as much for every connection, and connections are counted.
+# Bytes of all bodies that are being read or worked on, but for the first FREE_BYTES of each. Those
+# are not counted: the HTTP server holds as much for every connection, and connections are counted.
 MAX_BODIES_BYTES = 64 << 20
 FREE_BYTES = 64 << 10
 # A body that takes longer than this to come is given up when others need its room.
@@ -38,7 +38,7 @@ _BLOCK = 1 << 20
 
 
 class Counts(NamedTuple):
-    """What a JSON text consists of. ``values``: commas, so members of lists and objects; ``parts``:
+    """Contents of a JSON text. ``values``: commas, so members of lists and objects; ``parts``:
     lists, objects and strings."""
 
     values: int
@@ -50,7 +50,7 @@ def count_json(data: bytes) -> Counts:
 
     numpy lets go of Python's global lock meanwhile, so other threads run.
     """
-    # What remains are quotes that begin or end a string.
+    # The quotes that remain begin or end a string.
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     values = openings = quotes = 0
@@ -119,7 +119,7 @@ class Bodies:
     def __init__(self, background: Background) -> None:
         self._background = background
         self._held = 0
-        # Those that are not complete, the oldest first.
+        # Bodies that are not complete, the oldest first.
         self._incoming: dict[_Incoming, None] = {}
 
     @property

@@ -58,7 +58,7 @@ def _read(fields: Fields, request: Request) -> tuple[Fields, OpenAIRequest, list
 def _prepare(
     fields: Fields, asked: OpenAIRequest, messages: list[dict[str, Any]], model: ModelView
 ) -> Spec:
-    """What goes to the nodes. Raises InvalidRequestError."""
+    """The prompt as it goes to the nodes. Raises InvalidRequestError."""
     text = model.need_text("messages")
     prompt = render_prompt(fields, text, messages)
     # The template writes the special tokens itself.

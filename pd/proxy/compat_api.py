@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.service import ModelView, Service
 
-# As SGLang's: so long a token may take before the system counts as ill.
+# A token may take so long before the system counts as ill, as in SGLang.
 HEALTH_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 # The second one comes from the decode node.
@@ -39,15 +39,15 @@ class CompatAPI:
         self._tokenizer = tokenizer
 
     async def version(self, request: Request) -> Response:
-        """As vLLM's."""
+        """``GET /version``, in vLLM's shape."""
         return json_response({"version": __version__})
 
     async def ping(self, request: Request) -> Response:
-        """As both have it for SageMaker: the process answers."""
+        """``/ping``, for SageMaker: 200 while the process answers."""
         return Response()
 
     async def model_info(self, request: Request) -> Response:
-        """As SGLang's, of the first model."""
+        """``GET /get_model_info`` of the first model, in SGLang's shape."""
         limits = (await self._service.model(None)).limits
         path = limits.model_path or limits.model
         return json_response(
@@ -63,8 +63,8 @@ class CompatAPI:
         )
 
     async def health_generate(self, request: Request) -> Response:
-        """As SGLang's: 200 if a token comes from the nodes within 20 s, of this request or any
-        other, else 503."""
+        """``GET /health_generate``: 200 if a token comes from the nodes within 20 s, whatever
+        request it is of, else 503; as in SGLang."""
         model = await self._service.model(None)
         began = time.monotonic()
         try:

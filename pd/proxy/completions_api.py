@@ -71,8 +71,10 @@ def _read(fields: Fields, request: Request) -> _Asked:
 
 
 def _prepare(asked: _Asked, model: ModelView) -> tuple[list[Spec], list[str] | None]:
-    """What goes to the nodes, and the prompts' texts where they are echoed. Raises
-    InvalidRequestError."""
+    """The prompts as they go to the nodes, and their texts where they are echoed.
+
+    Raises InvalidRequestError.
+    """
     common, count = asked.common, TokenCount()
     discard = common.max_tokens == 0
     if discard:

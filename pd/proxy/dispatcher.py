@@ -72,7 +72,7 @@ class Dispatcher:
         self._rooms: dict[bytes, Generation] = {}
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
-        # Of prompts in the system, whether they were handed to nodes already or not.
+        # Counts of prompts in the system, whether they were handed to nodes already or not.
         self._choices = self._tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()

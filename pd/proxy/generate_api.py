@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ENDPOINT = "/generate"
 DEFAULT_MAX_TOKENS = 128
-# Of text and id of a token in JSON, about.
+# Text and id of a token take about so many bytes of JSON.
 _CUMULATIVE_TOKEN_BYTES = 11
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -63,7 +63,7 @@ _NATIVE_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What a request asks for.
+    """A request, read but not checked against the model.
 
     Attributes:
         prompts: texts or token ids (``source`` is the field they stood in), not checked against the
@@ -139,7 +139,7 @@ def _read(fields: Fields, request: Request) -> _Asked:
 
 
 def _prepare(asked: _Asked, model: ModelView) -> list[Spec]:
-    """What goes to the nodes. Raises InvalidRequestError."""
+    """The prompts as they go to the nodes. Raises InvalidRequestError."""
     specs, count = [], TokenCount()
     for prompt, names, own in zip(asked.prompts, asked.names[1:], asked.sampling, strict=True):
         spec = _spec(asked, model, prompt, asked.source, names.rid, own)
@@ -338,7 +338,7 @@ class _Renderer:
         }
 
     def _id(self, choice: Choice) -> str:
-        """Of several answers to a prompt each has its own."""
+        """The answer's id: several answers to one prompt have one each."""
         generation = choice.generation
         shown = self._asked.names[1 + generation.number].shown
         return shown if generation.spec.params.n == 1 else f"{shown}_{choice.index}"

@@ -60,7 +60,7 @@ class FinishReason(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What a choice gained since the last look.
+    """News of a choice since the last look.
 
     Attributes:
         first: nothing was taken before.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pd.proxy.tokenizer import TextModel
 
 
-# Of one token's log probability in JSON, about.
+# One token's log probability takes about so many bytes of JSON.
 _ENTRY_BYTES = 48
 
 

@@ -1,4 +1,4 @@
-"""What the proxy asks nodes over HTTP: who they are, and to do something."""
+"""Requests of the proxy to nodes over HTTP: for what they are, and to do something."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pd.core.signed_requests import (
 )
 from pd.proxy.worker import ServerInfo
 
-# It reports every request, and each node is polled every second.
+# httpx logs every request, and each node is polled every second.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 POLL_TIMEOUT = 2.0
@@ -68,7 +68,7 @@ class NodeHttp:
         await self._client.aclose()
 
     async def server_info(self, url: str) -> ServerInfo:
-        """What answers at a node's URL. Raises NodeHttpError."""
+        """The ``/server_info`` that answers at a node's URL. Raises NodeHttpError."""
         nonce = secrets.token_hex(16)
         answer = await self._ask("GET", f"{url}/server_info", {NONCE_HEADER: nonce}, POLL_TIMEOUT)
         _check(answer, self._info_key, nonce)

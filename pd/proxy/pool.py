@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
-# Each costs a poll a second, two heartbeats a second and a socket.
+# A worker costs a poll a second, four heartbeats a second and two sockets.
 MAX_WORKERS = 256
 # A refused connection proves a death only together with silence: a node's HTTP side may restart.
 SILENCE_SECONDS = 1.0
@@ -125,9 +125,9 @@ class WorkerPool:
         return worker
 
     def find(self, name: str) -> Worker:
-        """By URL, ``host:port`` or instance id. Raises NotFoundError."""
+        """The worker with this URL, ``host:port`` or instance id. Raises NotFoundError."""
         wanted = name.rstrip("/")
-        # Whoever proved to be an instance goes before who only says so.
+        # A worker that proved to be an instance goes before one that only says so.
         for worker in sorted(self.workers, key=lambda worker: not worker.alive):
             known = (worker.url, urlsplit(worker.url).netloc, worker.instance_id)
             if wanted and wanted in known:
@@ -152,7 +152,7 @@ class WorkerPool:
             self._on_change()
 
     async def post(self, worker: Worker, path: str) -> str | None:
-        """POST to the administration of a node that proved who it is; what went wrong, or None."""
+        """POST to the administration of a node that proved itself; what went wrong, or None."""
         if not worker.alive:
             return worker.problem
         try:
@@ -209,7 +209,7 @@ class WorkerPool:
 
     def _make_way(self, worker: Worker, info: ServerInfo) -> None:
         """Close channels to a message port that another worker is about to open: the two would
-        take each other's place there. Whoever proves itself until the next poll keeps it."""
+        take each other's place there. The one that proves itself until the next poll keeps it."""
         for other in self.workers:
             if other is worker or other.channel is None or other.claimed is None:
                 continue

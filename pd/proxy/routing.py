@@ -240,7 +240,7 @@ class Router:
         return [difference for difference in dict.fromkeys(found) if difference]
 
     def reasons(self) -> str:
-        """What keeps nodes from being used, as the end of a message; empty if nothing does."""
+        """Reasons why nodes cannot be used, as the end of a message; empty if all can."""
         problems = [f"{w.url}: {w.problem}" for w in self._workers if w.problem]
         problems += self.differences()
         return f" ({'; '.join(problems)})" if problems else ""

@@ -44,8 +44,8 @@ DEFAULT_MAX_QUEUE = 4096
 # So long the ready line waits for nodes that are already up; without them it comes then.
 READY_GRACE_SECONDS = 3.0
 BACKLOG = 2048
-# Idle connections are kept for longer than common clients and balancers keep theirs, so that it is
-# not us who cut a reused one.
+# Idle connections are kept for longer than common clients and balancers keep theirs, so that the
+# proxy does not cut one that is reused.
 LIMITS = ConnectionLimits(keep_alive_seconds=75)
 # Kernel memory per client, so that one that does not read is noticed instead of buffered for.
 SEND_BUFFER_BYTES = 256 << 10
@@ -77,7 +77,7 @@ class ProxyConfig:
 
     @property
     def all_keys(self) -> list[ApiKey]:
-        """What clients may show, from wherever it was given."""
+        """The keys that clients may show, from wherever they were given."""
         keys = list(self.api_keys)
         if self.api_key is not None:
             keys.append(ApiKey(self.api_key, "inference", "--api-key"))
@@ -87,7 +87,7 @@ class ProxyConfig:
 
     @property
     def key_required(self) -> bool:
-        """Whether who wants to generate must show a key."""
+        """Whether clients that generate must show a key."""
         return self.api_key is not None or bool(self.api_keys)
 
     def validate(self) -> None:
@@ -259,7 +259,7 @@ class Proxy:
             task = asyncio.create_task(self._prepare(new))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
-        # Each is said when it is first seen, by operators who start a proxy too.
+        # A difference is logged when it is first seen, so also when a proxy starts.
         found = set(self._router.differences())
         for difference in found - self._differences:
             log.warning("nodes that cannot work together: %s", difference)

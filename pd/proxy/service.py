@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 MAX_RID_CHARACTERS = 256
-# Of all prompts of a request; or one prompt of the model's context, if that is longer.
+# Tokens of all prompts of a request; or one prompt of the model's context, if that is longer.
 MAX_REQUEST_TOKENS = 1 << 20
 _PART = 1 << 16
 
@@ -185,7 +185,7 @@ def _is_ids(value: Any) -> bool:
 
 
 class Names(NamedTuple):
-    """What a request is called.
+    """Names of a request.
 
     Attributes:
         rid: by ``/abort_request``; no two requests of a client at once have the same.

@@ -59,7 +59,7 @@ class SpecialTokens:
     def hide_messages(
         self, messages: list[dict[str, Any]], hidden: list[str]
     ) -> list[dict[str, Any]]:
-        """As :meth:`hide`, but for the roles, which are known words."""
+        """Messages after :meth:`hide`, but for their roles, which are known words."""
         return [
             {key: item if key == "role" else self.hide(item, hidden) for key, item in m.items()}
             for m in messages
@@ -80,7 +80,7 @@ class SpecialTokens:
         return value
 
     def reveal(self, rendered: str, hidden: list[str]) -> str:
-        """What :attr:`tokenizer` is to encode, from a template's output."""
+        """The text that :attr:`tokenizer` is to encode, from a template's output."""
         named = self._special.sub(lambda match: self._names[match[0]], rendered)
         return self._hidden.sub(lambda match: hidden[int(match[1])], named)
 

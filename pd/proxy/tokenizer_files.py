@@ -50,7 +50,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _converted(directory: Path) -> str:
-    """What ``tokenizer.json`` would hold."""
+    """The contents that ``tokenizer.json`` would have."""
     # Nothing is downloaded, and standard error says only why it failed.
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pd.proxy.fields import Fields
     from pd.proxy.service import ModelView, Service
 
-# What is longer takes long to write down.
+# A longer text takes long to write down.
 MAX_TEXT_CHARACTERS = 8 << 20
 
 

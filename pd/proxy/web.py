@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of requests that generate nothing; for the others see pd.proxy.bodies.
+# Limit for requests that generate nothing; for the others see pd.proxy.bodies.
 MAX_ADMIN_BODY_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
 # The larger the events of a cumulative stream are, the fewer are sent.
@@ -180,7 +180,7 @@ class JobResponse(Response):
             news = await job.news()
 
     async def _events(self, news: list[Choice]) -> bytes:
-        """What changed, as server-sent events."""
+        """The news as server-sent events."""
         renderer = self._renderer
         # Taken here, since more may come while another thread writes it down.
         deltas = [(choice, choice.take()) for choice in news]

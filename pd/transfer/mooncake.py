@@ -130,9 +130,9 @@ class MooncakeMover(Mover):
         load_library()
         logger.warning(
             "mooncake opens two ports between 15000 and 17000 on all addresses for each link, and "
-            "asks nobody who he is: whoever sends from the host of a connected prefill node can "
-            "read and write that link's staging slots, not the pool; nobody else is let in "
-            "(docs/transfer-backends.md)"
+            "asks nobody for the cluster key: whoever sends from the host of a connected prefill "
+            "node can read and write that link's staging slots, not the pool; nobody else is let "
+            "in (docs/transfer-backends.md)"
         )
         self._host = host
 

@@ -142,7 +142,7 @@ def _new_agent(name: str, transports: Transports) -> Any:
     unique = f"{name}/{secrets.token_hex(4)}"
     agent = api.nixl_agent(unique, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     settings = {
-        # Those transports of UCX that open no port do not go with its error handling.
+        # UCX's transports that open no port do not go with its error handling.
         "ucx_error_handling_mode": "none" if transports.local else "peer",
         "engine_config": transports.settings,
     }

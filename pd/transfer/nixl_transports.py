@@ -1,6 +1,6 @@
 """Which transports UCX may use, and what that opens to whom.
 
-UCX's TCP transport listens, on every device unless told otherwise, and asks nobody who it is: a
+UCX's TCP transport listens, on every device unless told otherwise, and asks for no key: a
 connection that begins with its magic number may write to any address of the process
 (``tests/security/test_ucx_listener.py`` does). Between processes of one host UCX needs no port: it
 copies from process to process (``cma``), which the kernel allows to processes of the same user
@@ -41,7 +41,7 @@ _MAX_INTERFACES = 256
 
 
 class Transports(NamedTuple):
-    """What UCX may use for the links of one manager.
+    """Transports that UCX may use for the links of one manager.
 
     Attributes:
         reach: published to peers; nodes whose values differ cannot use nixl between them.

@@ -75,7 +75,7 @@ class Outgoing:
         self.changed = threading.Condition(threading.RLock())
         self._links: dict[str, OutLink] = {}
         self._delays: dict[str, float] = {}
-        # Since when links to a peer cannot be opened, and why.
+        # Peers to which links cannot be opened: since when, and why.
         self._refused: dict[str, tuple[float, str]] = {}
         self._ending: set[OutLink] = set()
         self._turn = 0

@@ -45,7 +45,7 @@ class Open(_Note):
 
 
 class Prepared(_Note):
-    """What slots need besides memory is ready on P, which opens the link when a room is there."""
+    """P has ready what slots need besides memory, and opens the link when a room is there."""
 
 
 class Waiting(_Note):

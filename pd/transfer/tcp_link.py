@@ -289,7 +289,7 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """It was ended, and no lane has anything in hand."""
+        """Whether the link was ended and no lane has anything in hand."""
         with self.changed:
             return self.closed and not self._in_hand
 
