@@ -17,6 +17,7 @@ import resource
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -61,7 +62,12 @@ class ConnectionLimits:
         head_bytes: of request line and headers.
         body_seconds, body_rate: a body has this many seconds, and one more for each ``body_rate``
             bytes that came.
-        body_bytes: the connection of a longer body is closed.
+        body_bytes: the connection of a longer body is closed. What surrounds a body in chunks
+            (their sizes, extensions, trailers) may be ``head_bytes`` more than the body.
+        read_seconds, read_rate: a client has this many seconds for what it was sent and has not
+            read, and one more for each ``read_rate`` bytes that it takes.
+        unread_bytes: of answers, to all clients together; beyond it connections of those that have
+            not read for longest are closed.
         keep_alive_seconds: how long a connection may wait for its next request.
     """
 
@@ -73,6 +79,9 @@ class ConnectionLimits:
     body_seconds: float = 20.0
     body_rate: int = 32 << 10
     body_bytes: int = 64 << 20
+    read_seconds: float = 60.0
+    read_rate: int = 32 << 10
+    unread_bytes: int = 256 << 20
     keep_alive_seconds: int = 75
 
     def fitting(self) -> ConnectionLimits:
@@ -136,7 +145,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limits = listener.limits
         # Bytes of the present request line and headers.
         self._head_bytes = 0
-        self._body_bytes = 0
+        # Of the present body, and with what surrounds it.
+        self._body_bytes = self._framed_bytes = 0
+        # Since when the client has left more unread than the transport likes to hold, and how much
+        # that was; nothing is added until it has read.
+        self.unread_since: float | None = None
+        self._unread_then = 0
         # When the present head or body began; None while there is neither.
         self._head_since: float | None = time.monotonic()
         self._body_since: float | None = None
@@ -149,10 +163,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def sweep(self, now: float) -> None:
-        """End the connection if it is late with a head or a body."""
+        """End the connection if it is late with a head or a body, or with reading."""
+        limits = self._limits
+        if self.unread_since is not None:
+            taken = self._unread_then - self.unread_bytes
+            if now > self.unread_since + limits.read_seconds + taken / limits.read_rate:
+                self.transport.abort()
         if self.transport.is_closing():
             return
-        limits = self._limits
         if self._head_since is not None and self._is_answering:
             self._head_since = now  # there is no hurry with the next one
         elif self._head_since is not None and now > self._head_since + limits.head_seconds:
@@ -173,8 +191,21 @@ class GuardedProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def unread_bytes(self) -> int:
+        """Of answers, in this process."""
+        return self.transport.get_write_buffer_size()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread_since, self._unread_then = time.monotonic(), self.unread_bytes
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unread_since = None
+
     def give_way(self) -> None:
-        """Close a connection that has no request, for one that may have one."""
+        """Close the connection at once, whatever was not read."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -189,9 +220,14 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_since is None and self._body_since is None:
             self._head_since = time.monotonic()
         self._head_bytes += len(data)
+        if self._body_since is not None:
+            self._framed_bytes += len(data)
         super().data_received(data)
         if self._body_since is not None:
             self._head_bytes = 0
+            around = self._framed_bytes - self._body_bytes
+            if around > self._body_bytes + self._limits.head_bytes:
+                self.send_400_response(f"{around} bytes surround {self._body_bytes} of the body")
         if self._head_bytes > self._limits.head_bytes and not self.transport.is_closing():
             reason = "Request Header Fields Too Large"
             self.refuse(
@@ -203,6 +239,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.scope["state"]["transport"] = self.transport
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._body_since is not None:
+            return  # a trailer, which must not pass for a header
         if len(self.headers) >= MAX_HEADERS:
             self._problem = f"the request has more than {MAX_HEADERS} headers"
             raise ValueError(self._problem)
@@ -213,7 +251,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._problem = f"more than {MAX_PIPELINED} requests wait for the answer to the first"
             raise ValueError(self._problem)
         self._head_since, self._body_since = None, time.monotonic()
-        self._body_bytes = 0
+        self._body_bytes = self._framed_bytes = 0
         admitted = self._listener.asks(self)
         app = self.app
         if not admitted:
@@ -344,6 +382,18 @@ class Listener:
         now = time.monotonic()
         for connection in list(self._open):
             connection.sweep(now)
+        self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        """Keep what clients have not read within the limit."""
+        unread = [(c.unread_since, c) for c in self._open if c.unread_since is not None]
+        excess = sum(c.unread_bytes for _, c in unread) - self.limits.unread_bytes
+        for _, connection in sorted(unread, key=itemgetter(0)):
+            if excess <= 0:
+                return
+            excess -= connection.unread_bytes
+            connection.give_way()
+            self._seldom.warn("clients do not read: those that have not for longest are closed")
 
     def close(self) -> None:
         """Accept no more."""
@@ -447,6 +497,8 @@ class GuardedServer(uvicorn.Server):
         super().__init__(config)
         self._limits = limits.fitting()
         self.listeners: list[Listener] = []
+        # Where a library for them is installed, uvicorn would hand connections over to it.
+        config.ws = "none"
         config.timeout_keep_alive = limits.keep_alive_seconds
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ headers and at the address of the peer. Every function takes an ASGI scope.
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import ForbiddenError, UnsupportedMediaTypeError
@@ -23,6 +24,9 @@ ANY_ORIGIN = "*"
 JSON = "application/json"
 # A server that adds one of these passes on requests of others, so its address proves nothing.
 _FORWARDING = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
+
+# [::1]:8000, localhost:8000, 127.0.0.1
+_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:@,\s]+))(?::\d*)?")
 
 
 def is_loopback(host: str) -> bool:
@@ -44,9 +48,8 @@ def header(scope: Scope, name: bytes) -> str:
 
 def has_local_host(scope: Scope, names: Collection[str] = ()) -> bool:
     """Whether ``Host`` is a loopback address, ``localhost`` or one of ``names``, at any port."""
-    host = header(scope, b"host")
-    # [::1]:8000, localhost:8000, 127.0.0.1
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    found = _HOST.fullmatch(header(scope, b"host"))
+    name = found[1] or found[2] if found else ""
     return is_loopback(name) or (bool(name) and name.lower() in names)
 
 

@@ -153,7 +153,6 @@ class Proxy:
                 self._pool.add(role, url)  # type: ignore[arg-type]  # literal roles
         settings = uvicorn.Config(
             self._app,
-            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
