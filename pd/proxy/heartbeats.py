@@ -111,10 +111,15 @@ class HeartbeatThread(threading.Thread):
             wanted = set(self._endpoints.items())
         for gone in self._open.keys() - wanted:
             self._open.pop(gone).close()
-        for new in wanted - self._open.keys():
-            # The event loop has connected to the same endpoint, so it can be one.
-            instance_id, endpoint = new
-            self._open[new] = self._sockets.connect(context, self._sender, endpoint, instance_id)
+        for instance_id, endpoint in wanted - self._open.keys():
+            try:
+                socket = self._sockets.connect(context, self._sender, endpoint, instance_id)
+            except zmq.ZMQError as error:
+                # The event loop has connected to the same endpoint, so this is for want of
+                # descriptors or memory. The other leases are kept, and this one is tried again.
+                log.warning("cannot keep the lease at %s: %s", endpoint, error)
+            else:
+                self._open[instance_id, endpoint] = socket
         for (instance_id, _), socket in self._open.items():
             # NOTE: a node that is not there or does not read misses this one; its own lease at
             # the event loop ends what depends on it.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import zmq
 from fake_node import wait_until
 
 from pd.core.messages import heartbeat_identity
+from pd.proxy.channel import Sockets
 from pd.proxy.heartbeats import HUNG_SECONDS, LoopWatch
 
 if TYPE_CHECKING:
@@ -78,6 +81,33 @@ def test_heartbeats_go_on_while_the_loop_is_busy_and_end_when_it_hangs(
     assert heard() == before
     blocked.result()
     wait_until(lambda: heard() > before)
+
+
+def test_a_lease_that_cannot_be_kept_for_want_of_a_socket_costs_no_other(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cluster.node("unified"), cluster.node("unified")
+    proxy = cluster.proxy()
+    assert proxy.proxy is not None
+    name = heartbeat_identity(proxy.proxy.instance_id)
+    wait_until(lambda: name in first.heartbeats and name in second.heartbeats)
+    connect, lacking = Sockets.connect, [True]
+
+    def connect_if_possible(sockets: Sockets, context: Any, identity: str, *rest: str) -> Any:
+        if identity == name and lacking:
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(sockets, context, identity, *rest)
+
+    monkeypatch.setattr(Sockets, "connect", connect_if_possible)
+    third = cluster.node("unified")
+    body = {"role": "unified", "url": third.url}
+    assert cluster.client(proxy).post("/workers", json=body).status_code == 200
+    wait_until(lambda: proxy.proxy._pool._heartbeats._endpoints.keys() >= {third.instance_id})
+    count = first.heartbeats[name]
+    wait_until(lambda: first.heartbeats[name] > count + 2)
+    assert name not in third.heartbeats
+    lacking.clear()
+    wait_until(lambda: name in third.heartbeats)
 
 
 def test_a_node_that_was_removed_is_no_longer_told(cluster: Cluster) -> None:
