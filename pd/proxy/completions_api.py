@@ -83,7 +83,6 @@ def _prepare(asked: _Asked, model: ModelView) -> tuple[list[Spec], list[str] | N
     specs = []
     for i, prompt in enumerate(asked.prompts):
         ids = encode(model, prompt, "prompt", add_special_tokens=asked.add_special_tokens)
-        count.add(ids, model.limits.context_length)
         spec = Spec(
             rid=f"{common.names.rid}_{i}",
             model=model.name,
@@ -96,6 +95,7 @@ def _prepare(asked: _Asked, model: ModelView) -> tuple[list[Spec], list[str] | N
             skip_special_tokens=common.skip_special_tokens,
             discard_output=discard,
         )
+        count.add(spec, model.limits.context_length)
         specs.append(spec)
     if not asked.echo:
         return specs, None

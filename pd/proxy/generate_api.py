@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.core.errors import InvalidRequestError
 from pd.core.sampling_params import MAX_TOP_LOGPROBS
@@ -61,20 +61,34 @@ _NATIVE_NAMES = {
 }
 
 
+class _Sampling(NamedTuple):
+    """``sampling_params``, read.
+
+    Attributes:
+        kwargs: of SamplingParams, but for ``max_tokens``.
+        max_tokens: None leaves it to the default, 0 wants no output.
+    """
+
+    kwargs: dict[str, Any]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     """A request, read but not checked against the model.
 
     Attributes:
         prompts: texts or token ids (``source`` is the field they stood in), not checked against the
-            model; ``sampling`` has an entry for each.
+            model; ``sampling`` has an entry for each, mostly the same.
         names: the request's, then one per prompt.
     """
 
     model: str | None
     prompts: list[str | list[int]]
     source: str
-    sampling: list[Fields]
+    sampling: list[_Sampling]
     names: list[Names]
     stream: bool
     incremental: bool
@@ -112,7 +126,7 @@ def _read(fields: Fields, request: Request) -> _Asked:
     fields.refuse(UNSUPPORTED | sampling.UNSUPPORTED_SAMPLING)
     prompts, batch, source = _read_input(fields)
     own = _read_sampling(fields, len(prompts), batch)
-    several = (own[0].integer("n") or 1) > 1
+    several = own[0].kwargs.get("n", 1) > 1
     start = fields.integer("logprob_start_len")
     start = -1 if start is None else start
     if start < -1:
@@ -143,7 +157,7 @@ def _prepare(asked: _Asked, model: ModelView) -> list[Spec]:
     specs, count = [], TokenCount()
     for prompt, names, own in zip(asked.prompts, asked.names[1:], asked.sampling, strict=True):
         spec = _spec(asked, model, prompt, asked.source, names.rid, own)
-        count.add(spec.token_ids, model.limits.context_length)
+        count.add(spec, model.limits.context_length)
         specs.append(spec)
     return specs
 
@@ -154,19 +168,18 @@ def _spec(
     prompt: str | list[int],
     source: str,
     rid: str,
-    fields: Fields,
+    own: _Sampling,
 ) -> Spec:
-    stop = sampling.read_stop(fields)
-    if stop:
+    if own.stop:
         model.need_text("sampling_params.stop")
     ids = encode(model, prompt, source)
-    wanted = fields.integer("max_new_tokens")
+    wanted = own.max_tokens
     limits = model.limits
     limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
     discard = wanted == 0
     if wanted is None:
         wanted = limits.default_max_tokens(len(ids), DEFAULT_MAX_TOKENS)
-    kwargs = _read_kwargs(fields) | {"max_tokens": max(wanted, 1) if discard else wanted}
+    kwargs = own.kwargs | {"max_tokens": max(wanted, 1) if discard else wanted}
     if asked.return_logprob:
         kwargs |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
         if asked.logprob_start > len(ids):
@@ -187,10 +200,10 @@ def _spec(
         token_ids=ids,
         params=params,
         text_model=model.text,
-        stop=stop,
+        stop=own.stop,
         namespace=asked.namespace,
         priority=asked.priority,
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        skip_special_tokens=own.skip_special_tokens,
         discard_output=discard,
     )
 
@@ -212,26 +225,31 @@ def _read_input(fields: Fields) -> tuple[list[str | list[int]], bool, str]:
     return prompts, batch, source
 
 
-def _read_sampling(fields: Fields, num_prompts: int, batch: bool) -> list[Fields]:
+def _read_sampling(fields: Fields, num_prompts: int, batch: bool) -> list[_Sampling]:
     """Sampling parameters per prompt: one object for all, or a list with one for each."""
     value = fields.raw("sampling_params")
     if type(value) is list and batch:
         if len(value) != num_prompts or any(type(item) is not dict for item in value):
             raise fields.wrong("sampling_params", f"an object or a list of {num_prompts} objects")
-        each = [Fields(item, "sampling_params.") for item in value]
-        if len({own.integer("n") or 1 for own in each}) > 1:
+        each = [_read_one_sampling(Fields(item, "sampling_params.")) for item in value]
+        if len({own.kwargs.get("n", 1) for own in each}) > 1:
             raise InvalidRequestError("n must be the same for all prompts of a batch", param="n")
         return each
     own = fields.mapping("sampling_params") or Fields({}, "sampling_params.")
-    return [own] * num_prompts
+    return [_read_one_sampling(own)] * num_prompts
 
 
-def _read_kwargs(fields: Fields) -> dict[str, Any]:
+def _read_one_sampling(fields: Fields) -> _Sampling:
     kwargs = sampling.read_common(fields)
     seed_name = "sampling_seed" if fields.has("sampling_seed") else "seed"
     kwargs["seed"] = sampling.read_seed(fields, seed_name)
     kwargs["min_tokens"] = fields.integer("min_new_tokens") or 0
-    return kwargs
+    return _Sampling(
+        kwargs=kwargs,
+        max_tokens=fields.integer("max_new_tokens"),
+        stop=sampling.read_stop(fields),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+    )
 
 
 def _read_all_names(fields: Fields, request: Request, num_prompts: int, batch: bool) -> list[Names]:

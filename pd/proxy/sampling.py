@@ -65,12 +65,10 @@ def read_common(fields: Fields) -> dict[str, Any]:
     return {name: value for name, value in read.items() if value is not None}
 
 
-def read_seed(fields: Fields, name: str) -> int:
-    """The client's seed, or a fresh one, so that every request can be repeated by its seed."""
+def read_seed(fields: Fields, name: str) -> int | None:
+    """The client's seed; None has :func:`make_params` draw one for each prompt."""
     seed = fields.integer(name)
-    if seed is None:
-        return secrets.randbelow(SEED_LIMIT)
-    if not 0 <= seed < SEED_LIMIT:
+    if seed is not None and not 0 <= seed < SEED_LIMIT:
         raise fields.wrong(name, "between 0 and 2**63 - 1")
     return seed
 
@@ -101,7 +99,9 @@ def read_timeout(fields: Fields) -> float | None:
 
 
 def make_params(kwargs: dict[str, Any], vocab_size: int | None) -> SamplingParams:
-    """Build and validate. Raises InvalidRequestError."""
+    """Build and validate, with a seed drawn if there is none. Raises InvalidRequestError."""
+    if kwargs.get("seed") is None:
+        kwargs = kwargs | {"seed": secrets.randbelow(SEED_LIMIT)}
     params = SamplingParams(**kwargs)
     params.validate(vocab_size)
     return params

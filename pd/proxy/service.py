@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 MAX_RID_CHARACTERS = 256
 # Tokens of all prompts of a request; or one prompt of the model's context, if that is longer.
 MAX_REQUEST_TOKENS = 1 << 20
+# Of prompt tokens, in all answers to a request; or one answer with those of the model's context, if
+# that is more. Each takes some 25 bytes of JSON, and about four times that until it is written.
+MAX_PROMPT_LOGPROBS = 1 << 22
 _PART = 1 << 16
 
 NO_TOKENIZER = (
@@ -139,19 +142,34 @@ def check_ids(ids: list[int], vocab_size: int | None, param: str) -> IntArray:
 
 
 class TokenCount:
-    """Counts the tokens of one request's prompts."""
+    """Counts the tokens of one request's prompts, and the log probabilities of them in its answers.
+
+    A prompt is computed once, but each of its ``n`` answers repeats its log probabilities.
+    """
 
     def __init__(self) -> None:
-        self._total = 0
+        self._tokens = self._logprobs = 0
 
-    def add(self, ids: IntArray, context_length: int) -> None:
+    def add(self, spec: Spec, context_length: int) -> None:
         """Raises InvalidRequestError when there are too many."""
-        self._total += len(ids)
+        self._tokens += len(spec.token_ids)
         most = max(MAX_REQUEST_TOKENS, context_length)
-        if self._total > most:
+        if self._tokens > most:
             raise InvalidRequestError(
-                f"the request's prompts have {self._total} tokens or more; at most {most} are "
+                f"the request's prompts have {self._tokens} tokens or more; at most {most} are "
                 "taken at once, so send smaller batches"
+            )
+        params = spec.params
+        if params.prompt_logprobs_start is None:
+            return
+        each = 1 + params.top_logprobs
+        self._logprobs += (len(spec.token_ids) - params.prompt_logprobs_start) * each * params.n
+        most = max(MAX_PROMPT_LOGPROBS, context_length * each)
+        if self._logprobs > most:
+            raise InvalidRequestError(
+                f"the answers would hold {self._logprobs} log probabilities of prompt tokens or "
+                f"more; at most {most} are given at once, so ask for a smaller n, fewer likeliest "
+                "tokens or fewer prompts"
             )
 
 

@@ -70,6 +70,11 @@ def many(item: str, count: int) -> bytes:
          b'{"messages":%b}' % many('{"role":"user","content":"a"}', 3), "3 messages; at most 2"),
         ("service.MAX_REQUEST_TOKENS", 200, "/v1/completions",
          b'{"prompt":%b,"max_tokens":1}' % many(f"[{'1,' * 100}1]", 2), "202 tokens or more"),
+        ("service.MAX_PROMPT_LOGPROBS", 9000, "/v1/completions",
+         b'{"prompt":%b,"echo":true,"logprobs":20,"n":5}' % many("40", 100), "10500 log prob"),
+        ("service.MAX_PROMPT_LOGPROBS", 9000, "/generate",
+         b'{"input_ids":[%b,%b],"return_logprob":true,"logprob_start_len":50,"top_logprobs_num":19,'
+         b'"sampling_params":{"n":5}}' % (many("40", 100), many("40", 100)), "10000 log prob"),
         ("tokenizer.MAX_TEXT_TOKENS", 10, "/tokenize", b'{"prompt":"one two three four five"}',
          "tokens; at most 10"),
         ("tokens_api.MAX_TEXT_TOKENS", 10, "/detokenize", b'{"tokens":%b}' % many("40", 11),

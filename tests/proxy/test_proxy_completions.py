@@ -153,6 +153,14 @@ def test_requests_without_a_seed_get_different_ones(cluster: Cluster) -> None:
     assert prefill.wait_generate(1).params.seed != prefill.wait_generate(2).params.seed
 
 
+def test_prompts_of_a_batch_have_seeds_of_their_own(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair()
+    complete(cluster.client(), prompt=["hello", "hello"])
+    assert prefill.wait_generate(1).params.seed != prefill.wait_generate(2).params.seed
+    complete(cluster.client(), prompt=["hello", "hello"], seed=7)
+    assert [prefill.wait_generate(number).params.seed for number in (3, 4)] == [7, 7]
+
+
 def test_defaults(cluster: Cluster) -> None:
     prefill, _ = cluster.pair()
     body = complete(cluster.client())

@@ -13,11 +13,13 @@ from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
 
 from pd.core.messages import Finish
+from pd.proxy.sampling import read_common
 
 if TYPE_CHECKING:
     import httpx
     from proxy_cluster import Cluster
 
+    from pd.proxy.fields import Fields
     from pd.proxy.server import ProxyThread
 
 TOKENS = byte_level()
@@ -81,6 +83,24 @@ def test_defaults_and_native_names(cluster: Cluster) -> None:
     generate(client, {"max_new_tokens": 7, "min_new_tokens": 2, "sampling_seed": 9})
     params = prefill.wait_generate(2).params
     assert (params.max_tokens, params.min_tokens, params.seed) == (7, 2, 9)
+
+
+def test_parameters_of_a_batch_are_read_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _ = cluster.pair()
+    read: list[Any] = []
+
+    def reading(fields: Fields) -> dict[str, Any]:
+        read.append(fields)
+        return read_common(fields)
+
+    monkeypatch.setattr("pd.proxy.sampling.read_common", reading)
+    answers = generate(cluster.client(), {"logit_bias": {"5": 1}}, input_ids=[[5], [6], [7]])
+    assert len(answers) == 3
+    assert len(read) == 1
+    seeds = {prefill.wait_generate(number).params.seed for number in (1, 2, 3)}
+    assert len(seeds) == 3
 
 
 def test_the_default_length_gives_way_to_the_context(cluster: Cluster) -> None:
