@@ -199,8 +199,8 @@ class HandOff:
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """For one step: pushes its chunks while their layers are computed, and what D's reservation
-        came too late for, also if that comes during the step. What this returns takes the node's
-        lock by itself."""
+        came too late for, also if that comes during the step. The returned callback acquires the
+        node's lock."""
         chunks = [
             Chunk(request.hand_off, work.start, work.stop, len(request.prompt))
             for work in works
