@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pd.bootstrap.peers import PeerDirectory
 from pd.core.errors import HandshakeError, NodeFailedError, PDError
-from pd.core.messages import LEASE_SECONDS, PeerHeartbeat
+from pd.core.messages import LEASE_SECONDS, MAX_MEETINGS, PeerHeartbeat
 from pd.core.starvation import RUN_DELAY
 from pd.node.leases import Leases
 
@@ -43,9 +43,11 @@ class PrefillPeers:
 
     def meet(self, prefill: Mapping[str, str], now: float) -> None:
         """Shake hands with nodes that requests may name, by instance id and registry, so that the
-        first request finds the link made."""
+        first request finds the link made; with MAX_MEETINGS at a time, whatever proxies name."""
         waiting = {i: due for i, due in self._next_meetings.items() if due > now}
         for instance, url in prefill.items():
+            if len(waiting) >= MAX_MEETINGS:
+                break
             if instance not in self._leases and instance not in waiting:
                 waiting[instance] = now + _MEETING_INTERVAL
                 # The directory logs a failure, and a request would hear of it.

@@ -12,6 +12,7 @@ from tiny import tiny_node
 
 from pd.core.errors import TransferError
 from pd.core.messages import (
+    MAX_MEETINGS,
     Failed,
     NodeHeartbeat,
     PeerHeartbeat,
@@ -151,3 +152,18 @@ def test_an_endpoint_that_is_no_address_fails_the_request(
         for _ in range(2):
             ask(proxy, decode, nowhere)
             assert "not an address" in proxy.receive(Failed).error.message
+
+
+def test_nodes_that_are_met_before_a_request_names_them_are_bounded(
+    decode: NodeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers, asked = decode.node.peers, []
+    monkeypatch.setattr(peers, "want", lambda url, instance, then: asked.append(instance))
+    for turn in range(3):
+        names = {f"{turn}-{number}": "http://127.0.0.1:9" for number in range(MAX_MEETINGS - 1)}
+        with decode.node.event():
+            peers.meet(names, 1000.0)
+    assert len(asked) == len(set(asked)) == MAX_MEETINGS
+    with decode.node.event():
+        peers.meet({"later": "http://127.0.0.1:9"}, 1100.0)
+    assert asked[-1] == "later"
