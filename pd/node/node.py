@@ -5,10 +5,10 @@ plans a step, runs it without the lock, and accounts for it. The control thread
 (:mod:`pd.node.control`) handles messages and time in between, so that reservations and aborts never
 wait for a forward pass.
 
-Whatever changes the state is an *event* (:meth:`Node.event`): a message, a tick of the clock, a
-step that was planned or accounted for, an administrative action, a callback of a transfer. Ending a
-request in its course only marks and queues it. When the event is over it settles: what ended is
-closed, and what that made possible begins, until nothing changes.
+Every change of the state is part of an *event* (:meth:`Node.event`): a message, a tick of the
+clock, a step that was planned or accounted for, an administrative action, a callback of a transfer.
+Ending a request in its course only marks and queues it. When the event is over it settles: what
+ended is closed, and what that made possible begins, until nothing changes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Node(ABC):
         radix = RadixCache(config.page_size, policy=config.eviction_policy)
         self.memory = Memory(engine.pool.num_pages, config.page_size, radix)
         self.metrics = NodeMetrics(self)
-        # NOTE: taken by itself only to read; whoever changes anything uses `event`.
+        # NOTE: taken by itself only to read; changes are made in an `event`.
         self.lock = threading.RLock()
         self.work_available = threading.Event()
         self.requests: dict[bytes, Request] = {}
