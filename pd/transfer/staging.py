@@ -123,11 +123,14 @@ class StagedManager(TransferManager):
     def sender(
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
     ) -> Sender:
-        link = self._outgoing.link(peer)
         tokens = wanted_tokens(reservation, num_tokens)
-        sender = StagedSender(link, self._copier, self._computed, reservation, pages, tokens)
+        # NOTE: in one go, since an idle link may end at any moment; rooms that are on it by then
+        # wait for the next one.
+        with self._outgoing.changed:
+            link = self._outgoing.link(peer)
+            sender = StagedSender(link, self._copier, self._computed, reservation, pages, tokens)
+            link.open(sender)
         self._outgoing.work()
-        link.open(sender)
         return sender
 
     def receiver(

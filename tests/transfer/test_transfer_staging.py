@@ -400,6 +400,25 @@ def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
         other.close()
 
 
+def test_a_room_that_comes_while_its_link_gives_way_takes_the_next_one(pair, monkeypatch) -> None:
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    outgoing = nodes.p._outgoing
+    find = outgoing.link
+
+    def find_and_end(peer: str):
+        link = find(peer)
+        reason = "another link needs its slots"
+        ending = threading.Thread(target=link.end, args=(reason,), kwargs={"move": True})
+        ending.start()
+        ending.join(0.2)  # which ends it, unless the lock is held
+        return link
+
+    monkeypatch.setattr(outgoing, "link", find_and_end)
+    nodes.transfer()
+
+
 @pytest.mark.usefixtures("unstarved")
 def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> None:
     """Each step has a lease of time, not all of them together."""
