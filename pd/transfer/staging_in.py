@@ -90,10 +90,14 @@ class InLink:
             return len(self.slots) if ending and self.slots is not None else 0
 
     @property
+    def takes_slots(self) -> bool:
+        """It has slots, or they are being made."""
+        return self.slots is not None or self._setting_up
+
+    @property
     def holds_slots(self) -> bool:
         """It has ended, but its slots, which may just be made, have not."""
-        ending = self.state is InState.ENDING
-        return ending and (self.slots is not None or self._setting_up)
+        return self.state is InState.ENDING and self.takes_slots
 
     @property
     def may_be_written(self) -> bool:

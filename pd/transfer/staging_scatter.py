@@ -137,7 +137,7 @@ class Incoming:
         """Before a link takes slots: have the peer close the one that was used longest ago, if too
         many hold some and no room of that peer is open."""
         with self.lock:
-            holding = [link for link in self._links if link.slots is not None]
+            holding = [link for link in self._links if link.takes_slots]
             busy = {receiver.peer for receiver in self._receivers.values()}
             idle = [link for link in holding if link.live and link.peer not in busy]
         if len(holding) >= MAX_LINKS and idle:
