@@ -50,7 +50,8 @@ def handshake(
     while True:
         try:
             return _attempt(bootstrap_url, own, expected_instance, cluster_key, attempt)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            # UnicodeError: a host that cannot be a name.
             late = isinstance(error, httpx.TimeoutException)
             # NOTE: half of it is the limit of one step, after which the first attempt may end.
             is_over = patience is None or patience.is_over(since, timeout / 2, expected_instance)

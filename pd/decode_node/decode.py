@@ -94,13 +94,16 @@ class DecodeManager:
 
     def _begin(self, sequence: Sequence, token: FirstToken, repeat: bool) -> None:
         request = sequence.request
-        sequence.sampling = SamplingState(
-            request.params,
-            request.prompt,
-            self._model.eos_token_ids,
-            self._model.vocab_size,
-            seed=choice_seed(request.params.seed, token.index),
-        )
+        if request.sequences:
+            sequence.sampling = request.sequences[0].sampling.fork(token.index)
+        else:
+            sequence.sampling = SamplingState(
+                request.params,
+                request.prompt,
+                self._model.eos_token_ids,
+                self._model.vocab_size,
+                seed=choice_seed(request.params.seed, token.index),
+            )
         sequence.sampling.observe(token.token_id)
         sequence.append(token.token_id)
         request.sequences.append(sequence)

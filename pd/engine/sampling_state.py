@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,10 +41,7 @@ class SamplingState:
         """``seed`` defaults to ``params.seed``; ``prompt`` is int32 and not copied."""
         self.params = params
         self.seed = params.seed if seed is None else seed
-        self.num_output_tokens = 0
-        self._prompt = prompt
-        self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
+        self._prompt_length = len(prompt)
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
             ending |= set(eos_token_ids)
@@ -54,14 +52,13 @@ class SamplingState:
         self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         repeats = params.repetition_penalty != 1.0
         self.has_penalties = repeats or bool(params.frequency_penalty or params.presence_penalty)
-        self._seen_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
-        self._num_seen = len(self._seen_ids)
-        self._seen_counts = np.zeros(self._num_seen, np.int32)
-        self._seen_at = {int(token): at for at, token in enumerate(self._seen_ids)}
+        # Sorted, and never written to: all choices of a request share it.
+        self._prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
+        self._forget_output()
 
     def position(self, ahead: int = 0) -> int:
         """Index in prompt and output together of the token after the next ``ahead`` ones."""
-        return len(self._prompt) + self.num_output_tokens + ahead
+        return self._prompt_length + self.num_output_tokens + ahead
 
     def must_continue(self, ahead: int = 0) -> bool:
         """Whether the token after the next ``ahead`` may not end the choice (``min_tokens``)."""
@@ -93,11 +90,23 @@ class SamplingState:
 
     def fork(self, index: int) -> SamplingState:
         """Choice ``index`` of the same request, with its own seed and no output yet."""
-        seed = choice_seed(self.params.seed, index)
-        return SamplingState(self.params, self._prompt, self._eos_token_ids, self._vocab_size, seed)
+        made = copy(self)
+        made.seed = choice_seed(self.params.seed, index)
+        made._forget_output()
+        return made
+
+    def _forget_output(self) -> None:
+        self.num_output_tokens = 0
+        self._seen_ids = self._prompt_ids
+        self._num_seen = len(self._seen_ids)
+        self._seen_counts = np.zeros(self._num_seen, np.int32)
+        # Where tokens of the output are among the seen ones.
+        self._seen_at: dict[int, int] = {}
 
     def _count(self, token: int) -> None:
-        at = self._seen_at.setdefault(token, self._num_seen)
+        at = self._seen_at.get(token)
+        if at is None:
+            at = self._seen_at[token] = self._find(token)
         if at == self._num_seen:
             if at == len(self._seen_ids):
                 room = max(64, len(self._seen_ids))
@@ -106,3 +115,9 @@ class SamplingState:
             self._seen_ids[at] = token
             self._num_seen += 1
         self._seen_counts[at] += 1
+
+    def _find(self, token: int) -> int:
+        """Where a token that comes for the first time is in the prompt, or else goes."""
+        at = int(np.searchsorted(self._prompt_ids, token))
+        is_there = at < len(self._prompt_ids) and self._prompt_ids[at] == token
+        return at if is_there else self._num_seen

@@ -101,7 +101,8 @@ class NodeHttp:
                         raise NodeHttpError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
         except httpx.ConnectError as error:
             raise NotListeningError(str(error)) from None
-        except (httpx.HTTPError, TimeoutError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, TimeoutError) as error:
+            # UnicodeError: a host that cannot be a name.
             raise NodeHttpError(str(error) or type(error).__name__) from None
         signature = response.headers.get(SIGNATURE_HEADER, "")
         return _Answer(response.status_code, signature, bytes(content))

@@ -197,6 +197,12 @@ def test_the_restarted_prefill_node_is_met_again_on_the_same_port(start) -> None
     assert shake(again, own, expected="P-2").instance_id == "P-2"
 
 
+@pytest.mark.parametrize("host", ["", "a" * 300, "xn--a", "é..x", "127.0.0.1/%"])
+def test_a_registry_at_no_address_is_unavailable(host: str) -> None:
+    with pytest.raises(UnavailableError, match="no handshake with prefill node P"):
+        handshake(f"http://{host}", info("D", "decode"), expected_instance="P", timeout=0.2)
+
+
 # ---- bad requests
 
 

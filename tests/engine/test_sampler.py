@@ -320,3 +320,14 @@ class TestEnding:
         forked = made.fork(1)
         assert (forked.num_output_tokens, len(forked.seen_ids)) == (0, 0)
         assert forked.seed != made.seed
+
+    def test_forks_share_what_is_known_of_the_prompt(self) -> None:
+        """A prompt may have as many different tokens as the vocabulary, and 64 choices."""
+        made = state(prompt=[3, 1, 3], repetition_penalty=2.0)
+        forked = [made.fork(index) for index in range(3)]
+        assert all(np.shares_memory(made.seen_ids, fork.seen_ids) for fork in forked)
+        for fork, output in zip(forked, ([], [3, 3], [5, 1, 5]), strict=True):
+            for token in output:
+                fork.observe(token)
+        counts = [dict(zip(f.seen_ids, f.seen_counts, strict=True)) for f in [made, *forked]]
+        assert counts == [{1: 0, 3: 0}, {1: 0, 3: 0}, {1: 0, 3: 2}, {1: 1, 3: 0, 5: 2}]

@@ -316,6 +316,17 @@ def test_only_addresses_are_taken(cluster: Cluster, caplog: pytest.LogCaptureFix
     assert httpx.get(f"{proxy.url}/workers").json()["workers"] == []
 
 
+@pytest.mark.parametrize("host", ["a" * 300, "xn--a", "é..x"])
+def test_a_host_that_cannot_be_a_name_is_the_workers_problem(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    proxy = cluster.proxy(text=False, wait_ready=0)
+    url = f"http://{host}:80"
+    assert add(proxy, "decode", url).status_code == 200
+    wait_until(lambda: "not reached yet" not in problem(proxy, url))
+    assert "Traceback" not in caplog.text
+
+
 def test_workers_are_bounded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_WORKERS", 3)
     proxy = cluster.proxy(text=False, wait_ready=0)
