@@ -124,8 +124,7 @@ class StagedManager(TransferManager):
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
     ) -> Sender:
         tokens = wanted_tokens(reservation, num_tokens)
-        # NOTE: in one go, since an idle link may end at any moment; rooms that are on it by then
-        # wait for the next one.
+        # NOTE: in one go, since an idle link may end at any moment, and one with a room does not.
         with self._outgoing.changed:
             link = self._outgoing.link(peer)
             sender = StagedSender(link, self._copier, self._computed, reservation, pages, tokens)

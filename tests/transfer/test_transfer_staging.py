@@ -400,22 +400,27 @@ def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
         other.close()
 
 
-def test_a_room_that_comes_while_its_link_gives_way_takes_the_next_one(pair, monkeypatch) -> None:
+def test_a_link_does_not_give_way_while_a_room_comes(pair, monkeypatch) -> None:
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
+    monkeypatch.setattr(staging_gather, "MAX_LINKS", 1)
     outgoing = nodes.p._outgoing
     find = outgoing.link
+    wait_until(lambda: find("D").idle, "the slots to be given back")
 
-    def find_and_end(peer: str):
+    def make_room() -> None:
+        with outgoing.changed:
+            outgoing.make_room()
+
+    def find_and_make_room(peer: str):
         link = find(peer)
-        reason = "another link needs its slots"
-        ending = threading.Thread(target=link.end, args=(reason,), kwargs={"move": True})
-        ending.start()
-        ending.join(0.2)  # which ends it, unless the lock is held
+        other = threading.Thread(target=make_room)
+        other.start()
+        other.join(0.2)  # which ends the link, unless the lock is held
         return link
 
-    monkeypatch.setattr(outgoing, "link", find_and_end)
+    monkeypatch.setattr(outgoing, "link", find_and_make_room)
     nodes.transfer()
 
 
