@@ -24,6 +24,7 @@ from pd.core.local_requests import check_local
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import NodeInfo
 from pd.core.request_body import read_body
+from pd.core.seldom import Seldom
 from pd.core.signed_requests import (
     EXPECTED_HEADER,
     SIGNATURE_HEADER,
@@ -65,6 +66,7 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
     """
     key = bootstrap_key(cluster_key)
     verifier = None if key is None else RequestVerifier(key)
+    refused = Seldom(logger)
     own_names = {urlsplit(registry.own.bootstrap).hostname or ""}
 
     async def own(request: Request, body: bytes) -> object:
@@ -89,7 +91,7 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
 
     def route(path: str, method: str, answer: Answer) -> Route:
         async def endpoint(request: Request) -> Response:
-            return await _respond(request, answer, verifier, own_names)
+            return await _respond(request, answer, verifier, own_names, refused)
 
         return Route(path, endpoint, methods=[method])
 
@@ -103,7 +105,11 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
 
 
 async def _respond(
-    request: Request, answer: Answer, verifier: RequestVerifier | None, own_names: set[str]
+    request: Request,
+    answer: Answer,
+    verifier: RequestVerifier | None,
+    own_names: set[str],
+    refused: Seldom,
 ) -> Response:
     nonce = ""
     try:
@@ -123,7 +129,7 @@ async def _respond(
         logger.warning("refused a handshake: %s", error)
         response = _error(409, error, {})
     except PDError as error:
-        logger.warning("refused %s %s: %s", request.method, request.url.path, error)
+        refused.warn(f"refused {request.method} {request.url.path}: {error}")
         response = _error(error.status, error, {})
     if verifier is not None and nonce:
         signature = sign_reply(verifier.key, nonce, response.status_code, bytes(response.body))

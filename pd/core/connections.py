@@ -31,6 +31,7 @@ from pd.core.errors import (
     UnavailableError,
     error_body,
 )
+from pd.core.seldom import Seldom
 
 if TYPE_CHECKING:
     import socket
@@ -117,23 +118,6 @@ class _OneWarningASecond(logging.Filter):
 
 
 logging.getLogger("uvicorn.error").addFilter(_OneWarningASecond())
-
-
-class Seldom:
-    """Logs at most once a second, and then how often it happened."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-        self._count = 0
-
-    def warn(self, message: str) -> None:
-        """``message`` may change from one time to the next."""
-        self._count += 1
-        now = time.monotonic()
-        if now >= self._next:
-            times = f" ({self._count} times)" if self._count > 1 else ""
-            log.warning("%s%s", message, times)
-            self._next, self._count = now + 1.0, 0
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -340,7 +324,7 @@ class Listener:
         self._socket = sock
         self._make_protocol = partial(make_protocol, self)
         self._loop = asyncio.get_running_loop()
-        self._seldom = Seldom()
+        self._seldom = Seldom(log)
         # Accepted, but their protocol does not know of it yet.
         self._connecting: set[asyncio.Task[Any]] = set()
         self._open: set[GuardedProtocol] = set()

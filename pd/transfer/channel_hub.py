@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
+from pd.core.seldom import Seldom
 from pd.core.starvation import Patience
 from pd.transfer.channel import Channel, ChannelEvents, DialEvents
 from pd.transfer.greeting import GreetingError, RefusedError, Welcome, greet
@@ -120,6 +121,7 @@ class ChannelHub:
         self._channels: set[Channel] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._seldom = Seldom(logger)
         self.refused = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -217,7 +219,7 @@ class ChannelHub:
         try:
             sock, address = self._listener.accept()
         except OSError as error:
-            logger.warning("cannot accept a %s channel: %s", self.service, error)
+            self._seldom.warn(f"cannot accept a {self.service} channel: {error}")
             # Out of file descriptors: the socket stays readable, so do not spin on it.
             time.sleep(0.01)
             return
@@ -270,7 +272,7 @@ class ChannelHub:
 
     def _refuse(self, stranger: _Stranger, reason: str) -> None:
         self.refused += 1
-        logger.warning("closed the %s channel of %s: %s", self.service, stranger.origin, reason)
+        self._seldom.warn(f"closed the {self.service} channel of {stranger.origin}: {reason}")
         self._strangers.discard(stranger)
         self._selector.unregister(stranger.sock)
         stranger.sock.close()

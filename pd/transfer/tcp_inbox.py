@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
+from pd.core.seldom import Seldom
 from pd.transfer.frames import HEADER, Frame, FrameError, decode_header
 from pd.transfer.greeting import GreetingError, Welcome
 from pd.transfer.memory import CALL_BYTES
@@ -105,6 +106,7 @@ class Inbox:
         self._closing = False
         self._discard = memoryview(bytearray(1 << 20))
         self._next_log = 0.0
+        self._seldom = Seldom(logger)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._listener.setblocking(False)
@@ -194,7 +196,7 @@ class Inbox:
         try:
             sock, address = self._listener.accept()
         except OSError as error:
-            logger.warning("cannot accept a data connection: %s", error)
+            self._seldom.warn(f"cannot accept a data connection: {error}")
             # Out of file descriptors: the socket stays readable, so do not spin on it.
             time.sleep(0.01)
             return
@@ -334,7 +336,11 @@ class Inbox:
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
         self.counters.refused_connections += 1
-        logger.warning("closed the data connection of %s: %s", connection, reason)
+        message = f"closed the data connection of {connection}: {reason}"
+        if connection.peer:
+            logger.warning("%s", message)
+        else:
+            self._seldom.warn(message)
         self._drop(connection, reason)
 
     def _drop(self, connection: _Connection, reason: str) -> None:

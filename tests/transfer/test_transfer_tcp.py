@@ -186,6 +186,14 @@ def test_a_connection_for_another_instance_is_refused(d, caplog) -> None:
     wait_until(lambda: "looks for instance 'D-before'" in caplog.text, "the log line")
 
 
+def test_strangers_fill_no_log(d, caplog) -> None:
+    for _ in range(100):
+        with stranger(d) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n" * 20)
+            assert closed_by_peer(sock)
+    assert 1 <= caplog.text.count("closed the data connection of 127.0.0.1") < 50
+
+
 # ---- frames that are well-formed but not wanted
 
 
