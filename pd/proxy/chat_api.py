@@ -93,7 +93,12 @@ def render_prompt(fields: Fields, text: TextModel, messages: list[dict[str, Any]
     extra = given.data if given else None
     hidden: list[str] = []
     if special is not None:
-        messages, extra = special.hide_messages(messages, hidden), special.hide(extra, hidden)
+        try:
+            messages, extra = special.hide_messages(messages, hidden), special.hide(extra, hidden)
+        except RecursionError:
+            raise InvalidRequestError(
+                "messages or chat_template_kwargs are nested too deeply", param="messages"
+            ) from None
     prompt = template.render(
         messages,
         add_generation_prompt=generates,

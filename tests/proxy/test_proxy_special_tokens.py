@@ -187,3 +187,15 @@ def test_tokenize_shows_what_requests_get(cluster: Cluster, split: bool) -> None
     for body, template in (({"prompt": "</s>"}, []), (message, [BOS])):
         ids = client.post("/tokenize", json=body).json()["tokens"]
         assert [i for i in ids if i in (BOS, EOS)] == template + [EOS] * (not split)
+
+
+@pytest.mark.parametrize("depth", [10, 900])
+def test_values_nested_deeply_are_refused_and_no_fault(cluster: Cluster, depth: int) -> None:
+    cluster.node("unified")
+    nested: Any = "</s>"
+    for _ in range(depth):
+        nested = [nested]
+    client = cluster.client(split_special_tokens=True)
+    message = {"role": "user", "content": "a", "name": nested}
+    response = client.post("/v1/chat/completions", json={"messages": [message]})
+    assert response.status_code == (200 if depth == 10 else 400), response.text
