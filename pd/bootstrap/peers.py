@@ -21,20 +21,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a failure answers for its peer before the next demand tries again.
+# How long a failure answers for its peer before the next demand tries again, from the beginning of
+# the handshake: one that timed out says nothing of the peer any more.
 FAILURE_SECONDS = 0.5
 _WORKERS = 4
 _MAX_FAILURES = 1024
 
 _Key = tuple[str, str]
+# A peer, and whether nobody but this node wants the handshake.
+_Demand = tuple[_Key, bool]
 
 
 class PeerDirectory:
     """Prefill nodes by bootstrap URL and instance id. Thread-safe.
 
-    Requests that need the same node at the same time share one handshake. A slow or dead node keeps
-    one worker busy for ``timeout`` seconds, which ``patience`` extends, and fails its own requests
-    only.
+    Requests that need the same node at the same time share one handshake. They do not share one
+    that began ahead of need, perhaps while a link was cut that has come back since. A slow or dead
+    node keeps a worker or two busy for ``timeout`` seconds, which ``patience`` extends, and fails
+    its own requests only.
 
     Args:
         own: what this node says about itself.
@@ -56,8 +60,8 @@ class PeerDirectory:
         self._lock = threading.Lock()
         self._known: dict[_Key, NodeInfo] = {}
         self._failed: dict[_Key, tuple[float, PDError]] = {}
-        self._waiting: dict[_Key, list[Callback]] = {}
-        self._forgotten: set[_Key] = set()
+        self._waiting: dict[_Demand, list[Callback]] = {}
+        self._forgotten: set[_Demand] = set()
         self._closed = False
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="pd-handshake")
 
@@ -66,20 +70,23 @@ class PeerDirectory:
         with self._lock:
             return self._known.get((url, instance_id))
 
-    def request(self, url: str, instance_id: str, callback: Callback) -> None:
+    def request(
+        self, url: str, instance_id: str, callback: Callback, *, ahead: bool = False
+    ) -> None:
         """Have ``callback`` called once with the peer or with why there is none.
 
         It is called before this returns if the answer is known, otherwise in a worker thread. It
-        must not block.
+        must not block. ``ahead``: no request needs the peer yet.
         """
         key = (url, instance_id)
+        demand = key, ahead
         with self._lock:
             answer = self._answer(key)
             if answer is None:
-                waiting = self._waiting.setdefault(key, [])
+                waiting = self._waiting.setdefault(demand, [])
                 waiting.append(callback)
                 if len(waiting) == 1:
-                    self._workers.submit(self._shake_hands, key)
+                    self._workers.submit(self._shake_hands, demand)
         if answer is not None:
             callback(answer)
 
@@ -89,7 +96,7 @@ class PeerDirectory:
             for key in [k for k in self._known if k[1] == instance_id]:
                 del self._known[key]
             # What a handshake under way learns may be older than this.
-            self._forgotten.update(k for k in self._waiting if k[1] == instance_id)
+            self._forgotten.update(d for d in self._waiting if d[0][1] == instance_id)
 
     def peers(self) -> list[NodeInfo]:
         """All known peers."""
@@ -101,8 +108,8 @@ class PeerDirectory:
         with self._lock:
             self._closed = True
         self._workers.shutdown(wait=False, cancel_futures=True)
-        for key in list(self._waiting):
-            self._finish(key, UnavailableError("this node is stopping"))
+        for demand in list(self._waiting):
+            self._finish(demand, UnavailableError("this node is stopping"), time.monotonic())
 
     def _answer(self, key: _Key) -> NodeInfo | PDError | None:
         if key in self._known:
@@ -114,8 +121,9 @@ class PeerDirectory:
             return failed[1]
         return None
 
-    def _shake_hands(self, key: _Key) -> None:
-        url, instance_id = key
+    def _shake_hands(self, demand: _Demand) -> None:
+        url, instance_id = demand[0]
+        began = time.monotonic()
         result: NodeInfo | PDError
         try:
             result = handshake(
@@ -134,23 +142,24 @@ class PeerDirectory:
             # Whoever waits must hear of any failure.
             logger.exception("handshake with %s failed", url)
             result = UnavailableError(f"handshake with {url} failed: {error}")
-        self._finish(key, result)
+        self._finish(demand, result, began)
 
-    def _finish(self, key: _Key, result: NodeInfo | PDError) -> None:
+    def _finish(self, demand: _Demand, result: NodeInfo | PDError, began: float) -> None:
+        key, _ = demand
         with self._lock:
-            callbacks = self._waiting.pop(key, [])
-            forgotten = key in self._forgotten
-            self._forgotten.discard(key)
+            callbacks = self._waiting.pop(demand, [])
+            forgotten = demand in self._forgotten
+            self._forgotten.discard(demand)
             if isinstance(result, PDError):
-                self._remember_failure(key, result)
+                self._remember_failure(key, result, began)
             elif not forgotten and not self._closed:
                 self._known[key] = result
                 self._failed.pop(key, None)
         for callback in callbacks:
             callback(result)
 
-    def _remember_failure(self, key: _Key, error: PDError) -> None:
+    def _remember_failure(self, key: _Key, error: PDError, began: float) -> None:
         now = time.monotonic()
         if len(self._failed) >= _MAX_FAILURES:
             self._failed = {k: f for k, f in self._failed.items() if f[0] > now}
-        self._failed[key] = (now + FAILURE_SECONDS, error)
+        self._failed[key] = (began + FAILURE_SECONDS, error)

@@ -51,20 +51,28 @@ class PrefillPeers:
             if instance not in self._leases and instance not in waiting:
                 waiting[instance] = now + _MEETING_INTERVAL
                 # The directory logs a failure, and a request would hear of it.
-                self.want(url, instance, lambda error: None)
+                self.want(url, instance, lambda error: None, ahead=True)
         self._next_meetings = waiting
 
     def linked(self) -> list[str]:
         """Peers whose first request would find the link made."""
         return [instance for instance in self._leases if self._node.transfer.is_linked(instance)]
 
-    def want(self, url: str, instance: str, then: Callable[[PDError | None], None]) -> None:
-        """Call ``then`` on the control thread, in an event, once the peer is connected."""
+    def want(
+        self,
+        url: str,
+        instance: str,
+        then: Callable[[PDError | None], None],
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """Call ``then`` on the control thread, in an event, once the peer is connected.
+        ``ahead``: no request needs it yet."""
 
         def answered(result: NodeInfo | PDError) -> None:
             self._node.control.call(lambda: self._answered(url, instance, result, then))
 
-        self._directory.request(url, instance, answered)
+        self._directory.request(url, instance, answered, ahead=ahead)
 
     def _answered(
         self,

@@ -80,6 +80,29 @@ def test_requests_at_the_same_time_share_one_handshake(directory) -> None:
         node.close()
 
 
+def test_a_request_does_not_wait_for_a_handshake_that_began_ahead_of_need(directory) -> None:
+    """The link was cut when that one began, and is back when the request comes."""
+    began, go = threading.Event(), threading.Event()
+
+    def connect(peer: NodeInfo) -> None:
+        if not began.is_set():
+            began.set()
+            assert go.wait(10.0)
+            raise UnavailableError("the link is cut")
+
+    node = PrefillNode(connect=connect)
+    try:
+        first, second = Answers(), Answers()
+        directory.request(node.url, "P", first, ahead=True)
+        assert began.wait(10.0)
+        directory.request(node.url, "P", second)
+        go.set()
+        assert isinstance(first.wait()[0], UnavailableError)
+        assert second.wait() == [node.registry.own]
+    finally:
+        node.close()
+
+
 def test_a_failure_is_remembered_for_a_moment_and_then_tried_again(
     p, directory, monkeypatch
 ) -> None:

@@ -158,7 +158,7 @@ def test_nodes_that_are_met_before_a_request_names_them_are_bounded(
     decode: NodeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers, asked = decode.node.peers, []
-    monkeypatch.setattr(peers, "want", lambda url, instance, then: asked.append(instance))
+    monkeypatch.setattr(peers, "want", lambda url, instance, then, ahead: asked.append(instance))
     for turn in range(3):
         names = {f"{turn}-{number}": "http://127.0.0.1:9" for number in range(MAX_MEETINGS - 1)}
         with decode.node.event():

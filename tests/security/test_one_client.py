@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from pd.core.messages import LEASE_SECONDS, Finish
+from pd.core.starvation import RUN_DELAY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
 
@@ -164,6 +165,7 @@ def check_that_nobody_notices(cluster: Cluster, attack: Callable[[], Bodies]) ->
     prefill, decode = cluster.pair(auto=False, **NODE)
     proxy = cluster.proxy()
     stream = Stream(proxy, prefill, decode)
+    delay = RUN_DELAY.total
     for node in (prefill, decode):
         node.auto = True
         node.forget_silence()
@@ -174,7 +176,8 @@ def check_that_nobody_notices(cluster: Cluster, attack: Callable[[], Bodies]) ->
     tokens = stream.end()
     assert tokens == [7, *[7 + i % 500 for i in range(1, stream.sent - 1)], 7]
     for node in (prefill, decode):
-        assert node.longest_silence < LEASE_SECONDS
+        # Clients, proxy and nodes are one process here, and the proxy's thread may lack a CPU.
+        assert node.longest_silence < LEASE_SECONDS + RUN_DELAY.total - delay
         assert not [abort for abort in node.aborts if abort.room == node.generates[0].room]
 
 

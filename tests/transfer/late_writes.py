@@ -20,6 +20,7 @@ from transfer_helpers import make_pool, node_info
 
 from pd.core.errors import TransferError
 from pd.core.messages import Reservation
+from pd.core.starvation import CEILING_SECONDS
 from pd.transfer.base import TransferState
 from pd.transfer.fake import FakeManager
 from pd.transfer.fake_script import (
@@ -177,7 +178,8 @@ class Schedule:
             for node in (self._p, self._d):
                 self._start(node)
             self._introduce()
-            deadline = time.monotonic() + 30.0
+            # Twice what a library may take to give a write up.
+            deadline = time.monotonic() + 2 * CEILING_SECONDS
             while self._left or self._busy():
                 assert time.monotonic() < deadline, self._stuck()
                 self._step()
