@@ -24,3 +24,6 @@ class FakePatience(Patience):
             return False
         self.asked.add((limit, peer))
         return not self.starved
+
+    def delayed(self, since: float, peer: str | None = None) -> float:
+        return time.monotonic() - since if self.starved else 0.0

@@ -20,6 +20,8 @@ from pd.core.signed_requests import (
 )
 from pd.core.starvation import CEILING_SECONDS, Patience
 
+# Another attempt has at least so long to connect, and to read.
+_LEAST_SECONDS = 0.5
 # NOTE: decoders are made while one thread runs. msgspec crashes when two threads learn the same
 # type at once, as they do in ``decode(..., type=T)`` the first time (seen with 0.22).
 _error_decoder = msgspec.json.Decoder(ErrorInfo)
@@ -38,7 +40,7 @@ def handshake(
     """Shake hands with the prefill node at ``bootstrap_url``; blocks for ``timeout`` s at most.
 
     ``patience`` extends that: while one of the two nodes lacks a CPU, an attempt that timed out is
-    followed by another, of twice the time.
+    followed by another, which has as long as they lacked one so far.
 
     Raises:
         HandshakeError: the nodes cannot work together (the message names both values), another
@@ -54,14 +56,16 @@ def handshake(
             # UnicodeError: a host that cannot be a name.
             late = isinstance(error, httpx.TimeoutException)
             # NOTE: half of it is the limit of one step, after which the first attempt may end.
-            is_over = patience is None or patience.is_over(since, timeout / 2, expected_instance)
-            if not late or is_over:
+            limit = timeout / 2
+            if not late or patience is None or patience.is_over(since, limit, expected_instance):
                 raise UnavailableError(
                     f"no handshake with prefill node {expected_instance} at {bootstrap_url}: "
                     f"{str(error) or type(error).__name__}"
                 ) from error
             left = since + CEILING_SECONDS - time.monotonic()
-            attempt = min(2 * attempt, max(2 * left, timeout))
+            delayed = patience.delayed(since, expected_instance)
+            # NOTE: little delay must not make a dead node's requests wait for long.
+            attempt = 2 * min(max(delayed, _LEAST_SECONDS), max(left, _LEAST_SECONDS))
 
 
 def _attempt(

@@ -239,11 +239,16 @@ class Patience:
             return False
         if waited > max(limit, self._ceiling):
             return True
+        return waited > limit + self.delayed(since, peer)
+
+    def delayed(self, since: float, peer: str | None = None) -> float:
+        """Seconds by which a wait that began at ``since`` is extended so far; arguments as for
+        :meth:`is_over`."""
+        waited = self._clock() - since
         with self._lock:
             if peer is None:
                 histories = list(self._peers.values())
             else:
                 histories = [self._peers[peer]] if peer in self._peers else []
             theirs = max((history.growth(since) for history in histories), default=0.0)
-        ours = self._own.growth(since)
-        return waited > limit + min(ours, waited) + min(theirs, waited)
+        return min(self._own.growth(since), waited) + min(theirs, waited)

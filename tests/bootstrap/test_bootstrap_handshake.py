@@ -14,7 +14,7 @@ import pytest
 from bootstrap_helpers import KV, PrefillNode, changed, info
 from patience import FakePatience
 
-from pd.bootstrap import handshake
+from pd.bootstrap import client, handshake
 from pd.bootstrap.server import HANDSHAKE_PATH, MAX_BODY_BYTES
 from pd.core import signed_requests
 from pd.core.cluster_key import bootstrap_key
@@ -392,6 +392,23 @@ def test_a_node_that_is_silent_though_nobody_is_starved_is_given_up(no_node) -> 
         handshake(
             no_node, info("D", "decode"), expected_instance="P", timeout=0.2, patience=patience
         )
+
+
+def test_little_delay_extends_a_handshake_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads lack a CPU for a moment on any machine; a dead node is given up in time there."""
+    patience, attempts = FakePatience(), []
+
+    def times_out(url, own, expected, key, timeout):
+        attempts.append(timeout)
+        patience.starved = len(attempts) < 3
+        raise httpx.ReadTimeout("timed out")
+
+    monkeypatch.setattr(client, "_attempt", times_out)
+    monkeypatch.setattr(patience, "is_over", lambda *_: not patience.starved)
+    monkeypatch.setattr(patience, "delayed", lambda *_: 0.01 if len(attempts) == 1 else 3.0)
+    with pytest.raises(UnavailableError, match="no handshake"):
+        handshake("", info("D", "decode"), expected_instance="P", timeout=4.0, patience=patience)
+    assert attempts == [4.0, 1.0, 6.0]
 
 
 @pytest.fixture
