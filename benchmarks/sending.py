@@ -34,15 +34,15 @@ from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem, ModelRunner
 from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
 from pd.transfer.computed import Computed
-from pd.transfer.nvlink_device import CudaLane
-from pd.transfer.nvlink_wire import token_slots
+from pd.transfer.nvlink.device import CudaLane
+from pd.transfer.nvlink.messages import token_slots
 from pd.transfer.ranges import Block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.transfer.base import Sender
-    from pd.transfer.nvlink_device import CudaTable
+    from pd.transfer.nvlink.device import CudaTable
 
 PAGE = 16
 # As the backend has it when it saw 390 GB/s.

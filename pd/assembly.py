@@ -10,7 +10,7 @@ from pd.decode_node.node import DecodeNode
 from pd.engine.engine import Engine
 from pd.models.generation_config import sampling_defaults
 from pd.prefill_node.node import PrefillNode
-from pd.transfer.factory import make_transfer_manager
+from pd.transfer.registry import make_transfer_manager
 from pd.unified_node.node import UnifiedNode
 
 if TYPE_CHECKING:

@@ -131,15 +131,15 @@ def quotes() -> list[Quote]:
             f"gathering and scattering leave {blocks['staged']} GB/s of that (`transfer_gpu`)",
         ),
         Quote(
-            "pd/transfer/staging.py",
+            "pd/transfer/staged/manager.py",
             "a descriptor costs NIXL {descriptor} µs (``nixl_blocks_gpu``)".format(**blocks),
         ),
         Quote(
-            "pd/transfer/nixl.py",
+            "pd/transfer/staged/nixl.py",
             f"either takes D {_idle()} of a core with nothing to do",
         ),
         Quote(
-            "pd/transfer/nvlink_link.py",
+            "pd/transfer/nvlink/link.py",
             f"it takes {_sending()} % longer, whether groups of layers or one token of each were "
             "sent (``sending_gpu``)",
         ),
@@ -165,13 +165,13 @@ LIMITS = {
     "pd/bench/engine_roofline.py": ["800 TFLOP/s of bf16 products"],
     "pd/core/starvation.py": ["Takes about 7 µs for each thread"],
     "pd/commands/node.py": ["Python's default of 5 ms"],
-    "pd/transfer/nixl.py": [
+    "pd/transfer/staged/nixl.py": [
         "A write to a killed peer ends with an error within 50 ms",
         "a slot costs P 0.3 ms of Python",
         "the link needs 0.45 ms for 128 MiB",
         "each later one takes 10 to 30 ms",
     ],
-    "pd/transfer/nvlink_link.py": ["A GPU's links stay awake for 50 ms"],
+    "pd/transfer/nvlink/link.py": ["A GPU's links stay awake for 50 ms"],
     "benchmarks/sending.py": ["when it saw 390 GB/s"],
 }
 

@@ -39,7 +39,7 @@ def seed() -> int:
 @pytest.fixture(scope="session", autouse=True)
 def two_tcp_connections() -> None:
     """In this process, as on machines with more than two cores, whatever this one has."""
-    from pd.transfer.tcp import TcpManager
+    from pd.transfer.tcp.manager import TcpManager
 
     TcpManager.__init__.__kwdefaults__["connections"] = 2
 

@@ -19,7 +19,7 @@ from pd.core.messages import (
 )
 from pd.core.node_info import NodeInfo
 from pd.engine.kv_pool import KVPool
-from pd.transfer.factory import make_transfer_manager
+from pd.transfer.registry import make_transfer_manager
 
 if TYPE_CHECKING:
     from pd.launch import NodeServer

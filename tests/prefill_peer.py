@@ -28,7 +28,7 @@ from pd.core.node_info import NodeInfo
 from pd.engine.kv_pool import KVPool
 from pd.node.http_server import HttpServers, bind
 from pd.transfer.base import TransferState
-from pd.transfer.factory import make_transfer_manager
+from pd.transfer.registry import make_transfer_manager
 
 if TYPE_CHECKING:
     from pd.core.messages import AnyMessage

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd.core.errors import PDError, SetupError, UsageError
-from pd.transfer.channel import set_options
-from pd.transfer.greeting import GreetingError, Welcome, greet, require_loopback, transfer_key
+from pd.transfer.wire.channel import set_options
+from pd.transfer.wire.greeting import GreetingError, Welcome, greet, require_loopback, transfer_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

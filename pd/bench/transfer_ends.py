@@ -20,7 +20,7 @@ from pd.core.node_info import NodeInfo
 from pd.engine.kv_pool import KVPool
 from pd.transfer import make_transfer_manager
 from pd.transfer.base import TransferState
-from pd.transfer.tcp import DEFAULT_CONNECTIONS, TcpManager
+from pd.transfer.tcp.manager import DEFAULT_CONNECTIONS, TcpManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -318,7 +318,7 @@ def check_early(config: NodeConfig) -> None:
     """Refuse what can be known to fail without importing torch, which takes seconds."""
     from pd.models.config import ModelConfig
     from pd.models.generation_config import sampling_defaults
-    from pd.transfer.factory import check_backend
+    from pd.transfer.registry import check_backend
 
     model = ModelConfig.from_pretrained(config.model)
     sampling_defaults(config.model, config.generation_config)

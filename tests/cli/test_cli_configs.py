@@ -18,7 +18,7 @@ from pd.engine.kv_pool import DTYPES
 from pd.prefill_node.policy import POLICIES
 from pd.proxy.routing import make_policy
 from pd.radix import EVICTION_POLICIES
-from pd.transfer.fake_script import load_script
+from pd.transfer.fake.script import load_script
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.name != "script.yaml")

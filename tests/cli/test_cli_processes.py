@@ -163,7 +163,7 @@ def test_the_proxy_and_refused_commands_never_import_torch() -> None:
     code = (
         "import sys; from pd.cli import launch_parser; launch_parser();"
         "import pd.proxy.server, pd.launch, pd.commands.yaml_config;"
-        "from pd.transfer.factory import check_backend; check_backend('fake');"
+        "from pd.transfer.registry import check_backend; check_backend('fake');"
         "import pd.models.config; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ import pytest
 from lacking import skip_or_fail
 
 from pd.core.errors import SetupError
-from pd.transfer.factory import check_backend
+from pd.transfer.registry import check_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,7 +16,7 @@ from tiny import tiny_cluster, tiny_model, tiny_node
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
 from pd.launch import NodeServer
-from pd.transfer.factory import check_backend
+from pd.transfer.registry import check_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from transfer.transfer_helpers import node_info, reservation
 from pd.core.errors import PDError
 from pd.core.node_info import KVLayout
 from pd.engine.kv_pool import KVPool
-from pd.transfer.nvlink import NvlinkManager
+from pd.transfer.nvlink.manager import NvlinkManager
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -20,9 +20,9 @@ from transfer.transfer_helpers import (
     wait_until,
 )
 
-from pd.transfer import nixl
 from pd.transfer.base import TransferState
-from pd.transfer.nixl import NixlManager
+from pd.transfer.staged import nixl
+from pd.transfer.staged.nixl import NixlManager
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

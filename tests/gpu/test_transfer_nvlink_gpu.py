@@ -13,7 +13,7 @@ from gpu.nvlink_gpu_process import LAYERS, SLOTS, GpuNodeProcess
 from transfer.transfer_helpers import SEED, wait_until
 
 from pd.transfer.base import TransferState
-from pd.transfer.nvlink import LAST_LAUNCH_SECONDS
+from pd.transfer.nvlink.manager import LAST_LAUNCH_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

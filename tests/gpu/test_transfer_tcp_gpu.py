@@ -21,7 +21,7 @@ from transfer.transfer_helpers import (
 )
 
 from pd.transfer.base import TransferState
-from pd.transfer.tcp import TcpManager
+from pd.transfer.tcp.manager import TcpManager
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -13,8 +13,8 @@ from hand_off_helpers import scripted_cluster
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import TOKEN_BYTES, tiny_cluster, tiny_node
 
-from pd.transfer import factory
-from pd.transfer.tcp import TcpManager
+from pd.transfer import registry as factory
+from pd.transfer.tcp.manager import TcpManager
 
 if TYPE_CHECKING:
     from pathlib import Path

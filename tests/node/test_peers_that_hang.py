@@ -12,8 +12,8 @@ from cluster import is_idle, random_prompts, wait_until
 from tiny import tiny_cluster
 
 from pd.core.errors import NodeFailedError, SetupError
-from pd.transfer import fake_link
-from pd.transfer.factory import check_backend
+from pd.transfer.fake import link as fake_link
+from pd.transfer.registry import check_backend
 
 if TYPE_CHECKING:
     from pd.launch import NodeServer

@@ -21,7 +21,7 @@ from pd.bootstrap.server import HANDSHAKE_PATH
 from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import HandshakeError
 from pd.core.signed_requests import EXPECTED_HEADER, SCHEME, SIGNATURE_HEADER, RequestVerifier
-from pd.transfer.greeting import RefusedError, Welcome, greet, transfer_key
+from pd.transfer.wire.greeting import RefusedError, Welcome, greet, transfer_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,9 +22,9 @@ from transfer.transfer_helpers import is_installed, make_pool
 
 from pd.core.errors import SetupError
 from pd.core.transfer_choice import choose
-from pd.transfer import nixl_transports
-from pd.transfer.factory import make_transfer_manager
-from pd.transfer.nixl import NixlMover
+from pd.transfer.registry import make_transfer_manager
+from pd.transfer.staged import nixl_transports
+from pd.transfer.staged.nixl import NixlMover
 
 if TYPE_CHECKING:
     from pathlib import Path

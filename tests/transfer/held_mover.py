@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd.transfer.staging_mover import Mover, MoverError, Path, Target, Written
+from pd.transfer.staged.mover import Mover, MoverError, Path, Target, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable

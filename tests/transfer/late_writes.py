@@ -22,8 +22,8 @@ from pd.core.errors import TransferError
 from pd.core.messages import Reservation
 from pd.core.starvation import CEILING_SECONDS
 from pd.transfer.base import TransferState
-from pd.transfer.fake import FakeManager
-from pd.transfer.fake_script import (
+from pd.transfer.fake.manager import FakeManager
+from pd.transfer.fake.script import (
     DelayReservation,
     DelayWrite,
     DuplicateWrite,
@@ -33,7 +33,7 @@ from pd.transfer.fake_script import (
     LoseWrite,
     Script,
 )
-from pd.transfer.tcp import TcpManager
+from pd.transfer.tcp.manager import TcpManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.transfer.base import IntArray, Sender, TransferManager
-    from pd.transfer.fake_script import AnyRule
+    from pd.transfer.fake.script import AnyRule
 
 PAGES_P, PAGES_D = 10, 8
 PAGE_P, PAGE_D = 2, 4

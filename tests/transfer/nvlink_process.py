@@ -12,13 +12,13 @@ from transfer_process import LAYERS, PAGE, SLOTS, NodeProcess, _Node
 
 from pd.core.errors import PDError
 from pd.core.node_info import KVLayout
-from pd.transfer.nvlink import NvlinkManager
+from pd.transfer.nvlink.manager import NvlinkManager
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pd.transfer.nvlink"])
+_context.set_forkserver_preload(["torch", "pd.transfer.nvlink.manager"])
 
 
 class ShmNodeProcess(NodeProcess):

@@ -14,7 +14,7 @@ from transfer_helpers import (
     reservation,
 )
 
-from pd.transfer.staging import StagedManager
+from pd.transfer.staged.manager import StagedManager
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience

@@ -15,9 +15,9 @@ import pytest
 from relay import Relay
 from transfer_helpers import stop_process, wait_until
 
-from pd.transfer.channel import MAX_MESSAGE_BYTES, Channel
-from pd.transfer.channel_hub import ChannelHub
-from pd.transfer.greeting import greet
+from pd.transfer.wire.channel import MAX_MESSAGE_BYTES, Channel
+from pd.transfer.wire.greeting import greet
+from pd.transfer.wire.hub import ChannelHub
 
 
 class Ping(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -12,11 +12,11 @@ import torch
 from transfer_helpers import hand_off, make_pool, node_info, reservation
 
 from pd.core.errors import HandshakeError, SetupError, TransferError
-from pd.transfer import factory
-from pd.transfer.choice import ChoosingManager
-from pd.transfer.factory import check_backend, make_transfer_manager
-from pd.transfer.fake import FakeManager
-from pd.transfer.tcp import TcpManager
+from pd.transfer import registry as factory
+from pd.transfer.chooser import ChoosingManager
+from pd.transfer.fake.manager import FakeManager
+from pd.transfer.registry import check_backend, make_transfer_manager
+from pd.transfer.tcp.manager import TcpManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,8 +15,8 @@ from transfer_helpers import hand_off, introduce, make_pool, reservation, settle
 from pd.core.errors import UsageError
 from pd.transfer import make_transfer_manager
 from pd.transfer.base import TransferState
-from pd.transfer.fake import FakeManager
-from pd.transfer.fake_script import Script, load_script
+from pd.transfer.fake.manager import FakeManager
+from pd.transfer.fake.script import Script, load_script
 
 if TYPE_CHECKING:
     from pd.transfer.base import Receiver, Sender
@@ -248,7 +248,7 @@ def test_the_card_refuses_what_lies_outside_the_pool(pair, caplog) -> None:
     """All that it checks besides the key."""
     import msgspec
 
-    from pd.transfer.fake_nic import Destination
+    from pd.transfer.fake.nic import Destination
 
     _, target, p, d = pair()
     receiver = d.receiver("P", bytes(16), 1, PAGES, 0, TOKENS)
@@ -274,7 +274,7 @@ def test_bad_destinations_are_refused(pair, destination) -> None:
     import msgspec
 
     from pd.core.errors import TransferError
-    from pd.transfer.fake_nic import Destination
+    from pd.transfer.fake.nic import Destination
 
     _, _, p, d = pair()
     receiver = d.receiver("P", bytes(16), 1, PAGES, 0, TOKENS)

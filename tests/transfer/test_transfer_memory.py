@@ -11,10 +11,10 @@ import pytest
 import torch
 from transfer_helpers import SEED, make_pool, random_pages
 
-from pd.transfer import memory
-from pd.transfer.memory import InPlace, PoolMemory, Stretches, in_buffer
+from pd.transfer import pool_memory as memory
+from pd.transfer.pool_memory import InPlace, PoolMemory, Stretches, in_buffer
 from pd.transfer.ranges import Block
-from pd.transfer.tcp_staging import Gathers, Scatters, Slots, Tables
+from pd.transfer.tcp.host_buffers import Gathers, Scatters, Slots, Tables
 
 
 def stretches_of(buffer: np.ndarray, lengths: list[int]) -> Stretches:

@@ -14,9 +14,9 @@ from transfer_helpers import SEED, make_pool, wait_until
 
 from pd.core.errors import SetupError
 from pd.transfer.base import TransferState
-from pd.transfer.mooncake import MooncakeManager, MooncakeMover
-from pd.transfer.mooncake_library import load_library
-from pd.transfer.staging_mover import MoverError, Target
+from pd.transfer.staged.mooncake.library import load_library
+from pd.transfer.staged.mooncake.mover import MooncakeManager, MooncakeMover
+from pd.transfer.staged.mover import MoverError, Target
 
 try:
     load_library()

@@ -18,8 +18,14 @@ import pytest
 from transfer_helpers import SEED, stop_process, wait_until
 
 from pd.core.errors import SetupError
-from pd.transfer.factory import check_backend
-from pd.transfer.mooncake_library import ENGINES, Engine, EnginePool, is_supported, load_library
+from pd.transfer.registry import check_backend
+from pd.transfer.staged.mooncake.library import (
+    ENGINES,
+    Engine,
+    EnginePool,
+    is_supported,
+    load_library,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +44,7 @@ SIZE = 64 << 20
 _CHILD = """
 import json, sys, time
 import numpy as np
-from pd.transfer.mooncake_library import Engine
+from pd.transfer.staged.mooncake.library import Engine
 memory = np.zeros(int(sys.argv[1]), np.uint8)
 engine = Engine("127.0.0.1")
 engine.admit(("127.0.0.1",))
@@ -293,7 +299,7 @@ def test_a_library_that_cannot_be_loaded_says_what_to_install(monkeypatch) -> No
 
 def test_the_check_imports_no_torch() -> None:
     code = (
-        "import sys; from pd.transfer.factory import check_backend; check_backend('mooncake');"
+        "import sys; from pd.transfer.registry import check_backend; check_backend('mooncake');"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

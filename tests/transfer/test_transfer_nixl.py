@@ -84,7 +84,7 @@ import sys; sys.path[:0] = {path!r}
 import logging; logging.basicConfig(level=logging.INFO)
 from transfer_helpers import make_pool, introduce, reservation, hand_off
 import numpy as np
-from pd.transfer.nixl import NixlManager
+from pd.transfer.staged.nixl import NixlManager
 a, b = make_pool(64, 4), make_pool(64, 4)
 p, d = NixlManager(a, "P"), NixlManager(b, "D")
 introduce(p, "P", d, "D", a)

@@ -25,10 +25,11 @@ from transfer_helpers import (
 
 from pd.core.errors import SetupError, TransferError, UsageError
 from pd.core.node_info import KVLayout, NodeInfo
-from pd.transfer import nvlink_inbox, nvlink_link
 from pd.transfer.base import TransferState
-from pd.transfer.nvlink import NvlinkManager
-from pd.transfer.nvlink_wire import Destination
+from pd.transfer.nvlink import inbox as nvlink_inbox
+from pd.transfer.nvlink import link as nvlink_link
+from pd.transfer.nvlink.manager import NvlinkManager
+from pd.transfer.nvlink.messages import Destination
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
@@ -337,7 +338,7 @@ def test_a_reservation_of_an_ended_session_is_not_stored(pair: Pair) -> None:
 def test_disconnect_on_p_drains_before_it_unmaps(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "pd.transfer.nvlink_link")
+    caplog.set_level("INFO", "pd.transfer.nvlink.link")
     pair.room().open()  # nothing is sent of it yet
     pair.p.device.flows.clear()
     room = pair.room()

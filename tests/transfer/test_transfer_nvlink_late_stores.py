@@ -16,8 +16,8 @@ from nvlink_shm import ShmDevice, shm_pool
 from transfer_helpers import SEED, node_info
 
 from pd.core.node_info import KVLayout
-from pd.transfer import nvlink_inbox
-from pd.transfer.nvlink import NvlinkManager
+from pd.transfer.nvlink import inbox as nvlink_inbox
+from pd.transfer.nvlink.manager import NvlinkManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

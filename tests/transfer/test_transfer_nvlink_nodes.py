@@ -19,7 +19,8 @@ from tiny import tiny_cluster, tiny_node
 from transfer_helpers import SEED
 
 from pd.engine import kv_pool
-from pd.transfer import factory, nvlink
+from pd.transfer import registry as factory
+from pd.transfer.nvlink.manager import manager as nvlink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from transfer_helpers import SEED, wait_until
 from transfer_process import LAYERS
 
 from pd.transfer.base import TransferState
-from pd.transfer.nvlink import LAST_LAUNCH_SECONDS
+from pd.transfer.nvlink.manager import LAST_LAUNCH_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,12 +23,16 @@ from transfer_helpers import (
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import channel_hub, staging_gather, staging_in, staging_out, staging_scatter
 from pd.transfer.base import TransferState
 from pd.transfer.ranges import Block
-from pd.transfer.staging import StagedManager
-from pd.transfer.staging_in import InLink
-from pd.transfer.staging_sender import pieces
+from pd.transfer.staged import in_link as staging_in
+from pd.transfer.staged import incoming as staging_scatter
+from pd.transfer.staged import out_link as staging_out
+from pd.transfer.staged import outgoing as staging_gather
+from pd.transfer.staged.in_link import InLink
+from pd.transfer.staged.manager import StagedManager
+from pd.transfer.staged.sender import pieces
+from pd.transfer.wire import hub as channel_hub
 
 
 def test_a_room_larger_than_all_slots_goes_through_them(pair) -> None:
@@ -519,7 +523,7 @@ def test_pieces_cover_the_block_once_and_end_between_pages() -> None:
 
 
 def test_host_copies_agree_with_the_definition_for_any_range() -> None:
-    from pd.transfer.staging_copy import HostCopier
+    from pd.transfer.copier import HostCopier
 
     rng = random.Random(SEED)
     for _ in range(200):

@@ -16,9 +16,8 @@ from transfer_helpers import (
 )
 
 from pd.transfer.base import TransferState
-from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
-from pd.transfer.staging_messages import (
+from pd.transfer.staged.messages import (
     VERSION,
     Filled,
     FilledSlots,
@@ -28,6 +27,7 @@ from pd.transfer.staging_messages import (
     Refused,
     decoder,
 )
+from pd.transfer.wire.greeting import greet
 
 
 class RawP:

@@ -23,25 +23,23 @@ from transfer_helpers import (
     wait_until,
 )
 
-from pd.transfer import (
-    channel_hub,
-    counted_receiver,
-    fake_link,
-    fake_nic,
-    nvlink_link,
-    staging_out,
-    tcp_inbox,
-    tcp_lane,
-    tcp_link,
-)
 from pd.transfer.base import TransferState
-from pd.transfer.channel_hub import ChannelHub
-from pd.transfer.fake import FakeManager
-from pd.transfer.fake_link import FakeLink
-from pd.transfer.fake_script import Script
-from pd.transfer.greeting import greet
-from pd.transfer.staging_messages import decoder
-from pd.transfer.tcp import TcpManager
+from pd.transfer.fake import link as fake_link
+from pd.transfer.fake import nic as fake_nic
+from pd.transfer.fake.link import FakeLink
+from pd.transfer.fake.manager import FakeManager
+from pd.transfer.fake.script import Script
+from pd.transfer.nvlink import link as nvlink_link
+from pd.transfer.rooms import receiver as counted_receiver
+from pd.transfer.staged import out_link as staging_out
+from pd.transfer.staged.messages import decoder
+from pd.transfer.tcp import inbox as tcp_inbox
+from pd.transfer.tcp import lane as tcp_lane
+from pd.transfer.tcp import link as tcp_link
+from pd.transfer.tcp.manager import TcpManager
+from pd.transfer.wire import hub as channel_hub
+from pd.transfer.wire.greeting import greet
+from pd.transfer.wire.hub import ChannelHub
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -256,7 +254,7 @@ def test_connections_of_starved_peers_may_be_late_to_introduce_themselves(
 
 
 def test_choices_of_backends_share_one_patience() -> None:
-    from pd.transfer.choice import ChoosingManager
+    from pd.transfer.chooser import ChoosingManager
 
     patience = FakePatience()
     pool = make_pool(64, 4)

@@ -27,12 +27,16 @@ from transfer_helpers import (
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import counted_receiver, tcp_inbox, tcp_lane, tcp_link, tcp_staging
 from pd.transfer.base import TransferState
-from pd.transfer.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
-from pd.transfer.greeting import greet
 from pd.transfer.ranges import Block
-from pd.transfer.tcp import TcpManager
+from pd.transfer.rooms import receiver as counted_receiver
+from pd.transfer.tcp import host_buffers as tcp_staging
+from pd.transfer.tcp import inbox as tcp_inbox
+from pd.transfer.tcp import lane as tcp_lane
+from pd.transfer.tcp import link as tcp_link
+from pd.transfer.tcp.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
+from pd.transfer.tcp.manager import TcpManager
+from pd.transfer.wire.greeting import greet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,7 +183,7 @@ def test_strangers_cannot_use_up_all_connections(p, d, target, monkeypatch) -> N
 
 
 def test_a_connection_for_another_instance_is_refused(d, caplog) -> None:
-    from pd.transfer.greeting import RefusedError
+    from pd.transfer.wire.greeting import RefusedError
 
     with stranger(d) as sock, pytest.raises(RefusedError, match="another instance"):
         greet(sock, "tcp", "P", "D-before", None)

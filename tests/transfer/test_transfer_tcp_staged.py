@@ -19,10 +19,11 @@ from transfer_helpers import (
 )
 
 from pd.core.errors import TransferError
-from pd.transfer import tcp_link, tcp_staging
 from pd.transfer.base import TransferState
-from pd.transfer.staging_copy import HostCopier
-from pd.transfer.tcp import TcpManager
+from pd.transfer.copier import HostCopier
+from pd.transfer.tcp import host_buffers as tcp_staging
+from pd.transfer.tcp import link as tcp_link
+from pd.transfer.tcp.manager import TcpManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

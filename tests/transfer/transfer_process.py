@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Children fork from a server that imported torch once and has no threads.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pd.transfer.tcp", "pd.transfer.fake"])
+_context.set_forkserver_preload(["torch", "pd.transfer.tcp.manager", "pd.transfer.fake.manager"])
 
 SLOTS, PAGE, LAYERS, PARTS = 4096, 4, 4, 8
 

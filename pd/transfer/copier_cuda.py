@@ -1,0 +1,149 @@
+"""Between a pool in CUDA memory and staging slots: kernels and copies on side streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pd.kernels.kv_copy import gather, gather_parts, scatter, scatter_parts
+from pd.transfer.copier import Copier, Ticket
+from pd.transfer.ranges import Block
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from pd.transfer.base import IntArray, KVBuffer
+
+
+class _Event(Ticket):
+    """After a copy.
+
+    It takes tens of microseconds, less than a sleeping thread needs to wake up, so its end is
+    waited for awake, in the driver and without Python's lock.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        try:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            # An error of CUDA, which ``wait`` raises too.
+            return True
+
+    def wait(self) -> None:
+        # Asked first: to give Python's lock away costs more than the question.
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            self._event.synchronize()
+
+
+class _Table:
+    """The slot of each token, int32, on the device."""
+
+    def __init__(self, slots: npt.NDArray[np.int32], stream: torch.cuda.Stream) -> None:
+        host = torch.from_numpy(slots).pin_memory()
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._slots = host.to(stream.device, non_blocking=True)
+            self._ready.record(stream)
+
+    def slots(self, block: Block, stream: torch.cuda.Stream) -> torch.Tensor:
+        """For what ``stream`` does from now on."""
+        stream.wait_event(self._ready)
+        return self._slots[block.token_start : block.token_stop]
+
+
+class _Lane:
+    """A side stream and the device memory through which pinned slots go: on one stream, its next
+    use comes after its last. Its copies go before other work where the GPU has to choose: they are
+    short, and requests wait for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._buffer: torch.Tensor | None = None
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """To be called with the stream current, to which the memory then belongs."""
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.stream.device)
+        return self._buffer[:size]
+
+
+class CudaCopier(Copier):
+    """Gathers and scatters run on a stream each, beside that of the forward pass. Slots on the
+    device are copied to and from directly, pinned ones by way of a device buffer."""
+
+    depth = 4
+
+    def __init__(self, pool: KVBuffer) -> None:
+        super().__init__(pool)
+        self._buffer, self._parts = pool.buffer, pool.parts
+        self._device = pool.buffer.device
+        self._out, self._in = _Lane(self._device), _Lane(self._device)
+        self._tables = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._warm_up()
+
+    def table(self, pages: IntArray, num_tokens: int) -> _Table:
+        tokens = np.arange(num_tokens)
+        slots = pages[tokens // self.page_size].astype(np.int64) * self.page_size
+        return _Table((slots + tokens % self.page_size).astype(np.int32), self._tables)
+
+    def gather(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
+        lane = self._out
+        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+            slots = table.slots(block, lane.stream)
+            size = block.cells * self.cell_bytes
+            target = slot[:size] if slot.is_cuda else lane.buffer(size)
+            layers = block.layer_start, block.layer_stop
+            if len(self._parts) == 1:
+                gather(self._buffer, slots, *layers, target)
+            else:
+                gather_parts(self._buffer, self._parts, slots, *layers, target)
+            if not slot.is_cuda:
+                slot[:size].copy_(target, non_blocking=True)
+            return _Event(lane.stream)
+
+    def scatter(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
+        lane = self._in
+        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+            slots = table.slots(block, lane.stream)
+            size = block.cells * self.cell_bytes
+            source = slot[:size]
+            if not slot.is_cuda:
+                source = lane.buffer(size)
+                source.copy_(slot[:size], non_blocking=True)
+            layers = block.layer_start, block.layer_stop
+            if len(self._parts) == 1:
+                scatter(self._buffer, slots, *layers, source)
+            else:
+                scatter_parts(self._buffer, self._parts, slots, *layers, source)
+            return _Event(lane.stream)
+
+    def make_slots(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
+        if on_device:
+            with torch.cuda.device(self._device):
+                slots = torch.zeros((count, size), dtype=torch.uint8, device=self._device)
+                torch.cuda.current_stream(self._device).synchronize()
+                return slots
+        return torch.zeros((count, size), dtype=torch.uint8, pin_memory=True)
+
+    def _warm_up(self) -> None:
+        """Compile the kernels now, on a small pool of their own: the first room could not wait for
+        it, and the node may be computing already."""
+        pool, parts, tokens = self._buffer, self._parts, 16
+        shape = (1, 2, 2 * tokens, *pool.shape[3:])
+        with torch.cuda.device(self._device):
+            small = torch.zeros(shape, dtype=pool.dtype, device=self._device)
+            torch.cuda.current_stream(self._device).synchronize()
+        table = _Table(np.arange(tokens, dtype=np.int32), self._tables)
+        slot = self.make_slots(1, tokens * self.cell_bytes, on_device=True)[0]
+        self._buffer, self._parts = small, [small.data_ptr()] * len(parts)
+        for start in {0, tokens // 3}:
+            block = Block(start, tokens, 0, 1)
+            self.gather(table, block, slot).wait()
+            self.scatter(table, block, slot).wait()
+        self._buffer, self._parts = pool, parts

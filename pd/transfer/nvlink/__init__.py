@@ -1,0 +1,1 @@
+"""The backend that stores straight into the pool of another GPU of the same host."""

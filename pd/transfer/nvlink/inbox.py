@@ -1,0 +1,233 @@
+"""D's side of the nvlink backend: who may store into the pool, and when nothing can land."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pd.core.errors import PDError, TransferError
+from pd.transfer.base import Receiver, TransferState
+from pd.transfer.nvlink.messages import Destination, Welcome
+from pd.transfer.ranges import check_pages
+
+if TYPE_CHECKING:
+    from pd.transfer.base import IntArray
+    from pd.transfer.wire.channel import Channel
+
+logger = logging.getLogger(__name__)
+
+# The sockets of a killed process close before its GPU context: the stores that it had launched end
+# within this time or with the context.
+LAST_LAUNCH_SECONDS = 2.0
+# After an end that proves nothing: longer than Linux retransmits.
+NO_PROOF_SECONDS = 20 * 60.0
+
+
+class Session:
+    """One life of the link from a prefill node: reservations name it, and P stores for those only
+    that name the session in which D welcomed its channel. Before a channel came and after it ended,
+    nothing can land.
+
+    Args:
+        changed: guards the session and its receivers; the inbox's.
+    """
+
+    def __init__(self, peer: str, changed: threading.Condition) -> None:
+        self.peer = peer
+        self.number = secrets.randbits(63)
+        self.channel: Channel | None = None
+        self.over = False
+        self._changed = changed
+        self._receivers: set[NvlinkReceiver] = set()
+        self._safe_at: float | None = None
+
+    def bind(self, channel: Channel) -> None:
+        """The peer opened its channel."""
+        with self._changed:
+            self.channel = channel
+            channel.send(Welcome(self.number))
+
+    def add(self, receiver: NvlinkReceiver) -> None:
+        with self._changed:
+            assert not self.over
+            self._receivers.add(receiver)
+
+    def discard(self, receiver: NvlinkReceiver) -> None:
+        with self._changed:
+            self._receivers.discard(receiver)
+
+    def retire(self, error: TransferError) -> None:
+        """Promise nothing more; ask P to drain and to close the channel."""
+        with self._changed:
+            self._fail(error)
+            if self.channel is not None:
+                self.channel.half_close()
+            elif self._safe_at is None:
+                # Nobody will ever be welcomed in this session.
+                self._safe_at = time.monotonic()
+
+    def quiet(self) -> bool:
+        """Whether nothing of this session can land any more."""
+        with self._changed:
+            return self._safe_at is not None and time.monotonic() >= self._safe_at
+
+    def message(self, channel: Channel, message: Any) -> None:
+        raise ValueError(f"prefill nodes do not send {type(message).__name__}")
+
+    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+        now = time.monotonic()
+        with self._changed:
+            safe_at = now + (LAST_LAUNCH_SECONDS if proof else NO_PROOF_SECONDS)
+            self._safe_at = safe_at if self._safe_at is None else min(self._safe_at, safe_at)
+            self._fail(TransferError(f"the nvlink channel from {self.peer} ended: {reason}"))
+            self._changed.notify_all()
+
+    @property
+    def ending(self) -> bool:
+        """Whether the peer's end of the channel is still to come."""
+        return self.channel is not None and self._safe_at is None
+
+    def _fail(self, error: TransferError) -> None:
+        self.over = True
+        for receiver in list(self._receivers):
+            receiver.fail(error)
+
+
+class Inbox:
+    """The sessions of all prefill nodes."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self._current: dict[str, Session] = {}
+        # Over, but something of them may land yet.
+        self._ending: list[Session] = []
+        self._closed = False
+
+    def session(self, peer: str) -> Session:
+        """The one for new reservations. Raises TransferError after :meth:`close`."""
+        with self.changed:
+            if self._closed:
+                raise TransferError("the transfer manager was closed")
+            current = self._current.get(peer)
+            if current is None or current.over:
+                self._forget_quiet()
+                if current is not None:
+                    self._ending.append(current)
+                current = self._current[peer] = Session(peer, self.changed)
+            return current
+
+    def is_bound(self, peer: str) -> bool:
+        """Whether the peer has a channel open for its next reservation."""
+        with self.changed:
+            current = self._current.get(peer)
+            return current is not None and not current.over and current.channel is not None
+
+    def _forget_quiet(self) -> None:
+        self._current = {p: s for p, s in self._current.items() if not s.quiet()}
+        self._ending = [session for session in self._ending if not session.quiet()]
+
+    def accept(self, channel: Channel) -> Session:
+        """A prefill node opened a channel (the hub's thread)."""
+        with self.changed:
+            if self._closed:
+                late = Session(channel.peer, self.changed)
+                late.channel = channel
+                late.retire(TransferError("the transfer manager was closed"))
+                return late
+            session = self.session(channel.peer)
+            if session.channel is not None:
+                # It has given up the old channel, of whose end we have not heard yet.
+                session.retire(TransferError(f"{channel.peer} opened another channel"))
+                session = self.session(channel.peer)
+            session.bind(channel)
+            return session
+
+    def disconnect(self, peer: str) -> None:
+        """The peer's reservations fail; the pages are safe when the session is quiet."""
+        with self.changed:
+            session = self._current.pop(peer, None)
+            if session is not None:
+                session.retire(TransferError(f"{peer} was disconnected"))
+                self._ending.append(session)
+
+    def close(self, patience: float) -> None:
+        """All of them, and wait a while for the peers to drain."""
+        with self.changed:
+            self._closed = True
+            for peer in list(self._current):
+                self.disconnect(peer)
+            self.changed.wait_for(lambda: not any(s.ending for s in self._ending), timeout=patience)
+
+
+class NvlinkReceiver(Receiver):
+    """Cannot see what lands: DONE when P commits, which comes after its last store."""
+
+    def __init__(
+        self,
+        session: Session,
+        pages: IntArray,
+        tokens: range,
+        page_size: int,
+        num_slots: int,
+        token_bytes: int,
+    ) -> None:
+        check_pages(pages, page_size, num_slots, tokens.start, tokens.stop)
+        self.error: PDError | None = None
+        self._session = session
+        self._expected = len(tokens) * token_bytes
+        self._state = TransferState.ACTIVE
+        self._peer_drained = False
+        self._lock = threading.Lock()
+        covering = pages[: -(-tokens.stop // page_size)].astype("<i4")
+        self._destination = msgspec.msgpack.encode(
+            Destination(session.number, page_size, tokens.start, tokens.stop, covering.tobytes())
+        )
+        session.add(self)
+
+    @property
+    def destination(self) -> bytes:
+        return self._destination
+
+    @property
+    def bytes_received(self) -> int:
+        return 0
+
+    def commit(self, num_bytes: int) -> None:
+        if num_bytes == self._expected:
+            self._end(None)
+            return
+        peer = self._session.peer
+        self.fail(
+            TransferError(f"{peer} committed {num_bytes} KV bytes; {self._expected} were reserved")
+        )
+
+    def poll(self) -> TransferState:
+        return self._state
+
+    def abort(self) -> None:
+        self.fail(TransferError("aborted"))
+
+    def fail(self, error: PDError) -> None:
+        """Record the first error."""
+        self._end(error)
+
+    def drained(self) -> bool:
+        if self._state is TransferState.FAILED:
+            return self._peer_drained or self._session.quiet()
+        # A commit follows the last store.
+        return self._state is TransferState.DONE
+
+    def peer_drained(self) -> None:
+        self._peer_drained = True
+
+    def _end(self, error: PDError | None) -> None:
+        with self._lock:
+            if self._state is TransferState.ACTIVE:
+                self.error = error
+                self._state = TransferState.DONE if error is None else TransferState.FAILED
+        self._session.discard(self)

@@ -1,0 +1,101 @@
+"""What the two ends of the nvlink backend tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from pd.core.errors import TransferError
+from pd.transfer.ranges import check_pages
+from pd.transfer.wire.greeting import peer_address
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pd.transfer.base import IntArray
+
+MAX_PAGE_SIZE = 1 << 20
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
+    """D to P, the only message of the channel: reservations of this session may be stored now."""
+
+    session: int
+
+
+welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+
+
+class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a room's tokens go, as carried by ``Reservation.destination``.
+
+    Attributes:
+        session: of D's with P; worth nothing in any other.
+        pages: little-endian int32 page table of the whole sequence.
+    """
+
+    session: int
+    page_size: int
+    token_start: int
+    token_stop: int
+    pages: bytes
+
+    def slots(self, num_slots: int) -> IntArray:
+        """The slots of tokens ``[token_start, token_stop)``; all inside a pool of ``num_slots``.
+
+        Raises ValueError naming what is wrong.
+        """
+        if not 0 < self.page_size <= MAX_PAGE_SIZE:
+            raise ValueError(f"page size {self.page_size}")
+        if len(self.pages) % 4:
+            raise ValueError(f"a page table of {len(self.pages)} bytes")
+        pages = np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
+        check_pages(pages, self.page_size, num_slots, self.token_start, self.token_stop)
+        return token_slots(pages, self.page_size, self.token_start, self.token_stop)
+
+
+_destination_decoder = msgspec.msgpack.Decoder(Destination)
+
+
+def parse_destination(data: bytes, peer: str) -> Destination:
+    """Raises TransferError unless it is one."""
+    try:
+        return _destination_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"{peer} sent a destination that is none: {error}") from error
+
+
+def token_slots(pages: IntArray, page_size: int, start: int, stop: int) -> IntArray:
+    """int32 slots of tokens ``[start, stop)`` of a sequence."""
+    tokens = np.arange(start, stop, dtype=np.int64)
+    slots: IntArray = (
+        pages[tokens // page_size] * np.int64(page_size) + tokens % page_size
+    ).astype(np.int32)
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPool:
+    """What a peer published: its channel's address and its pool."""
+
+    address: tuple[str, int]
+    handle: bytes
+    offset: int
+    num_slots: int
+
+    @classmethod
+    def parse(cls, published: Mapping[str, str], peer: str, key: bytes | None) -> PeerPool:
+        """Raises TransferError naming what is wrong."""
+        address = peer_address(dict(published), peer, key)
+        try:
+            handle = bytes.fromhex(published.get("handle", ""))
+            offset, num_slots = int(published["offset"]), int(published["num_slots"])
+        except (KeyError, ValueError) as error:
+            raise TransferError(f"{peer} published no pool that can be mapped: {error}") from error
+        # Slots travel as int32.
+        if offset < 0 or not 0 < num_slots < 1 << 31:
+            raise TransferError(f"{peer} published {num_slots} slots at offset {offset}")
+        return cls(address, handle, offset, num_slots)

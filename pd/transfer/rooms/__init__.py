@@ -1,0 +1,1 @@
+"""Senders and receivers of one room, shared by backends."""

@@ -1,0 +1,170 @@
+"""D's side of one room where D's own threads write what arrives into the pages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pd.core.errors import PDError, TransferError
+from pd.core.messages import LEASE_SECONDS
+from pd.transfer.base import Receiver, TransferState
+from pd.transfer.ranges import check_pages
+from pd.transfer.tcp.frames import FrameError
+
+if TYPE_CHECKING:
+    from pd.core.starvation import Patience
+    from pd.transfer.base import IntArray
+    from pd.transfer.ranges import Block
+
+
+class PoolShape(Protocol):
+    """What the receiver needs to know of the pool; ``cell_bytes``: of one token in one layer."""
+
+    page_size: int
+    num_slots: int
+    num_layers: int
+    cell_bytes: int
+
+
+class CountedReceiver(Receiver):
+    """Counts every (layer, token) once. Pages are written only between :meth:`enter` and
+    :meth:`leave`, which is what makes :meth:`drained` a local fact.
+
+    Attributes:
+        sources: connections or links that brought something.
+    """
+
+    def __init__(
+        self,
+        pool: PoolShape,
+        patience: Patience,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        tokens: range,
+    ) -> None:
+        check_pages(pages, pool.page_size, pool.num_slots, tokens.start, tokens.stop)
+        self.peer, self.room, self.epoch = peer, room, epoch
+        self.error: PDError | None = None
+        self.sources: set[object] = set()
+        self._tokens, self._patience = tokens, patience
+        self._claimed = np.zeros((pool.num_layers, len(tokens)), dtype=np.bool_)
+        self._expected = self._claimed.size * pool.cell_bytes
+        self._received = 0
+        self._committed = False
+        self._state = TransferState.ACTIVE
+        self._touching = 0
+        self._progress = time.monotonic()
+        self._lock = threading.RLock()
+
+    @property
+    def destination(self) -> bytes:
+        return b""
+
+    @property
+    def bytes_received(self) -> int:
+        return self._received
+
+    @property
+    def active(self) -> bool:
+        return self._state is TransferState.ACTIVE
+
+    def commit(self, num_bytes: int) -> None:
+        with self._lock:
+            if self._committed:
+                return
+            self._committed, self._progress = True, time.monotonic()
+        if num_bytes != self._expected:
+            self.fail(
+                TransferError(
+                    f"{self.peer} committed {num_bytes} KV bytes; {self._expected} were reserved"
+                )
+            )
+        self._settle()
+
+    def poll(self) -> TransferState:
+        since = self._progress
+        if self._committed and self._patience.is_over(since, LEASE_SECONDS, self.peer):
+            self.fail(
+                TransferError(
+                    f"{self.peer} committed, but {self._expected - self._received} of "
+                    f"{self._expected} KV bytes did not arrive within "
+                    f"{time.monotonic() - since:.1f} s"
+                )
+            )
+        return self._state
+
+    def abort(self) -> None:
+        self.fail(TransferError("aborted"))
+
+    def fail(self, error: PDError) -> None:
+        """Record the first error; nothing is written from now on but by copies under way."""
+        with self._lock:
+            if not self.active:
+                return
+            self._state, self.error = TransferState.FAILED, error
+        self._remove()
+
+    def drained(self) -> bool:
+        with self._lock:
+            return not self.active and not self._touching
+
+    def peer_drained(self) -> None:
+        """Of no use here: D itself does the writing."""
+
+    # ---- called by the thread that takes in what arrives
+
+    def claim(self, block: Block, source: object) -> bool:
+        """Whether a block is wanted; not if it repeats what another one claimed.
+
+        Raises:
+            FrameError: it is not of this reservation.
+        """
+        start, stop = self._tokens.start, self._tokens.stop
+        if block.token_start < start or block.token_stop > stop:
+            raise FrameError(
+                f"tokens [{block.token_start}, {block.token_stop}) are outside the reserved "
+                f"[{start}, {stop})"
+            )
+        cells = self._claimed[
+            block.layer_start : block.layer_stop,
+            block.token_start - start : block.token_stop - start,
+        ]
+        if np.count_nonzero(cells):
+            return False
+        cells[:] = True
+        self.sources.add(source)
+        return True
+
+    def enter(self) -> bool:
+        """Whether the pages may be written now; if so, :meth:`leave` must follow."""
+        with self._lock:
+            if not self.active:
+                return False
+            self._touching += 1
+            return True
+
+    def leave(self, written: int) -> None:
+        """A copy is over, by any thread; ``written`` bytes of a complete block now count."""
+        with self._lock:
+            self._touching -= 1
+            self._received += written
+            self._progress = time.monotonic()
+        if written:
+            self._settle()
+
+    def _settle(self) -> None:
+        with self._lock:
+            if not self.active or not self._committed or self._received != self._expected:
+                return
+            self._state = TransferState.DONE
+        self._remove()
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """It ended: no more is taken in for it."""

@@ -1,0 +1,1 @@
+"""Backends whose library writes into staging slots: NIXL and Mooncake."""

@@ -1,0 +1,314 @@
+"""D's end of a staged link."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from pd.core.exit import STUCK_PREFIX
+from pd.transfer.staged.messages import (
+    VERSION,
+    Drained,
+    FilledSlots,
+    Freed,
+    Leaving,
+    Open,
+    Prepared,
+    Ready,
+    Refused,
+    Waiting,
+)
+from pd.transfer.staged.mover import MoverError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd.transfer.staged.incoming import Incoming
+    from pd.transfer.staged.messages import Filled
+    from pd.transfer.staged.mover import Target
+    from pd.transfer.wire.channel import Channel
+
+logger = logging.getLogger(__name__)
+
+# Longer than a kernel sends again what nobody acknowledged.
+QUARANTINE_SECONDS = 20 * 60.0
+# The sockets of a killed process, which says nothing, close before its GPU context: copies that it
+# had begun between GPUs end within this time or with the context.
+LAST_COPY_SECONDS = 2.0
+_SHORT, _LONG = 100e-6, 20e-3
+# A call that took longer than this has moved something.
+_MOVED_SECONDS = 20e-6
+
+
+class InState(IntEnum):
+    """Of D's end. Only UP takes data; ENDING lasts until nothing can land in the slots."""
+
+    NEW = 0
+    UP = 1
+    ENDING = 2
+    OVER = 3
+
+
+class InLink:
+    """D's slots of one link.
+
+    Guarded by ``incoming.lock``; the library is called by the pump's thread only. ``views`` are the
+    slots as the copier wants them.
+    """
+
+    def __init__(self, incoming: Incoming, channel: Channel) -> None:
+        self.peer = channel.peer
+        self.state = InState.NEW
+        self.slots: torch.Tensor | None = None
+        self.views: list[Any] = []
+        self.max_cells = 0
+        self.landing: set[int] = set()
+        self.read: list[int] = []
+        self._incoming, self._channel = incoming, channel
+        self._target: Target | None = None
+        self._setting_up = False
+        self._prepared = threading.Event()
+        self._peer_prepared = False
+        self.used_at = time.monotonic()
+        self._on_device = self._drained = self._lost = self._broken = False
+        self._safe_at = float("inf")
+        self._peer_waits = True
+        self._moved_at = time.monotonic()
+
+    @property
+    def live(self) -> bool:
+        """Data may come over it."""
+        return self.state in (InState.NEW, InState.UP)
+
+    @property
+    def quarantined(self) -> int:
+        with self._incoming.lock:
+            ending = self.state is InState.ENDING and self.slots is not None
+            return len(self.slots) if ending and self.slots is not None else 0
+
+    @property
+    def takes_slots(self) -> bool:
+        """It has slots, or they are being made."""
+        return self.slots is not None or self._setting_up
+
+    @property
+    def holds_slots(self) -> bool:
+        """It has ended, but its slots, which may just be made, have not."""
+        return self.state is InState.ENDING and self.takes_slots
+
+    @property
+    def may_be_written(self) -> bool:
+        """P, or what it had begun, may still write into the slots of an ended link."""
+        return self.holds_slots and time.monotonic() < self._safe_at
+
+    @property
+    def prepared(self) -> bool:
+        """On both ends nothing is left to do for the first room but to take slots."""
+        return self.live and self._prepared.is_set() and self._peer_prepared
+
+    def prepare(self) -> None:
+        """Any thread: have the library do now what it needs long for."""
+        name = STUCK_PREFIX + "preparation of a link"
+        threading.Thread(target=self._prepare, name=name, daemon=True).start()
+
+    def _prepare(self) -> None:
+        try:
+            self._incoming.mover.prepare()
+        except MoverError as error:
+            # P hears of it when it asks for slots.
+            logger.warning("cannot prepare a link of %s: %s", self.peer, error)
+        finally:
+            self._prepared.set()
+
+    def end(self) -> None:
+        """Any thread: ask P to drain. The slots stay until it says that it did, or is gone."""
+        with self._incoming.lock:
+            if self.state >= InState.ENDING:
+                return
+            self.state = InState.ENDING
+        self._channel.half_close()
+        self._incoming.pump.wake()
+
+    # ---- the hub's thread
+
+    def message(self, channel: Channel, message: Any) -> None:
+        if isinstance(message, FilledSlots):
+            self._filled(message.notes)
+        elif isinstance(message, Waiting):
+            self._peer_waits = message.waits
+            self._moved_at = time.monotonic()
+            self._incoming.pump.wake()
+        elif isinstance(message, Open):
+            self._open(message)
+        elif isinstance(message, Prepared):
+            self._peer_prepared = True
+        elif isinstance(message, Leaving):
+            if message.returns:
+                self.end()
+            self._incoming.lost(self, message.reason)
+        elif isinstance(message, Drained):
+            self._drained = True
+        else:
+            raise ValueError(f"a prefill node does not send {type(message).__name__}")
+
+    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+        incoming = self._incoming
+        with incoming.lock:
+            late = LAST_COPY_SECONDS if self._on_device and not self._drained else 0.0
+            seconds = late if proof else QUARANTINE_SECONDS
+            self._safe_at = min(self._safe_at, time.monotonic() + seconds)
+            unused = self.slots is None and not self._setting_up
+        if unused:
+            # P, if it lives, opens the next link for its rooms; if not, its lease ends them.
+            self.end()
+            self.finish_unused()
+        else:
+            incoming.lost(self, reason)
+
+    def _filled(self, notes: list[Filled]) -> None:
+        incoming = self._incoming
+        self.used_at = time.monotonic()
+        with incoming.lock:
+            if self.state is InState.ENDING:
+                return
+            if self.state is not InState.UP or self.slots is None:
+                raise ValueError("slots were filled before there were any")
+            filled: set[int] = set()
+            for note in notes:
+                if note.slot >= len(self.slots) or note.slot in self.landing | filled:
+                    raise ValueError(f"slot {note.slot} is not P's to fill")
+                note.check(incoming.copier.num_layers, self.max_cells)
+                filled.add(note.slot)
+            # NOTE: all or none, since nothing of a bad message lands.
+            self.landing |= filled
+        incoming.land(self, notes)
+
+    def _open(self, message: Open) -> None:
+        if self.state is InState.ENDING:
+            return
+        if message.version != VERSION:
+            raise ValueError(f"it speaks version {message.version}, not {VERSION}")
+        if self._setting_up or self.state is not InState.NEW or self._target is not None:
+            raise ValueError("it opens the link twice")
+        refusal = self._incoming.refusal(self)
+        if refusal:
+            logger.warning("refused a link of %s: %s", self.peer, refusal)
+            self._channel.send(Refused(refusal))
+            return
+        self._incoming.make_room()
+        self._setting_up = True
+        name = STUCK_PREFIX + "set-up of a link"
+        threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
+
+    def _set_up(self, wishes: Open) -> None:
+        """On a thread of its own, since libraries take their time."""
+        incoming = self._incoming
+        self._prepared.wait()
+        try:
+            slots, device = incoming.make_slots(wishes)
+            origin = self._channel.origin.rpartition(":")[0]
+            target = incoming.mover.target(slots, self.peer, origin)
+        except Exception as error:
+            # MoverError, or whatever a library and torch raise without memory.
+            unknown = not isinstance(error, MoverError)
+            logger.error("cannot make slots for %s: %s", self.peer, error, exc_info=unknown)
+            self._channel.send(Refused(f"cannot make slots: {error}"[:1000]))
+            with incoming.lock:
+                self._setting_up = False
+                if self._lost:
+                    self.finish_unused()
+            return
+        with incoming.lock:
+            self.slots, self._target, self._on_device = slots, target, device
+            self.views = [incoming.copier.view(slot) for slot in slots]
+            self.max_cells = slots.shape[1] // incoming.copier.cell_bytes
+            if self.state is InState.NEW:
+                self.state = InState.UP
+            self._setting_up = False
+        incoming.pump.add(self)
+        count, size = slots.shape
+        self._channel.send(Ready(count, size, device, target.description))
+
+    def finish_unused(self) -> None:
+        """The channel has ended; without slots that is all."""
+        with self._incoming.lock:
+            self._lost = True
+            if self._target is not None or self._setting_up or self.state is InState.OVER:
+                return
+            self.state = InState.OVER
+        self._channel.close()
+        self._incoming.over(self)
+
+    @property
+    def many_read(self) -> bool:
+        """P should not wait longer for what was read."""
+        return 4 * len(self.read) >= len(self.landing) + len(self.read)
+
+    def reject(self, reason: str) -> None:
+        """P broke the rules."""
+        self._channel.give_up(reason)
+
+    def done_reading(self, slot: int) -> None:
+        """The block was taken or discarded."""
+        self.read.append(slot)
+
+    def acknowledge(self) -> None:
+        """P may write these slots again."""
+        freed, self.read = self.read, []
+        if freed:
+            with self._incoming.lock:
+                self.landing.difference_update(freed)
+            self._channel.send(Freed(freed))
+            if not self.live:
+                self._incoming.pump.wake()
+
+    # ---- the pump's thread
+
+    def drive(self) -> float | None:
+        target = self._target
+        assert target is not None
+        if self.state is InState.ENDING and self._may_go():
+            self._close(target)
+            return None
+        if not self._peer_waits and self.state is InState.UP:
+            return None
+        begun = time.monotonic()
+        if not self._broken:
+            self._progress(target)
+        now = time.monotonic()
+        if now - begun > _MOVED_SECONDS:
+            self._moved_at = now
+            return 0.0
+        # Less and less often while nothing comes.
+        idle = now - self._moved_at
+        return min(_LONG, max(_SHORT, idle * 0.02))
+
+    def _progress(self, target: Target) -> None:
+        try:
+            target.progress()
+        except MoverError as error:
+            # The slots stay until P has ended the link, as always.
+            self._broken = True
+            self._channel.give_up(str(error))
+
+    def failed(self, error: Exception) -> None:
+        """The library broke a promise: its slots stay in quarantine for good."""
+        self._channel.give_up(str(error))
+
+    def _may_go(self) -> bool:
+        with self._incoming.lock:
+            return time.monotonic() >= self._safe_at and not self.landing
+
+    def _close(self, target: Target) -> None:
+        incoming = self._incoming
+        incoming.pump.remove(self)
+        target.close()
+        with incoming.lock:
+            self._target = self.slots = None
+            self.views = []
+            self.state = InState.OVER
+        self._channel.close()
+        incoming.over(self)

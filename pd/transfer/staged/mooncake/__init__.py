@@ -1,0 +1,1 @@
+"""KV over Mooncake's transfer engine."""

@@ -1,0 +1,244 @@
+"""KV over Mooncake's transfer engine: over tcp, or over rdma where the library finds a device.
+
+Slots, channel and guarantees are those of :mod:`pd.transfer.staged.manager`. What they rest on
+here:
+
+- A write over tcp is reported complete when D's library acknowledged that all bytes are in the
+  slot (since version 0.3.13; older ones and ``MC_TCP_PROTO=1`` are refused). Over rdma it is the
+  device's completion.
+- A write that failed may still land over tcp, also when P is dead: what P's kernel was given goes
+  on for as long as the connection lives (10 MB arrived 15 s after an error, when a cut link came
+  back). P cannot take it back, so its report of a failure, its channel's end and even its death
+  prove less here than elsewhere, and D makes them true. Each link has an engine of its own on D.
+  When the link is over, D unregisters the slots, so that no further write begins, and hangs up: the
+  library writes only what it reads from a connection of that engine, so when the last of them is
+  closed nothing can land. Over rdma unregistering itself is the end of all writes. Slots whose
+  connections cannot be closed are never used again.
+- Nothing is written anew after a failure: the library tries to connect again only for writes that
+  have not been reported failed.
+- P's slots are not read any more once a write is reported, as failed or complete. A write without
+  any progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (30 s unless set) fails, so a stopped or
+  unreachable peer holds P's slots no longer. Its link, which a busy machine cannot mislead, is
+  given up after 5 s.
+
+Ports: each engine listens on two ports of 15000 to 17000 on all addresses, whatever ``--host`` is,
+and the library asks nobody who he is. P's engines let nobody in. D's let in only the addresses that
+authenticated channels come from, and only while such a link is up; whoever sends from such an
+address can read and write the slots of that link, not the pool. Data is not encrypted. IPv4 only.
+
+Staging is always in host memory, pinned where the pool is in CUDA memory.
+
+Not tested, for want of a device: rdma. Both ends must have chosen the same, or the link is refused;
+``MC_FORCE_TCP=1`` makes a node with a device use tcp.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from pd.core.errors import SetupError
+from pd.transfer.staged.manager import StagedManager
+from pd.transfer.staged.mooncake.library import (
+    ENGINES,
+    Engine,
+    is_supported,
+    library_version,
+    load_library,
+)
+from pd.transfer.staged.mover import Mover, MoverError, Path, Target, Written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pd.core.starvation import Patience
+    from pd.transfer.base import KVBuffer
+
+logger = logging.getLogger(__name__)
+
+# What is gathered is still in the cache when the library sends it. For pools on a GPU, slots of
+# 4 MiB are no better.
+DEFAULT_SLOTS, DEFAULT_SLOT_BYTES = 8, 2 << 20
+_HANG_UP_SECONDS = 2.0
+_POLL_SECONDS = 200e-6
+_STALL_SECONDS = 5.0
+# Slots in which something may land until the process ends.
+_LOST: list[object] = []
+
+
+class MooncakeManager(StagedManager):
+    """See the module's docstring; arguments as for :class:`StagedManager`.
+
+    Raises:
+        SetupError: the library is missing, cannot listen, or the address is not IPv4.
+    """
+
+    def __init__(
+        self,
+        pool: KVBuffer,
+        instance_id: str,
+        host: str = "127.0.0.1",
+        *,
+        advertise_host: str = "",
+        cluster_key: bytes | None = None,
+        slots: int = DEFAULT_SLOTS,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
+        patience: Patience | None = None,
+    ) -> None:
+        super().__init__(
+            pool,
+            instance_id,
+            host,
+            mover=MooncakeMover(advertise_host or host),
+            slots=slots,
+            slot_bytes=slot_bytes,
+            advertise_host=advertise_host,
+            cluster_key=cluster_key,
+            patience=patience,
+        )
+
+
+class _Description(msgspec.Struct, forbid_unknown_fields=True):
+    """Where D's slots are.
+
+    Attributes:
+        engine: ``host:port`` by which the library finds D's engine.
+        slots: address of the first.
+    """
+
+    engine: Annotated[str, msgspec.Meta(max_length=300)]
+    protocol: Annotated[str, msgspec.Meta(max_length=16)]
+    version: Annotated[str, msgspec.Meta(max_length=64)]
+    slots: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
+
+
+_description_decoder = msgspec.msgpack.Decoder(_Description)
+
+
+class MooncakeMover(Mover):
+    """Args: host: by which peers reach this node. Raises SetupError."""
+
+    name = "mooncake"
+
+    def __init__(self, host: str) -> None:
+        if ":" in host:
+            raise SetupError(f"mooncake works over IPv4, not at {host}; use another backend")
+        load_library()
+        logger.warning(
+            "mooncake opens two ports between 15000 and 17000 on all addresses for each link, and "
+            "asks nobody for the cluster key: whoever sends from the host of a connected prefill "
+            "node can read and write that link's staging slots, not the pool; nobody else is let "
+            "in (docs/transfer-backends.md)"
+        )
+        self._host = host
+
+    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
+        return _Target(self._engine(), self._host, slots, origin)
+
+    def path(
+        self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
+    ) -> Path:
+        try:
+            there = _description_decoder.decode(description)
+        except msgspec.MsgspecError as error:
+            raise MoverError(f"bad description of mooncake slots: {error}", lasting=True) from error
+        if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", there.engine):
+            raise MoverError(f"bad name of a mooncake engine: {there.engine!r}", lasting=True)
+        if not is_supported(there.version):
+            raise MoverError(f"mooncake {there.version} there is too old; upgrade it", lasting=True)
+        engine = self._engine(there.engine)
+        try:
+            if engine.protocol != there.protocol:
+                raise MoverError(
+                    f"mooncake uses {engine.protocol} here and {there.protocol} there; set "
+                    f"MC_FORCE_TCP=1 on both nodes",
+                    lasting=True,
+                )
+            return _Path(engine, self._host, slots, there)
+        except BaseException:
+            ENGINES.give_back(self._host, engine)
+            raise
+
+    def _engine(self, target: str = "") -> Engine:
+        try:
+            return ENGINES.take(self._host, target)
+        except SetupError as error:
+            raise MoverError(str(error)) from error
+
+
+class _Target(Target):
+    """D's slots, registered with an engine that only P's address can reach."""
+
+    def __init__(self, engine: Engine, host: str, slots: torch.Tensor, origin: str) -> None:
+        self._engine, self._host, self._slots = engine, host, slots
+        try:
+            engine.admit((origin.removeprefix("::ffff:"),))
+            engine.register(slots.data_ptr(), slots.numel())
+        except (SetupError, ValueError) as error:
+            ENGINES.give_back(host, engine)
+            raise MoverError(f"{origin} cannot be let in: {error}") from error
+
+    @property
+    def description(self) -> bytes:
+        engine = self._engine
+        return msgspec.msgpack.encode(
+            _Description(engine.name, engine.protocol, library_version(), self._slots.data_ptr())
+        )
+
+    def close(self) -> None:
+        self._engine.unregister(self._slots.data_ptr())
+        if self._engine.hang_up(_HANG_UP_SECONDS):
+            ENGINES.give_back(self._host, self._engine)
+        else:
+            logger.error(
+                "mooncake does not close its connections: %d bytes of staging memory are lost",
+                self._slots.numel(),
+            )
+            _LOST.extend((self._engine, self._slots))
+
+
+class _Path(Path):
+    """P's slots and the writes that are under way."""
+
+    poll_seconds = _POLL_SECONDS
+    stall_seconds = _STALL_SECONDS
+
+    def __init__(self, engine: Engine, host: str, slots: torch.Tensor, there: _Description) -> None:
+        self._engine, self._host, self._slots, self._there = engine, host, slots, there
+        self._flying: dict[int, int] = {}
+        try:
+            engine.register(slots.data_ptr(), slots.numel())
+        except SetupError as error:
+            raise MoverError(str(error)) from error
+        # The first write may have to wait for the peer; those of the pump's thread must not.
+        self.write(0, 0, 1)
+        if not engine.result(self._flying.pop(0), pause=1e-3):
+            engine.unregister(slots.data_ptr())
+            raise MoverError(
+                f"mooncake at {there.engine} does not answer; do its ports (15000 to 17000) pass "
+                f"the firewall?"
+            )
+
+    def write(self, source: int, target: int, num_bytes: int) -> None:
+        size = self._slots.shape[1]
+        here, there = self._slots.data_ptr() + source * size, self._there.slots + target * size
+        self._flying[target] = self._engine.submit(self._there.engine, here, there, num_bytes)
+
+    def poll(self) -> list[Written]:
+        over = []
+        for target, batch in list(self._flying.items()):
+            arrived = self._engine.poll(batch)
+            if arrived is not None:
+                del self._flying[target]
+                error = "" if arrived else f"mooncake failed to write to {self._there.engine}"
+                over.append(Written(target, error))
+        return over
+
+    def close(self) -> None:
+        self._engine.unregister(self._slots.data_ptr())
+        ENGINES.give_back(self._host, self._engine)

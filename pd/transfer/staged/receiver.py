@@ -1,0 +1,35 @@
+"""D's side of one room over a staged link."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.errors import TransferError
+from pd.transfer.rooms.receiver import CountedReceiver
+
+if TYPE_CHECKING:
+    from pd.transfer.base import IntArray
+    from pd.transfer.staged.incoming import Incoming
+
+
+class StagedReceiver(CountedReceiver):
+    """Only the hub's thread begins to write to the pages.
+
+    Attributes:
+        table: the pages, as the copier wants them.
+    """
+
+    def __init__(
+        self, incoming: Incoming, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
+    ) -> None:
+        super().__init__(incoming.copier, incoming.patience, peer, room, epoch, pages, tokens)
+        self.table = incoming.copier.table(pages, tokens.stop)
+        self._incoming = incoming
+
+    def lost(self, reason: str) -> None:
+        """The link is over; what is not here is not coming."""
+        if self._received < self._expected:
+            self.fail(TransferError(f"the link from {self.peer} was lost: {reason}"))
+
+    def _remove(self) -> None:
+        self._incoming.remove(self)

@@ -1,0 +1,1 @@
+"""The backend that works everywhere: frames over plain TCP sockets."""

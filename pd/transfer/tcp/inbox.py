@@ -1,0 +1,360 @@
+"""D's side of the tcp backend: one thread that reads every data connection into the pool.
+
+Of a staged pool the thread begins copies and does not wait for them: a connection whose buffers are
+all being unpacked is parked, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pd.core.errors import TransferError
+from pd.core.seldom import Seldom
+from pd.transfer.pool_memory import CALL_BYTES
+from pd.transfer.tcp.frames import HEADER, Frame, FrameError, decode_header
+from pd.transfer.tcp.host_buffers import Scatters, Slots
+from pd.transfer.tcp.landing import DirectLanding, StagedLanding
+from pd.transfer.wire.greeting import GreetingError, Welcome
+
+if TYPE_CHECKING:
+    from pd.core.starvation import Patience
+    from pd.transfer.pool_memory import PoolMemory
+    from pd.transfer.tcp.landing import Landing
+    from pd.transfer.tcp.receiver import TcpReceiver
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "tcp"
+# One connection may keep the thread for this many reads before the others get their turn.
+_READS_PER_TURN = 16
+_GREETING_SECONDS = 5.0
+_MAX_STRANGERS = 256
+_LOG_INTERVAL = 1.0
+
+
+@dataclass
+class ReceiveCounters:
+    """What arrived and what was turned away, since the start."""
+
+    connections: int = 0
+    refused_connections: int = 0
+    broken_connections: int = 0
+    frames: int = 0
+    bytes: int = 0
+    discarded_frames: int = 0
+    discarded_bytes: int = 0
+    duplicate_frames: int = 0
+
+
+class _ClosedError(Exception):
+    """The end of a stream."""
+
+
+class _Connection:
+    """One accepted connection and how far into greeting, header or payload it is."""
+
+    def __init__(self, number: int, sock: socket.socket, origin: str, welcome: Welcome) -> None:
+        self.number, self.sock, self.origin = number, sock, origin
+        self.welcome: Welcome | None = welcome
+        self.peer = ""
+        self.since = time.monotonic()
+        self.head = bytearray(welcome.needs)
+        self.filled = 0
+        self.frame: Frame | None = None
+        self.slots: Slots | None = None
+        self.landing: Landing | None = None
+        self.remaining = 0
+        self.parked = False
+
+    def expect(self, size: int) -> None:
+        self.head, self.filled = bytearray(size), 0
+
+    def __str__(self) -> str:
+        return f"{self.peer} ({self.origin})" if self.peer else self.origin
+
+
+class Inbox:
+    """The listening socket, its connections, and the receivers they may write for."""
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        instance_id: str,
+        host: str,
+        key: bytes | None,
+        patience: Patience,
+    ) -> None:
+        self.memory, self.patience = memory, patience
+        self.counters = ReceiveCounters()
+        self._instance, self._key = instance_id, key
+        # Guards the receivers, and the connections, which only the thread changes.
+        self._lock = threading.Lock()
+        self._receivers: dict[tuple[bytes, int], TcpReceiver] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._accepted = 0
+        self._scatters = Scatters(memory.pool) if memory.staged else None
+        self._unparked: deque[_Connection] = deque()
+        self._closing = False
+        self._discard = memoryview(bytearray(1 << 20))
+        self._next_log = 0.0
+        self._seldom = Seldom(logger)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._wake_reader, self._waker = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="pd-tcp-inbox", daemon=True)
+        self._thread.start()
+
+    # ---- called by any thread
+
+    def add(self, receiver: TcpReceiver) -> None:
+        with self._lock:
+            key = (receiver.room, receiver.epoch)
+            if self._closing or key in self._receivers:
+                reason = "closed" if self._closing else "a receiver of this room and epoch exists"
+                raise TransferError(f"cannot receive from {receiver.peer}: {reason}")
+            self._receivers[key] = receiver
+
+    def hears(self, peer: str) -> bool:
+        """Whether a connection of this peer is open."""
+        return any(connection.peer == peer for connection in list(self._connections.values()))
+
+    def remove(self, receiver: TcpReceiver) -> None:
+        with self._lock:
+            self._receivers.pop((receiver.room, receiver.epoch), None)
+
+    def disconnect(self, peer: str) -> None:
+        """Fail the peer's receivers and hang up. Returns at once: copies that are under way hold
+        up :meth:`TcpReceiver.drained`, and the thread drops the connections at their end."""
+        self._fail_all(TransferError(f"{peer} was disconnected"), peer)
+        with self._lock:
+            for connection in self._connections.values():
+                if connection.peer == peer:
+                    with contextlib.suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join()
+        self._fail_all(TransferError("the transfer manager was closed"))
+        if self._scatters is not None:
+            self._scatters.close()
+
+    def _fail_all(self, error: TransferError, peer: str | None = None) -> None:
+        with self._lock:
+            ended = [r for r in self._receivers.values() if peer in (None, r.peer)]
+        for receiver in ended:
+            receiver.fail(error)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select(timeout=1.0):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_reader:
+                    self._wake_reader.recv(4096)
+                    self._unpark()
+                else:
+                    self._serve(key.data)
+            self._hang_up()
+        for connection in list(self._connections.values()):
+            self._drop(connection, "this node stopped")
+        self._selector.close()
+        for sock in (self._listener, self._wake_reader, self._waker):
+            sock.close()
+
+    def _hang_up(self) -> None:
+        """Close what strangers opened that never introduced themselves."""
+        is_over, seconds = self.patience.is_over, _GREETING_SECONDS
+        for connection in [c for c in self._connections.values() if c.welcome]:
+            if is_over(connection.since, seconds):
+                self._refuse(connection, f"it did not introduce itself in {seconds:g} s")
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError as error:
+            self._seldom.warn(f"cannot accept a data connection: {error}")
+            # Out of file descriptors: the socket stays readable, so do not spin on it.
+            time.sleep(0.01)
+            return
+        sock.setblocking(False)
+        origin = f"{address[0]}:{address[1]}"
+        self._accepted += 1
+        connection = _Connection(
+            self._accepted, sock, origin, Welcome(SERVICE, self._instance, self._key)
+        )
+        with self._lock:
+            self._connections[connection.number] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        strangers = [c for c in self._connections.values() if c.welcome]
+        if len(strangers) > _MAX_STRANGERS:
+            self._refuse(strangers[0], "too many connections wait for their greeting")
+
+    def _serve(self, connection: _Connection) -> None:
+        if connection.number not in self._connections:
+            return
+        try:
+            for _ in range(_READS_PER_TURN):
+                landing = connection.landing
+                if landing is not None and not landing.ready():
+                    self._park(connection)
+                    return
+                if not self._read(connection):
+                    return
+        except BlockingIOError:
+            return
+        except _ClosedError:
+            self._drop(connection, "closed by the peer")
+        except (FrameError, GreetingError) as error:
+            self._refuse(connection, str(error))
+        except OSError as error:
+            self._drop(connection, error.strerror or str(error))
+        except Exception as error:
+            # Say a CUDA error: it must not end the thread.
+            logger.exception("failed to receive from %s", connection)
+            self._drop(connection, str(error))
+
+    def _park(self, connection: _Connection) -> None:
+        """Until its landing is ready, of which :meth:`_call_back` is told."""
+        self._selector.unregister(connection.sock)
+        connection.parked = True
+
+    def _call_back(self, connection: _Connection) -> None:
+        """By any thread."""
+        self._unparked.append(connection)
+        self._wake()
+
+    def _unpark(self) -> None:
+        while self._unparked:
+            connection = self._unparked.popleft()
+            if connection.number in self._connections:
+                connection.parked = False
+                self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: _Connection) -> bool:
+        """One read; False when it took all there is, so that the next one would be in vain. Raises
+        _ClosedError at the end of the stream."""
+        if connection.frame is not None:
+            return self._read_payload(connection)
+        view = memoryview(connection.head)[connection.filled :]
+        arrived = connection.sock.recv_into(view)
+        if not arrived:
+            raise _ClosedError
+        connection.filled += arrived
+        if connection.filled == len(connection.head):
+            if connection.welcome is not None:
+                self._greet(connection, connection.welcome)
+            else:
+                self._begin_frame(connection)
+        return arrived == len(view)
+
+    def _greet(self, connection: _Connection, welcome: Welcome) -> None:
+        answer, refusal = welcome.feed(bytes(connection.head))
+        # A fresh connection's send buffer is empty, so this cannot come up short.
+        connection.sock.send(answer)
+        if refusal:
+            raise GreetingError(refusal)
+        connection.expect(welcome.needs or HEADER.size)
+        if not welcome.needs:
+            connection.peer, connection.welcome = welcome.peer, None
+            if self._scatters is not None:
+                connection.slots = self._scatters.slots(partial(self._call_back, connection))
+            self.counters.connections += 1
+
+    def _begin_frame(self, connection: _Connection) -> None:
+        memory = self.memory
+        frame = decode_header(connection.head, memory.num_layers, memory.cell_bytes)
+        with self._lock:
+            receiver = self._receivers.get((frame.room, frame.epoch))
+        connection.frame, connection.remaining = frame, frame.payload
+        if receiver is not None and receiver.peer == connection.peer:
+            if receiver.claim(frame.block, connection.number):
+                connection.landing = self._landing(connection, receiver, frame)
+                return
+            self.counters.duplicate_frames += 1
+        self._turned_away(connection, frame)
+
+    def _landing(self, connection: _Connection, receiver: TcpReceiver, frame: Frame) -> Landing:
+        if self._scatters is None or connection.slots is None:
+            return DirectLanding(receiver, frame.block)
+        return StagedLanding(self._scatters, connection.slots, receiver, frame.block, frame.payload)
+
+    def _turned_away(self, connection: _Connection, frame: Frame) -> None:
+        self.counters.discarded_frames += 1
+        if time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _LOG_INTERVAL
+            logger.info(
+                "discarded a frame from %s: room %s, epoch %d is unknown, over or has it already "
+                "(%d discarded so far)",
+                connection,
+                frame.room.hex(),
+                frame.epoch,
+                self.counters.discarded_frames,
+            )
+
+    def _read_payload(self, connection: _Connection) -> bool:
+        landing, asked = connection.landing, min(CALL_BYTES, connection.remaining)
+        arrived = None if landing is None else landing.receive(connection.sock)
+        if arrived is None:
+            # Ended, perhaps in the middle of the frame: the rest must not touch the pages.
+            connection.landing = None
+            arrived = connection.sock.recv_into(self._discard[: connection.remaining])
+            self.counters.discarded_bytes += arrived
+        if not arrived:
+            raise _ClosedError
+        connection.remaining -= arrived
+        if not connection.remaining:
+            if connection.landing is not None and connection.frame is not None:
+                self.counters.frames += 1
+                self.counters.bytes += connection.frame.payload
+            connection.frame = connection.landing = None
+            connection.expect(HEADER.size)
+        return arrived >= asked
+
+    def _refuse(self, connection: _Connection, reason: str) -> None:
+        self.counters.refused_connections += 1
+        message = f"closed the data connection of {connection}: {reason}"
+        if connection.peer:
+            logger.warning("%s", message)
+        else:
+            self._seldom.warn(message)
+        self._drop(connection, reason)
+
+    def _drop(self, connection: _Connection, reason: str) -> None:
+        if not connection.parked:
+            self._selector.unregister(connection.sock)
+        # NOTE: else `disconnect` could hang up on whoever gets this descriptor next.
+        with self._lock:
+            del self._connections[connection.number]
+            connection.sock.close()
+        if connection.landing is not None:
+            connection.landing.abandon()
+        if connection.frame is not None:
+            self.counters.broken_connections += 1
+        with self._lock:
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.lost(connection.number, reason)

@@ -1,0 +1,194 @@
+"""P's side of one data connection of the tcp backend."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pd.core.errors import TransferError
+from pd.core.messages import LEASE_SECONDS
+from pd.transfer.base import TransferState
+from pd.transfer.pool_memory import in_buffer
+from pd.transfer.tcp.host_buffers import DEPTH, Gathers
+from pd.transfer.tcp.inbox import SERVICE
+from pd.transfer.wire.greeting import RefusedError, greet
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd.transfer.copier import Ticket
+    from pd.transfer.pool_memory import PoolMemory, Stretches
+    from pd.transfer.ranges import Block
+    from pd.transfer.tcp.link import Link, TcpSender
+
+logger = logging.getLogger(__name__)
+
+# A blocked send returns this often to see whether it should go on.
+_SLICE_SECONDS = 0.25
+_GREETING_SECONDS = 2.0
+_MAX_BACKOFF = 1.0
+
+
+class Lane:
+    """One connection to the peer and its thread.
+
+    Blocks of a staged pool are copied ahead: while one is on the socket, the next is on its way
+    into the other buffer.
+    """
+
+    def __init__(self, link: Link, number: int, memory: PoolMemory) -> None:
+        self._link, self._number, self._memory = link, number, memory
+        self._sock: socket.socket | None = None
+        self._backoff = 0.0
+        self._gathers: Gathers | None = None
+        self._ahead: deque[tuple[TcpSender, Block, tuple[torch.Tensor, Ticket] | None]] = deque()
+        threading.Thread(target=self._run, name=f"pd-tcp-lane-{number}", daemon=True).start()
+
+    def hang_up(self) -> None:
+        """Wake the thread from a blocked send; the link is closed already."""
+        sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        if self._memory.staged:
+            try:
+                self._gathers = Gathers(self._memory.pool)
+            except Exception as error:
+                # Say that there is no memory to pin: rooms must not wait for this lane.
+                logger.exception("cannot stage KV for %s", self._link.peer)
+                self._link.refused(RefusedError(f"cannot stage KV in host memory: {error}"))
+                return
+        # Connecting before there is work saves the first room a round trip or two.
+        self._connect()
+        while self._ahead or self._link.wait_for_work():
+            # What was taken before the connection was lost is put down before anything else.
+            if not self._link.closed and (self._alive() or (not self._ahead and self._connect())):
+                self._take()
+            if self._ahead:
+                self._send(*self._ahead.popleft())
+        self._close()
+
+    def _take(self) -> None:
+        depth = 1 if self._gathers is None else DEPTH
+        while len(self._ahead) < depth:
+            taken = self._link.take(self._number)
+            if taken is None:
+                return
+            sender, block = taken
+            begun = None
+            if self._gathers is not None:
+                try:
+                    begun = self._gathers.begin(sender.tables, block)
+                except Exception as error:
+                    # Say a CUDA error: it ends the room only.
+                    logger.exception("cannot read the pool for %s", self._link.peer)
+                    sender.fail(TransferError(f"cannot read the pool: {error}"))
+            self._ahead.append((sender, block, begun))
+
+    def _send(
+        self, sender: TcpSender, block: Block, begun: tuple[torch.Tensor, Ticket] | None
+    ) -> None:
+        try:
+            if begun is None:
+                try:
+                    if sender.state is TransferState.ACTIVE:
+                        self._push(sender.in_place(block))
+                finally:
+                    self._link.copied(sender)
+            else:
+                host, ticket = begun
+                try:
+                    ticket.wait()
+                finally:
+                    self._link.copied(sender)
+                if sender.state is TransferState.ACTIVE:
+                    self._push(in_buffer(host, sender.header(block)))
+        except OSError as error:
+            self._lost(error.strerror or str(error))
+        except Exception as error:
+            # Say a CUDA error: it ends the room only.
+            logger.exception("cannot read the pool for %s", self._link.peer)
+            sender.fail(TransferError(f"cannot read the pool: {error}"))
+        finally:
+            self._link.put_down(sender)
+
+    def _push(self, stretches: Stretches) -> None:
+        if self._sock is None:
+            raise ConnectionResetError("the connection was lost")
+        moved = time.monotonic()
+        while stretches.done < stretches.total:
+            try:
+                stretches.send(self._sock)
+                moved = self._link.progress = time.monotonic()
+            except BlockingIOError:
+                link = self._link
+                if link.closed or link.patience.is_over(moved, LEASE_SECONDS, link.peer):
+                    seconds = time.monotonic() - moved
+                    raise TimeoutError(f"it took nothing for {seconds:.1f} s") from None
+
+    def _alive(self) -> bool:
+        """Whether the connection is up as far as this end knows. A peer never sends after the
+        greeting, so anything to read is its end."""
+        if self._sock is None:
+            return False
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            self._lost(error.strerror or str(error))
+            return False
+        self._lost("closed by the peer")
+        return False
+
+    def _connect(self) -> bool:
+        link = self._link
+        if self._backoff:
+            with link.changed:
+                link.changed.wait_for(lambda: link.closed, timeout=self._backoff)
+        self._backoff = min(_MAX_BACKOFF, self._backoff * 2 or 0.05)
+        if link.closed:
+            return False
+        try:
+            sock = socket.create_connection(link.address, timeout=_GREETING_SECONDS)
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: a host that cannot be a name.
+            logger.info("cannot reach %s at %s:%d: %s", link.peer, *link.address, error)
+            if isinstance(error, ConnectionRefusedError):
+                link.nobody_listens()
+            return False
+        try:
+            greet(sock, SERVICE, link.own, link.peer, link.key, link.patience)
+        except RefusedError as error:
+            sock.close()
+            logger.warning("%s", error)
+            link.refused(error)
+            return False
+        except OSError as error:
+            sock.close()
+            logger.info("cannot open a data connection to %s: %s", link.peer, error)
+            return False
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds, fraction = divmod(_SLICE_SECONDS, 1)
+        timeout = struct.pack("@ll", int(seconds), int(fraction * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._sock, self._backoff = sock, 0.0
+        return True
+
+    def _lost(self, reason: str) -> None:
+        self._close()
+        self._link.lane_lost(self._number, reason)
+
+    def _close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None

@@ -1,0 +1,165 @@
+"""KV over plain TCP sockets: the backend that works everywhere.
+
+What it guarantees and on what that rests:
+
+- D's own thread does every write into D's pool, after a lookup of (room, epoch) and a check of the
+  frame against the reservation. So nothing lands outside a live reservation, and after
+  ``Receiver.abort`` D itself knows when nothing can land any more (:meth:`Receiver.drained`),
+  whatever P does: no ``Drained`` message is needed.
+- A receiver is DONE only when each reserved (layer, token) arrived once and P committed the same
+  number of bytes. A frame that repeats any of them is discarded whole.
+- ``Sender.poll`` is DONE when the kernel has taken every byte. If the connection breaks after that,
+  D finds bytes missing: it fails the room when the connection ends or, at the latest, a lease after
+  the commit.
+- ``Sender.drained`` says that the source pages are no longer read. Bytes on the wire may still
+  reach D, where the first point deals with them.
+- A pool that a GPU holds goes through pinned host buffers, two for each connection and side
+  (:mod:`pd.transfer.tcp.host_buffers`). Bytes count as received, and a receiver or sender as
+  drained, only when the copies into or out of the pool were observed complete on the host: not
+  when they were queued. Nothing waits for them on the stream of the forward pass, nor that stream
+  for them.
+- The openings are authenticated with the cluster key (:mod:`pd.transfer.wire.greeting`); without
+  one, both ends must be loopback addresses. Data is not encrypted.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from pd.core.errors import TransferError
+from pd.core.starvation import Patience
+from pd.transfer.base import Receiver, Sender, TransferManager
+from pd.transfer.computed import Computed
+from pd.transfer.pool_memory import PoolMemory
+from pd.transfer.ranges import wanted_tokens
+from pd.transfer.tcp.inbox import Inbox
+from pd.transfer.tcp.link import Link, TcpSender
+from pd.transfer.tcp.receiver import TcpReceiver
+from pd.transfer.wire.greeting import peer_address, require_loopback, transfer_key
+
+if TYPE_CHECKING:
+    from pd.core.messages import Reservation
+    from pd.core.node_info import NodeInfo
+    from pd.transfer.base import IntArray, KVBuffer
+
+# A second connection fills the gaps that the first leaves between frames, where there are cores for
+# its threads; more change nothing (`pd-bench transfer --backend tcp --connections N`).
+DEFAULT_CONNECTIONS = 2 if (os.cpu_count() or 1) > 2 else 1
+
+
+class TcpManager(TransferManager):
+    """See the module's docstring.
+
+    Args:
+        host: address to listen on.
+        advertise_host: address that peers connect to; ``host`` if empty.
+        cluster_key: needed as soon as ``host`` is not a loopback address.
+        connections: data connections to each peer.
+        staged: copy through host buffers even if the pool is in host memory (for tests).
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        pool: KVBuffer,
+        instance_id: str,
+        host: str = "127.0.0.1",
+        *,
+        advertise_host: str = "",
+        cluster_key: bytes | None = None,
+        connections: int = DEFAULT_CONNECTIONS,
+        staged: bool | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        if cluster_key is None:
+            require_loopback(host, "the data address")
+        self.patience = patience or Patience()
+        self._instance, self._key = instance_id, transfer_key(cluster_key)
+        self._host = advertise_host or host
+        self._num_lanes = connections
+        self._memory = PoolMemory(pool, staged=staged)
+        self._computed = Computed(pool.buffer.device, self.name)
+        self._inbox = Inbox(self._memory, instance_id, host, self._key, self.patience)
+        self._lock = threading.Lock()
+        self._links: dict[str, Link] = {}
+        # Ended, but lanes may still have something in hand.
+        self._ending: list[Link] = []
+        self.counters = self._inbox.counters
+
+    def address(self) -> dict[str, str]:
+        return {"host": self._host, "port": str(self._inbox.port)}
+
+    def connect(self, peer: NodeInfo) -> None:
+        address = peer_address(peer.address_of(self.name), peer.instance_id, self._key)
+        with self._lock:
+            old = self._links.get(peer.instance_id)
+            if old is not None and old.address == address and old.refusal is None:
+                return
+            link = Link(
+                self._instance,
+                peer.instance_id,
+                address,
+                self._key,
+                self._memory,
+                self._num_lanes,
+                self.patience,
+            )
+            self._links[peer.instance_id] = link
+        if old is not None:
+            self._end(old, f"{peer.instance_id} has a new address")
+        if peer.role != "prefill":
+            link.start()
+
+    def disconnect(self, instance_id: str) -> None:
+        with self._lock:
+            link = self._links.pop(instance_id, None)
+        self._inbox.disconnect(instance_id)
+        if link is not None:
+            self._end(link, f"{instance_id} was disconnected")
+
+    def _end(self, link: Link, reason: str) -> None:
+        with self._lock:
+            self._ending = [old for old in self._ending if not old.over] + [link]
+        link.end(reason)
+
+    def sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    ) -> Sender:
+        with self._lock:
+            link = self._links.get(peer)
+        if link is None:
+            raise TransferError(f"{peer} is not connected")
+        sender = TcpSender(
+            link,
+            self._memory,
+            self._computed,
+            reservation.room,
+            reservation.epoch,
+            pages,
+            wanted_tokens(reservation, num_tokens),
+        )
+        link.open(sender)
+        return sender
+
+    def receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+    ) -> Receiver:
+        receiver = TcpReceiver(
+            self._inbox, peer, room, epoch, pages, range(token_start, token_stop)
+        )
+        self._inbox.add(receiver)
+        return receiver
+
+    def is_linked(self, peer: str) -> bool:
+        return self._inbox.hears(peer)
+
+    def close(self) -> None:
+        with self._lock:
+            links, self._links = [*self._links.values(), *self._ending], {}
+        for link in links:
+            link.close("the transfer manager was closed")
+        self._inbox.close()
+        self._computed.close()

@@ -1,0 +1,1 @@
+"""Connections between nodes: how they are opened, proven and read."""
