@@ -14,6 +14,7 @@ from pd.core.errors import SetupError, UsageError
 from pd.core.starvation import Patience
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pd.transfer.base import KVBuffer, TransferManager
@@ -173,16 +174,21 @@ def make_transfer_manager(
     return ChoosingManager(managers)
 
 
+def manager_class(name: str) -> Callable[..., TransferManager]:
+    """The class of a backend's manager. Raises ImportError if it cannot be loaded."""
+    module, _, cls = _MANAGERS[name].partition(":")
+    return cast("Callable[..., TransferManager]", getattr(importlib.import_module(module), cls))
+
+
 def _make(
     name: str, pool: KVBuffer, instance_id: str, host: str, options: dict[str, object]
 ) -> TransferManager:
-    module, _, cls = _MANAGERS[name].partition(":")
     try:
-        manager = getattr(importlib.import_module(module), cls)(pool, instance_id, host, **options)
+        manager = manager_class(name)(pool, instance_id, host, **options)
     except ImportError as error:
         raise SetupError(f"transfer backend {name} cannot be loaded: {error}") from error
     except OSError as error:
         raise SetupError(
             f"cannot listen for KV data on {host}: {error.strerror or error}"
         ) from error
-    return cast("TransferManager", manager)
+    return manager

@@ -8,7 +8,6 @@ the commit until the room ends exactly its value.
 
 from __future__ import annotations
 
-import importlib
 import random
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from pd.transfer.fake.script import (
     LoseWrite,
     Script,
 )
+from pd.transfer.registry import manager_class
 from pd.transfer.tcp.manager import TcpManager
 
 if TYPE_CHECKING:
@@ -225,10 +225,8 @@ class Schedule:
         elif self._backend == "tcp":
             node.manager = TcpManager(pool, instance)
         else:
-            module = importlib.import_module(f"pd.transfer.{self._backend}")
-            staged = getattr(module, f"{self._backend.capitalize()}Manager")
             # Rooms need several slots, and wait for them.
-            node.manager = staged(pool, instance, slots=2, slot_bytes=64)
+            node.manager = manager_class(self._backend)(pool, instance, slots=2, slot_bytes=64)
 
     def _introduce(self) -> None:
         """The handshake."""

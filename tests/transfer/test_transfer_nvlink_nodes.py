@@ -20,7 +20,7 @@ from transfer_helpers import SEED
 
 from pd.engine import kv_pool
 from pd.transfer import registry as factory
-from pd.transfer.nvlink.manager import manager as nvlink
+from pd.transfer.nvlink import manager as nvlink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

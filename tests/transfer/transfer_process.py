@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -15,6 +14,7 @@ from transfer_helpers import make_pool, node_info, reservation, stop_process
 
 from pd.core.errors import PDError
 from pd.transfer import make_transfer_manager
+from pd.transfer.registry import manager_class
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -69,9 +69,7 @@ class _Node:
         torch.set_num_threads(1)
         self.pool = make_pool(SLOTS, PAGE, layers=LAYERS, fill=None if role == "prefill" else -1.0)
         if kw:
-            module = importlib.import_module(f"pd.transfer.{backend}")
-            manager = getattr(module, f"{backend.capitalize()}Manager")
-            self.manager = manager(self.pool, instance, **kw)
+            self.manager = manager_class(backend)(self.pool, instance, **kw)
         else:
             self.manager = make_transfer_manager(backend, self.pool, instance)
         self.instance, self.role = instance, role
