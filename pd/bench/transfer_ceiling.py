@@ -89,7 +89,7 @@ def ceiling_target(
 ) -> CeilingTarget:
     """D's half."""
     if spec.backend == "nixl":
-        return NixlTarget(spec, pool)
+        return NixlTarget(spec, pool, control.host)
     if spec.backend == "mooncake":
         return MooncakeTarget(spec, pool, control.host)
     return PlainSocketsTarget(spec, pool, control.host, key, connections)
@@ -219,19 +219,17 @@ def receive_all(item: tuple[socket.socket, tuple[memoryview, int]]) -> None:
 
 
 class _NixlAgent:
-    """An agent of its own, beside the backend's, with the pool's memory registered."""
+    """An agent beside the backend's, over the same transports, with the pool registered."""
 
-    def __init__(self, spec: Spec, pool: KVPool, name: str) -> None:
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config
-        except ImportError as error:
-            raise SetupError(f"nixl is not installed ({error}); pip install nixl") from error
+    def __init__(self, spec: Spec, pool: KVPool, name: str, host: str) -> None:
+        from pd.transfer.staged.nixl import new_agent
+        from pd.transfer.staged.nixl_transports import choose_transports
+
         self.spec, self.address = spec, pool.buffer.data_ptr()
         self.kind = "VRAM" if pool.buffer.is_cuda else "DRAM"
         self.device_index = (pool.buffer.device.index or 0) if pool.buffer.is_cuda else 0
-        # Its own thread spins: on two cores it costs most of the rate.
-        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self.agent = nixl_agent(name, config)
+        # NIXL's own thread spins: on two cores it costs most of the rate.
+        self.agent = new_agent(name, choose_transports(host, local_only=False))
         region = [(self.address, spec.num_bytes, self.device_index, "")]
         self._registered = self.agent.register_memory(region, self.kind)
 
@@ -256,7 +254,7 @@ class NixlWrites:
         self, spec: Spec, pool: KVPool, control: Control, described: dict[str, Any]
     ) -> None:
         self._spec, self._control = spec, control
-        self._nixl = _NixlAgent(spec, pool, "ceiling-P")
+        self._nixl = _NixlAgent(spec, pool, "ceiling-P", control.host)
         self._peer = self._nixl.agent.add_remote_agent(described["metadata"])
         if isinstance(self._peer, bytes):
             self._peer = self._peer.decode()
@@ -291,8 +289,8 @@ class NixlWrites:
 class NixlTarget:
     """Memory to write to. Connecting, and writes over sockets, need D's calls."""
 
-    def __init__(self, spec: Spec, pool: KVPool) -> None:
-        self._nixl = _NixlAgent(spec, pool, "ceiling-D")
+    def __init__(self, spec: Spec, pool: KVPool, host: str) -> None:
+        self._nixl = _NixlAgent(spec, pool, "ceiling-D", host)
 
     def describe(self) -> dict[str, Any]:
         nixl = self._nixl

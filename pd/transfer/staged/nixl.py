@@ -137,8 +137,8 @@ def write_sizes(slot_bytes: int) -> list[int]:
     return sorted(size for size in sizes if size)
 
 
-def _new_agent(name: str, transports: Transports) -> Any:
-    """Raises what NIXL raises."""
+def new_agent(name: str, transports: Transports) -> Any:
+    """An agent of NIXL with these transports and no thread. Raises what NIXL raises."""
     api = _api()
     # NOTE: two agents of one name would take each other for the same.
     unique = f"{name}/{secrets.token_hex(4)}"
@@ -162,7 +162,7 @@ class _Agent:
         self._bound = threading.local()
         self.bind()
         try:
-            self.nixl = _new_agent(name, transports)
+            self.nixl = new_agent(name, transports)
             region = (slots.data_ptr(), slots.numel(), self.device, "")
             self._registration = self.nixl.register_memory([region], self.memory)
         except Exception as error:
@@ -344,7 +344,7 @@ class NixlMover(Mover):
             if self._prepared:
                 return
             try:
-                _new_agent(self._instance, self.transports)
+                new_agent(self._instance, self.transports)
             except Exception as error:
                 raise MoverError(f"NIXL cannot start UCX: {_text(error)}") from error
             self._prepared = True
