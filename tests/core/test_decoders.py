@@ -13,7 +13,7 @@ import pd
 
 ROOT = Path(pd.__file__).parent
 # While these run there is one thread.
-AT_START = {ROOT / "transfer/fake_script.py", *(ROOT / "bench").iterdir()}
+AT_START = {ROOT / "transfer/fake/script.py", *(ROOT / "bench").iterdir()}
 SOURCES = sorted(set(ROOT.rglob("*.py")) - AT_START)
 
 
