@@ -129,7 +129,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limits = listener.limits
         # Bytes of the present request line and headers.
         self._head_bytes = 0
-        # Of the present body, and with what surrounds it.
+        # Bytes of the present body, and the same with chunk headers and trailers.
         self._body_bytes = self._framed_bytes = 0
         # Since when the client has left more unread than the transport likes to hold, and how much
         # that was; nothing is added until it has read.
@@ -177,7 +177,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Of answers, in this process."""
+        """Bytes of answers that wait in this process for the client to read."""
         return self.transport.get_write_buffer_size()
 
     def pause_writing(self) -> None:

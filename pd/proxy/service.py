@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 MAX_RID_CHARACTERS = 256
 # Tokens of all prompts of a request; or one prompt of the model's context, if that is longer.
 MAX_REQUEST_TOKENS = 1 << 20
-# Of prompt tokens, in all answers to a request; or one answer with those of the model's context, if
-# that is more. Each takes some 25 bytes of JSON, and about four times that until it is written.
+# Log probabilities of prompt tokens in all answers to a request; or those of one answer for the
+# model's whole context, if that is more. Each takes some 25 bytes of JSON, and about four
+# times that until it is written.
 MAX_PROMPT_LOGPROBS = 1 << 22
 _PART = 1 << 16
 

@@ -1,4 +1,4 @@
-"""Who runs while the first in line waits for pages, counted in steps."""
+"""Sequences that run while the first in line waits for pages, counted in steps."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pd.launch import NodeServer
 
 ROOMS = 2000
-# Of 64 pages; the first of the rooms ends for want of a receiver, which makes room for the next.
+# The pool has 64 pages; the first of the rooms ends for want of a receiver, which makes room for
+# the next.
 PROMPT = [1] * 8
 
 

@@ -33,7 +33,7 @@ def ipv6() -> None:
 
 
 def answers(cluster: Cluster) -> Iterator[list[int]]:
-    """Of a first request, of one whose prefix is cached, and of a streamed one."""
+    """Answers to a first request, to one whose prefix is cached, and to a streamed one."""
     config = ProxyConfig(
         prefill=[node.url for node in cluster.prefill],
         decode=[node.url for node in cluster.decode],

@@ -23,7 +23,7 @@ LOOPS = 6
 
 
 def answers(url: str) -> list[tuple[Example, str]]:
-    """Of as many requests at once."""
+    """The examples and their answers, all asked at once."""
     examples = recall_examples(LENGTH, PROMPTS)
     with ThreadPoolExecutor(PROMPTS) as pool:
         texts = pool.map(lambda example: answer_in(ask(url, example)), examples)
@@ -52,7 +52,7 @@ def test_every_answer_is_right_beside_six_busy_loops(backend: Backend, tmp_path:
 @over(IN_PROCESS)
 @pytest.mark.timeout(600)
 def test_every_answer_is_right_of_nodes_that_share_a_starved_process(backend: Backend) -> None:
-    """Who has the interpreter's lock and no CPU holds up all threads of both nodes."""
+    """A thread that has the interpreter's lock and no CPU holds up all threads of both nodes."""
     with two_cores(), Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend.flag)) as cluster:
         with serve(cluster) as proxy, busy_loops(LOOPS):
             answered = answers(proxy.url)

@@ -1,4 +1,4 @@
-"""Who may speak in whose name: strangers on the message sockets of nodes, with and without a key.
+"""Strangers on the message sockets of nodes do not speak in the name of others.
 
 Each attack aims at a stream that is under way while its proxy goes on.
 """
