@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-NODE = {"core", "engine", "radix", "bootstrap", "transfer", "node"}
+NODE = {"core", "engine", "radix", "bootstrap", "transfer", "scheduling", "node"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "models": {"core", "kernels"},
@@ -15,6 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "radix": {"core"},
     "bootstrap": {"core"},
     "transfer": {"core", "kernels"},
+    "scheduling": NODE,
     "node": NODE - {"node"},
     "prefill_node": NODE,
     "decode_node": NODE,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pd.node.node import Node
-    from pd.node.step import Work
+    from pd.scheduling.step import Work
 
 
 class Step(NamedTuple):

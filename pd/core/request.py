@@ -57,8 +57,8 @@ class Sequence:
             ``handle`` keeps it there).
         handle: locked end of the cached prefix in the radix tree, or None.
         sampling: ``pd.engine.sampler.SamplingState`` of the choice.
-        launched: the last ``pd.node.step.Work`` of this sequence that was launched, or None once
-            its step is accounted for. Until then its pages must not change owner.
+        launched: the last ``pd.scheduling.step.Work`` of this sequence that was launched, or None
+            once its step is accounted for. Until then its pages must not change owner.
         host_kv: KV of a retracted sequence (tokens ``[0, num_computed)``), or None.
     """
 

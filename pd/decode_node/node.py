@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from pd.core.errors import InvalidRequestError
 from pd.core.messages import AbortRoom, Commit, Drained, PeerHeartbeat
 from pd.core.request import RequestState
-from pd.decode_node.decode import DecodeManager
 from pd.decode_node.peers import PrefillPeers
 from pd.decode_node.receiving import Receiving
 from pd.node.node import Node
+from pd.scheduling.decode import DecodeManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import NodeInfo
     from pd.core.request import Request, Sequence
     from pd.engine.engine import Engine
-    from pd.node.step import Work
+    from pd.scheduling.step import Work
     from pd.transfer.base import TransferManager
 
 

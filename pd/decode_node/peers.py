@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from pd.bootstrap.peers import PeerDirectory
 from pd.core.errors import HandshakeError, NodeFailedError, PDError
+from pd.core.leases import Leases
 from pd.core.messages import LEASE_SECONDS, MAX_MEETINGS, PeerHeartbeat
 from pd.core.starvation import RUN_DELAY
-from pd.node.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -21,9 +21,9 @@ from pd.core.messages import (
 )
 from pd.core.request import RequestState
 from pd.decode_node.incoming import Incoming
+from pd.engine.digests import Digests
 from pd.engine.page_allocator import PageState
-from pd.node.digests import Digests
-from pd.node.metrics import TransferTimes
+from pd.scheduling.metrics import TransferTimes
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from pd.core.errors import (
     PDError,
     UnavailableError,
 )
+from pd.core.leases import Leases
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
@@ -42,16 +43,15 @@ from pd.core.messages import (
 from pd.core.request import Request, RequestState
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
-from pd.node.closing import ClosingQueue, check_queues
 from pd.node.control import ControlThread
 from pd.node.info import server_info
-from pd.node.leases import Leases
-from pd.node.memory import Memory
-from pd.node.metrics import NodeMetrics
 from pd.node.outbox import Outbox
 from pd.node.scheduler import Scheduler
 from pd.node.validation import check_length, request_from
 from pd.radix import RadixCache
+from pd.scheduling.closing import ClosingQueue, check_queues
+from pd.scheduling.memory import Memory
+from pd.scheduling.metrics import NodeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import NodeInfo, Role
     from pd.core.request import Sequence
     from pd.engine.engine import Engine
-    from pd.node.step import Work
+    from pd.scheduling.step import Work
     from pd.transfer.base import TransferManager
 
 logger = logging.getLogger(__name__)

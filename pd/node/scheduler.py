@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError
 from pd.core.exit import STUCK_PREFIX
-from pd.node.step import LaunchedStep, Work, launch
+from pd.scheduling.step import LaunchedStep, Work, launch
 
 if TYPE_CHECKING:
     from pd.node.node import Node

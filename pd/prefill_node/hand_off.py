@@ -23,7 +23,7 @@ from pd.core.messages import (
     Reservation,
 )
 from pd.core.request import RequestState
-from pd.node.digests import Digests
+from pd.engine.digests import Digests
 from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
 from pd.prefill_node.peers import DecodePeers
 from pd.transfer.base import TransferState
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from pd.core.node_info import NodeInfo
     from pd.core.request import Request
-    from pd.node.step import Work
     from pd.prefill_node.node import PrefillNode
+    from pd.scheduling.step import Work
     from pd.transfer.base import Sender, TransferManager
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from pd.core.messages import (
 from pd.core.request import Request, RequestState
 from pd.node.node import Node
 from pd.prefill_node.hand_off import HandOff
-from pd.prefill_node.prefill import PrefillManager
+from pd.scheduling.prefill import PrefillManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pd.core.node_info import NodeInfo
     from pd.core.request import Sequence
     from pd.engine.engine import Engine
-    from pd.node.step import Work
     from pd.prefill_node.outgoing import Outgoing
+    from pd.scheduling.step import Work
     from pd.transfer.base import TransferManager
 
 

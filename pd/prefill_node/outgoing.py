@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd.node.metrics import TransferTimes
+from pd.scheduling.metrics import TransferTimes
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

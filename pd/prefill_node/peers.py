@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from pd.core.leases import Leases
 from pd.core.messages import LEASE_SECONDS, AbortRoom, PeerHeartbeat
 from pd.core.starvation import RUN_DELAY
-from pd.node.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable

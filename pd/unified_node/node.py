@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pd.core.request import RequestState
-from pd.decode_node.decode import DecodeManager
 from pd.node.node import Node
 from pd.prefill_node.node import first_outputs
-from pd.prefill_node.prefill import PrefillManager
+from pd.scheduling.decode import DecodeManager
+from pd.scheduling.prefill import PrefillManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.request import Request, Sequence
     from pd.engine.engine import Engine
-    from pd.node.step import Work
+    from pd.scheduling.step import Work
 
 
 class UnifiedNode(Node):

@@ -15,9 +15,9 @@ from pd.core import config as choices
 from pd.core.errors import UsageError
 from pd.embedded import EMBEDDED_MODEL
 from pd.engine.kv_pool import DTYPES
-from pd.prefill_node.policy import POLICIES
 from pd.proxy.routing import make_policy
 from pd.radix import EVICTION_POLICIES
+from pd.scheduling.policy import POLICIES
 from pd.transfer.fake.script import load_script
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def test_a_silent_prefill_node_fails_what_it_had_not_committed_and_nothing_else(
     decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 0.5)
+    monkeypatch.setattr("pd.core.leases.LEASE_SECONDS", 0.5)
     committed = ask(proxy, decode, prefill, params={"max_tokens": 200})
     reservation = prefill.receive(Reservation)
     sender = prefill.push(reservation, len(PROMPT))

@@ -14,7 +14,7 @@ from requests_for_tests import make_generate, make_request
 from tiny import tiny_cluster, tiny_node
 
 from pd.core.messages import Failed, Reservation
-from pd.decode_node.reserve import DecodeReserve
+from pd.scheduling.reserve import DecodeReserve
 
 if TYPE_CHECKING:
     from prefill_peer import PrefillPeer

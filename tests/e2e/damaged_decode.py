@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd.cli import launch
-from pd.node.digests import Digests
+from pd.engine.digests import Digests
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from pd.node.digests import IntArray
+    from pd.engine.digests import IntArray
 
 DAMAGED_TOKENS = 333
 _right = Digests.start

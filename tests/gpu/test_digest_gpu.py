@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pd.core.node_info import KVLayout
+from pd.engine.digests import Digests
 from pd.engine.kv_pool import KVPool
-from pd.node.digests import Digests
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

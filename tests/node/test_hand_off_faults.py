@@ -347,7 +347,7 @@ def test_a_parked_prefill_is_computed_again_and_handed_over(tmp_path: Path) -> N
 def test_a_step_longer_than_a_lease_makes_nobody_believe_that_a_node_is_gone(
     slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 1.2)
+    monkeypatch.setattr("pd.core.leases.LEASE_SECONDS", 1.2)
     with tiny_cluster() as cluster:
         sent(cluster, [1] * 8, max_tokens=2).tokens()
         gate = Gate(cluster.prefill[0] if slow == "prefill" else cluster.decode[0])

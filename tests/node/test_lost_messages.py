@@ -171,7 +171,7 @@ def test_an_unnumbered_message_is_taken_as_it_is() -> None:
 def test_the_heartbeat_thread_of_a_proxy_keeps_its_requests_while_its_loop_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 1.2)
+    monkeypatch.setattr("pd.core.leases.LEASE_SECONDS", 1.2)
     server = tiny_node("unified")
     try:
         with proxy_of(server) as peer, proxy_of(server, heartbeat_identity(peer.name)) as thread:

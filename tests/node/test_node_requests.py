@@ -271,7 +271,7 @@ def test_a_passed_deadline_ends_the_request_with_its_own_error(
 def test_requests_of_a_silent_proxy_are_aborted_and_those_of_others_go_on(
     unified: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 0.4)
+    monkeypatch.setattr("pd.core.leases.LEASE_SECONDS", 0.4)
     with proxy_of(unified, "silent") as silent:
         dead = ask(silent, unified, params=LONG)
         alive = ask(proxy, unified, params=LONG)

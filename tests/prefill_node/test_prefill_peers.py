@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
     prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.node.leases.LEASE_SECONDS", 0.5)
+    monkeypatch.setattr("pd.core.leases.LEASE_SECONDS", 0.5)
     with DecodePeer(prefill, "silent") as silent:
         dead = ask(proxy, prefill, silent)
         alive = ask(proxy, prefill, decode)

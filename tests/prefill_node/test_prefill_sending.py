@@ -13,9 +13,9 @@ import pytest
 
 from pd.core.request import RequestState
 from pd.core.starvation import Patience
-from pd.node.step import Work
 from pd.prefill_node.hand_off import HandOff
 from pd.prefill_node.outgoing import PromptCost
+from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.errors import UsageError
-from pd.prefill_node.policy import POLICIES
+from pd.scheduling.policy import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

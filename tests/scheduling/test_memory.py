@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from requests_for_tests import make_request
 
 from pd.engine.page_allocator import PageState
-from pd.node.memory import Memory
 from pd.radix import RadixCache
+from pd.scheduling.memory import Memory
 
 if TYPE_CHECKING:
     from pd.core.request import Sequence

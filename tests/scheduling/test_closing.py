@@ -8,7 +8,7 @@ import pytest
 from requests_for_tests import make_request
 
 from pd.core.request import Request, RequestState
-from pd.node.closing import ClosingQueue, check_queues
+from pd.scheduling.closing import ClosingQueue, check_queues
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,9 @@ from prefill_bench import PrefillBench
 from requests_for_tests import make_request
 
 from pd.core.errors import UsageError
-from pd.prefill_node.policy import POLICIES
-from pd.prefill_node.waiting_queue import WINDOW, WaitingQueue
 from pd.radix import RadixCache
+from pd.scheduling.policy import POLICIES
+from pd.scheduling.waiting_queue import WINDOW, WaitingQueue
 
 DOCUMENT, STORY = list(range(1000, 1016)), list(range(2000, 2016))
 

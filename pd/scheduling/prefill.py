@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from pd.core.request import Request, RequestState
 from pd.engine.sampler import SamplingState
-from pd.node.step import Work
-from pd.prefill_node.waiting_queue import WINDOW, WaitingQueue, reusable_tokens
+from pd.scheduling.step import Work
+from pd.scheduling.waiting_queue import WINDOW, WaitingQueue, reusable_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.request import Sequence
     from pd.engine.engine import Engine
-    from pd.node.memory import Memory
+    from pd.scheduling.memory import Memory
 
 # Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
 MAX_LOGPROB_CHUNK = 512

@@ -10,10 +10,10 @@ from requests_for_tests import make_request
 
 from pd.core.messages import FirstToken
 from pd.core.request import RequestState
-from pd.decode_node.decode import DecodeManager
 from pd.engine.page_allocator import PageState
-from pd.node.memory import Memory
 from pd.radix import RadixCache
+from pd.scheduling.decode import DecodeManager
+from pd.scheduling.memory import Memory
 
 if TYPE_CHECKING:
     from pd.core.request import Request, Sequence

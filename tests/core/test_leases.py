@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from pd.core.leases import Leases
 from pd.core.messages import LEASE_SECONDS
-from pd.node.leases import Leases
 
 
 @pytest.fixture

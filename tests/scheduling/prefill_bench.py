@@ -10,15 +10,15 @@ from requests_for_tests import make_request
 
 from pd.core.config import NodeConfig
 from pd.core.request import RequestState
-from pd.node.memory import Memory
-from pd.prefill_node.prefill import PrefillManager
 from pd.radix import RadixCache
+from pd.scheduling.memory import Memory
+from pd.scheduling.prefill import PrefillManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pd.core.request import Request
-    from pd.node.step import Work
+    from pd.scheduling.step import Work
 
 
 class PrefillBench:

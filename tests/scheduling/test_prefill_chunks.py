@@ -16,13 +16,13 @@ from tiny import tiny_cluster
 
 from pd.core.errors import AbortedError
 from pd.core.request import RequestState
-from pd.prefill_node.prefill import MAX_LOGPROB_CHUNK
-from pd.prefill_node.waiting_queue import common_prefix, reusable_tokens
+from pd.scheduling.prefill import MAX_LOGPROB_CHUNK
+from pd.scheduling.waiting_queue import common_prefix, reusable_tokens
 
 if TYPE_CHECKING:
     from cluster import Cluster
 
-    from pd.node.step import Work
+    from pd.scheduling.step import Work
 
 
 def ranges(works: list[Work]) -> list[tuple[int, int, int]]:

@@ -12,9 +12,9 @@ from pd.core.errors import NodeFailedError
 from pd.core.messages import Output, Stages
 from pd.core.request import RequestState, Sequence
 from pd.core.sampling_params import choice_seed
-from pd.decode_node.reserve import DecodeReserve
 from pd.engine.sampler import SamplingState
-from pd.node.step import Work
+from pd.scheduling.reserve import DecodeReserve
+from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
