@@ -29,7 +29,7 @@ from pd.core.errors import PDError, UsageError
 
 if TYPE_CHECKING:
     from pd.bench.engine_roofline import Roofline
-    from pd.bench.engine_work import Bench, Measured, Work
+    from pd.bench.engine_work import Bench, Measured, Workload
     from pd.launch import NodeServer
 
 DEFAULT_WORK = ("decode:1,8,32,64,128,256", "prefill:1024,8192,32768", "cached:32768")
@@ -128,7 +128,7 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
     return NodeConfig(role="unified", **settings)
 
 
-def _works(args: argparse.Namespace) -> list[Work]:
+def _works(args: argparse.Namespace) -> list[Workload]:
     from pd.bench.engine_work import parse_work
 
     for name in ("context", "steps", "repeats", "profile_batch"):
@@ -163,7 +163,9 @@ def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Be
     return server, bench
 
 
-def _measure(args: argparse.Namespace, works: list[Work], server: NodeServer, bench: Bench) -> int:
+def _measure(
+    args: argparse.Namespace, works: list[Workload], server: NodeServer, bench: Bench
+) -> int:
     roofline = _roofline(server)
     reference = _reference(args, server)
     rows: list[dict[str, Any]] = []
@@ -190,7 +192,7 @@ def _measure(args: argparse.Namespace, works: list[Work], server: NodeServer, be
     return int(failed > 0)
 
 
-def _least(roofline: Roofline, work: Work, measured: Measured, batch: int) -> float:
+def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -> float:
     """Seconds of the roofline."""
     if work.kind == "decode":
         assert measured.context is not None
@@ -237,7 +239,7 @@ def _reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]
 
 
 def _row(
-    work: Work, measured: Measured, roofline: float | None, vllm_ms: float | None
+    work: Workload, measured: Measured, roofline: float | None, vllm_ms: float | None
 ) -> dict[str, Any]:
     """The measurement as it goes into the result file."""
     return {

@@ -40,7 +40,7 @@ class Ask(NamedTuple):
     max_tokens: int
 
 
-class Answer(NamedTuple):
+class RequestTimes(NamedTuple):
     """What became of one request.
 
     Attributes:
@@ -68,7 +68,7 @@ class Client:
         )
         self._process.start()
 
-    def run(self, asks: Sequence[Ask], timeout: float) -> list[Answer]:
+    def run(self, asks: Sequence[Ask], timeout: float) -> list[RequestTimes]:
         """Send all at once; see :meth:`result`."""
         self.start(asks)
         return self.result(timeout)
@@ -77,7 +77,7 @@ class Client:
         """Send all at once and return."""
         self._pipe.send(list(asks))
 
-    def result(self, timeout: float) -> list[Answer]:
+    def result(self, timeout: float) -> list[RequestTimes]:
         """The answers to what was started last, in its order.
 
         Raises:
@@ -89,7 +89,7 @@ class Client:
             ended = self._process.exitcode
             what = f"more than {timeout:g} s" if ended is None else f"the client's exit ({ended})"
             raise SetupError(f"requests were unanswered after {what}")
-        answers: list[Answer] | PDError = self._pipe.recv()
+        answers: list[RequestTimes] | PDError = self._pipe.recv()
         if isinstance(answers, PDError):
             raise answers
         return answers
@@ -126,8 +126,8 @@ class _Pending:
         self.ended = time.monotonic()
         return True
 
-    def answer(self) -> Answer:
-        return Answer(
+    def answer(self) -> RequestTimes:
+        return RequestTimes(
             self.sent,
             self.first,
             self.ended,
@@ -137,7 +137,7 @@ class _Pending:
         )
 
 
-class _Connection:
+class _NodeSocket:
     """The client's side of the node's socket."""
 
     def __init__(self, endpoint: str, instance_id: str) -> None:
@@ -168,7 +168,7 @@ class _Connection:
             self._batch.append(pending)
             self.socket.send(encode(message))
 
-    def receive(self) -> list[Answer] | PDError | None:
+    def receive(self) -> list[RequestTimes] | PDError | None:
         """Take one message; the answers when all are there, or what went wrong."""
         message = decode(self.socket.recv_multipart()[-1])
         if isinstance(message, Failed) and message.room in self._pending:
@@ -192,7 +192,7 @@ class _Connection:
 
 def _serve(pipe: Connection, endpoint: str, instance_id: str) -> None:
     """Until the other end hangs up."""
-    connection = _Connection(endpoint, instance_id)
+    connection = _NodeSocket(endpoint, instance_id)
     poller = zmq.Poller()
     poller.register(connection.socket, zmq.POLLIN)
     poller.register(pipe.fileno(), zmq.POLLIN)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class GpuCeiling:
     """What a GPU can do, per second."""
 
     read_bytes: float
     flops: float
 
 
-CEILINGS = {"NVIDIA H200": Ceiling(read_bytes=4.33e12, flops=800e12)}
+CEILINGS = {"NVIDIA H200": GpuCeiling(read_bytes=4.33e12, flops=800e12)}
 
 
 class Roofline:
@@ -36,7 +36,9 @@ class Roofline:
         width: bytes of one weight and of one number in the KV cache.
     """
 
-    def __init__(self, model: ModelConfig, width: int, ceiling: Ceiling, num_gpus: int = 1) -> None:
+    def __init__(
+        self, model: ModelConfig, width: int, ceiling: GpuCeiling, num_gpus: int = 1
+    ) -> None:
         self._model = model
         self._width = width
         self._read_bytes = ceiling.read_bytes * num_gpus

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pd.scheduling.step import Work
 
 
-class Step(NamedTuple):
+class LoggedStep(NamedTuple):
     """One step.
 
     Attributes:
@@ -38,7 +38,7 @@ class StepLog:
     """Notes every step of a node at the moment when the scheduler accounts for it."""
 
     def __init__(self, node: Node) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[LoggedStep] = []
         self._process = node.process
         node.process = self._note  # type: ignore[method-assign]
 
@@ -48,7 +48,7 @@ class StepLog:
         # NOTE: before the step is accounted for, which makes a finished prompt a running sequence.
         # Sequences run in the order in which they came, so the first and the last stand for all.
         context = (works[0].stop + last.stop) / 2
-        self.steps.append(Step(now, len(works), last.sequence.sampling is not None, context))
+        self.steps.append(LoggedStep(now, len(works), last.sequence.sampling is not None, context))
         self._process(works)
 
     def intervals(self, batch: int) -> list[Interval]:

@@ -15,7 +15,7 @@ from pd.bench.engine_steps import StepLog
 from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
-    from pd.bench.engine_client import Answer
+    from pd.bench.engine_client import RequestTimes
     from pd.launch import NodeServer
 
 Kind = Literal["decode", "prefill", "cached", "offline"]
@@ -26,7 +26,7 @@ _IDLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """One thing to measure.
 
     Attributes:
@@ -46,12 +46,12 @@ class Work:
         return f"{self.kind}:{self.count if self.kind == 'decode' else self.num_in}"
 
 
-def parse_work(texts: list[str], context: int) -> list[Work]:
+def parse_work(texts: list[str], context: int) -> list[Workload]:
     """``decode:1,8 prefill:1024 cached:1024 offline:512x1024x128``.
 
     Raises UsageError for anything else.
     """
-    works: list[Work] = []
+    works: list[Workload] = []
     for text in texts:
         match = _WORK.fullmatch(text)
         numbers = [int(part) for part in re.findall(r"\d+", text)]
@@ -61,11 +61,11 @@ def parse_work(texts: list[str], context: int) -> list[Work]:
                 "offline:REQUESTSxINxOUT"
             )
         if match[1] is None:
-            works.append(Work("offline", *numbers))
+            works.append(Workload("offline", *numbers))
         elif match[1] == "decode":
-            works += [Work("decode", number, context) for number in numbers]
+            works += [Workload("decode", number, context) for number in numbers]
         else:
-            works += [Work(match[1], 1, number) for number in numbers]  # type: ignore[arg-type]
+            works += [Workload(match[1], 1, number) for number in numbers]  # type: ignore[arg-type]
     return works
 
 
@@ -120,7 +120,7 @@ class Bench:
         """Whether the node has nothing to do."""
         return self._node.idle
 
-    def measure(self, work: Work) -> Measured:
+    def measure(self, work: Workload) -> Measured:
         """Raises PDError if requests fail or the node cannot do the work."""
         self.start_afresh()
         return getattr(self, f"_{work.kind}")(work)  # type: ignore[no-any-return]
@@ -142,7 +142,7 @@ class Bench:
         """Random, so that no two share a page."""
         return self._rng.integers(0, self._vocab, num_tokens).astype("<i4").tobytes()
 
-    def _run(self, asks: list[Ask]) -> list[Answer]:
+    def _run(self, asks: list[Ask]) -> list[RequestTimes]:
         return self._client.run(asks, self._timeout)
 
     # ---- decode
@@ -162,7 +162,7 @@ class Bench:
         """Wait for what was started."""
         self._client.result(self._timeout)
 
-    def _decode(self, work: Work) -> Measured:
+    def _decode(self, work: Workload) -> Measured:
         self.start_decode(work.count, work.num_in, self._steps)
         self.finish()
         intervals = self.log.intervals(work.count)[_WARM_STEPS:][: self._steps]
@@ -180,7 +180,7 @@ class Bench:
 
     # ---- prompts
 
-    def _prefill(self, work: Work) -> Measured:
+    def _prefill(self, work: Workload) -> Measured:
         """The first warms up; each is another prompt."""
         seconds = []
         for _ in range(self._repeats + 1):
@@ -188,7 +188,7 @@ class Bench:
             seconds.append(answer.to_first)
         return Measured(seconds[1:], work.num_in)
 
-    def _cached(self, work: Work) -> Measured:
+    def _cached(self, work: Workload) -> Measured:
         """The first computes the prompt, the second warms up."""
         ask = Ask(self._prompt(work.num_in), 1)
         answers = [self._run([ask])[0] for _ in range(self._repeats + 2)][2:]
@@ -200,7 +200,7 @@ class Bench:
 
     # ---- all at once
 
-    def _offline(self, work: Work) -> Measured:
+    def _offline(self, work: Workload) -> Measured:
         few = min(work.count, 4)
         self._run([Ask(self._prompt(work.num_in), 4) for _ in range(few)])
         asks = [Ask(self._prompt(work.num_in), work.num_out) for _ in range(work.count)]

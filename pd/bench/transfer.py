@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-    from pd.bench.transfer_spec import Spec
+    from pd.bench.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +179,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measurements(
-    args: argparse.Namespace, specs: list[Spec], key: bytes | None
-) -> Iterator[tuple[Spec, dict[str, Any] | PDError]]:
+    args: argparse.Namespace, specs: list[TransferSpec], key: bytes | None
+) -> Iterator[tuple[TransferSpec, dict[str, Any] | PDError]]:
     if not args.connect:
         for spec in specs:
             yield spec, _measure_here(spec, args.timeout)
@@ -195,7 +195,7 @@ def _measurements(
         control.close()
 
 
-def _measure(spec: Spec, control: Any, key: bytes | None) -> dict[str, Any] | PDError:
+def _measure(spec: TransferSpec, control: Any, key: bytes | None) -> dict[str, Any] | PDError:
     from pd.bench.transfer_ends import SourceEnd
     from pd.bench.transfer_spec import row
 
@@ -217,7 +217,7 @@ def _progress(line: str) -> None:
 # ---- two processes of this machine
 
 
-def _measure_here(spec: Spec, timeout: float) -> dict[str, Any] | PDError:
+def _measure_here(spec: TransferSpec, timeout: float) -> dict[str, Any] | PDError:
     """In two processes of its own, so that no library disturbs the next measurement."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
@@ -278,7 +278,7 @@ def _depend_on_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _prefill_process(pipe: Connection, spec: Spec, port: int) -> None:
+def _prefill_process(pipe: Connection, spec: TransferSpec, port: int) -> None:
     from pd.bench.transfer_control import Control, connect_socket
 
     _depend_on_parent()
@@ -318,8 +318,8 @@ def _cluster_key(path: Path | None) -> bytes | None:
 # ---- what to measure, and what came out
 
 
-def _specs(args: argparse.Namespace) -> list[Spec]:
-    from pd.bench.transfer_spec import Spec, load_shape
+def _specs(args: argparse.Namespace) -> list[TransferSpec]:
+    from pd.bench.transfer_spec import TransferSpec, load_shape
 
     backends = [name for given in args.backend or ["tcp"] for name in given.split(",")]
     unknown = [name for name in backends if name not in BACKENDS]
@@ -327,7 +327,7 @@ def _specs(args: argparse.Namespace) -> list[Spec]:
         raise UsageError(f"unknown backend {unknown[0]!r}; choose from {', '.join(BACKENDS)}")
     source, target = _devices(args.device)
     return [
-        Spec(
+        TransferSpec(
             backend=backend,
             shape=load_shape(model, args.dtype),
             page_size=page_size,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.bench.transfer_control import Control
-    from pd.bench.transfer_spec import Spec
+    from pd.bench.transfer_spec import TransferSpec
     from pd.core.node_info import NodeInfo
     from pd.engine.kv_pool import KVPool
 
@@ -36,7 +36,7 @@ _NIXL_ARRIVED = b"arrived"
 _NIXL_NAP, _NIXL_SECONDS = 50e-6, 60.0
 
 
-class Ceiling(Protocol):
+class PathCeiling(Protocol):
     """P's half."""
 
     name: str
@@ -62,13 +62,13 @@ class CeilingTarget(Protocol):
 
 
 def ceiling_of(
-    spec: Spec,
+    spec: TransferSpec,
     pool: KVPool,
     control: Control,
     key: bytes | None,
     connections: int,
     peer: NodeInfo,
-) -> Ceiling:
+) -> PathCeiling:
     """P's half of a backend's ceiling; asks D, which is ``peer``, for the other one.
 
     Raises:
@@ -85,17 +85,17 @@ def ceiling_of(
 
 
 def ceiling_target(
-    spec: Spec, pool: KVPool, control: Control, key: bytes | None, connections: int
+    spec: TransferSpec, pool: KVPool, control: Control, key: bytes | None, connections: int
 ) -> CeilingTarget:
     """D's half."""
     if spec.backend == "nixl":
-        return NixlTarget(spec, pool, control.host)
+        return NixlCeilingTarget(spec, pool, control.host)
     if spec.backend == "mooncake":
-        return MooncakeTarget(spec, pool, control.host)
-    return PlainSocketsTarget(spec, pool, control.host, key, connections)
+        return MooncakeCeilingTarget(spec, pool, control.host)
+    return SocketsCeilingTarget(spec, pool, control.host, key, connections)
 
 
-def large_blocks(spec: Spec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def large_blocks(spec: TransferSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Offsets and lengths that cover the bytes."""
     offsets = np.arange(0, spec.num_bytes, LARGE_BLOCK)
     return offsets, np.minimum(LARGE_BLOCK, spec.num_bytes - offsets)
@@ -104,7 +104,7 @@ def large_blocks(spec: Spec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
 # ---- plain sockets
 
 
-def host_memory(spec: Spec, pool: KVPool) -> memoryview:
+def host_memory(spec: TransferSpec, pool: KVPool) -> memoryview:
     """The pool's own bytes if they can be had, else a small buffer that is used over and over."""
     if pool.buffer.is_cuda:
         return memoryview(bytearray(HOST_BUFFER))
@@ -112,7 +112,9 @@ def host_memory(spec: Spec, pool: KVPool) -> memoryview:
     return view
 
 
-def share_out(spec: Spec, memory: memoryview, connections: int) -> list[tuple[memoryview, int]]:
+def share_out(
+    spec: TransferSpec, memory: memoryview, connections: int
+) -> list[tuple[memoryview, int]]:
     """For each connection its memory and how many bytes it moves."""
     cuts = [spec.num_bytes * n // connections for n in range(connections + 1)]
     sizes = [stop - start for start, stop in pairwise(cuts)]
@@ -146,7 +148,7 @@ class PlainSockets:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: TransferSpec,
         pool: KVPool,
         control: Control,
         key: bytes | None,
@@ -181,11 +183,11 @@ def send_all(item: tuple[socket.socket, tuple[memoryview, int]]) -> None:
         done += sock.send(memory[place : place + min(SOCKET_CALL, size - done)])
 
 
-class PlainSocketsTarget:
+class SocketsCeilingTarget:
     """Reads what comes into host memory."""
 
     def __init__(
-        self, spec: Spec, pool: KVPool, host: str, key: bytes | None, connections: int
+        self, spec: TransferSpec, pool: KVPool, host: str, key: bytes | None, connections: int
     ) -> None:
         self._key, self._host = key, host
         self._listener = listen(host, 0, key)
@@ -221,7 +223,7 @@ def receive_all(item: tuple[socket.socket, tuple[memoryview, int]]) -> None:
 class _NixlAgent:
     """An agent beside the backend's, over the same transports, with the pool registered."""
 
-    def __init__(self, spec: Spec, pool: KVPool, name: str, host: str) -> None:
+    def __init__(self, spec: TransferSpec, pool: KVPool, name: str, host: str) -> None:
         from pd.transfer.staged.nixl import new_agent
         from pd.transfer.staged.nixl_transports import choose_transports
 
@@ -251,7 +253,7 @@ class NixlWrites:
     name = f"nixl, blocks of {LARGE_BLOCK >> 20} MiB"
 
     def __init__(
-        self, spec: Spec, pool: KVPool, control: Control, described: dict[str, Any]
+        self, spec: TransferSpec, pool: KVPool, control: Control, described: dict[str, Any]
     ) -> None:
         self._spec, self._control = spec, control
         self._nixl = _NixlAgent(spec, pool, "ceiling-P", control.host)
@@ -286,10 +288,10 @@ class NixlWrites:
         self._nixl.close()
 
 
-class NixlTarget:
+class NixlCeilingTarget:
     """Memory to write to. Connecting, and writes over sockets, need D's calls."""
 
-    def __init__(self, spec: Spec, pool: KVPool, host: str) -> None:
+    def __init__(self, spec: TransferSpec, pool: KVPool, host: str) -> None:
         self._nixl = _NixlAgent(spec, pool, "ceiling-D", host)
 
     def describe(self) -> dict[str, Any]:
@@ -315,7 +317,7 @@ class NixlTarget:
 class _MooncakeEngine:
     """An engine of its own, beside the backend's, with the pool's memory registered."""
 
-    def __init__(self, spec: Spec, pool: KVPool, host: str) -> None:
+    def __init__(self, spec: TransferSpec, pool: KVPool, host: str) -> None:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -339,7 +341,9 @@ class MooncakeWrites:
 
     name = f"mooncake, blocks of {LARGE_BLOCK >> 20} MiB"
 
-    def __init__(self, spec: Spec, pool: KVPool, host: str, described: dict[str, Any]) -> None:
+    def __init__(
+        self, spec: TransferSpec, pool: KVPool, host: str, described: dict[str, Any]
+    ) -> None:
         self._spec = spec
         self._mooncake = _MooncakeEngine(spec, pool, host)
         self._session: str = described["session"]
@@ -363,10 +367,10 @@ class MooncakeWrites:
         self._mooncake.close()
 
 
-class MooncakeTarget:
+class MooncakeCeilingTarget:
     """Memory to write to; the engine's own threads do the rest."""
 
-    def __init__(self, spec: Spec, pool: KVPool, host: str) -> None:
+    def __init__(self, spec: TransferSpec, pool: KVPool, host: str) -> None:
         self._mooncake = _MooncakeEngine(spec, pool, host)
 
     def describe(self) -> dict[str, Any]:
@@ -391,7 +395,7 @@ class PeerCopy:
 
     name = "peer copy"
 
-    def __init__(self, spec: Spec, pool: KVPool, uuid: str) -> None:
+    def __init__(self, spec: TransferSpec, pool: KVPool, uuid: str) -> None:
         uuids = [
             str(torch.cuda.get_device_properties(number).uuid)
             for number in range(torch.cuda.device_count())

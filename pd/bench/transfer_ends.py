@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pd.bench.transfer_ceiling import ceiling_of, ceiling_target
 from pd.bench.transfer_control import SOURCE, TARGET
-from pd.bench.transfer_spec import Found, Spec
+from pd.bench.transfer_spec import Found, TransferSpec
 from pd.core.errors import SetupError, TransferError
 from pd.core.messages import Reservation
 from pd.core.node_info import NodeInfo
@@ -40,7 +40,9 @@ _MAX_REPEATS = 100
 class End:
     """A pool, a manager and the pages of each repeat."""
 
-    def __init__(self, spec: Spec, instance: str, device: str, host: str, key: bytes | None):
+    def __init__(
+        self, spec: TransferSpec, instance: str, device: str, host: str, key: bytes | None
+    ):
         check_device(device)
         torch.set_num_threads(1)
         self.spec, self.instance = spec, instance
@@ -86,7 +88,7 @@ class End:
 class SourceEnd(End):
     """P: owns the clock."""
 
-    def __init__(self, spec: Spec, control: Control, key: bytes | None) -> None:
+    def __init__(self, spec: TransferSpec, control: Control, key: bytes | None) -> None:
         super().__init__(spec, SOURCE, spec.source_device, control.host, key)
         self._control, self._key = control, key
         # Any bits will do, and 8 bytes at a time are quicker to draw than 2.
@@ -191,7 +193,7 @@ class TargetEnd:
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         self._close({})
-        spec = replace(msgspec.convert(message["spec"], Spec), target_device=self._device)
+        spec = replace(msgspec.convert(message["spec"], TransferSpec), target_device=self._device)
         self._end = End(spec, TARGET, self._device, self._control.host, self._key)
         info = msgspec.to_builtins(self._end.info())
         device = describe_device(self._device)
@@ -264,7 +266,7 @@ def wait_done(end: Sender | Receiver, interval: float) -> None:
 
 
 def make_manager(
-    spec: Spec, pool: KVPool, instance: str, host: str, key: bytes | None
+    spec: TransferSpec, pool: KVPool, instance: str, host: str, key: bytes | None
 ) -> TransferManager:
     """As a node makes it; only the number of connections of tcp is not a node's setting."""
     if spec.backend == "tcp" and spec.connections:

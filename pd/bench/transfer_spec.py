@@ -18,7 +18,7 @@ Layout = Literal["scattered", "contiguous"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class KVShape:
     """A model's KV: what the layers keep of each token."""
 
     name: str
@@ -31,7 +31,7 @@ class Shape:
         return f"{self.layers} layers, {self.kv_heads} heads x {self.head_dim}"
 
 
-def load_shape(model: str, dtype: str) -> Shape:
+def load_shape(model: str, dtype: str) -> KVShape:
     """The KV of a named model, of a model directory or of a ``config.json``.
 
     Args:
@@ -57,10 +57,10 @@ def load_shape(model: str, dtype: str) -> Shape:
     if chosen not in DTYPES:
         raise UsageError(f"{model} has dtype {chosen}; choose one with --dtype {'|'.join(DTYPES)}")
     shown = model if model in NAMES else file.resolve().parent.name
-    return Shape(shown, config.num_layers, config.num_kv_heads, config.head_dim, chosen)
+    return KVShape(shown, config.num_layers, config.num_kv_heads, config.head_dim, chosen)
 
 
-class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One measurement; both ends know all of it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     backend: str
-    shape: Shape
+    shape: KVShape
     page_size: int
     tokens: int
     layout: Layout
@@ -110,7 +110,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Found(msgspec.Struct):
     """Rates in GB/s, of the repeats in order; ``ceiling`` names what was compared with."""
 
-    spec: Spec
+    spec: TransferSpec
     ceiling: str
     rates: list[float]
     ceiling_rates: list[float]

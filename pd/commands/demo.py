@@ -132,7 +132,7 @@ def _wait(children: Children, *started: Child) -> None:
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """What the client saw; times in seconds since the request was sent."""
 
     first_token: float = 0.0
@@ -140,7 +140,7 @@ class Answer:
     usage: dict[str, Any] = field(default_factory=dict)
 
 
-def ask(url: str, prompt: str, *, show: bool = True) -> Answer:
+def ask(url: str, prompt: str, *, show: bool = True) -> StreamedAnswer:
     """Stream a chat completion to standard output. Raises SetupError if it does not end well."""
     import httpx
 
@@ -151,7 +151,7 @@ def ask(url: str, prompt: str, *, show: bool = True) -> Answer:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    answer = Answer()
+    answer = StreamedAnswer()
     # Without trust_env: an HTTP proxy from the environment has no business on loopback.
     with httpx.Client(trust_env=False, timeout=60.0, headers=_headers()) as client:
         began = time.monotonic()
@@ -180,7 +180,7 @@ def _read(response: Any) -> str:
     return text
 
 
-def _read_stream(lines: Iterable[str], answer: Answer, began: float) -> Iterator[str]:
+def _read_stream(lines: Iterable[str], answer: StreamedAnswer, began: float) -> Iterator[str]:
     """The pieces of the answer as they arrive."""
     for line in lines:
         data = line.removeprefix("data: ")
@@ -219,7 +219,7 @@ class Times(NamedTuple):
         return cls(stages, read_metric(decode, "pd_transferred_bytes_total")[""])
 
 
-def _show_times(answer: Answer, before: Times, after: Times) -> None:
+def _show_times(answer: StreamedAnswer, before: Times, after: Times) -> None:
     """Nobody else asked anything, so the difference is this one request's."""
     milliseconds = {s: (t - before.stages[s]) * 1e3 for s, t in after.stages.items()}
     kib = (after.moved - before.moved) / 1024

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from pd import cli
 from pd.bench import engine_profile
 from pd.bench.engine_roofline import CEILINGS, Roofline
-from pd.bench.engine_steps import Step, StepLog
-from pd.bench.engine_work import Work, parse_work
+from pd.bench.engine_steps import LoggedStep, StepLog
+from pd.bench.engine_work import Workload, parse_work
 from pd.bench.shapes import NAMES, SHAPES, model_directory
 from pd.core.errors import UsageError
 from pd.models.config import ModelConfig
@@ -118,11 +118,11 @@ def test_a_profile_holds_the_steps_of_one_batch(tmp_path, monkeypatch, capsys) -
 def test_work_is_read_from_its_short_form() -> None:
     texts = ["decode:1,64", "prefill:1024", "cached:9", "offline:512x1024x128"]
     assert parse_work(texts, 2048) == [
-        Work("decode", 1, 2048),
-        Work("decode", 64, 2048),
-        Work("prefill", 1, 1024),
-        Work("cached", 1, 9),
-        Work("offline", 512, 1024, 128),
+        Workload("decode", 1, 2048),
+        Workload("decode", 64, 2048),
+        Workload("prefill", 1, 1024),
+        Workload("cached", 1, 9),
+        Workload("offline", 512, 1024, 128),
     ]
     works = parse_work(texts, 2048)
     assert [str(work) for work in works] == ["decode:1", "decode:64", *texts[1:]]
@@ -133,12 +133,12 @@ def test_work_is_read_from_its_short_form() -> None:
 def test_intervals_lie_between_neighbours_of_the_same_batch() -> None:
     log = StepLog.__new__(StepLog)
     log.steps = [
-        Step(0.0, 2, False, 0.0),  # a prompt is among them
-        Step(1.0, 2, True, 10.0),
-        Step(1.5, 2, True, 11.0),
-        Step(9.0, 1, True, 12.0),
-        Step(9.5, 2, True, 13.0),
-        Step(9.75, 2, True, 14.0),
+        LoggedStep(0.0, 2, False, 0.0),  # a prompt is among them
+        LoggedStep(1.0, 2, True, 10.0),
+        LoggedStep(1.5, 2, True, 11.0),
+        LoggedStep(9.0, 1, True, 12.0),
+        LoggedStep(9.5, 2, True, 13.0),
+        LoggedStep(9.75, 2, True, 14.0),
     ]
     assert log.intervals(2) == [(0.5, 11.0), (0.25, 14.0)]
     assert log.intervals(1) == []

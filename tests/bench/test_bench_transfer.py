@@ -17,7 +17,7 @@ from e2e.backends import MOONCAKE, NIXL
 from pd import cli
 from pd.bench import transfer_control
 from pd.bench.transfer_ends import SourceEnd, TargetEnd
-from pd.bench.transfer_spec import Spec, load_shape
+from pd.bench.transfer_spec import TransferSpec, load_shape
 from pd.bench.transfer_spec import row as result_row
 from pd.core.errors import TransferError, UsageError
 
@@ -28,7 +28,7 @@ SMALL = ["--model", "embedded", "--tokens", "200", "--repeats", "2", "--seconds"
 FIELDS = {"backend", "device", "gb_s", "page_size", "tokens", "ceiling_gb_s", "ceiling", "layout"}
 
 
-def spec(**changes) -> Spec:
+def spec(**changes) -> TransferSpec:
     settings = dict(
         backend="tcp",
         shape=load_shape("embedded", "auto"),
@@ -41,7 +41,7 @@ def spec(**changes) -> Spec:
         repeats=1,
         seconds=0.0,
     )
-    return Spec(**{**settings, **changes})
+    return TransferSpec(**{**settings, **changes})
 
 
 def test_measures_several_backends_and_page_sizes_into_one_file(tmp_path, capfd) -> None:
