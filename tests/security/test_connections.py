@@ -22,13 +22,8 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from pd.core.connections import (
-    MAX_HEADERS,
-    MAX_PIPELINED,
-    ConnectionLimits,
-    Listener,
-    raise_file_limit,
-)
+from pd.core.connections import ConnectionLimits, Listener, raise_file_limit
+from pd.core.guarded_protocol import MAX_HEADERS, MAX_PIPELINED
 from pd.node.http_server import Deferred, HttpServers, bind
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))

@@ -1,0 +1,238 @@
+"""One HTTP connection with limits on the sizes of its requests and on how long it may take.
+
+uvicorn has no deadline for a request's head or body. A response has all the time in the world once
+its request is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pd.core.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    PDError,
+    UnavailableError,
+    error_body,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pd.core.connections import Listener
+
+# Headers of one request.
+MAX_HEADERS = 256
+# Requests that a client may send before it has the answer to the first.
+MAX_PIPELINED = 16
+
+
+class _OneWarningASecond(logging.Filter):
+    """uvicorn warns of every malformed request."""
+
+    _next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        now = time.monotonic()
+        passes = now >= self._next
+        if passes:
+            self._next = now + 1.0
+        return passes
+
+
+logging.getLogger("uvicorn.error").addFilter(_OneWarningASecond())
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with limits."""
+
+    def __init__(self, listener: Listener, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._listener = listener
+        self._limits = listener.limits
+        # Bytes of the present request line and headers.
+        self._head_bytes = 0
+        # Bytes of the present body, and the same with chunk headers and trailers.
+        self._body_bytes = self._framed_bytes = 0
+        # Since when the client has left more unread than the transport likes to hold, and how much
+        # that was; nothing is added until it has read.
+        self.unread_since: float | None = None
+        self._unread_then = 0
+        # When the present head or body began; None while there is neither.
+        self._head_since: float | None = time.monotonic()
+        self._body_since: float | None = None
+        self._problem = ""
+
+    def refuse(self, status: int, reason: str, message: str) -> None:
+        """Close, with an answer unless another one is being sent."""
+        if not self._is_answering or not self.cycle.response_started:
+            self.transport.write(refusal(status, reason, message))
+        self.transport.close()
+
+    def sweep(self, now: float) -> None:
+        """End the connection if it is late with a head or a body, or with reading."""
+        limits = self._limits
+        if self.unread_since is not None:
+            taken = self._unread_then - self.unread_bytes
+            if now > self.unread_since + limits.read_seconds + taken / limits.read_rate:
+                self.transport.abort()
+        if self.transport.is_closing():
+            return
+        if self._head_since is not None and self._is_answering:
+            self._head_since = now  # there is no hurry with the next one
+        elif self._head_since is not None and now > self._head_since + limits.head_seconds:
+            if self._head_bytes:
+                what = f"the request's head did not come within {limits.head_seconds:g} s"
+                self.refuse(408, "Request Timeout", what)
+            else:
+                self.transport.close()
+        elif self._body_since is not None:
+            if self.flow.read_paused:
+                self._body_since = now  # it is this end that does not read
+            earned = self._body_bytes / limits.body_rate
+            if now > self._body_since + limits.body_seconds + earned:
+                what = f"only {self._body_bytes} bytes of the body came in time"
+                self.refuse(408, "Request Timeout", what)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of answers that wait in this process for the client to read."""
+        return self.transport.get_write_buffer_size()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread_since, self._unread_then = time.monotonic(), self.unread_bytes
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unread_since = None
+
+    def give_way(self) -> None:
+        """Close the connection at once, whatever was not read."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._listener.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._listener.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_since is None and self._body_since is None:
+            self._head_since = time.monotonic()
+        self._head_bytes += len(data)
+        if self._body_since is not None:
+            self._framed_bytes += len(data)
+        super().data_received(data)
+        if self._body_since is not None:
+            self._head_bytes = 0
+            around = self._framed_bytes - self._body_bytes
+            if around > self._body_bytes + self._limits.head_bytes:
+                self.send_400_response(f"{around} bytes surround {self._body_bytes} of the body")
+        if self._head_bytes > self._limits.head_bytes and not self.transport.is_closing():
+            reason = "Request Header Fields Too Large"
+            self.refuse(
+                431, reason, f"the request's headers exceed {self._limits.head_bytes} bytes"
+            )
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["transport"] = self.transport
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._body_since is not None:
+            return  # a trailer, which must not pass for a header
+        if len(self.headers) >= MAX_HEADERS:
+            self._problem = f"the request has more than {MAX_HEADERS} headers"
+            raise ValueError(self._problem)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._problem = f"more than {MAX_PIPELINED} requests wait for the answer to the first"
+            raise ValueError(self._problem)
+        self._head_since, self._body_since = None, time.monotonic()
+        self._body_bytes = self._framed_bytes = 0
+        admitted = self._listener.asks(self)
+        app = self.app
+        if not admitted:
+            self.app = _Unavailable(self._limits.open_paths, app)
+        super().on_headers_complete()
+        self.app = app
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > self._limits.body_bytes:
+            if not self.transport.is_closing():
+                what = f"the body has more than {self._limits.body_bytes} bytes"
+                self.refuse(413, "Content Too Large", what)
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._body_since, self._head_bytes = None, 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self._listener.waits(self)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            self.refuse(400, "Bad Request", self._problem or msg)
+
+
+_ERRORS: dict[int, type[PDError]] = {408: DeadlineExceededError, 503: UnavailableError}
+
+
+def _body(status: int, message: str) -> bytes:
+    return msgspec.json.encode(error_body(_ERRORS.get(status, InvalidRequestError)(message)))
+
+
+def refusal(status: int, reason: str, message: str) -> bytes:
+    """A whole response that ends its connection."""
+    body = _body(status, message)
+    head = (
+        f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class _Unavailable:
+    """Answers 503 to all but some paths."""
+
+    def __init__(self, open_paths: frozenset[str], app: Any) -> None:
+        self._open_paths = open_paths
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        body = _body(503, FULL)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"retry-after", b"1"),
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+FULL = "too many connections; try again later"
