@@ -28,7 +28,7 @@ SIZES = (16, 32, 64, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _CapturedChunk:
     """One captured size: ``inputs`` are int64 ``[2 * tokens + 1]``, token ids, positions and the
     row whose logits are wanted; ``logits`` ``[1, vocab_size]`` holds the last replay's."""
 
@@ -55,7 +55,7 @@ class ChunkGraphs:
         max_context: int,
     ) -> None:
         self._model = model
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _CapturedChunk] = {}
         device = model.embedding.device
         memory = torch.zeros(2 * SIZES[-1] + 1, dtype=torch.int64, device=device)
         for tokens in reversed(SIZES):
@@ -64,7 +64,7 @@ class ChunkGraphs:
                 return
             inputs = memory[: 2 * tokens + 1]
             compute = functools.partial(self._compute, tokens, inputs, attention)
-            self._graphs[tokens] = _Graph(attention, inputs, *recorder.record(compute))
+            self._graphs[tokens] = _CapturedChunk(attention, inputs, *recorder.record(compute))
 
     def _compute(
         self, tokens: int, inputs: torch.Tensor, attention: ChunkAttention

@@ -45,7 +45,7 @@ def default_sizes(max_running: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _CapturedDecode:
     """One captured size: ``inputs`` are int64 ``[3 * rows]``: where each row's token is among all
     tokens, positions, and tokens that the host knows; ``logits`` ``[rows, vocab_size]`` holds the
     result of the last replay."""
@@ -119,7 +119,7 @@ class DecodeGraphs:
         self._logits = torch.zeros(
             largest, model.config.vocab_size, dtype=model.embedding.dtype, device=self._device
         )
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _CapturedDecode] = {}
         bar = tqdm(
             sorted(sizes, reverse=True),
             desc="CUDA graphs",
@@ -133,7 +133,7 @@ class DecodeGraphs:
             inputs = self._tokens[: 3 * rows]
             attention.plan(np.zeros(0, np.int64), [])
             compute = functools.partial(self._compute, rows, inputs, attention)
-            self._graphs[rows] = _Graph(attention, inputs, *recorder.record(compute))
+            self._graphs[rows] = _CapturedDecode(attention, inputs, *recorder.record(compute))
         torch.cuda.empty_cache()
 
     def _compute(self, rows: int, inputs: torch.Tensor, attention: DecodeAttention) -> torch.Tensor:

@@ -37,7 +37,7 @@ MAX_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LinearShape:
     """How a kernel is launched.
 
     Attributes:
@@ -58,12 +58,17 @@ _NARROW = 4096
 # By the most rows: gated, then not gated with at most 4096 outputs, 8192, and more. Tuned on an
 # H200 with Llama-3.1-8B's matrices; those for 16 rows with a loop that read no tile early.
 _SHAPES = {
-    1: (Shape(4, 1024, 4, 4), None, Shape(16, 512, 4, 5), Shape(8, 1024, 4, 4)),
-    16: (Shape(32, 256, 4, 3), Shape(32, 256, 4, 7), Shape(64, 128, 4, 9), Shape(64, 256, 4, 3)),
+    1: (LinearShape(4, 1024, 4, 4), None, LinearShape(16, 512, 4, 5), LinearShape(8, 1024, 4, 4)),
+    16: (
+        LinearShape(32, 256, 4, 3),
+        LinearShape(32, 256, 4, 7),
+        LinearShape(64, 128, 4, 9),
+        LinearShape(64, 256, 4, 3),
+    ),
 }
 
 
-def _shape(rows: int, outputs: int, is_gated: bool) -> Shape:
+def _shape(rows: int, outputs: int, is_gated: bool) -> LinearShape:
     shapes = _SHAPES[1 if _has_own_kernel(rows, outputs, is_gated) else MAX_ROWS]
     shape = shapes[0 if is_gated else 1 if outputs <= _NARROW else 2 if outputs <= 8192 else 3]
     assert shape is not None
@@ -222,7 +227,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     is_gated: bool,
-    shape: Shape | None = None,
+    shape: LinearShape | None = None,
 ) -> torch.Tensor:
     """:func:`pd.kernels.linear.linear`, or ``gate_up_silu``, of what :func:`fits`.
 

@@ -5,14 +5,14 @@ evict; see :class:`RadixCache`.
 """
 
 from pd.radix.cache import InsertResult, MatchResult, RadixCache
-from pd.radix.node import IntArray, Node
 from pd.radix.policies import EVICTION_POLICIES
+from pd.radix.tree_node import IntArray, TreeNode
 
 __all__ = [
     "EVICTION_POLICIES",
     "InsertResult",
     "IntArray",
     "MatchResult",
-    "Node",
     "RadixCache",
+    "TreeNode",
 ]

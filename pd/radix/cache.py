@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pd.radix import invariants
-from pd.radix.node import Edge, IntArray, Node
+from pd.radix.invariants import check_invariants
 from pd.radix.order import EvictionOrder
 from pd.radix.policies import POLICY_KEYS, PROTECTED_FLOOR, PROTECTED_SHARE
+from pd.radix.tree_node import Edge, IntArray, TreeNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class MatchResult(NamedTuple):
     """
 
     pages: IntArray
-    handle: Node
+    handle: TreeNode
 
     @property
     def num_pages(self) -> int:
@@ -44,7 +44,7 @@ class InsertResult(NamedTuple):
     """
 
     existing_pages: int
-    handle: Node
+    handle: TreeNode
     pages: IntArray
 
 
@@ -88,7 +88,7 @@ class RadixCache:
         self._page_bytes = page_size * _INT32.itemsize
         self._order_key = POLICY_KEYS[policy]
         self._order = EvictionOrder()
-        self._root = Node(None, b"", b"", _NO_PAGES)
+        self._root = TreeNode(None, b"", b"", _NO_PAGES)
         self._clock = 0
         self._hit_pages = 0  # matched at least once: slru's protected segment
 
@@ -122,7 +122,7 @@ class RadixCache:
         _, matched, _ = self._walk(self._key(tokens, max_tokens), namespace)
         return matched // _INT32.itemsize
 
-    def path(self, tokens: IntArray, namespace: str = "") -> list[Node]:
+    def path(self, tokens: IntArray, namespace: str = "") -> list[TreeNode]:
         """The nodes that a match would pass, root first and without any effect; the last one may
         match only partly."""
         return [self._root, *self._walk(self._key(tokens, None), namespace)[0]]
@@ -162,12 +162,12 @@ class RadixCache:
         self._reorder(path[-1])
         return InsertResult(existing, path[-1], _pages_of(path))
 
-    def lock(self, handle: Node) -> None:
+    def lock(self, handle: TreeNode) -> None:
         """Keep the handle's prefix from eviction. Locks count: each needs its own ``unlock``."""
         assert self._is_alive(handle), "locked a handle whose prefix was evicted"
         handle.held += 1
         self._dequeue(handle)
-        node: Node | None = handle
+        node: TreeNode | None = handle
         while node is not None:
             if not node.locks:
                 self.evictable_pages -= len(node.pages)
@@ -175,11 +175,11 @@ class RadixCache:
             node.locks += 1
             node = node.parent
 
-    def unlock(self, handle: Node) -> None:
+    def unlock(self, handle: TreeNode) -> None:
         """Take back one ``lock`` of this handle."""
         assert handle.held > 0, "unlocked a handle that is not locked"
         handle.held -= 1
-        node: Node | None = handle
+        node: TreeNode | None = handle
         while node is not None:
             node.locks -= 1
             if not node.locks:
@@ -209,7 +209,7 @@ class RadixCache:
         """Drop everything that is not locked and return the page ids."""
         return self.evict(self.evictable_pages)
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """All nodes, parents before children, beginning with the root. O(size)."""
         stack = [self._root]
         while stack:
@@ -226,7 +226,7 @@ class RadixCache:
 
         ``unique_pages=False`` for a tree whose page ids mean nothing and may repeat.
         """
-        invariants.check(self, unique_pages=unique_pages)
+        check_invariants(self, unique_pages=unique_pages)
 
     def _key(self, tokens: IntArray, max_tokens: int | None) -> bytes:
         """The whole pages of ``tokens`` as memory."""
@@ -236,13 +236,13 @@ class RadixCache:
             length = max(max_tokens, 0)
         return tokens[: length - length % self.page_size].tobytes()
 
-    def _walk(self, data: bytes, namespace: str) -> tuple[list[Node], int, int]:
+    def _walk(self, data: bytes, namespace: str) -> tuple[list[TreeNode], int, int]:
         """Follow ``data`` down from the root.
 
         Returns the nodes on its way (without the root), how many bytes of ``data`` they match, and
         how many of these lie in the last node if that matches only partly (else 0).
         """
-        path: list[Node] = []
+        path: list[TreeNode] = []
         position, end, page_bytes = 0, len(data), self._page_bytes
         edge: Edge = (namespace, data[:page_bytes])
         children = self._root.children
@@ -268,7 +268,7 @@ class RadixCache:
         equal = first if differs[first] else count
         return (equal - equal % self.page_size) * _INT32.itemsize
 
-    def _split(self, node: Node, num_pages: int) -> Node:
+    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
         """Move the first ``num_pages`` pages of ``node`` to a new parent, and return that.
 
         Handles of ``node`` end where it ends, so it is the lower half that remains ``node``.
@@ -277,7 +277,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None and 0 < cut < len(node.key)
         # Both halves are copies, or the smaller would keep the memory of the whole alive.
-        upper = Node(parent, node.edge, node.key[:cut], node.pages[:num_pages].copy())
+        upper = TreeNode(parent, node.edge, node.key[:cut], node.pages[:num_pages].copy())
         upper.locks = node.locks
         upper.created = node.created
         upper.last_used = node.last_used
@@ -292,17 +292,17 @@ class RadixCache:
         upper.children[node.edge] = node
         return upper
 
-    def _add_leaf(self, parent: Node, namespace: str, key: bytes, pages: IntArray) -> Node:
+    def _add_leaf(self, parent: TreeNode, namespace: str, key: bytes, pages: IntArray) -> TreeNode:
         first_page = key[: self._page_bytes]
         edge: Edge = (namespace, first_page) if parent is self._root else first_page
-        leaf = Node(parent, edge, key, pages)
+        leaf = TreeNode(parent, edge, key, pages)
         leaf.created = leaf.last_used = self._clock
         parent.children[edge] = leaf
         self._dequeue(parent)
         self.evictable_pages += len(pages)
         return leaf
 
-    def _remove_leaf(self, leaf: Node) -> None:
+    def _remove_leaf(self, leaf: TreeNode) -> None:
         parent = leaf.parent
         assert parent is not None and not leaf.children and not leaf.locks
         self._dequeue(leaf)
@@ -313,7 +313,7 @@ class RadixCache:
             self._hit_pages -= len(leaf.pages)
         self._reorder(parent)
 
-    def _victim(self) -> Node | None:
+    def _victim(self) -> TreeNode | None:
         if self.policy == "slru":
             total = self.evictable_pages + self.locked_pages
             if self._hit_pages > PROTECTED_SHARE * total:
@@ -322,7 +322,7 @@ class RadixCache:
                     return victim
         return self._order.first()
 
-    def _reorder(self, node: Node) -> None:
+    def _reorder(self, node: TreeNode) -> None:
         """Put a node where it now belongs in the eviction order, if it belongs there at all."""
         if node.children or node.locks or node is self._root:
             return
@@ -332,12 +332,12 @@ class RadixCache:
             self._order.add(key, node)
             node.order_key = key
 
-    def _dequeue(self, node: Node) -> None:
+    def _dequeue(self, node: TreeNode) -> None:
         if node.order_key is not None:
             self._order.remove(node.order_key)
             node.order_key = None
 
-    def _is_alive(self, node: Node) -> bool:
+    def _is_alive(self, node: TreeNode) -> bool:
         return node.parent is not None or node is self._root
 
 
@@ -356,7 +356,7 @@ def _kept(pages: IntArray) -> IntArray:
     return pages
 
 
-def _pages_of(path: Sequence[Node]) -> IntArray:
+def _pages_of(path: Sequence[TreeNode]) -> IntArray:
     return path[0].pages if len(path) == 1 else _concatenate([node.pages for node in path])
 
 

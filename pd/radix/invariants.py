@@ -10,10 +10,10 @@ from pd.radix.policies import POLICY_KEYS
 
 if TYPE_CHECKING:
     from pd.radix.cache import RadixCache
-    from pd.radix.node import Node
+    from pd.radix.tree_node import TreeNode
 
 
-def check(cache: RadixCache, *, unique_pages: bool) -> None:
+def check_invariants(cache: RadixCache, *, unique_pages: bool) -> None:
     """Raise AssertionError, saying what is wrong, unless every invariant holds. O(size)."""
     nodes = list(cache.nodes())
     root = cache._root
@@ -36,7 +36,7 @@ def _expect(holds: bool, problem: str) -> None:
         raise AssertionError(f"radix cache: {problem}")
 
 
-def _check_node(cache: RadixCache, node: Node) -> None:
+def _check_node(cache: RadixCache, node: TreeNode) -> None:
     below = sum(child.locks for child in node.children.values())
     _expect(node.held >= 0, f"a handle is held {node.held} times")
     _expect(
@@ -54,7 +54,7 @@ def _check_node(cache: RadixCache, node: Node) -> None:
     _expect(node.pages.dtype == np.int32, f"page ids of type {node.pages.dtype}")
 
 
-def _check_link(cache: RadixCache, parent: Node, child: Node) -> None:
+def _check_link(cache: RadixCache, parent: TreeNode, child: TreeNode) -> None:
     _expect(child.parent is parent, "a child whose parent is another node")
     _expect(parent.children.get(child.edge) is child, "a child filed under another edge")
     first_page = child.key[: cache._page_bytes]
@@ -71,7 +71,7 @@ def _check_link(cache: RadixCache, parent: Node, child: Node) -> None:
         _expect(parent.priority >= child.priority, "a child of higher priority than its parent")
 
 
-def _check_counts(cache: RadixCache, nodes: list[Node]) -> None:
+def _check_counts(cache: RadixCache, nodes: list[TreeNode]) -> None:
     locked = sum(len(node.pages) for node in nodes if node.locks)
     unlocked = sum(len(node.pages) for node in nodes if not node.locks)
     hit = sum(len(node.pages) for node in nodes if node.hits)
@@ -83,7 +83,7 @@ def _check_counts(cache: RadixCache, nodes: list[Node]) -> None:
         _expect(counted == found, f"{name} says {counted}, the tree holds {found}")
 
 
-def _check_order(cache: RadixCache, nodes: list[Node]) -> None:
+def _check_order(cache: RadixCache, nodes: list[TreeNode]) -> None:
     leaves = {
         id(node)
         for node in nodes

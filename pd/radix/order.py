@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd.radix.node import Node
+    from pd.radix.tree_node import TreeNode
 
 
 class EvictionOrder:
@@ -22,18 +22,18 @@ class EvictionOrder:
 
     def __init__(self, chunk_size: int = 512) -> None:
         self._chunk_size = chunk_size
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, TreeNode] = {}
         self._chunks: list[list[int]] = []
         self._lasts: list[int] = []  # of each chunk, so that one bisection finds the chunk
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __iter__(self) -> Iterator[tuple[int, Node]]:
+    def __iter__(self) -> Iterator[tuple[int, TreeNode]]:
         """All entries in order. O(n): for checks and tests."""
         return ((key, self._nodes[key]) for chunk in self._chunks for key in chunk)
 
-    def add(self, key: int, node: Node) -> None:
+    def add(self, key: int, node: TreeNode) -> None:
         assert key not in self._nodes, f"eviction key {key} is taken"
         self._nodes[key] = node
         index = bisect_left(self._lasts, key)
@@ -60,11 +60,11 @@ class EvictionOrder:
         if len(chunk) < self._chunk_size // 4:
             self._merge(index)
 
-    def first(self) -> Node | None:
+    def first(self) -> TreeNode | None:
         """The node with the smallest key; None when empty."""
         return self._nodes[self._chunks[0][0]] if self._chunks else None
 
-    def first_from(self, floor: int) -> Node | None:
+    def first_from(self, floor: int) -> TreeNode | None:
         """The node with the smallest key that is at least ``floor``; None when there is none."""
         index = bisect_left(self._lasts, floor)
         if index == len(self._lasts):

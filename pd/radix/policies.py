@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.radix.node import Node
+    from pd.radix.tree_node import TreeNode
 
 _TICK_BITS = 48
 
@@ -24,27 +24,27 @@ give up its own oldest. Without a bound, pages that were hit once long ago would
 new ones would be evicted before they ever had a chance of a hit."""
 
 
-def _lru(node: Node) -> int:
+def _lru(node: TreeNode) -> int:
     return node.last_used
 
 
-def _lfu(node: Node) -> int:
+def _lfu(node: TreeNode) -> int:
     return (node.hits << _TICK_BITS) + node.last_used
 
 
-def _fifo(node: Node) -> int:
+def _fifo(node: TreeNode) -> int:
     return node.created
 
 
-def _slru(node: Node) -> int:
+def _slru(node: TreeNode) -> int:
     return (PROTECTED_FLOOR if node.hits else 0) + node.last_used
 
 
-def _priority(node: Node) -> int:
+def _priority(node: TreeNode) -> int:
     return (node.priority << _TICK_BITS) + node.last_used
 
 
-POLICY_KEYS: dict[str, Callable[[Node], int]] = {
+POLICY_KEYS: dict[str, Callable[[TreeNode], int]] = {
     "lru": _lru,
     "lfu": _lfu,
     "fifo": _fifo,

@@ -22,7 +22,7 @@ from pd.core.errors import UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
-from pd.engine.tensor_parallel.messages import Step
+from pd.engine.tensor_parallel.messages import ForwardStep
 from pd.kernels.attention import make_attention_backend
 from pd.models.config import ModelConfig
 from pd.models.loader import load_model
@@ -178,7 +178,7 @@ def test_a_step_arrives_as_it_was_sent() -> None:
         ForwardItem(array(-1), 0, array(1), 1),
         ForwardItem(array(4, 4), 14, array(2, 6), 0),
     ]
-    step = Step.of(items, 16, 7)
+    step = ForwardStep.of(items, 16, 7)
     assert step.num_previous == 7
     received = step.items()
     # Of the first table, the last page is not touched by this step.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pd.radix import InsertResult, IntArray, MatchResult, Node, RadixCache
+from pd.radix import InsertResult, IntArray, MatchResult, RadixCache, TreeNode
 
 Prefix = tuple[str, tuple[int, ...]]  # a namespace and whole pages of tokens
 
@@ -108,8 +108,8 @@ class Rehearsal:
     def __init__(self, page_size: int, policy: str) -> None:
         self.cache = RadixCache(page_size, policy=policy)
         self.model = Model(page_size, policy)
-        self.handles: list[tuple[Node, Prefix]] = []  # valid until the next eviction
-        self.locked: list[tuple[Node, Prefix]] = []
+        self.handles: list[tuple[TreeNode, Prefix]] = []  # valid until the next eviction
+        self.locked: list[tuple[TreeNode, Prefix]] = []
         self.num_made = 0
         self.given_back: list[int] = []
 
@@ -178,7 +178,7 @@ class Rehearsal:
         self.forget_unlocked()
 
     def remember(
-        self, handle: Node, namespace: str, tokens: tuple[int, ...], num_pages: int
+        self, handle: TreeNode, namespace: str, tokens: tuple[int, ...], num_pages: int
     ) -> None:
         self.handles.append((handle, (namespace, tokens[: num_pages * self.model.page_size])))
         self.compare()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from radix_model import as_array
 
-from pd.radix import Node, RadixCache
+from pd.radix import RadixCache, TreeNode
 
 
 def a_cache() -> RadixCache:
@@ -18,7 +18,7 @@ def a_cache() -> RadixCache:
     return cache
 
 
-def nodes_by_name(cache: RadixCache) -> dict[str, Node]:
+def nodes_by_name(cache: RadixCache) -> dict[str, TreeNode]:
     return {
         "prefix": cache.match(as_array([1, 2])).handle,
         "left": cache.match(as_array([1, 2, 3, 4])).handle,
@@ -26,67 +26,67 @@ def nodes_by_name(cache: RadixCache) -> dict[str, Node]:
     }
 
 
-def double_page(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def double_page(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["left"].pages = nodes["right"].pages
 
 
-def longer_key(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def longer_key(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["left"].key += b"...."
 
 
-def wrong_parent(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def wrong_parent(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["left"].parent = nodes["right"]
 
 
-def wrong_edge(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def wrong_edge(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["left"].key = bytes(8)
 
 
-def missing_namespace(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def missing_namespace(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     root = nodes["prefix"].parent
     assert root is not None
     root.children = {nodes["prefix"].key: nodes["prefix"]}
     nodes["prefix"].edge = nodes["prefix"].key
 
 
-def lock_on_leaf_only(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def lock_on_leaf_only(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["prefix"].locks = 0
     cache._root.locks = 0
 
 
-def lost_lock(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def lost_lock(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["left"].held = 0
 
 
-def miscounted_evictable(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def miscounted_evictable(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     cache.evictable_pages += 1
 
 
-def miscounted_locked(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def miscounted_locked(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     cache.locked_pages -= 1
 
 
-def miscounted_hits(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def miscounted_hits(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     cache._hit_pages += 1
 
 
-def leaf_missing_in_order(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def leaf_missing_in_order(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     cache._dequeue(nodes["right"])
 
 
-def locked_leaf_in_order(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def locked_leaf_in_order(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     cache._order.add(1, nodes["left"])
 
 
-def outdated_key(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def outdated_key(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["right"].last_used -= 1
 
 
-def child_used_later(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def child_used_later(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["prefix"].last_used = 0
 
 
-def wide_pages(cache: RadixCache, nodes: dict[str, Node]) -> None:
+def wide_pages(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
     nodes["left"].pages = nodes["left"].pages.astype(np.int64)  # type: ignore[assignment]
 
 
@@ -110,7 +110,7 @@ def wide_pages(cache: RadixCache, nodes: dict[str, Node]) -> None:
         (wide_pages, "int64"),
     ],
 )
-def test_finds(damage: Callable[[RadixCache, dict[str, Node]], None], problem: str) -> None:
+def test_finds(damage: Callable[[RadixCache, dict[str, TreeNode]], None], problem: str) -> None:
     cache = a_cache()
     nodes = nodes_by_name(cache)
     cache.check()

@@ -3,19 +3,19 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd.radix import Node
+from pd.radix import TreeNode
 from pd.radix.order import EvictionOrder
 
 
-def node() -> Node:
-    return Node(None, b"", b"", None)  # type: ignore[arg-type]
+def node() -> TreeNode:
+    return TreeNode(None, b"", b"", None)  # type: ignore[arg-type]
 
 
 @given(chunk_size=st.sampled_from((2, 3, 8, 13)), toggled=st.permutations(range(-40, 41)))
 @settings(deadline=None)
 def test_agrees_with_a_sorted_dictionary(chunk_size: int, toggled: list[int]) -> None:
     """Keys come in any order and leave in another, with some coming and going in between."""
-    order, expected = EvictionOrder(chunk_size), dict[int, Node]()
+    order, expected = EvictionOrder(chunk_size), dict[int, TreeNode]()
     for key in [*toggled, *toggled[::3], *toggled[::2], *toggled[1::3], *sorted(toggled)]:
         if key in expected:
             del expected[key]

@@ -25,15 +25,15 @@ from pd.engine.tensor_parallel.group import ProcessGroup
 from pd.engine.tensor_parallel.messages import (
     Built,
     Capacity,
-    Channel,
-    Failed,
     ForgetPages,
+    ForwardStep,
     Joining,
-    Message,
+    RankChannel,
+    RankFailed,
+    RankMessage,
     RestorePages,
     SavePages,
     Start,
-    Step,
     packed,
 )
 from pd.kernels.cuda_ipc import CudaIpc
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pd.engine.model_runner import ForwardItem, ModelRunner
 
     IntArray = npt.NDArray[np.int32]
-    M = TypeVar("M", bound=Message)
+    M = TypeVar("M", bound=RankMessage)
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class _Worker:
 
     def __init__(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
-        self.rank, self.channel = rank, Channel(ours)
-        self.inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.rank, self.channel = rank, RankChannel(ours)
+        self.inbox: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self.memory = os.memfd_create(f"pd-kv-rank-{rank}")
         descriptors = [theirs.fileno(), self.memory]
         command = [sys.executable, "-m", "pd.engine.tensor_parallel.worker"]
@@ -186,7 +186,7 @@ class Leader:
                 addresses.append(memory.data_ptr())
         return addresses
 
-    def _send(self, worker: _Worker, message: Message) -> None:
+    def _send(self, worker: _Worker, message: RankMessage) -> None:
         try:
             worker.channel.send(message)
         except OSError as error:
@@ -210,7 +210,7 @@ class Leader:
             NodeFailedError: a worker is gone.
         """
         count = 0 if previous_tokens is None else len(previous_tokens)
-        self._tell(Step.of(items, self._page_size, count))
+        self._tell(ForwardStep.of(items, self._page_size, count))
         if previous_tokens is not None:
             self.group.broadcast(previous_tokens)
 
@@ -229,7 +229,7 @@ class Leader:
         from any thread, a finalizer too."""
         self._forgotten.append(key)
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: RankMessage) -> None:
         """Send to all workers, which do what they are told in the order in which they are."""
         if self.failure is not None:
             raise NodeFailedError(self.failure)
@@ -308,7 +308,7 @@ class Leader:
         except EOFError:
             self.fail(self._epitaph(worker))
         else:
-            if not isinstance(message, Failed):
+            if not isinstance(message, RankFailed):
                 worker.inbox.put(message)
                 return True
             self.fail(f"tensor-parallel rank {worker.rank} failed: {message.reason}")

@@ -57,13 +57,13 @@ class Built(msgspec.Struct, tag=True):
     offset: int = 0
 
 
-class Failed(msgspec.Struct, tag=True):
+class RankFailed(msgspec.Struct, tag=True):
     """From a worker, and the last: why it ends."""
 
     reason: str
 
 
-class Step(msgspec.Struct, tag=True):
+class ForwardStep(msgspec.Struct, tag=True):
     """To all workers: a forward pass. Numbers are int32 arrays as bytes.
 
     Attributes:
@@ -81,7 +81,7 @@ class Step(msgspec.Struct, tag=True):
     num_previous: int
 
     @classmethod
-    def of(cls, items: Sequence[ForwardItem], page_size: int, num_previous: int) -> Step:
+    def of(cls, items: Sequence[ForwardItem], page_size: int, num_previous: int) -> ForwardStep:
         """Of the page tables, only what the step touches."""
         tables = [
             item.pages[: -(-(item.start + len(item.token_ids)) // page_size)] for item in items
@@ -137,10 +137,18 @@ class ForgetPages(msgspec.Struct, tag=True):
     key: int
 
 
-Message = (
-    Start | Joining | Capacity | Built | Failed | Step | SavePages | RestorePages | ForgetPages
+RankMessage = (
+    Start
+    | Joining
+    | Capacity
+    | Built
+    | RankFailed
+    | ForwardStep
+    | SavePages
+    | RestorePages
+    | ForgetPages
 )
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
 def packed(values: Any) -> bytes:
@@ -153,7 +161,7 @@ def unpacked(data: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.frombuffer(data, dtype="<i4")
 
 
-class Channel:
+class RankChannel:
     """Messages over a connected stream socket, which it owns. One thread may send and another
     receive."""
 
@@ -161,12 +169,12 @@ class Channel:
         self.socket = connected
         self._encoder = msgspec.msgpack.Encoder()
 
-    def encode(self, message: Message) -> bytes:
+    def encode(self, message: RankMessage) -> bytes:
         """What :meth:`send_encoded` sends, for several channels."""
         body = self._encoder.encode(message)
         return _LENGTH.pack(len(body)) + body
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         """Waits for room; raises OSError when the other end is gone."""
         self.send_encoded(self.encode(message))
 
@@ -174,7 +182,7 @@ class Channel:
         """See :meth:`send`."""
         self.socket.sendall(data)
 
-    def receive(self) -> Message:
+    def receive(self) -> RankMessage:
         """The next message; raises EOFError when the other end is gone."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return _decoder.decode(self._read(length))

@@ -28,14 +28,14 @@ from pd.engine.tensor_parallel.group import ProcessGroup
 from pd.engine.tensor_parallel.messages import (
     Built,
     Capacity,
-    Channel,
-    Failed,
     ForgetPages,
+    ForwardStep,
     Joining,
+    RankChannel,
+    RankFailed,
     RestorePages,
     SavePages,
     Start,
-    Step,
     unpacked,
 )
 from pd.kernels.cuda_ipc import CudaIpc
@@ -51,7 +51,7 @@ def main() -> NoReturn:
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
     threading.Thread(target=_end_with, args=(channel.socket,), daemon=True).start()
     reason = ""
     try:
@@ -65,7 +65,7 @@ def main() -> NoReturn:
         reason = repr(error)
     if reason:
         with contextlib.suppress(OSError):
-            channel.send(Failed(reason))
+            channel.send(RankFailed(reason))
     # NOTE: without the usual end, in which CUDA waits for kernels that wait for other ranks.
     os._exit(1 if reason else 0)
 
@@ -78,7 +78,7 @@ def _end_with(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: RankChannel) -> None:
     start = channel.receive()
     assert isinstance(start, Start)
     logging.basicConfig(
@@ -100,7 +100,7 @@ def _serve(channel: Channel) -> None:
     saved: dict[int, torch.Tensor] = {}
     while True:
         message = channel.receive()
-        if isinstance(message, Step):
+        if isinstance(message, ForwardStep):
             _compute(engine, group, device, message)
         elif isinstance(message, SavePages):
             saved[message.key] = engine.pool.gather_pages(unpacked(message.pages))
@@ -123,7 +123,7 @@ def _config(settings: dict[str, Any]) -> NodeConfig:
     )
 
 
-def _agree(channel: Channel, num_pages: int) -> int:
+def _agree(channel: RankChannel, num_pages: int) -> int:
     channel.send(Capacity(num_pages))
     agreed = channel.receive()
     assert isinstance(agreed, Capacity)
@@ -131,7 +131,7 @@ def _agree(channel: Channel, num_pages: int) -> int:
 
 
 @torch.inference_mode()
-def _compute(engine: Engine, group: ProcessGroup, device: torch.device, step: Step) -> None:
+def _compute(engine: Engine, group: ProcessGroup, device: torch.device, step: ForwardStep) -> None:
     previous = None
     if step.num_previous:
         previous = torch.empty(step.num_previous, dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ Edge: TypeAlias = bytes | tuple[str, bytes]
 the namespace is part of it, so tenants share nothing but the root."""
 
 
-class Node:
+class TreeNode:
     """A run of whole pages that were always used together.
 
     To callers a node is an opaque handle that means "the prefix ending with my last page". It
@@ -36,12 +36,12 @@ class Node:
         "priority",
     )
 
-    def __init__(self, parent: Node | None, edge: Edge, key: bytes, pages: IntArray) -> None:
+    def __init__(self, parent: TreeNode | None, edge: Edge, key: bytes, pages: IntArray) -> None:
         self.parent = parent
         self.edge = edge
         self.key = key
         self.pages = pages
-        self.children: dict[Edge, Node] = {}
+        self.children: dict[Edge, TreeNode] = {}
 
         # Locks on this very handle, and on it or any handle below it.
         self.held = 0
