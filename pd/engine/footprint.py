@@ -12,6 +12,7 @@ import torch
 from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.kernels.paging import page_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +55,7 @@ def footprint(
     if device.type != "cuda":
         return Footprint()
     tokens = min(config.chunked_prefill_size, max_context)
-    pages = np.arange(-(-tokens // layout.page_size), dtype=np.int32)
+    pages = np.arange(page_count(tokens, layout.page_size), dtype=np.int32)
     pool = KVPool(layout, len(pages), device)
     before = torch.cuda.memory_allocated(device)
     runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")

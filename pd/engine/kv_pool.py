@@ -12,6 +12,7 @@ import torch
 
 from pd.kernels.digest import digest_bytes, token_digests
 from pd.kernels.kv_copy import gather_parts
+from pd.kernels.paging import token_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +35,7 @@ class KVPool:
 
     Attributes:
         buffer: contiguous ``[num_layers, 2, slots, num_kv_heads, head_dim]``, K then V, zeros at
-            first. Token t of a sequence whose page table is ``pages`` lies in slot
-            ``pages[t // page_size] * page_size + t % page_size``.
+            first. :mod:`pd.kernels.paging` defines in which slot a token lies.
         parts: address of the buffer of each tensor-parallel rank, in the order of their heads, as
             mapped here; ``buffer``, of which all have the shape, is the first of them.
         num_pages: pages for callers. One more at the end, page ``num_pages``, takes the writes of
@@ -111,9 +111,7 @@ class KVPool:
     def digest(self, pages: IntArray, start: int, stop: int) -> bytes:
         """8 bytes that depend on the K and V of tokens ``[start, stop)`` of a sequence with this
         page table and on nothing else (see :mod:`pd.kernels.digest`)."""
-        positions = np.arange(start, stop)
-        slots = pages[positions // self.page_size].astype(np.int64) * self.page_size
-        slots += positions % self.page_size
+        slots = token_slots(pages, np.arange(start, stop), self.page_size)
         if len(self.parts) == 1:
             return digest_bytes(token_digests(self.buffer, slots, start))
         digests = []

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from pd.engine.model_runner import ForwardItem
+from pd.kernels.paging import page_count
 
 if TYPE_CHECKING:
     import socket
@@ -84,7 +85,7 @@ class ForwardStep(msgspec.Struct, tag=True):
     def of(cls, items: Sequence[ForwardItem], page_size: int, num_previous: int) -> ForwardStep:
         """Of the page tables, only what the step touches."""
         tables = [
-            item.pages[: -(-(item.start + len(item.token_ids)) // page_size)] for item in items
+            item.pages[: page_count(item.start + len(item.token_ids), page_size)] for item in items
         ]
         return cls(
             packed([item.start for item in items]),

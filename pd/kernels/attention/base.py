@@ -21,10 +21,9 @@ Int64Array = npt.NDArray[np.int64]
 class PagedKV(Protocol):
     """The KV pool as attention sees it.
 
-    Token t of a sequence whose page table is ``pages`` lies in slot
-    ``pages[t // page_size] * page_size + t % page_size``. One page more than callers may use lies
-    at the end of every layer, page ``num_pages``: padding is written there, and nothing but padding
-    reads it.
+    :mod:`pd.kernels.paging` defines in which slot a token lies. At the end of every layer lies one
+    page more than callers may use, page ``num_pages``: padding is written there, and nothing but
+    padding reads it.
     """
 
     page_size: int

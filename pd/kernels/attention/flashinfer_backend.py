@@ -27,6 +27,7 @@ from pd.kernels.attention.base import (
     PagedKV,
 )
 from pd.kernels.attention.page_tables import PageTables, padded_decode
+from pd.kernels.paging import page_count, token_slots
 from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ class FlashInferDecode(DecodeAttention):
     def __init__(self, backend: FlashInferAttention, rows: int, max_context: int) -> None:
         self.pool = backend.pool
         self._backend, self._rows = backend, rows
-        num_pages = rows * -(-max_context // self.pool.page_size)
+        num_pages = rows * page_count(max_context, self.pool.page_size)
         indptr, last = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
         largest = [np.zeros(rows, np.int64), indptr, last, np.zeros(num_pages, np.int32)]
         self._memory = backend.graph_memory(packed_bytes(largest))
@@ -341,7 +342,7 @@ class FlashInferChunk(ChunkAttention):
     def __init__(self, backend: FlashInferAttention, tokens: int, max_context: int) -> None:
         self.pool = backend.pool
         self._backend, self._tokens = backend, tokens
-        num_pages = max(-(-n // self.pool.page_size) for n in (max_context, tokens))
+        num_pages = page_count(max(max_context, tokens), self.pool.page_size)
         largest = [np.zeros(tokens, np.int64), np.zeros(num_pages, np.int32)]
         self._memory = backend.graph_memory(packed_bytes(largest))
         self.slots, self._indices = backend.staging.upload(largest, self._memory)
@@ -362,16 +363,14 @@ class FlashInferChunk(ChunkAttention):
         self._wrapper.reset_workspace_buffer(workspace, backend.graph_int_workspace)
         self._copied = torch.cuda.Event()
         # The first plan fixes how many tokens there are at most.
-        extra = np.full(-(-tokens // self.pool.page_size), self.pool.num_pages, np.int32)
+        extra = np.full(page_count(tokens, self.pool.page_size), self.pool.num_pages, np.int32)
         self.plan(0, tokens, extra)
 
     def plan(self, start: int, length: int, pages: IntArray) -> None:
         page_size, total = self.pool.page_size, start + length
-        pages = pages[: -(-total // page_size)]
-        positions = np.arange(start, total)
+        pages = pages[: page_count(total, page_size)]
         slots = np.full(self._tokens, self.pool.num_pages * page_size, np.int64)
-        slots[:length] = pages[positions // page_size].astype(np.int64) * page_size
-        slots[:length] += positions % page_size
+        slots[:length] = token_slots(pages, np.arange(start, total), page_size)
         self._backend.staging.upload([slots, pages], self._memory)
         self._copied.synchronize()
         one = np.ones(1, np.int64)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd.kernels.paging import page_count, token_slots
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,7 +26,7 @@ class PageTables:
     def __init__(self, pages: Sequence[IntArray], totals: Int64Array, page_size: int) -> None:
         """``totals``: tokens of each sequence, at least 1; pages behind them are left out."""
         self.page_size = page_size
-        self.counts = -(-totals // page_size)
+        self.counts = page_count(totals, page_size)
         self.offsets = np.cumsum(self.counts) - self.counts
         trimmed = [table[:n] for table, n in zip(pages, self.counts.tolist(), strict=True)]
         self.flat: IntArray = np.concatenate(trimmed, dtype=np.int32)
@@ -32,9 +34,10 @@ class PageTables:
     def slots(self, sequences: Int64Array, starts: Int64Array, lengths: Int64Array) -> Int64Array:
         """Slots of positions ``[starts[i], starts[i] + lengths[i])`` of each sequence."""
         skipped = np.cumsum(lengths) - lengths
-        positions = np.arange(lengths.sum()) + np.repeat(starts - skipped, lengths)
-        at = np.repeat(self.offsets[sequences], lengths) + positions // self.page_size
-        return self.flat[at].astype(np.int64) * self.page_size + positions % self.page_size
+        # Positions as if all tables were that of one sequence.
+        firsts = self.offsets[sequences] * self.page_size + starts
+        positions = np.arange(lengths.sum()) + np.repeat(firsts - skipped, lengths)
+        return token_slots(self.flat, positions, self.page_size)
 
     def padded(self, sequences: Int64Array) -> Int64Array:
         """The pages of each sequence as rows of one matrix, filled up with its first page: what is

@@ -21,6 +21,7 @@ from pd.kernels.attention.page_tables import PageTables, padded_decode
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import SplitPolicy, Tiles
 from pd.kernels.linear_triton import MAX_ROWS
+from pd.kernels.paging import page_count
 from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
 from pd.kernels.triton_launch import launch
 
@@ -230,7 +231,7 @@ class TritonDecode(DecodeAttention):
         self._backend, self._rows = backend, rows
         self._kernel = backend.decode_kernel(rows)
         self._capacity = rows + self._kernel.policy.max_slots
-        num_pages = rows * -(-max_context // self.pool.page_size)
+        num_pages = rows * page_count(max_context, self.pool.page_size)
         largest = self._layout(
             np.empty(rows, np.int64), np.empty((0, FIELDS), np.int32), np.empty(num_pages, np.int32)
         )
