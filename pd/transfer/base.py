@@ -46,6 +46,24 @@ class KVBuffer(Protocol):
     parts: Sequence[int]
 
 
+class PoolShape(Protocol):
+    """Sizes of a pool.
+
+    Attributes:
+        page_size: slots of one page.
+        cell_bytes: size of one token's K and V in one layer.
+    """
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def cell_bytes(self) -> int: ...
+
+
 class TransferState(IntEnum):
     """Of a sender or a receiver. Larger is later; FAILED and DONE are terminal."""
 

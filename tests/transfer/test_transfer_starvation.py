@@ -31,11 +31,11 @@ from pd.transfer.fake.manager import FakeManager
 from pd.transfer.fake.script import Script
 from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.rooms import receiver as counted_receiver
+from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged import out_link as staging_out
 from pd.transfer.staged.messages import decoder
 from pd.transfer.tcp import inbox as tcp_inbox
 from pd.transfer.tcp import lane as tcp_lane
-from pd.transfer.tcp import link as tcp_link
 from pd.transfer.tcp.manager import TcpManager
 from pd.transfer.wire import hub as channel_hub
 from pd.transfer.wire.greeting import greet
@@ -62,7 +62,7 @@ def stays_active(end, patience: FakePatience) -> None:
 @pytest.fixture
 def stuck_tcp(monkeypatch) -> Iterator[tuple[TcpManager, TcpManager, Relay]]:
     """P, D and the wire between them, on which nothing passes any more."""
-    for module in (tcp_link, tcp_lane, counted_receiver):
+    for module in (rooms_sender, tcp_lane, counted_receiver):
         monkeypatch.setattr(module, "LEASE_SECONDS", LIMIT)
     source = make_pool(40_000, 4)
     p = TcpManager(source, "P", connections=1, patience=FakePatience())

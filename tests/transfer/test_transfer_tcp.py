@@ -30,6 +30,7 @@ from pd.core.errors import TransferError
 from pd.transfer.base import TransferState
 from pd.transfer.ranges import Block
 from pd.transfer.rooms import receiver as counted_receiver
+from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.tcp import host_buffers as tcp_staging
 from pd.transfer.tcp import inbox as tcp_inbox
 from pd.transfer.tcp import lane as tcp_lane
@@ -333,7 +334,7 @@ def test_what_was_complete_survives_the_end_of_its_connection(relayed, d) -> Non
 
 @pytest.mark.usefixtures("unstarved")
 def test_a_stuck_connection_fails_its_rooms_after_a_lease(relayed, d, target, monkeypatch) -> None:
-    for module in (tcp_link, tcp_lane):
+    for module in (rooms_sender, tcp_lane):
         monkeypatch.setattr(module, "LEASE_SECONDS", 0.5)
     relay, p = relayed
     transfer_works(p, d, target)
@@ -370,7 +371,7 @@ def test_a_lost_connection_gives_back_what_was_copied_ahead(d, target, monkeypat
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), pages, 40_000)
         for _ in range(8):  # more than kernel buffers take
             sender.send(0, 40_000, 0, LAYERS)
-        wait_until(lambda: sender.in_hand == tcp_staging.DEPTH, "a block on the way, one behind it")
+        wait_until(lambda: sender.sending == tcp_staging.DEPTH, "a block on the way, one behind it")
         monkeypatch.setattr(tcp_lane, "greet", lambda *_: answered.wait(60))
         relay.cut()
         assert settled(sender) is TransferState.FAILED
@@ -389,7 +390,7 @@ def test_a_lost_connection_gives_back_what_was_copied_ahead(d, target, monkeypat
 @pytest.mark.usefixtures("unstarved")
 def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, complaint) -> None:
     """After a lease when it does not answer, at once when its port is closed."""
-    monkeypatch.setattr(tcp_link, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as stack:
         address = {"host": "127.0.0.1", "port": str(silent.getsockname()[1])}
         if not listening:
@@ -409,7 +410,7 @@ def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, 
 @pytest.mark.usefixtures("unstarved")
 def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
     """Back-pressure: rooms wait as long as anything moves, longer than a lease in all."""
-    for module in (tcp_link, tcp_lane):
+    for module in (rooms_sender, tcp_lane):
         monkeypatch.setattr(module, "LEASE_SECONDS", 0.5)
     source = make_pool(20_000, 4, layers=LAYERS)
     target = make_pool(20_000, 4, layers=LAYERS, fill=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,17 +17,8 @@ from pd.transfer.tcp.frames import FrameError
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
-    from pd.transfer.base import IntArray
+    from pd.transfer.base import IntArray, PoolShape
     from pd.transfer.ranges import Block
-
-
-class PoolShape(Protocol):
-    """What the receiver needs to know of the pool; ``cell_bytes``: of one token in one layer."""
-
-    page_size: int
-    num_slots: int
-    num_layers: int
-    cell_bytes: int
 
 
 class CountedReceiver(Receiver):

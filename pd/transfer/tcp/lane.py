@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.core.messages import LEASE_SECONDS
-from pd.transfer.base import TransferState
 from pd.transfer.pool_memory import in_buffer
 from pd.transfer.tcp.host_buffers import DEPTH, Gathers
 from pd.transfer.tcp.inbox import SERVICE
@@ -69,7 +68,7 @@ class Lane:
         # Connecting before there is work saves the first room a round trip or two.
         self._connect()
         while self._ahead or self._link.wait_for_work():
-            # What was taken before the connection was lost is put down before anything else.
+            # What was taken before the connection was lost is released before anything else.
             if not self._link.closed and (self._alive() or (not self._ahead and self._connect())):
                 self._take()
             if self._ahead:
@@ -99,7 +98,7 @@ class Lane:
         try:
             if begun is None:
                 try:
-                    if sender.state is TransferState.ACTIVE:
+                    if sender.active:
                         self._push(sender.in_place(block))
                 finally:
                     self._link.copied(sender)
@@ -109,7 +108,7 @@ class Lane:
                     ticket.wait()
                 finally:
                     self._link.copied(sender)
-                if sender.state is TransferState.ACTIVE:
+                if sender.active:
                     self._push(in_buffer(host, sender.header(block)))
         except OSError as error:
             self._lost(error.strerror or str(error))
@@ -118,7 +117,7 @@ class Lane:
             logger.exception("cannot read the pool for %s", self._link.peer)
             sender.fail(TransferError(f"cannot read the pool: {error}"))
         finally:
-            self._link.put_down(sender)
+            self._link.release(sender)
 
     def _push(self, stretches: Stretches) -> None:
         if self._sock is None:

@@ -136,8 +136,7 @@ class TcpManager(TransferManager):
             link,
             self._memory,
             self._computed,
-            reservation.room,
-            reservation.epoch,
+            reservation,
             pages,
             wanted_tokens(reservation, num_tokens),
         )
