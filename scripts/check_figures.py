@@ -197,7 +197,11 @@ def _comments(source: str) -> Iterator[str]:
 
 def files() -> list[Path]:
     pages = [page for page in ROOT.glob("docs/*.md") if page.name not in GENERATED]
-    programs = [p for room in ("pd", "benchmarks", "scripts") for p in ROOT.glob(f"{room}/**/*.py")]
+    programs = [
+        p
+        for room in ("pd", "benchmarks", "scripts", "training")
+        for p in ROOT.glob(f"{room}/**/*.py")
+    ]
     own = Path(__file__).resolve()
     return sorted({ROOT / "README.md", *pages, *programs} - {own})
 

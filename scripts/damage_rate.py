@@ -26,7 +26,7 @@ import httpx
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 
 from embedded.heldout import SEED, Example, recall_examples  # noqa: E402
 from embedded.text import Message, render  # noqa: E402

@@ -1,4 +1,4 @@
-"""scripts/evaluate_model.py against a server that knows the answers, and one that does not."""
+"""training/evaluate_model.py against a server that knows the answers, and one that does not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Make the embedded model, its draft model and its EAGLE head from nothing but a seed.
 
-    python scripts/train_embedded_model.py                  # about 10 minutes on one H200
-    python scripts/train_embedded_model.py --stages evaluate,report
+    python training/train_embedded_model.py                  # about 10 minutes on one H200
+    python training/train_embedded_model.py --stages evaluate,report
 
 Writes pd/assets/embedded, embedded-draft and embedded-eagle, docs/embedded-model.json and the page
 made from it. Needs torch, numpy, tokenizers and safetensors, and no network. Without a GPU it works

@@ -1,7 +1,7 @@
 """Evaluate a server that speaks OpenAI's chat API on the embedded model's held-out sets.
 
-    python scripts/evaluate_model.py --url http://127.0.0.1:8000
-    python scripts/evaluate_model.py --url http://127.0.0.1:8000 --skill recall-4k --limit 50
+    python training/evaluate_model.py --url http://127.0.0.1:8000
+    python training/evaluate_model.py --url http://127.0.0.1:8000 --skill recall-4k --limit 50
 
 Needs nothing but Python. Answers are greedy, and right only if exactly the expected ones. The exit
 status is 0 if every bar is met, 1 if not, 2 if the server cannot be asked.

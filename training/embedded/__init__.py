@@ -1,5 +1,5 @@
 """How the embedded model is made: its skills, data, training and evaluation.
 
 ``text``, ``skills``, ``faq`` and ``heldout`` need the standard library alone, so that
-``scripts/evaluate_model.py`` runs anywhere; the rest makes the model.
+``training/evaluate_model.py`` runs anywhere; the rest makes the model.
 """

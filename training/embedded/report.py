@@ -57,7 +57,7 @@ def _introduction(source: str) -> str:
 # The embedded model
 
 `pd/assets/embedded` is a small language model that comes with pd: Qwen3's architecture with grouped
-queries, trained from nothing but a seed by `scripts/train_embedded_model.py`. It knows the
+queries, trained from nothing but a seed by `training/train_embedded_model.py`. It knows the
 [questions and answers](faq.md) about this system, recalls values from long prompts, extracts fields
 as JSON and adds and subtracts. Its recall is why it exists: it drops when a page of the KV cache is
 lost or changed, which random weights cannot show.
@@ -66,7 +66,7 @@ This page is generated from [`{source}`]({source}), which the training script
 writes. To measure again, against any server that speaks OpenAI's chat API:
 
 ```
-python scripts/evaluate_model.py --url http://127.0.0.1:8000
+python training/evaluate_model.py --url http://127.0.0.1:8000
 ```
 
 Every example is judged right only if the answer is exactly the expected one. What a prefill and a
@@ -88,7 +88,7 @@ def _scores(report: dict[str, Any]) -> str:
         "",
         "Held out are: seeds of all sets; one in 50 pairs of operands of which one has three "
         "digits (smaller pairs are so few that all were trained on); every phrasing marked with "
-        "`-` in `scripts/embedded/phrasings.txt`.",
+        "`-` in `training/embedded/phrasings.txt`.",
     ]
     if "beyond" in report:
         found = ", ".join(f"{n} tokens {share:.0%}" for n, share in report["beyond"].items())
@@ -172,4 +172,4 @@ _LIMITS = """\
 
 It is a tool for demonstrations and tests, not an assistant. It knows nothing beyond the skills
 above, answers a question about a key that is not in the lines with some number, and in lines of
-quite another form than those of `scripts/embedded/wording.py` it finds values less reliably."""
+quite another form than those of `training/embedded/wording.py` it finds values less reliably."""
