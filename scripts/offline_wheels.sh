@@ -70,18 +70,27 @@ download() {
 
 # FlashInfer asks for much that only other kernels than ours need; these it imports.
 flashinfer_needs=(apache-tvm-ffi nvidia-ml-py requests click einops ninja packaging tabulate tqdm)
-mapfile -t runtime < <("$python" - "$root/pyproject.toml" <<'END'
+requirements() {
+    "$python" - "$root/pyproject.toml" "$@" <<'END'
 import re, sys, tomllib
 with open(sys.argv[1], "rb") as file:
-    for requirement in tomllib.load(file)["project"]["dependencies"]:
-        if re.split(r"[<>=!~\[ ]", requirement)[0] not in ("torch", "numpy"):
-            print(requirement)
+    project = tomllib.load(file)["project"]
+extras = sys.argv[2:]
+wanted = project["dependencies"] if not extras else project["optional-dependencies"][extras[0]]
+for requirement in wanted:
+    if re.split(r"[<>=!~\[ ]", requirement)[0] not in ("torch", "numpy"):
+        print(requirement)
 END
-)
+}
+mapfile -t runtime < <(requirements)
 resolved=("${runtime[@]}" "${flashinfer_needs[@]}")
 [ -z "$tests" ] || resolved+=(pytest pytest-timeout pytest-xdist hypothesis "transformers>=5,<6")
-alone=(flashinfer-python==0.6.14)
-[ -z "$nixl" ] || alone+=("nixl>=1.5" "nixl-cu13>=1.5")
+# Without what they require themselves, so that no CUDA library of another version comes along.
+alone=()
+while read -r requirement; do
+    case "$requirement" in nixl*) [ -n "$nixl" ] || continue ;; esac
+    alone+=("$requirement")
+done < <(requirements gpu)
 [ -z "$mooncake" ] || alone+=("mooncake-transfer-engine-cuda13>=0.3.13")
 
 echo "downloading for Python $python_version, $machine, glibc $glibc into $directory" >&2
@@ -93,7 +102,7 @@ find "$directory" -name 'torch-*.whl' -o -name 'triton-*.whl' -o -name 'numpy-*.
 # From a copy: setuptools would leave files in the tree, and find them there the next time.
 copy=$(mktemp -d)
 trap 'rm -r "$copy"' EXIT
-cp -r "$root/pyproject.toml" "$root/README.md" "$root/pd" "$copy"
+cp -r "$root/pyproject.toml" "$root/README.md" "$root/LICENSE" "$root/pd" "$copy"
 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$directory" "$copy"
 if [ -n "$mooncake" ]; then
     (cd "$directory" && apt-get -qq download libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200)
