@@ -18,6 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "benchmarks.md"
+# Where programs stand now that recorded commands name by an earlier place.
+MOVED = {"scripts/evaluate_model.py": "training/evaluate_model.py"}
 
 HEAD = """\
 # Benchmarks
@@ -53,14 +55,17 @@ def render() -> str:
 def section(path: Path) -> str:
     """One result file."""
     report = json.loads(path.read_text())
-    facts = [f"- command: `{report['command']}`", f"- commit: `{report['commit'][:12]}`"]
+    command = report["command"]
+    for before, after in MOVED.items():
+        command = command.replace(before, after)
+    facts = [f"- command: `{command}`", f"- commit: `{report['commit'][:12]}`"]
     facts.append(f"- date: {report['date'][:10]}")
     given = [name for name in ("machine", "settings") if report.get(name)]
     facts += [f"- {name}: {inline(report[name])}" for name in given]
     facts += [f"- note: {report['note']}"] if report.get("note") else []
     parts = [
         f"## {path.stem}",
-        purpose(report["command"]),
+        purpose(command),
         "\n".join(facts),
         table(report["results"]),
     ]
