@@ -31,7 +31,7 @@ class _NixlAgent:
     """An agent beside the backend's, over the same transports, with the pool registered."""
 
     def __init__(self, spec: TransferSpec, pool: KVPool, name: str, host: str) -> None:
-        from pd.transfer.staged.nixl import new_agent
+        from pd.transfer.staged.nixl_agents import new_agent
         from pd.transfer.staged.nixl_transports import choose_transports
 
         self.spec, self.address = spec, pool.buffer.data_ptr()

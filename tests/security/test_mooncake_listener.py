@@ -18,7 +18,7 @@ import torch
 
 from pd.core.errors import SetupError
 from pd.transfer.staged.mooncake import library
-from pd.transfer.staged.mooncake.library import ENGINES, Engine, load_library
+from pd.transfer.staged.mooncake.library import ENGINES, MooncakeEngine, load_library
 from pd.transfer.staged.mooncake.mover import MooncakeMover
 
 if TYPE_CHECKING:
@@ -87,18 +87,18 @@ def target(memory: torch.Tensor) -> Iterator[Target]:
 
 
 @pytest.fixture
-def unfiltered(memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def unfiltered(memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeEngine]:
     """An engine as the library makes it."""
     with monkeypatch.context() as patch:
         patch.setattr(library, "_attach", lambda sock, code: None)
-        engine = Engine(HOST)
+        engine = MooncakeEngine(HOST)
         engine.register(memory.data_ptr(), SIZE)
         yield engine
         engine.unregister(memory.data_ptr())
 
 
 def test_without_a_filter_anybody_reads_and_writes_the_staging_memory(
-    unfiltered: Engine, memory: torch.Tensor
+    unfiltered: MooncakeEngine, memory: torch.Tensor
 ) -> None:
     """The intruder knows nothing but the number of a port."""
     port, address = describe(unfiltered.name, INTRUDER)
@@ -109,7 +109,7 @@ def test_without_a_filter_anybody_reads_and_writes_the_staging_memory(
 
 
 def test_memory_that_is_not_registered_is_out_of_reach(
-    unfiltered: Engine, memory: torch.Tensor
+    unfiltered: MooncakeEngine, memory: torch.Tensor
 ) -> None:
     """So the pool is, whose pages are never registered."""
     pool = torch.full((SIZE,), SECRET, dtype=torch.uint8)
@@ -138,10 +138,10 @@ def test_the_prefill_node_s_staging_memory_is_read_by_nobody(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds prompts' KV as well, and no peer ever has to connect to it."""
-    taken: list[Engine] = []
+    taken: list[MooncakeEngine] = []
     take = ENGINES.take
 
-    def watch(host: str, peer: str = "") -> Engine:
+    def watch(host: str, peer: str = "") -> MooncakeEngine:
         taken.append(take(host, peer))
         return taken[-1]
 

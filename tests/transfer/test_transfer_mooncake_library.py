@@ -21,8 +21,8 @@ from pd.core.errors import SetupError
 from pd.transfer.registry import check_backend
 from pd.transfer.staged.mooncake.library import (
     ENGINES,
-    Engine,
     EnginePool,
+    MooncakeEngine,
     is_supported,
     load_library,
 )
@@ -44,9 +44,9 @@ SIZE = 64 << 20
 _CHILD = """
 import json, sys, time
 import numpy as np
-from pd.transfer.staged.mooncake.library import Engine
+from pd.transfer.staged.mooncake.library import MooncakeEngine
 memory = np.zeros(int(sys.argv[1]), np.uint8)
-engine = Engine("127.0.0.1")
+engine = MooncakeEngine("127.0.0.1")
 engine.admit(("127.0.0.1",))
 address = memory.ctypes.data
 engine.register(address, memory.size)
@@ -106,13 +106,13 @@ def children() -> Iterator[Any]:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[MooncakeEngine]:
     taken = ENGINES.take(HOST)
     yield taken
     ENGINES.give_back(HOST, taken)
 
 
-def write(engine: Engine, there: Child, source: int, target: int, size: int) -> bool:
+def write(engine: MooncakeEngine, there: Child, source: int, target: int, size: int) -> bool:
     return engine.result(engine.submit(there.name, source, target, size), pause=1e-3)
 
 
@@ -232,9 +232,9 @@ def test_a_kernel_without_filters_is_refused_unless_the_ports_may_be_open(monkey
 
     monkeypatch.setattr("socket.socket.setsockopt", refuse)
     with pytest.raises(SetupError, match="refuses to filter who connects"):
-        Engine(HOST)
+        MooncakeEngine(HOST)
     monkeypatch.setenv("PD_MOONCAKE_OPEN_PORTS", "1")
-    assert Engine(HOST).name.startswith(HOST)
+    assert MooncakeEngine(HOST).name.startswith(HOST)
 
 
 def test_an_engine_meets_each_name_once() -> None:

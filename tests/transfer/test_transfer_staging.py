@@ -25,11 +25,11 @@ from transfer_helpers import (
 from pd.core.errors import TransferError
 from pd.transfer.base import TransferState
 from pd.transfer.ranges import Block
-from pd.transfer.staged import in_link as staging_in
-from pd.transfer.staged import incoming as staging_scatter
-from pd.transfer.staged import out_link as staging_out
-from pd.transfer.staged import outgoing as staging_gather
-from pd.transfer.staged.in_link import InLink
+from pd.transfer.staged import incoming_link as staging_in
+from pd.transfer.staged import incoming_links as staging_scatter
+from pd.transfer.staged import outgoing_link as staging_out
+from pd.transfer.staged import outgoing_links as staging_gather
+from pd.transfer.staged.incoming_link import IncomingLink
 from pd.transfer.staged.manager import StagedManager
 from pd.transfer.staged.sender import pieces
 from pd.transfer.wire import hub as channel_hub
@@ -273,7 +273,7 @@ def test_a_link_is_welcome_while_the_lost_ones_are_being_put_away(pair, monkeypa
     nodes.introduce()
     lose_links(nodes)
     with monkeypatch.context() as patch:
-        patch.setattr(InLink, "_may_go", lambda self: False)
+        patch.setattr(IncomingLink, "_may_go", lambda self: False)
         let_go(nodes)
         wait_until(lambda: nodes.p.quarantined_slots == 0, "the end of P's links")
         wait_until(lambda: nodes.d.quarantined_slots == 4 * SLOTS, "the end of D's links")

@@ -19,11 +19,11 @@ from pd.transfer.base import TransferState
 from pd.transfer.ranges import Block
 from pd.transfer.staged.messages import (
     VERSION,
+    BuffersReady,
     Filled,
     FilledSlots,
     Freed,
     Open,
-    Ready,
     Refused,
     decoder,
 )
@@ -38,7 +38,7 @@ class RawP:
         greet(self.sock, "held", "P", "D", None)
         self.send(Open(VERSION, SLOTS, 16 * CELL, False, ""))
         self.answer = self.receive()
-        assert isinstance(self.answer, Ready | Refused)
+        assert isinstance(self.answer, BuffersReady | Refused)
 
     def send(self, message) -> None:
         body = msgspec.msgpack.encode(message)
@@ -60,7 +60,7 @@ class RawP:
 def raw(pair):
     nodes = pair()
     raw = RawP(nodes.d._hub.port)
-    assert isinstance(raw.answer, Ready)
+    assert isinstance(raw.answer, BuffersReady)
     yield nodes, raw
     raw.sock.close()
 
@@ -130,13 +130,13 @@ def test_a_slot_cannot_be_filled_again_before_it_was_freed(raw) -> None:
 def test_a_peer_whose_lost_links_may_still_write_gets_no_more_slots(pair) -> None:
     nodes = pair()
     peers = [RawP(nodes.d._hub.port) for _ in range(5)]
-    assert [type(p.answer) for p in peers] == 4 * [Ready] + [Refused]
+    assert [type(p.answer) for p in peers] == 4 * [BuffersReady] + [Refused]
     assert peers[-1].answer.reason == "the slots of 4 lost links of P are still in quarantine"
     for p in peers:
         p.sock.close()
     wait_until(lambda: not nodes.d._incoming._links, "the proof")
     again = RawP(nodes.d._hub.port)
-    assert isinstance(again.answer, Ready)
+    assert isinstance(again.answer, BuffersReady)
     again.sock.close()
 
 
@@ -154,4 +154,4 @@ def test_slots_that_cannot_be_freed_are_bounded(pair, monkeypatch) -> None:
         kept = min(number + 1, 8)
         wait_until(lambda kept=kept: nodes.d.quarantined_slots == kept * SLOTS, "its end")
         wait_until(lambda kept=kept: len(nodes.d._incoming._links) == kept, "the refused one's end")
-    assert answers == 8 * [Ready] + 4 * [Refused]
+    assert answers == 8 * [BuffersReady] + 4 * [Refused]

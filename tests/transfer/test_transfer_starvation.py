@@ -32,7 +32,7 @@ from pd.transfer.fake.script import Script
 from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.rooms import receiver as counted_receiver
 from pd.transfer.rooms import sender as rooms_sender
-from pd.transfer.staged import out_link as staging_out
+from pd.transfer.staged import outgoing_link as staging_out
 from pd.transfer.staged.messages import decoder
 from pd.transfer.tcp import inbox as tcp_inbox
 from pd.transfer.tcp import lane as tcp_lane

@@ -35,9 +35,9 @@ from pd.transfer.computed import Computed
 from pd.transfer.copier import copier_for
 from pd.transfer.host_id import host_id
 from pd.transfer.ranges import wanted_tokens
-from pd.transfer.staged.incoming import Incoming
+from pd.transfer.staged.incoming_links import IncomingLinks
 from pd.transfer.staged.messages import MAX_SLOT_BYTES, decoder
-from pd.transfer.staged.outgoing import Outgoing, SlotShape
+from pd.transfer.staged.outgoing_links import OutgoingLinks, StagingShape
 from pd.transfer.staged.pump import Pump
 from pd.transfer.staged.receiver import StagedReceiver
 from pd.transfer.staged.sender import StagedSender
@@ -89,9 +89,9 @@ class StagedManager(TransferManager):
         self._computed = Computed(pool.buffer.device, self.name)
         device = mover.device_slots and pool.buffer.device.type == "cuda"
         size = min(MAX_SLOT_BYTES, max(slot_bytes, self._copier.cell_bytes))
-        self._shape = SlotShape(slots, size, device, host_id() if device else "")
+        self._shape = StagingShape(slots, size, device, host_id() if device else "")
         self._pump = Pump(f"pd-{self.name}-pump")
-        self._incoming = Incoming(self._copier, mover, self._pump, self._shape, self.patience)
+        self._incoming = IncomingLinks(self._copier, mover, self._pump, self._shape, self.patience)
         self._hub = ChannelHub(
             self.name,
             instance_id,
@@ -101,7 +101,7 @@ class StagedManager(TransferManager):
             self._incoming.accept,
             self.patience,
         )
-        self._outgoing = Outgoing(self._copier, mover, self._pump, self._hub, self._shape)
+        self._outgoing = OutgoingLinks(self._copier, mover, self._pump, self._hub, self._shape)
         self.counters = self._incoming.counters
 
     @property

@@ -97,14 +97,14 @@ class Leaving(_Note):
     returns: bool
 
 
-class Drained(_Note):
+class LinkDrained(_Note, tag="Drained"):
     """Nothing can land any more; the channel's end follows."""
 
 
 # ---- D to P
 
 
-class Ready(_Note):
+class BuffersReady(_Note, tag="Ready"):
     """The slots are there.
 
     Attributes:
@@ -131,8 +131,8 @@ class Freed(_Note):
     slots: Annotated[list[_Slot], msgspec.Meta(min_length=1, max_length=MAX_SLOTS)]
 
 
-ToDecode: TypeAlias = Open | Prepared | Waiting | FilledSlots | Leaving | Drained
-ToPrefill: TypeAlias = Ready | Refused | Freed
+ToDecode: TypeAlias = Open | Prepared | Waiting | FilledSlots | Leaving | LinkDrained
+ToPrefill: TypeAlias = BuffersReady | Refused | Freed
 decoder: msgspec.msgpack.Decoder[ToDecode | ToPrefill] = msgspec.msgpack.Decoder(
     ToDecode | ToPrefill
 )

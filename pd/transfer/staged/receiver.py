@@ -9,7 +9,7 @@ from pd.transfer.rooms.receiver import CountedReceiver
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
-    from pd.transfer.staged.incoming import Incoming
+    from pd.transfer.staged.incoming_links import IncomingLinks
 
 
 class StagedReceiver(CountedReceiver):
@@ -20,7 +20,13 @@ class StagedReceiver(CountedReceiver):
     """
 
     def __init__(
-        self, incoming: Incoming, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
+        self,
+        incoming: IncomingLinks,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        tokens: range,
     ) -> None:
         super().__init__(incoming.copier, incoming.patience, peer, room, epoch, pages, tokens)
         self.table = incoming.copier.table(pages, tokens.stop)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray
     from pd.transfer.computed import Computed
     from pd.transfer.copier import Copier
-    from pd.transfer.staged.out_link import OutLink
+    from pd.transfer.staged.outgoing_link import OutgoingLink
 
 
 def pieces(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
@@ -56,7 +56,7 @@ class StagedSender(Sender):
 
     def __init__(
         self,
-        link: OutLink,
+        link: OutgoingLink,
         copier: Copier,
         computed: Computed,
         reservation: Reservation,
@@ -143,7 +143,7 @@ class StagedSender(Sender):
         """Something of it was taken by its link."""
         return self._begun
 
-    def move(self, link: OutLink) -> None:
+    def move(self, link: OutgoingLink) -> None:
         """Wait for another link; nothing was begun on the last."""
         self._link = link
         link.adopt(self, queued=bool(self._ranges))

@@ -98,7 +98,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
-class Engine:
+class MooncakeEngine:
     """One engine of the library.
 
     Attributes:
@@ -207,9 +207,9 @@ class EnginePool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[tuple[str, Engine]] = []
+        self._idle: list[tuple[str, MooncakeEngine]] = []
 
-    def take(self, host: str, target: str = "") -> Engine:
+    def take(self, host: str, target: str = "") -> MooncakeEngine:
         """An engine that admits nobody, registers nothing and has not met ``target``, if one is
         given. Raises SetupError."""
         with self._lock:
@@ -219,12 +219,12 @@ class EnginePool:
                 engine = fit[0][1]
             else:
                 # With the lock held: two that listen at once could not be told apart.
-                engine = Engine(host)
+                engine = MooncakeEngine(host)
         if target:
             engine.met.add(target)
         return engine
 
-    def give_back(self, host: str, engine: Engine) -> None:
+    def give_back(self, host: str, engine: MooncakeEngine) -> None:
         """Nothing of it is under way or registered."""
         engine.admit(())
         worn = engine

@@ -44,7 +44,7 @@ from pd.core.errors import SetupError
 from pd.transfer.staged.manager import StagedManager
 from pd.transfer.staged.mooncake.library import (
     ENGINES,
-    Engine,
+    MooncakeEngine,
     is_supported,
     library_version,
     load_library,
@@ -103,7 +103,7 @@ class MooncakeManager(StagedManager):
         )
 
 
-class _Description(msgspec.Struct, forbid_unknown_fields=True):
+class _MooncakeBuffers(msgspec.Struct, forbid_unknown_fields=True):
     """Where D's slots are.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Description(msgspec.Struct, forbid_unknown_fields=True):
     slots: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
 
 
-_description_decoder = msgspec.msgpack.Decoder(_Description)
+_buffers_decoder = msgspec.msgpack.Decoder(_MooncakeBuffers)
 
 
 class MooncakeMover(Mover):
@@ -144,7 +144,7 @@ class MooncakeMover(Mover):
         self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
         try:
-            there = _description_decoder.decode(description)
+            there = _buffers_decoder.decode(description)
         except msgspec.MsgspecError as error:
             raise MoverError(f"bad description of mooncake slots: {error}", lasting=True) from error
         if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", there.engine):
@@ -164,7 +164,7 @@ class MooncakeMover(Mover):
             ENGINES.give_back(self._host, engine)
             raise
 
-    def _engine(self, target: str = "") -> Engine:
+    def _engine(self, target: str = "") -> MooncakeEngine:
         try:
             return ENGINES.take(self._host, target)
         except SetupError as error:
@@ -174,7 +174,7 @@ class MooncakeMover(Mover):
 class _Target(Target):
     """D's slots, registered with an engine that only P's address can reach."""
 
-    def __init__(self, engine: Engine, host: str, slots: torch.Tensor, origin: str) -> None:
+    def __init__(self, engine: MooncakeEngine, host: str, slots: torch.Tensor, origin: str) -> None:
         self._engine, self._host, self._slots = engine, host, slots
         try:
             engine.admit((origin.removeprefix("::ffff:"),))
@@ -187,7 +187,9 @@ class _Target(Target):
     def description(self) -> bytes:
         engine = self._engine
         return msgspec.msgpack.encode(
-            _Description(engine.name, engine.protocol, library_version(), self._slots.data_ptr())
+            _MooncakeBuffers(
+                engine.name, engine.protocol, library_version(), self._slots.data_ptr()
+            )
         )
 
     def close(self) -> None:
@@ -208,7 +210,9 @@ class _Path(Path):
     poll_seconds = _POLL_SECONDS
     stall_seconds = _STALL_SECONDS
 
-    def __init__(self, engine: Engine, host: str, slots: torch.Tensor, there: _Description) -> None:
+    def __init__(
+        self, engine: MooncakeEngine, host: str, slots: torch.Tensor, there: _MooncakeBuffers
+    ) -> None:
         self._engine, self._host, self._slots, self._there = engine, host, slots, there
         self._flying: dict[int, int] = {}
         try:

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 from pd.core.errors import TransferError
 from pd.transfer.staged.messages import VERSION, Open
 from pd.transfer.staged.mover import MoverError
-from pd.transfer.staged.out_link import OutLink
+from pd.transfer.staged.outgoing_link import OutgoingLink
 
 if TYPE_CHECKING:
     import torch
 
     from pd.transfer.copier import Copier, Ticket
     from pd.transfer.ranges import Block
-    from pd.transfer.staged.messages import Ready
+    from pd.transfer.staged.messages import BuffersReady
     from pd.transfer.staged.mover import Mover
-    from pd.transfer.staged.out_link import Slots
+    from pd.transfer.staged.outgoing_link import BufferPair
     from pd.transfer.staged.pump import Pump
     from pd.transfer.staged.sender import StagedSender
     from pd.transfer.wire.hub import ChannelHub
 
 logger = logging.getLogger(__name__)
 
-MAX_ZOMBIES = 4
+MAX_LOST_LINKS = 4
 # Links of one node that hold slots; beyond that one that no room uses is closed for another. More
 # peers than MAX_CHANNELS are connected when the first room is there, not before.
 MAX_LINKS, MAX_CHANNELS = 16, 64
@@ -39,7 +39,7 @@ _MAX_DELAY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class SlotShape:
+class StagingShape:
     """Slots of a link: how many, how large, and whether they may lie in CUDA memory.
 
     ``host``: what both ends must share for that.
@@ -53,14 +53,14 @@ class SlotShape:
 
 @dataclass(slots=True)
 class _Gather:
-    link: OutLink
+    link: OutgoingLink
     sender: StagedSender
     block: Block
-    slots: Slots
+    slots: BufferPair
     ticket: Ticket
 
 
-class Outgoing:
+class OutgoingLinks:
     """Links to every D, one live one to each, besides those that still end.
 
     Attributes:
@@ -68,16 +68,16 @@ class Outgoing:
     """
 
     def __init__(
-        self, copier: Copier, mover: Mover, pump: Pump, hub: ChannelHub, shape: SlotShape
+        self, copier: Copier, mover: Mover, pump: Pump, hub: ChannelHub, shape: StagingShape
     ) -> None:
         self.copier, self.mover, self.pump, self.hub = copier, mover, pump, hub
         self.shape = shape
         self.changed = threading.Condition(threading.RLock())
-        self._links: dict[str, OutLink] = {}
+        self._links: dict[str, OutgoingLink] = {}
         self._delays: dict[str, float] = {}
         # Peers to which links cannot be opened: since when, and why.
         self._refused: dict[str, tuple[float, str]] = {}
-        self._ending: set[OutLink] = set()
+        self._ending: set[OutgoingLink] = set()
         self._turn = 0
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class Outgoing:
             old = self._links.get(peer)
             if old is not None and old.address == address and old.refusal is None:
                 return
-            self._links[peer] = link = OutLink(self, peer, address)
+            self._links[peer] = link = OutgoingLink(self, peer, address)
             self._delays.pop(peer, None)
             self._refused.pop(peer, None)
             dial = dial and len(self._links) <= MAX_CHANNELS
@@ -106,7 +106,7 @@ class Outgoing:
         if link is not None:
             link.end(reason)
 
-    def link(self, peer: str) -> OutLink:
+    def link(self, peer: str) -> OutgoingLink:
         """Raises TransferError when the peer is not connected."""
         with self.changed:
             link = self._links.get(peer)
@@ -114,7 +114,7 @@ class Outgoing:
                 raise TransferError(f"{peer} is not connected")
             return link
 
-    def close(self, seconds: float) -> list[OutLink]:
+    def close(self, seconds: float) -> list[OutgoingLink]:
         """End all links; returns those of which something may still land after this time."""
         with self.changed:
             self._closing = True
@@ -140,7 +140,7 @@ class Outgoing:
         shape = self.shape
         return Open(VERSION, shape.count, shape.slot_bytes, shape.device, shape.host)
 
-    def make_slots(self, ready: Ready) -> torch.Tensor:
+    def make_slots(self, ready: BuffersReady) -> torch.Tensor:
         """Raises MoverError when D's slots are not what was asked for."""
         shape = self.shape
         if ready.count > shape.count or ready.slot_bytes > shape.slot_bytes:
@@ -177,7 +177,7 @@ class Outgoing:
         waited = time.monotonic() - max(since, waiting_since)
         return f"{reason} (tried for {waited:.0f} s)" if waited > OPENING_SECONDS else ""
 
-    def ending(self, link: OutLink) -> OutLink | None:
+    def ending(self, link: OutgoingLink) -> OutgoingLink | None:
         """With the lock. A peer that is still wanted gets a new link, which is returned if it can
         be waited for."""
         self._ending.add(link)
@@ -189,19 +189,19 @@ class Outgoing:
         self._delays[link.peer] = delay
         return self._renew(link.peer, link.address, delay)
 
-    def over(self, link: OutLink) -> None:
+    def over(self, link: OutgoingLink) -> None:
         """With the lock."""
         self._ending.discard(link)
         current = self._links.get(link.peer)
-        if current is not None and isinstance(current.refusal, TooManyZombies):
+        if current is not None and isinstance(current.refusal, TooManyLostLinks):
             self._renew(link.peer, link.address, 0.0)
 
-    def _renew(self, peer: str, address: tuple[str, int], delay: float) -> OutLink | None:
-        self._links[peer] = link = OutLink(self, peer, address)
-        zombies = [z for z in self._ending if z.peer == peer and z.quarantined]
-        if len(zombies) >= MAX_ZOMBIES:
-            link.refusal = TooManyZombies(
-                f"{len(zombies)} links to {peer} were lost while something was being written; "
+    def _renew(self, peer: str, address: tuple[str, int], delay: float) -> OutgoingLink | None:
+        self._links[peer] = link = OutgoingLink(self, peer, address)
+        lost = [z for z in self._ending if z.peer == peer and z.quarantined]
+        if len(lost) >= MAX_LOST_LINKS:
+            link.refusal = TooManyLostLinks(
+                f"{len(lost)} links to {peer} were lost while something was being written; "
                 "another has to wait until one of them is over"
             )
             return None
@@ -250,7 +250,7 @@ class Outgoing:
                 logger.exception("cannot read the pool for %s", link.peer)
                 self._failed(link, sender, block, slots, error)
 
-    def _take(self) -> tuple[OutLink, StagedSender, Block, Slots] | None:
+    def _take(self) -> tuple[OutgoingLink, StagedSender, Block, BufferPair] | None:
         """Links take turns, and rooms on each."""
         peers = list(self._links)
         for turn in range(len(peers)):
@@ -273,12 +273,17 @@ class Outgoing:
         gather.link.push()
 
     def _failed(
-        self, link: OutLink, sender: StagedSender, block: Block, slots: Slots, error: Exception
+        self,
+        link: OutgoingLink,
+        sender: StagedSender,
+        block: Block,
+        slots: BufferPair,
+        error: Exception,
     ) -> None:
         with self.changed:
             sender.fail(TransferError(f"cannot read the pool: {error}"))
             link.gathered(sender, block, slots, good=False)
 
 
-class TooManyZombies(TransferError):
+class TooManyLostLinks(TransferError):
     """A peer whose lost links hold too many slots."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pd.core.exit import STUCK_PREFIX
 from pd.transfer.staged.messages import (
     VERSION,
-    Drained,
+    BuffersReady,
     FilledSlots,
     Freed,
     Leaving,
+    LinkDrained,
     Open,
     Prepared,
-    Ready,
     Refused,
     Waiting,
 )
@@ -26,7 +26,7 @@ from pd.transfer.staged.mover import MoverError
 if TYPE_CHECKING:
     import torch
 
-    from pd.transfer.staged.incoming import Incoming
+    from pd.transfer.staged.incoming_links import IncomingLinks
     from pd.transfer.staged.messages import Filled
     from pd.transfer.staged.mover import Target
     from pd.transfer.wire.channel import Channel
@@ -52,14 +52,14 @@ class InState(IntEnum):
     OVER = 3
 
 
-class InLink:
+class IncomingLink:
     """D's slots of one link.
 
     Guarded by ``incoming.lock``; the library is called by the pump's thread only. ``views`` are the
     slots as the copier wants them.
     """
 
-    def __init__(self, incoming: Incoming, channel: Channel) -> None:
+    def __init__(self, incoming: IncomingLinks, channel: Channel) -> None:
         self.peer = channel.peer
         self.state = InState.NEW
         self.slots: torch.Tensor | None = None
@@ -149,7 +149,7 @@ class InLink:
             if message.returns:
                 self.end()
             self._incoming.lost(self, message.reason)
-        elif isinstance(message, Drained):
+        elif isinstance(message, LinkDrained):
             self._drained = True
         else:
             raise ValueError(f"a prefill node does not send {type(message).__name__}")
@@ -230,7 +230,7 @@ class InLink:
             self._setting_up = False
         incoming.pump.add(self)
         count, size = slots.shape
-        self._channel.send(Ready(count, size, device, target.description))
+        self._channel.send(BuffersReady(count, size, device, target.description))
 
     def finish_unused(self) -> None:
         """The channel has ended; without slots that is all."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.transfer.staged.in_link import InLink
-from pd.transfer.staged.outgoing import MAX_LINKS
+from pd.transfer.staged.incoming_link import IncomingLink
+from pd.transfer.staged.outgoing_links import MAX_LINKS
 from pd.transfer.tcp.frames import FrameError
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from pd.transfer.copier import Copier, Ticket
     from pd.transfer.staged.messages import Filled, Open
     from pd.transfer.staged.mover import Mover
-    from pd.transfer.staged.outgoing import SlotShape
+    from pd.transfer.staged.outgoing_links import StagingShape
     from pd.transfer.staged.pump import Pump
     from pd.transfer.staged.receiver import StagedReceiver
     from pd.transfer.wire.channel import Channel
 
 logger = logging.getLogger(__name__)
 
-MAX_ZOMBIES = 4
+MAX_LOST_LINKS = 4
 _LOG_INTERVAL = 1.0
 _PINNED_SLOT_BYTES = 8 << 20
 
@@ -46,17 +46,17 @@ class StagingCounters:
 
 @dataclass(slots=True)
 class _Scatter:
-    link: InLink
+    link: IncomingLink
     note: Filled
     receiver: StagedReceiver
     ticket: Ticket
 
 
-class Incoming:
+class IncomingLinks:
     """Links from every P and the receivers that they may write for."""
 
     def __init__(
-        self, copier: Copier, mover: Mover, pump: Pump, shape: SlotShape, patience: Patience
+        self, copier: Copier, mover: Mover, pump: Pump, shape: StagingShape, patience: Patience
     ) -> None:
         self.copier, self.mover, self.pump, self.shape = copier, mover, pump, shape
         self.patience = patience
@@ -64,7 +64,7 @@ class Incoming:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._receivers: dict[tuple[bytes, int], StagedReceiver] = {}
-        self._links: set[InLink] = set()
+        self._links: set[IncomingLink] = set()
         self._closing = False
         self._next_log = 0.0
 
@@ -90,7 +90,7 @@ class Incoming:
         for link in links:
             link.end()
 
-    def close(self, seconds: float) -> list[InLink]:
+    def close(self, seconds: float) -> list[IncomingLink]:
         """End all links; returns those in whose slots something may still land after this time.
         Copies may go on until the hub is closed."""
         with self.lock:
@@ -117,11 +117,11 @@ class Incoming:
 
     # ---- the hub's thread
 
-    def accept(self, channel: Channel) -> InLink:
+    def accept(self, channel: Channel) -> IncomingLink:
         """A peer that opens another link has given the last one up."""
         with self.lock:
             old = [link for link in self._links if link.peer == channel.peer]
-            link = InLink(self, channel)
+            link = IncomingLink(self, channel)
             if self._closing:
                 # It has no slots yet.
                 channel.close()
@@ -148,18 +148,18 @@ class Incoming:
         with self.lock:
             return any(link.peer == peer and link.prepared for link in self._links)
 
-    def refusal(self, link: InLink) -> str:
+    def refusal(self, link: IncomingLink) -> str:
         """Why a peer gets no more slots; empty if it does. Slots count less when the peer cannot
         write them any more: its end is over then, and it opens its next link before they are freed
         here."""
         with self.lock:
             lost = [x for x in self._links if x.peer == link.peer and x.holds_slots]
             writable = sum(x.may_be_written for x in lost)
-        if writable < MAX_ZOMBIES and len(lost) < 2 * MAX_ZOMBIES:
+        if writable < MAX_LOST_LINKS and len(lost) < 2 * MAX_LOST_LINKS:
             return ""
         return f"the slots of {len(lost)} lost links of {link.peer} are still in quarantine"
 
-    def land(self, link: InLink, notes: list[Filled]) -> None:
+    def land(self, link: IncomingLink, notes: list[Filled]) -> None:
         """Empty slots; returns when they are empty and P was told so.
 
         Done by the thread that read the notes: to hand them to another costs more than the copies
@@ -178,7 +178,7 @@ class Incoming:
             self._complete(begun.popleft())
         link.acknowledge()
 
-    def lost(self, link: InLink, reason: str) -> None:
+    def lost(self, link: IncomingLink, reason: str) -> None:
         """Its rooms end, and those that have no other link to wait for. A link that we ended is
         not what later rooms wait for."""
         with self.lock:
@@ -191,7 +191,7 @@ class Incoming:
                 receiver.lost(reason)
         link.finish_unused()
 
-    def _try(self, link: InLink, note: Filled) -> _Scatter | None:
+    def _try(self, link: IncomingLink, note: Filled) -> _Scatter | None:
         try:
             return self._begin(link, note)
         except FrameError as error:
@@ -203,7 +203,7 @@ class Incoming:
         link.done_reading(note.slot)
         return None
 
-    def _begin(self, link: InLink, note: Filled) -> _Scatter | None:
+    def _begin(self, link: IncomingLink, note: Filled) -> _Scatter | None:
         with self.lock:
             receiver = self._receivers.get((note.room, note.epoch))
             views = link.views
@@ -237,7 +237,7 @@ class Incoming:
             scatter.receiver.leave(arrived)
             scatter.link.done_reading(scatter.note.slot)
 
-    def _turned_away(self, link: InLink, note: Filled) -> None:
+    def _turned_away(self, link: IncomingLink, note: Filled) -> None:
         self.counters.discarded_frames += 1
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _LOG_INTERVAL
@@ -263,7 +263,7 @@ class Incoming:
             size = max(min(size, _PINNED_SLOT_BYTES), self.copier.cell_bytes)
         return self.copier.make_slots(count, size, on_device=device), device
 
-    def over(self, link: InLink) -> None:
+    def over(self, link: IncomingLink) -> None:
         with self._changed:
             self._links.discard(link)
             self._changed.notify_all()

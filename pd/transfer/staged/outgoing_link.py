@@ -14,13 +14,13 @@ from pd.core.errors import TransferError
 from pd.core.exit import STUCK_PREFIX
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.staged.messages import (
-    Drained,
+    BuffersReady,
     Filled,
     FilledSlots,
     Freed,
     Leaving,
+    LinkDrained,
     Prepared,
-    Ready,
     Waiting,
 )
 from pd.transfer.staged.mover import MoverError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pd.transfer.ranges import Block
     from pd.transfer.staged.mover import Path
-    from pd.transfer.staged.outgoing import Outgoing
+    from pd.transfer.staged.outgoing_links import OutgoingLinks
     from pd.transfer.staged.sender import StagedSender
     from pd.transfer.wire.channel import Channel
     from pd.transfer.wire.hub import Dial
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _ALONE_SECONDS = 1e-3
 
 
-class Slots(NamedTuple):
+class BufferPair(NamedTuple):
     """P's, and D's, to which it is written."""
 
     source: int
@@ -60,7 +60,7 @@ class OutState(IntEnum):
     OVER = 5
 
 
-class OutLink:
+class OutgoingLink:
     """The slots of one link, what lies in them, and the rooms that wait for one.
 
     A slot of P (``_own``) and one of D (``_free``) are taken together. P's is free again when the
@@ -70,7 +70,7 @@ class OutLink:
     ``changed`` guards this and the senders. ``views`` are the slots as the copier wants them.
     """
 
-    def __init__(self, outgoing: Outgoing, peer: str, address: tuple[str, int]) -> None:
+    def __init__(self, outgoing: OutgoingLinks, peer: str, address: tuple[str, int]) -> None:
         self.peer, self.address = peer, address
         self.changed = outgoing.changed
         self.state = OutState.DIALLING
@@ -90,8 +90,8 @@ class OutLink:
         self._queue: deque[StagedSender] = deque()
         self._own: list[int] = []
         self._free: list[int] = []
-        self._filled: deque[tuple[Slots, StagedSender, Block]] = deque()
-        self._flying: dict[int, tuple[Slots, StagedSender, Block] | None] = {}
+        self._filled: deque[tuple[BufferPair, StagedSender, Block]] = deque()
+        self._flying: dict[int, tuple[BufferPair, StagedSender, Block] | None] = {}
         self._held: set[int] = set()
         self._flying_since = 0.0
         # D helps from the start until it is told that nothing is waited for.
@@ -222,7 +222,7 @@ class OutLink:
     def message(self, channel: Channel, message: Any) -> None:
         if isinstance(message, Freed):
             self._freed(message.slots)
-        elif isinstance(message, Ready):
+        elif isinstance(message, BuffersReady):
             with self.changed:
                 if self.state is not OutState.OPENING or self._setting_up:
                     raise ValueError("slots that were not asked for")
@@ -248,7 +248,7 @@ class OutLink:
             self.progress = time.monotonic()
             self.changed.notify_all()
 
-    def _set_up(self, ready: Ready) -> None:
+    def _set_up(self, ready: BuffersReady) -> None:
         """On a thread of its own, since libraries take their time."""
         outgoing = self._outgoing
         self._prepared.wait()
@@ -293,7 +293,7 @@ class OutLink:
 
     # ---- the gatherer's thread, with the lock
 
-    def take(self) -> tuple[StagedSender, Block, Slots] | None:
+    def take(self) -> tuple[StagedSender, Block, BufferPair] | None:
         """The next block and slots for it, until :meth:`gathered`."""
         while self.state is OutState.UP and self._free and self._queue:
             sender = self._queue.popleft()
@@ -305,10 +305,12 @@ class OutLink:
             sender.reading += 1
             sender.unsaid += 1
             self.gathering += 1
-            return sender, block, Slots(self._own.pop(), self._free.pop())
+            return sender, block, BufferPair(self._own.pop(), self._free.pop())
         return None
 
-    def gathered(self, sender: StagedSender, block: Block, slots: Slots, *, good: bool) -> None:
+    def gathered(
+        self, sender: StagedSender, block: Block, slots: BufferPair, *, good: bool
+    ) -> None:
         """The pool is not read any more; a room that ended meanwhile needs no write."""
         self.gathering -= 1
         sender.reading -= 1
@@ -430,7 +432,7 @@ class OutLink:
             self.changed.notify_all()
         logger.info("the %s link to %s is up", self._outgoing.mover.name, self.peer)
 
-    def _tell(self, notes: list[Filled], told: list[tuple[StagedSender, Slots]]) -> None:
+    def _tell(self, notes: list[Filled], told: list[tuple[StagedSender, BufferPair]]) -> None:
         assert self._channel is not None
         with self.changed:
             self._held.update(slots.target for _, slots in told)
@@ -486,6 +488,6 @@ class OutLink:
         """Nothing can land any more, which closing the channel says."""
         self.state = OutState.OVER
         if self._channel is not None:
-            self._channel.close(Drained())
+            self._channel.close(LinkDrained())
         self._outgoing.over(self)
         self.changed.notify_all()
