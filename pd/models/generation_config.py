@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.core.sampling_params import SamplingDefaults
-from pd.models.config import read_json
+from pd.models.settings import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,17 +1,20 @@
 """Layers shared by all architectures.
 
-A module lists its weights with ``checkpoint_tensors``: the names they have in a checkpoint, and
-for each the memory it is read into, which may be a part of a fused weight. So loading needs no
-copy beside the parameters, and one place says how a name and a parameter belong together.
-Afterwards ``CausalLM.prepare`` lays weights out as the kernels like them best.
+A module lists its weights with ``checkpoint_tensors``: the name of each in a checkpoint, and the
+memory that it is read into, which may be a part of a fused weight. So loading needs no copy beside
+the parameters, and a name and its parameter are connected in one place. Afterwards
+``CausalLM.prepare`` lays weights out as the kernels read them fastest.
 
-Of a tensor-parallel model each rank has a part (see :mod:`pd.models.tensor_parallel`): modules are
-made from the configuration of the part, and know along which dimension a weight is split.
+Each rank of a tensor-parallel model has a part of it (see :mod:`pd.models.tensor_parallel`):
+modules are made from the configuration of the part, and their places say along which dimension a
+weight is split.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -24,16 +27,19 @@ from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
 from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pd.kernels.attention import PlannedAttention
     from pd.models.config import ModelConfig
 
-    NamedPlaces = Iterator[tuple[str, Place]]
+NamedPlaces: TypeAlias = Iterator[tuple[str, Place]]
+
+# Names of the tensors that every checkpoint has.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    """A weight to be loaded, in the default dtype on the default device."""
+    """Allocate a weight to be loaded, in the default dtype on the default device."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
@@ -42,8 +48,7 @@ class Linear(nn.Module):
 
     Args:
         outputs: size of each projection by its name in the checkpoint, in the order of its rows.
-        split: whether each rank has a part of the outputs (of every projection, as ``outputs``
-            says) or all of them.
+        split: whether each rank has a part of the outputs of every projection, or all of them.
     """
 
     def __init__(
@@ -66,13 +71,14 @@ class Linear(nn.Module):
     def checkpoint_tensors(self) -> NamedPlaces:
         for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
-                parts = parameter.split(list(self._outputs.values()))
-                for name, part in zip(self._outputs, parts, strict=True):
-                    yield f"{name}.{kind}", Place(part, self._split)
+                stop = 0
+                for name, size in self._outputs.items():
+                    start, stop = stop, stop + size
+                    yield f"{name}.{kind}", Place(parameter[start:stop], self._split)
 
 
 class ReducedLinear(Linear):
-    """A :class:`Linear` of one projection of which each rank has a part of the inputs: the ranks'
+    """A :class:`Linear` of one projection in which each rank has a part of the inputs: the ranks'
     results are summed."""
 
     def __init__(
@@ -87,7 +93,7 @@ class ReducedLinear(Linear):
 
     def prepare(self) -> None:
         if self.bias is not None and self._tp.rank > 0:
-            self.bias.zero_()  # it counts once in the sum
+            self.bias.zero_()  # the sum over the ranks contains the bias of rank 0
         super().prepare()
 
     def checkpoint_tensors(self) -> NamedPlaces:
@@ -108,9 +114,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self._eps)
 
     def after_add(self, residual: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
-        """Add ``x``, if there is one, to ``residual`` in place; returns the sum normalized."""
+        """Add ``x``, if there is one, to ``residual`` in place; returns the normalized sum."""
         if x is None:
-            return self(residual)
+            return self.forward(residual)
         return add_rms_norm(residual, x, self.weight, self._eps)
 
     def checkpoint_tensors(self) -> NamedPlaces:
@@ -142,7 +148,7 @@ class Attention(nn.Module):
         attention: PlannedAttention,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The result of all tokens, or of ``rows`` alone; K and V of all are written."""
+        """Attend all tokens, or ``rows`` alone; K and V of all tokens are written."""
         q, k, v = rotate_and_store(
             self.qkv(x).view(len(x), -1, self._head_dim),
             self._heads,
@@ -156,14 +162,15 @@ class Attention(nn.Module):
             self._eps,
         )
         if rows is not None and len(rows) == 0:
-            self._tp.meet(x.device)  # whoever is told of this layer finds all ranks' K and V
+            # So that the K and V of all ranks are written before this layer is reported as done.
+            self._tp.meet(x.device)
             return x[:0]
         if rows is not None and attention.last is not None:
             attention = attention.last
             q, k, v = (x.index_select(0, rows) for x in (q, k, v))
             rows = None
         attended = attention.attend(self._layer, q, k, v).flatten(1)
-        return self.output(attended if rows is None else attended.index_select(0, rows))
+        return self.output.forward(attended if rows is None else attended.index_select(0, rows))
 
     def checkpoint_tensors(self) -> NamedPlaces:
         yield from self.qkv.checkpoint_tensors()
@@ -173,10 +180,26 @@ class Attention(nn.Module):
             yield from _within("k_norm", self.k_norm.checkpoint_tensors())
 
 
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+class MLP(nn.Module):
+    """Base class of what follows attention in a layer.
+
+    Attributes:
+        checkpoint_name: prefix of the weights' names in a checkpoint, inside their layer.
+    """
 
     checkpoint_name = "mlp"
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, hidden_size]`` to a new tensor of that shape, the same on all ranks."""
+
+    @abstractmethod
+    def checkpoint_tensors(self) -> NamedPlaces:
+        """List the weights: names below ``checkpoint_name``, and the memory of each."""
+
+
+class GatedMLP(MLP):
+    """``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -186,14 +209,26 @@ class GatedMLP(nn.Module):
         self.down = ReducedLinear("down_proj", config.hidden_size, size, config.mlp_bias, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
+        return self.down.forward(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
 
     def checkpoint_tensors(self) -> NamedPlaces:
         yield from self.gate_up.checkpoint_tensors()
         yield from self.down.checkpoint_tensors()
 
 
-class SparseMoE(nn.Module):
+class ExpertNames(NamedTuple):
+    """Names of a mixture of experts in a checkpoint: of the whole, and of an expert's weights."""
+
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+PLAIN_NAMES = ExpertNames()
+
+
+class SparseMoE(MLP):
     """A router and gated MLPs of which each token uses ``num_experts_per_tok``.
 
     Router probabilities are a softmax over all experts; with ``norm_topk_prob`` those of the
@@ -201,12 +236,12 @@ class SparseMoE(nn.Module):
     has a part of every expert, and its own copy of the router.
     """
 
-    checkpoint_name = "mlp"
-    gate_name, up_name, down_name = "gate_proj", "up_proj", "down_proj"
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, names: ExpertNames = PLAIN_NAMES
+    ) -> None:
         super().__init__()
-        self._tp = tp
+        self._tp, self._names = tp, names
+        self.checkpoint_name = names.mlp
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         experts, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
         self.router = Linear({"gate": experts}, hidden)
@@ -221,15 +256,15 @@ class SparseMoE(nn.Module):
         yield from self.router.checkpoint_tensors()
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
-            yield f"experts.{expert}.{self.gate_name}.weight", Place(gate, 0)
-            yield f"experts.{expert}.{self.up_name}.weight", Place(up, 0)
-            yield f"experts.{expert}.{self.down_name}.weight", Place(down, 1)
+            yield f"experts.{expert}.{self._names.gate}.weight", Place(gate, 0)
+            yield f"experts.{expert}.{self._names.up}.weight", Place(up, 0)
+            yield f"experts.{expert}.{self._names.down}.weight", Place(down, 1)
 
 
 class DecoderLayer(nn.Module):
     """Attention and an MLP, each normalized before and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: GatedMLP | SparseMoE):
+    def __init__(self, config: ModelConfig, attention: Attention, mlp: MLP) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention
@@ -269,20 +304,38 @@ class DecoderLayer(nn.Module):
         yield from _within(self.mlp.checkpoint_name, self.mlp.checkpoint_tensors())
 
 
+def default_mlp(config: ModelConfig, tp: TensorParallel) -> MLP:
+    """Make the MLP of one layer: a mixture of experts where the configuration has experts."""
+    return SparseMoE(config, tp) if config.num_experts else GatedMLP(config, tp)
+
+
 class CausalLM(nn.Module):
-    """Embedding, decoder layers, norm, output head. Architectures say what a layer is made of.
+    """Embedding, decoder layers, norm, output head.
+
+    Args:
+        make_attention: makes the attention of one layer from configuration, index and ranks.
+        make_mlp: makes the MLP of one layer from configuration and ranks.
 
     Attributes:
-        config: of this rank's part (:meth:`pd.models.config.ModelConfig.divided`).
-        tp: the ranks. The embedding is on all of them, the head's vocabulary is split.
+        config: configuration of this rank's part (:meth:`pd.models.config.ModelConfig.divided`).
+        tp: the ranks. Each has the whole embedding, and a part of the head's vocabulary.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel = SINGLE) -> None:
+    head: torch.Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel = SINGLE,
+        *,
+        make_attention: Callable[[ModelConfig, int, TensorParallel], Attention] = Attention,
+        make_mlp: Callable[[ModelConfig, TensorParallel], MLP] = default_mlp,
+    ) -> None:
         super().__init__()
         self.config, self.tp = config, tp
         self.embedding = empty_parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, self.make_attention(layer), self.make_mlp())
+            DecoderLayer(config, make_attention(config, layer, tp), make_mlp(config, tp))
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -303,14 +356,6 @@ class CausalLM(nn.Module):
             rope.original_context,
         ).to(self.embedding.device)
 
-    def make_attention(self, layer: int) -> Attention:
-        """The attention of one layer."""
-        return Attention(self.config, layer, self.tp)
-
-    def make_mlp(self) -> GatedMLP | SparseMoE:
-        """The MLP of one layer."""
-        return GatedMLP(self.config, self.tp)
-
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -319,14 +364,14 @@ class CausalLM(nn.Module):
         layer_done: Callable[[int], None] | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states ``[rows, hidden_size]`` before the last norm.
+        """Compute hidden states ``[rows, hidden_size]`` before the last norm.
 
         Args:
             token_ids, positions: int64 ``[tokens]``.
             attention: planned for exactly these tokens.
-            layer_done: called with each layer's index after it.
-            rows: int64, the tokens whose hidden states are wanted; None for all. Nothing but the
-                KV of the others depends on them in the last layer, so most of it is left out.
+            layer_done: called with the index of each layer after that layer is launched.
+            rows: int64, the tokens whose hidden states are wanted; None for all. In the last
+                layer only the KV of the other tokens is computed.
         """
         hidden = functional.embedding(token_ids, self.embedding)
         cos_sin = rotations(positions, self._frequencies)
@@ -339,7 +384,8 @@ class CausalLM(nn.Module):
         return hidden if update is None else hidden.add_(update)
 
     def prepare(self) -> None:
-        """Called once, after loading: then no weight is to be read or written by name any more.
+        """Lay the weights out for the kernels. Called once, after loading; afterwards no weight may
+        be read or written by name.
 
         One weight at a time exists twice meanwhile.
         """
@@ -350,17 +396,19 @@ class CausalLM(nn.Module):
             self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocab_size]`` in the model's dtype, from rows of :meth:`forward`'s result."""
+        """Compute ``[rows, vocab_size]`` in the model's dtype from rows of the result of
+        :meth:`forward`."""
         return self.tp.all_gather(linear(self.norm(hidden), self.head))
 
     def checkpoint_tensors(self) -> NamedPlaces:
-        """Every tensor a checkpoint must hold, and the memory to read it into."""
-        yield "model.embed_tokens.weight", Place(self.embedding)
+        """List every tensor that a checkpoint must hold, and the memory to read it into."""
+        yield EMBEDDING, Place(self.embedding)
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
             yield from _within(f"model.layers.{index}", layer.checkpoint_tensors())
         yield from _within("model.norm", self.norm.checkpoint_tensors())
         if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", Place(self.head, 0)
+            yield HEAD, Place(self.head, 0)
 
 
 def _within(prefix: str, places: NamedPlaces) -> NamedPlaces:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from pd.models.layers import CausalLM
+import dataclasses
+from typing import TYPE_CHECKING
+
+from pd.models.architecture import Architecture
+
+if TYPE_CHECKING:
+    from pd.models.config import ModelConfig
+    from pd.models.settings import Settings
 
 
-class LlamaForCausalLM(CausalLM):
-    """The plain case: what the shared layers do by default is Llama."""
+class Llama(Architecture):
+    """Biases are those that the checkpoint's configuration asks for."""
+
+    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+        bias = bool(cfg.get("attention_bias"))
+        return dataclasses.replace(
+            config, attention_bias=bias, output_bias=bias, mlp_bias=bool(cfg.get("mlp_bias"))
+        )

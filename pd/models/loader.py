@@ -1,4 +1,4 @@
-"""Making a model: its weights read tensor by tensor into their final place, or seeded dummies.
+"""Making a model: weights are read tensor by tensor into their final place, or are seeded dummies.
 
 A rank of a tensor-parallel model reads its own part of each tensor and nothing else.
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,12 +17,8 @@ from tqdm import tqdm
 
 from pd.core.errors import UsageError
 from pd.models.config import find_checkpoint
-from pd.models.llama import LlamaForCausalLM
-from pd.models.mistral import MistralForCausalLM
-from pd.models.mixtral import MixtralForCausalLM
-from pd.models.qwen2 import Qwen2ForCausalLM
-from pd.models.qwen3 import Qwen3ForCausalLM
-from pd.models.qwen3_moe import Qwen3MoeForCausalLM
+from pd.models.layers import EMBEDDING, HEAD
+from pd.models.registry import find_architecture
 from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
 
 if TYPE_CHECKING:
@@ -32,21 +28,27 @@ if TYPE_CHECKING:
     from pd.models.layers import CausalLM
 
 INDEX = "model.safetensors.index.json"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Not weights: older checkpoints carry the rotary frequencies, which we compute.
+# Rotary frequencies, which older checkpoints carry and which are computed here.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 # Dummy weights repeat a block of this many normal numbers. It is a prime, so that no two rows of a
 # matrix are alike, and drawing 8 billion numbers one by one would take minutes.
 _DUMMY_BLOCK = 4_194_301
 
-_MODELS: dict[str, type[CausalLM]] = {
-    "llama": LlamaForCausalLM,
-    "mistral": MistralForCausalLM,
-    "qwen2": Qwen2ForCausalLM,
-    "qwen3": Qwen3ForCausalLM,
-    "mixtral": MixtralForCausalLM,
-    "qwen3_moe": Qwen3MoeForCausalLM,
-}
+
+class _Part(Protocol):
+    """A tensor of a safetensors file whose data is read when it is indexed."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
+
+
+class _Stored(Protocol):
+    """The methods of an open safetensors file, which has no types, that are used here."""
+
+    def get_slice(self, name: str) -> _Part: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
 def load_model(
@@ -55,7 +57,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    load_format: Literal["auto", "dummy"] = "auto",
+    load_format: str = "auto",
     seed: int = 0,
     progress: bool = True,
     tp: TensorParallel = SINGLE,
@@ -66,7 +68,7 @@ def load_model(
         config: of the whole model.
         path: the checkpoint's directory (or an id in the local cache); not read for ``dummy``.
         load_format: ``auto`` reads safetensors; ``dummy`` makes random weights that depend on
-            ``seed`` and the tensors' names and shapes alone. Ranks have parts of the same ones.
+            ``seed`` and the tensors' names and shapes alone. Ranks have parts of the same weights.
         progress: show a bar on standard error when it is a terminal and loading takes over 2 s.
 
     Raises:
@@ -77,7 +79,8 @@ def load_model(
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            model = _MODELS[config.architecture](config.divided(tp.size), tp)
+            architecture = find_architecture(config.architecture)
+            model = architecture.make_model(config.divided(tp.size), tp)
         finally:
             torch.set_default_dtype(previous)
     _fill(model, path, load_format, seed, progress)
@@ -129,19 +132,19 @@ def _read_checkpoint(
         raise UsageError(f"{directory} lacks tensor {min(missing)}{more}")
 
 
-def _copy(stored: Any, place: Place, tp: TensorParallel, name: str, shard: Path) -> None:
+def _copy(stored: _Stored, place: Place, tp: TensorParallel, name: str, shard: Path) -> None:
     whole = stored.get_slice(name)
     shape, expected = list(whole.get_shape()), place.whole_shape(tp)
     if shape != expected:
         raise UsageError(f"{shard}: tensor {name} is {shape}, config.json makes it {expected}")
-    part = stored.get_tensor(name) if place.split is None else whole[place.index(tp)]
+    part = stored.get_tensor(name) if place.split is None else whole[place.part(tp)]
     if not part.is_floating_point() or part.element_size() < 2:
         raise UsageError(f"{shard}: tensor {name} is {part.dtype}; quantized weights are refused")
     place.memory.copy_(part)
 
 
 def _check_tied(head: torch.Tensor, directory: Path) -> None:
-    """A checkpoint may repeat the embedding as the head; a different head would be ignored."""
+    """Raise UsageError unless the head that a checkpoint repeats equals the embedding."""
     for shard in _shards(directory):
         with safe_open(shard, framework="pt", device="cpu") as stored:
             if EMBEDDING in stored.keys() and torch.equal(stored.get_tensor(EMBEDDING), head):  # noqa: SIM118
@@ -153,7 +156,7 @@ def _check_tied(head: torch.Tensor, directory: Path) -> None:
 
 
 def _shards(directory: Path) -> list[Path]:
-    """Files named by the index, or the only one."""
+    """List the files that the index names, or the only one."""
     index = directory / INDEX
     if not index.exists():
         single = directory / "model.safetensors"
@@ -201,11 +204,11 @@ def _fill_normal(place: Place, tp: TensorParallel, std: float, key: str) -> None
     block = torch.empty(min(rows * width, _DUMMY_BLOCK), dtype=torch.float32)
     block = block.normal_(std=std, generator=generator).to(memory.dtype).to(memory.device)
     if place.split != 1:
-        first = place.index(tp)[0].start
+        first = place.part(tp)[0].start
         _repeat(block, first * width, memory.view(-1))
         return
-    # A rank's columns lie apart: some whole rows at a time.
-    mine, step = place.index(tp)[1], -(-len(block) // width)
+    # The columns of a rank are not adjacent, so some whole rows are made at a time.
+    mine, step = place.part(tp)[1], -(-len(block) // width)
     scratch = memory.new_empty(min(step, rows), width)
     for first in range(0, rows, step):
         some = scratch[: min(step, rows - first)]
@@ -214,7 +217,7 @@ def _fill_normal(place: Place, tp: TensorParallel, std: float, key: str) -> None
 
 
 def _repeat(block: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """``out`` becomes the numbers from ``start`` on of ``block`` repeated for ever."""
+    """Fill ``out`` with numbers of an endless repetition of ``block``, from ``start`` on."""
     done = 0
     while done < len(out):
         piece = block[(start + done) % len(block) :][: len(out) - done]

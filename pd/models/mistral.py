@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from pd.models.layers import CausalLM
+from typing import TYPE_CHECKING, ClassVar
+
+from pd.models.architecture import Architecture
+
+if TYPE_CHECKING:
+    from pd.models.settings import Settings
 
 
-class MistralForCausalLM(CausalLM):
-    """Differs from Llama in its configuration only."""
+class Mistral(Architecture):
+    """A configuration without ``sliding_window`` has one of 4,096 tokens."""
+
+    defaults: ClassVar[Settings] = {"num_key_value_heads": 8, "sliding_window": 4096}

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from pd.models.layers import CausalLM, SparseMoE
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+from pd.models.architecture import Architecture
+
+if TYPE_CHECKING:
+    from pd.models.config import ModelConfig
+    from pd.models.layers import CausalLM
+    from pd.models.settings import Settings
+    from pd.models.tensor_parallel import TensorParallel
 
 
-class MixtralMoE(SparseMoE):
-    """Names as in Mixtral's checkpoints: w1 is the gate, w3 the up and w2 the down projection."""
+class Mixtral(Architecture):
+    """Weights of experts have names of their own: w1 is the gate, w3 the up projection and w2 the
+    down projection."""
 
-    checkpoint_name = "block_sparse_moe"
-    gate_name, up_name, down_name = "w1", "w3", "w2"
+    defaults: ClassVar[Settings] = {
+        "num_key_value_heads": 8,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    has_experts = True
 
+    def make_model(self, config: ModelConfig, tp: TensorParallel) -> CausalLM:
+        from pd.models.layers import CausalLM, ExpertNames, SparseMoE
 
-class MixtralForCausalLM(CausalLM):
-    def make_mlp(self) -> MixtralMoE:
-        return MixtralMoE(self.config, self.tp)
+        names = ExpertNames(mlp="block_sparse_moe", gate="w1", up="w3", down="w2")
+        return CausalLM(config, tp, make_mlp=functools.partial(SparseMoE, names=names))

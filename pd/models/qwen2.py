@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
-from pd.models.layers import CausalLM
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from pd.models.architecture import Architecture
+from pd.models.settings import positive_int
+
+if TYPE_CHECKING:
+    from pd.models.config import ModelConfig
+    from pd.models.settings import Settings
 
 
-class Qwen2ForCausalLM(CausalLM):
-    """Its biases are always there, whatever ``attention_bias`` says (see ``ModelConfig``)."""
+class Qwen2(Architecture):
+    """The biases are always there, whatever ``attention_bias`` says."""
+
+    defaults: ClassVar[Settings] = {"num_key_value_heads": 32}
+
+    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+        return dataclasses.replace(config, attention_bias=True)
+
+    def uses_window(self, cfg: Settings) -> bool:
+        return dense_qwen_uses_window(cfg)
+
+
+def dense_qwen_uses_window(cfg: Settings) -> bool:
+    """Whether a dense Qwen uses its ``sliding_window``: with ``use_sliding_window``, in layers from
+    ``max_window_layers`` on. ``layer_types`` overrides that and is checked elsewhere."""
+    if not cfg.get("use_sliding_window") or cfg.get("layer_types"):
+        return False
+    first = cfg.get("max_window_layers", 28)
+    return not isinstance(first, int) or first < positive_int(cfg, "num_hidden_layers")

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from pd.models.layers import CausalLM
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from pd.models.architecture import Architecture
+from pd.models.qwen2 import dense_qwen_uses_window
+
+if TYPE_CHECKING:
+    from pd.models.config import ModelConfig
+    from pd.models.settings import Settings
 
 
-class Qwen3ForCausalLM(CausalLM):
-    """``ModelConfig.qk_norm`` is what makes it Qwen3."""
+class Qwen3(Architecture):
+    """Biases of attention are those that the configuration asks for."""
+
+    defaults: ClassVar[Settings] = {"num_key_value_heads": 32, "head_dim": 128}
+
+    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+        bias = bool(cfg.get("attention_bias"))
+        return dataclasses.replace(config, qk_norm=True, attention_bias=bias, output_bias=bias)
+
+    def uses_window(self, cfg: Settings) -> bool:
+        return dense_qwen_uses_window(cfg)

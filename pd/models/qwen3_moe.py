@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from pd.models.layers import CausalLM, SparseMoE
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from pd.models.qwen3 import Qwen3
+
+if TYPE_CHECKING:
+    from pd.models.config import ModelConfig
+    from pd.models.settings import Settings
 
 
-class Qwen3MoeForCausalLM(CausalLM):
-    def make_mlp(self) -> SparseMoE:
-        return SparseMoE(self.config, self.tp)
+class Qwen3Moe(Qwen3):
+    """A window is in use wherever ``use_sliding_window`` is set."""
+
+    defaults: ClassVar[Settings] = {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    width_key = "moe_intermediate_size"
+    has_experts = True
+
+    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+        normalized = bool(cfg.get("norm_topk_prob", False))
+        return dataclasses.replace(super().adapt(config, cfg), norm_topk_prob=normalized)
+
+    def uses_window(self, cfg: Settings) -> bool:
+        return bool(cfg.get("use_sliding_window"))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 from pd.core.errors import UnsupportedModelError
+from pd.models.settings import positive_int
+
+if TYPE_CHECKING:
+    from pd.models.architecture import Architecture
+    from pd.models.settings import Settings
 
 # Implemented rope types and the numbers each needs.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -13,9 +18,9 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
-# Settings and the values that leave results as they are; None stands for null or absent.
-# Most belong to relatives of our architectures whose checkpoints are often labelled as these.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Values with which a setting leaves results as they are; None stands for null or absent. Most of
+# these settings belong to relatives of our architectures whose checkpoints are labelled as these.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish", None),
     "quantization_config": (None,),
     "compression_config": (None,),
@@ -53,8 +58,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_supported(architecture: str, cfg: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError, naming the setting and its value, for the first that applies."""
+def check_supported(architecture: Architecture, cfg: Settings) -> None:
+    """Raise UnsupportedModelError for the first setting that is not implemented; the message has
+    its name and value."""
     for key, neutral in _NEUTRAL.items():
         value = cfg.get(key)
         if not any(value is each or value == each for each in neutral):
@@ -63,45 +69,47 @@ def check_supported(architecture: str, cfg: dict[str, Any]) -> None:
     _check_window(architecture, cfg)
 
 
-def _refuse(key: str, value: Any) -> None:
+def rope_type(rope: Settings, name: str) -> str:
+    """Return the type of the rope setting ``name``, a key of :data:`ROPE_TYPES`. Its key is
+    ``rope_type``, or ``type`` in old files.
+
+    Raises:
+        UnsupportedModelError: the type is not implemented.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        _refuse(f"{name}.rope_type", kind)
+    return kind
+
+
+def _refuse(key: str, value: object) -> NoReturn:
     text = repr(value)
     text = text if len(text) <= 100 else text[:97] + "..."
     raise UnsupportedModelError(f"config.json: {key} = {text} is not supported")
 
 
-def _check_rope(cfg: dict[str, Any]) -> None:
+def _check_rope(cfg: Settings) -> None:
     for name in ("rope_parameters", "rope_scaling"):
         rope = cfg.get(name)
         if not rope:
             continue
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             _refuse(name, rope)
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in ROPE_TYPES:
-            _refuse(f"{name}.rope_type", kind)
+        rope_type(rope, name)
         if rope.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
             _refuse(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
         if rope.get("mrope_section"):
             _refuse(f"{name}.mrope_section", rope["mrope_section"])
 
 
-def _check_window(architecture: str, cfg: dict[str, Any]) -> None:
-    """A sliding window matters where it is in use and smaller than the context.
-
-    Qwen's ``sliding_window`` counts only with ``use_sliding_window``, and in its dense models only
-    for layers from ``max_window_layers`` on; ``layer_types`` overrides that.
-    """
-    window = cfg.get("sliding_window")
+def _check_window(architecture: Architecture, cfg: Settings) -> None:
+    """A sliding window matters where it is in use and smaller than the context."""
     layer_types = cfg.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
-        _refuse("layer_types", sorted(set(layer_types)))
-    if window is None or window >= cfg.get("max_position_embeddings", 0):
+    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
+    if any(kind != "full_attention" for kind in kinds):
+        _refuse("layer_types", sorted(set(map(str, kinds))))
+    window = cfg.get("sliding_window")
+    if window is None or not architecture.uses_window(cfg):
         return
-    if architecture.startswith("qwen"):
-        if not cfg.get("use_sliding_window"):
-            return
-        first = cfg.get("max_window_layers", 28)
-        dense = architecture != "qwen3_moe"
-        if dense and (layer_types or first >= cfg.get("num_hidden_layers", 0)):
-            return
-    _refuse("sliding_window", window)
+    if not isinstance(window, int) or window < positive_int(cfg, "max_position_embeddings"):
+        _refuse("sliding_window", window)

@@ -1,0 +1,63 @@
+"""The table of architectures: a new one needs its file and a line here."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.core.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pd.models.architecture import Architecture
+    from pd.models.settings import Settings
+
+
+class Listed(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        class_name: name of the architecture in ``config.json`` under ``architectures``.
+        location: ``module:class`` of the :class:`pd.models.architecture.Architecture`, imported
+            when a checkpoint of this architecture is read.
+    """
+
+    class_name: str
+    location: str
+
+
+# By ``model_type``.
+ARCHITECTURES: dict[str, Listed] = {
+    "llama": Listed("LlamaForCausalLM", "pd.models.llama:Llama"),
+    "mistral": Listed("MistralForCausalLM", "pd.models.mistral:Mistral"),
+    "qwen2": Listed("Qwen2ForCausalLM", "pd.models.qwen2:Qwen2"),
+    "qwen3": Listed("Qwen3ForCausalLM", "pd.models.qwen3:Qwen3"),
+    "mixtral": Listed("MixtralForCausalLM", "pd.models.mixtral:Mixtral"),
+    "qwen3_moe": Listed("Qwen3MoeForCausalLM", "pd.models.qwen3_moe:Qwen3Moe"),
+}
+
+
+def find_architecture(model_type: str) -> Architecture:
+    """Return the architecture of a key of :data:`ARCHITECTURES`."""
+    module, _, name = ARCHITECTURES[model_type].location.partition(":")
+    made: Architecture = getattr(importlib.import_module(module), name)()
+    return made
+
+
+def model_type_of(raw: Settings) -> str:
+    """Return the key of :data:`ARCHITECTURES` for the content of a ``config.json``: by the first
+    name under ``architectures``, or by ``model_type`` where there is none.
+
+    Raises:
+        UnsupportedModelError: the architecture is not in the table.
+    """
+    known = ", ".join(listed.class_name for listed in ARCHITECTURES.values())
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names:
+        model_type = raw.get("model_type")
+        if isinstance(model_type, str) and model_type in ARCHITECTURES:
+            return model_type
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported; known: {known}")
+    for model_type, listed in ARCHITECTURES.items():
+        if names[0] == listed.class_name:
+            return model_type
+    raise UnsupportedModelError(f"architecture {names[0]!r} is not supported; known: {known}")
