@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pd.kernels.kv_copy import gather_parts, row_bytes, scatter_parts
+from pd.kernels.paging import page_count, token_slots
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -107,7 +108,7 @@ class HostCopier(Copier):
         self._in_units: dict[int, npt.NDArray[np.void]] = {}
 
     def table(self, pages: IntArray, num_tokens: int) -> npt.NDArray[np.int64]:
-        return pages[: -(-num_tokens // self.page_size)].astype(np.int64)
+        return pages[: page_count(num_tokens, self.page_size)].astype(np.int64)
 
     def view(self, slot: torch.Tensor) -> npt.NDArray[np.uint8]:
         return slot.numpy()
@@ -146,7 +147,7 @@ class HostCopier(Copier):
             units = pages[block.token_start // size : block.token_stop // size]
         else:
             tokens = np.arange(block.token_start, block.token_stop, unit)
-            units = (pages[tokens // size] * size + tokens % size) // unit
+            units = token_slots(pages, tokens, size) // unit
         planes = np.arange(2 * block.layer_start, 2 * block.layer_stop) * (self.num_slots // unit)
         pool = self._in_units.get(unit)
         if pool is None:
@@ -182,6 +183,6 @@ class HostPartsCopier(HostCopier):
         self, pages: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
     ) -> tuple[torch.Tensor, int, int, torch.Tensor]:
         tokens = np.arange(block.token_start, block.token_stop)
-        slots = pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
+        slots = token_slots(pages, tokens, self.page_size)
         packed = torch.from_numpy(slot[: block.cells * self.cell_bytes])
         return torch.from_numpy(slots), block.layer_start, block.layer_stop, packed

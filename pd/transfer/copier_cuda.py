@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pd.kernels.kv_copy import gather, gather_parts, scatter, scatter_parts
+from pd.kernels.paging import token_slots
 from pd.transfer.copier import Copier, Ticket
 from pd.transfer.ranges import Block
 
@@ -88,9 +89,8 @@ class CudaCopier(Copier):
         self._warm_up()
 
     def table(self, pages: IntArray, num_tokens: int) -> _Table:
-        tokens = np.arange(num_tokens)
-        slots = pages[tokens // self.page_size].astype(np.int64) * self.page_size
-        return _Table((slots + tokens % self.page_size).astype(np.int32), self._tables)
+        slots = token_slots(pages, np.arange(num_tokens), self.page_size)
+        return _Table(slots.astype(np.int32), self._tables)
 
     def gather(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
         lane = self._out

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd.kernels.paging import token_slots
 from pd.transfer.ranges import slot_runs
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ class PoolMemory:
         """A copy of the block's bytes."""
         layers = self._rows[block.layer_start : block.layer_stop]
         tokens = np.arange(block.token_start, block.token_stop)
-        slots = pages[tokens // self.page_size].astype(np.int64) * self.page_size
-        index = torch.from_numpy(slots + tokens % self.page_size).to(self._rows.device)
+        slots = token_slots(pages, tokens, self.page_size)
+        index = torch.from_numpy(slots).to(self._rows.device)
         return bytearray(layers.index_select(2, index).cpu().numpy().tobytes())
 
     def write(self, slots: IntArray, layer_start: int, layer_stop: int, data: bytes) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd.core.errors import TransferError
+from pd.kernels.paging import page_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +101,7 @@ def check_pages(
         raise ValueError(f"tokens [{token_start}, {token_stop}) are not a range")
     if token_start == token_stop:
         return
-    used = pages[token_start // page_size : -(-token_stop // page_size)]
+    used = pages[token_start // page_size : page_count(token_stop, page_size)]
     if len(pages) * page_size < token_stop:
         raise ValueError(f"{len(pages)} pages of {page_size} cannot hold tokens up to {token_stop}")
     if used.min() < 0 or (int(used.max()) + 1) * page_size > num_slots:

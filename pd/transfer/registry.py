@@ -6,12 +6,12 @@ import ctypes
 import importlib
 import importlib.util
 import logging
-import os
 from typing import TYPE_CHECKING, cast
 
 from pd.core.config import TRANSFER_BACKENDS
 from pd.core.errors import SetupError, UsageError
 from pd.core.starvation import Patience
+from pd.transfer.allocator import expandable_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,9 +91,8 @@ def _obstacle(name: str, device: str) -> str | None:
 def _nvlink_obstacle(device: str) -> str | None:
     if device == "cpu":
         return "the KV cache is on the CPU; use --device cuda, or tcp"
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(variable, "").lower():
-            return f"memory of expandable segments cannot be mapped by peers; unset {variable}"
+    if variable := expandable_segments():
+        return f"memory of expandable segments cannot be mapped by peers; unset {variable}"
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

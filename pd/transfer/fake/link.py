@@ -15,6 +15,7 @@ import numpy as np
 
 from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
+from pd.kernels.paging import page_count, token_slots
 from pd.transfer.base import Sender, TransferState
 from pd.transfer.fake.nic import ACK, SERVICE, WRITE, WRITE_MAGIC, Destination, receive_exactly
 from pd.transfer.ranges import Block, check_pages, checked_block
@@ -146,11 +147,9 @@ class FakeSender(Sender):
 
     def slots(self, block: Block) -> bytes:
         """Where the block goes in the peer's pool."""
-        page_size = self.destination.page_size
         tokens = np.arange(block.token_start, block.token_stop)
-        slots = self._targets[tokens // page_size] * page_size + tokens % page_size
-        data: bytes = slots.astype("<i4").tobytes()
-        return data
+        slots = token_slots(self._targets, tokens, self.destination.page_size)
+        return slots.astype("<i4").tobytes()
 
 
 def _parse(reservation: Reservation, tokens: range) -> Destination:
@@ -158,7 +157,7 @@ def _parse(reservation: Reservation, tokens: range) -> Destination:
         found = _destination_decoder.decode(reservation.destination)
     except msgspec.DecodeError as error:
         raise TransferError(f"{reservation.sender} sent a bad destination: {error}") from error
-    pages = -(-tokens.stop // found.page_size) if found.page_size > 0 else -1
+    pages = page_count(tokens.stop, found.page_size) if found.page_size > 0 else -1
     fits = (found.token_start, found.token_stop) == (tokens.start, tokens.stop)
     if not fits or len(found.pages) != 4 * pages:
         raise TransferError(

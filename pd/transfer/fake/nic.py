@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from pd.core.errors import PDError, TransferError
+from pd.kernels.paging import page_count
 from pd.transfer.base import Receiver, TransferState
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import GreetingError, Welcome
@@ -208,7 +209,7 @@ class FakeReceiver(Receiver):
         self._state = TransferState.ACTIVE
         self._peer_drained = False
         self._lock = threading.Lock()
-        covering = pages[: -(-tokens.stop // memory.page_size)]
+        covering = pages[: page_count(tokens.stop, memory.page_size)]
         self._destination = msgspec.msgpack.encode(
             Destination(
                 self._key,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +10,7 @@ from pd.core.errors import SetupError
 from pd.kernels.copy_engine import CopyEngine, SlotRuns
 from pd.kernels.cuda_ipc import CudaIpc
 from pd.kernels.kv_copy import copy_to_peer, prepare
+from pd.transfer.allocator import expandable_segments
 from pd.transfer.computed import Computed
 from pd.transfer.host_id import host_id
 
@@ -180,20 +180,15 @@ class CudaDevice(StoreDevice):
                 f"nvlink moves KV between GPUs, but the KV cache is on {self._buffer.device.type}; "
                 "use tcp"
             )
-        self._refuse_expandable_segments()
+        if variable := expandable_segments():
+            raise SetupError(
+                f"memory of expandable segments cannot be mapped by peers; unset {variable}"
+            )
         self._ordinal = torch.device(self._buffer.device).index or 0
         self._ipc = CudaIpc(self._ordinal)
         self._handle, self._offset = self._ipc.export(self._buffer.data_ptr())
         prepare(self._buffer)
         self._computed = Computed(self._buffer.device, "nvlink")
-
-    @staticmethod
-    def _refuse_expandable_segments() -> None:
-        for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-            if "expandable_segments:true" in os.environ.get(variable, "").lower():
-                raise SetupError(
-                    f"memory of expandable segments cannot be mapped by peers; unset {variable}"
-                )
 
     def published(self) -> dict[str, str]:
         own = self._ordinal

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd.core.errors import PDError, TransferError
+from pd.kernels.paging import page_count
 from pd.transfer.base import Receiver, TransferState
 from pd.transfer.nvlink.messages import Destination, Welcome
 from pd.transfer.ranges import check_pages
@@ -183,7 +184,7 @@ class NvlinkReceiver(Receiver):
         self._state = TransferState.ACTIVE
         self._peer_drained = False
         self._lock = threading.Lock()
-        covering = pages[: -(-tokens.stop // page_size)].astype("<i4")
+        covering = pages[: page_count(tokens.stop, page_size)].astype("<i4")
         self._destination = msgspec.msgpack.encode(
             Destination(session.number, page_size, tokens.start, tokens.stop, covering.tobytes())
         )

@@ -39,6 +39,7 @@ import numpy as np
 from pd.core.errors import TransferError
 from pd.core.starvation import Patience
 from pd.core.transfer_choice import nvlink_obstacle
+from pd.kernels.paging import token_slots
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.nvlink.device import CudaDevice
 from pd.transfer.nvlink.inbox import LAST_LAUNCH_SECONDS, Inbox, NvlinkReceiver
@@ -46,7 +47,6 @@ from pd.transfer.nvlink.link import Link, NvlinkSender
 from pd.transfer.nvlink.messages import (
     PeerPool,
     parse_destination,
-    token_slots,
     welcome_decoder,
 )
 from pd.transfer.ranges import check_pages
@@ -167,8 +167,8 @@ class NvlinkManager(TransferManager):
                 f"not [{start}, {num_tokens})"
             )
         check_pages(pages, self._layout.page_size, self._num_slots, start, num_tokens)
-        own = token_slots(pages, self._layout.page_size, start, num_tokens)
         layout, tokens = self._layout, range(start, num_tokens)
+        own = token_slots(pages, np.arange(start, num_tokens), layout.page_size)
         with self._lock:
             link, pool = self._link(peer)
         try:
@@ -176,7 +176,7 @@ class NvlinkManager(TransferManager):
         except ValueError as error:
             raise TransferError(f"{peer} sent a destination that cannot be: {error}") from error
         cell_bytes = layout.token_bytes // layout.num_layers
-        slots: IntArray = np.stack((own, theirs))
+        slots: IntArray = np.stack((own.astype(np.int32), theirs))
         sender = NvlinkSender(
             link, destination.session, slots, tokens, layout.num_layers, cell_bytes
         )

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from pd.core.errors import TransferError
+from pd.kernels.paging import token_slots
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import peer_address
 
@@ -54,7 +55,8 @@ class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"a page table of {len(self.pages)} bytes")
         pages = np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
         check_pages(pages, self.page_size, num_slots, self.token_start, self.token_stop)
-        return token_slots(pages, self.page_size, self.token_start, self.token_stop)
+        tokens = np.arange(self.token_start, self.token_stop)
+        return token_slots(pages, tokens, self.page_size).astype(np.int32)
 
 
 _destination_decoder = msgspec.msgpack.Decoder(Destination)
@@ -66,15 +68,6 @@ def parse_destination(data: bytes, peer: str) -> Destination:
         return _destination_decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise TransferError(f"{peer} sent a destination that is none: {error}") from error
-
-
-def token_slots(pages: IntArray, page_size: int, start: int, stop: int) -> IntArray:
-    """int32 slots of tokens ``[start, stop)`` of a sequence."""
-    tokens = np.arange(start, stop, dtype=np.int64)
-    slots: IntArray = (
-        pages[tokens // page_size] * np.int64(page_size) + tokens % page_size
-    ).astype(np.int32)
-    return slots
 
 
 @dataclass(frozen=True, slots=True)

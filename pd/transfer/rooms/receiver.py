@@ -13,7 +13,7 @@ from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Receiver, TransferState
 from pd.transfer.ranges import check_pages
-from pd.transfer.tcp.frames import FrameError
+from pd.transfer.wire.errors import PeerDataError
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
@@ -114,11 +114,11 @@ class CountedReceiver(Receiver):
         """Whether a block is wanted; not if it repeats what another one claimed.
 
         Raises:
-            FrameError: it is not of this reservation.
+            PeerDataError: it is not of this reservation.
         """
         start, stop = self._tokens.start, self._tokens.stop
         if block.token_start < start or block.token_stop > stop:
-            raise FrameError(
+            raise PeerDataError(
                 f"tokens [{block.token_start}, {block.token_stop}) are outside the reserved "
                 f"[{start}, {stop})"
             )

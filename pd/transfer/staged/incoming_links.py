@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pd.core.errors import TransferError
 from pd.transfer.staged.incoming_link import IncomingLink
 from pd.transfer.staged.outgoing_links import MAX_LINKS
-from pd.transfer.tcp.frames import FrameError
+from pd.transfer.wire.errors import PeerDataError
 
 if TYPE_CHECKING:
     import torch
@@ -194,7 +194,7 @@ class IncomingLinks:
     def _try(self, link: IncomingLink, note: Filled) -> _Scatter | None:
         try:
             return self._begin(link, note)
-        except FrameError as error:
+        except PeerDataError as error:
             link.reject(str(error))
         except Exception as error:
             # Say a CUDA error: it ends this link only.

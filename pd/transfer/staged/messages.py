@@ -8,7 +8,7 @@ import msgspec
 
 from pd.core.messages import ROOM_BYTES
 from pd.transfer.ranges import Block
-from pd.transfer.tcp.frames import FrameError
+from pd.transfer.wire.errors import PeerDataError
 
 VERSION = 3
 MAX_SLOTS = 256
@@ -70,15 +70,15 @@ class Filled(_Note):
         return Block(self.token_start, self.token_stop, self.layer_start, self.layer_stop)
 
     def check(self, num_layers: int, max_cells: int) -> None:
-        """Raise FrameError naming the value that cannot be."""
+        """Raise PeerDataError naming the value that cannot be."""
         tokens, layers = self.token_stop - self.token_start, self.layer_stop - self.layer_start
         if tokens <= 0 or layers <= 0 or self.layer_stop > num_layers:
-            raise FrameError(
+            raise PeerDataError(
                 f"tokens [{self.token_start}, {self.token_stop}) of layers [{self.layer_start}, "
                 f"{self.layer_stop}) are no block of {num_layers} layers"
             )
         if tokens * layers > max_cells:
-            raise FrameError(f"{tokens} tokens of {layers} layers do not fit in a slot")
+            raise PeerDataError(f"{tokens} tokens of {layers} layers do not fit in a slot")
 
 
 class FilledSlots(_Note):

@@ -35,6 +35,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pd.core.errors import SetupError
+from pd.transfer.allocator import expandable_segments
 from pd.transfer.staged.manager import StagedManager
 from pd.transfer.staged.mover import Mover, MoverError, Path, Target
 from pd.transfer.staged.nixl_agents import (
@@ -70,10 +71,8 @@ def _can_share_device_memory() -> bool:
     """Whether UCX may open a peer's CUDA memory: its transport is allowed, and torch allocates
     memory that has a handle. Otherwise slots in host memory are faster than UCX's detour."""
     transports = os.environ.get("UCX_TLS", "all")
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    settings = "".join(os.environ.get(name, "") for name in names).lower()
     allowed = any(name in transports for name in ("all", "cuda", "^"))
-    return allowed and "expandable_segments:true" not in settings.replace(" ", "")
+    return allowed and not expandable_segments()
 
 
 class NixlMover(Mover):

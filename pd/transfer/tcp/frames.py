@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 from pd.core.messages import ROOM_BYTES
 from pd.transfer.ranges import Block
+from pd.transfer.wire.errors import PeerDataError
 
 # magic, type, room, epoch, first token, tokens, first layer, layers, payload bytes
 HEADER = struct.Struct(f"<4sI{ROOM_BYTES}sQIIIII")
 MAGIC = b"pdKV"
 DATA = 1
 MAX_PAYLOAD = 8 << 20
-
-
-class FrameError(Exception):
-    """The peer sent something that is not a frame of ours; the message says what was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +43,20 @@ def encode_header(room: bytes, epoch: int, block: Block, payload: int) -> bytes:
 
 def decode_header(header: bytes | bytearray, num_layers: int, cell_bytes: int) -> Frame:
     """Parse and check a header against the layout (``cell_bytes``: K and V of one token in one
-    layer). Raises FrameError naming the value that cannot be."""
+    layer). Raises PeerDataError naming the value that cannot be."""
     magic, kind, room, epoch, token, tokens, layer, layers, payload = HEADER.unpack(header)
     if magic != MAGIC:
-        raise FrameError(f"magic is {magic!r}, not {MAGIC!r}")
+        raise PeerDataError(f"magic is {magic!r}, not {MAGIC!r}")
     if kind != DATA:
-        raise FrameError(f"unknown frame type {kind}")
+        raise PeerDataError(f"unknown frame type {kind}")
     if not tokens or not layers or layer + layers > num_layers:
-        raise FrameError(
+        raise PeerDataError(
             f"{tokens} tokens of layers [{layer}, {layer + layers}) are not of {num_layers} layers"
         )
     if payload > MAX_PAYLOAD:
-        raise FrameError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD}")
+        raise PeerDataError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD}")
     if payload != tokens * layers * cell_bytes:
-        raise FrameError(
+        raise PeerDataError(
             f"payload of {payload} bytes, but {tokens} tokens of {layers} layers have "
             f"{tokens * layers * cell_bytes}"
         )

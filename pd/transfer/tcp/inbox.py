@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 from pd.core.errors import TransferError
 from pd.core.seldom import Seldom
 from pd.transfer.pool_memory import CALL_BYTES
-from pd.transfer.tcp.frames import HEADER, Frame, FrameError, decode_header
+from pd.transfer.tcp.frames import HEADER, Frame, decode_header
 from pd.transfer.tcp.host_buffers import Scatters, Slots
 from pd.transfer.tcp.landing import DirectLanding, StagedLanding
+from pd.transfer.wire.errors import PeerDataError
 from pd.transfer.wire.greeting import GreetingError, Welcome
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ class Inbox:
             return
         except _ClosedError:
             self._drop(connection, "closed by the peer")
-        except (FrameError, GreetingError) as error:
+        except (PeerDataError, GreetingError) as error:
             self._refuse(connection, str(error))
         except OSError as error:
             self._drop(connection, error.strerror or str(error))

@@ -1,0 +1,17 @@
+"""What transfers need to know of PyTorch's CUDA allocator."""
+
+from __future__ import annotations
+
+import os
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def expandable_segments() -> str:
+    """Name of the environment variable that turns expandable segments on, or empty. Other
+    processes cannot map memory of such segments by CUDA IPC."""
+    for variable in _VARIABLES:
+        settings = os.environ.get(variable, "").lower().replace(" ", "")
+        if "expandable_segments:true" in settings:
+            return variable
+    return ""
