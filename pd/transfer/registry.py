@@ -1,4 +1,4 @@
-"""From ``--transfer-backend`` to a manager."""
+"""Makes the manager that ``--transfer-backend`` names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = TRANSFER_BACKENDS
 # What ``auto`` offers, in order of preference; each pair uses the first that works for it.
 AUTO = ("nvlink", "nixl", "tcp")
-# Those that reach into the pool themselves, not by way of staging.
+# Backends that reach into the pool themselves, not by way of staging buffers.
 _WHOLE_POOLS = ("nvlink", "fake")
 
 # Imported when needed: the libraries take long to load and may be missing.
@@ -40,7 +40,7 @@ _MANAGERS = {
 def check_backend(
     name: str, fake_script: Path | None = None, device: str = "auto", tp_size: int = 1
 ) -> None:
-    """Refuse what cannot work whatever the pool is, before a model is loaded for nothing.
+    """Refuse a backend that cannot work with any pool here, before a model is loaded.
 
     Args:
         device: ``--device``.
@@ -125,20 +125,12 @@ def make_transfer_manager(
         UsageError: unknown backend, bad script, or no cluster key where one is needed.
         SetupError: the backend's library is missing or the address cannot be used.
     """
-    device = pool.buffer.device.type
-    check_backend(name, fake_script, device, len(pool.parts))
-
+    check_backend(name, fake_script, pool.buffer.device.type, len(pool.parts))
     options: dict[str, object] = {
         "advertise_host": advertise_host,
         "cluster_key": cluster_key,
         "patience": Patience(),
     }
-
-    def make(backend: str) -> TransferManager:
-        more = {"local_only": True} if backend == "nixl" and may_not_listen else {}
-        return _make(backend, pool, instance_id, host, options | more)
-
-    may_not_listen = name == "auto" and not trust_network
     if trust_network:
         logger.warning(
             "--trust-network: transfer libraries may open ports that ask nobody for the cluster "
@@ -148,16 +140,26 @@ def make_transfer_manager(
         from pd.transfer.fake.script import load_script
 
         options["script"] = load_script(fake_script)
-    if name != "auto":
-        return make(name)
-    managers = []
+    if name == "auto":
+        return _make_auto(pool, instance_id, host, options, may_listen=trust_network)
+    return _make(name, pool, instance_id, host, options)
+
+
+def _make_auto(
+    pool: KVBuffer, instance_id: str, host: str, options: dict[str, object], *, may_listen: bool
+) -> TransferManager:
+    """The backends of ``AUTO`` that work here.
+
+    Args:
+        may_listen: backends whose library opens ports may do so.
+    """
+    managers: list[TransferManager] = []
     for backend in AUTO:
-        reason = _obstacle(backend, device)
-        if len(pool.parts) > 1 and backend in _WHOLE_POOLS:
-            reason = "it moves the KV of one device, and --tp-size divides it among several"
+        more = {"local_only": True} if backend == "nixl" and not may_listen else {}
+        reason = _auto_obstacle(backend, pool)
         try:
             if reason is None:
-                managers.append(make(backend))
+                managers.append(_make(backend, pool, instance_id, host, options | more))
         except SetupError as error:
             if backend == AUTO[-1]:
                 for manager in managers:
@@ -171,6 +173,13 @@ def make_transfer_manager(
     from pd.transfer.chooser import ChoosingManager
 
     return ChoosingManager(managers)
+
+
+def _auto_obstacle(backend: str, pool: KVBuffer) -> str | None:
+    """Why ``auto`` cannot offer a backend, as far as can be told before it is loaded."""
+    if len(pool.parts) > 1 and backend in _WHOLE_POOLS:
+        return "it moves the KV of one device, and --tp-size divides it among several"
+    return _obstacle(backend, pool.buffer.device.type)
 
 
 def manager_class(name: str) -> Callable[..., TransferManager]:
