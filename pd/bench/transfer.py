@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("tcp", "nixl", "mooncake", "nvlink", "fake")
 _START_SECONDS = 90.0
 _PR_SET_PDEATHSIG = 1
 _COLUMNS = (
@@ -68,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         action="append",
         metavar="NAME",
-        help=f"{', '.join(BACKENDS)}; repeat it or separate by commas (default: tcp)",
+        help="tcp, nixl, mooncake, nvlink, fake, or the backend of another package; repeat it or "
+        "separate by commas (default: tcp)",
     )
     add(
         "--model",
@@ -320,11 +320,13 @@ def _cluster_key(path: Path | None) -> bytes | None:
 
 def _specs(args: argparse.Namespace) -> list[TransferSpec]:
     from pd.bench.transfer_spec import TransferSpec, load_shape
+    from pd.transfer.registry import backend_names
 
     backends = [name for given in args.backend or ["tcp"] for name in given.split(",")]
-    unknown = [name for name in backends if name not in BACKENDS]
+    known = backend_names()
+    unknown = [name for name in backends if name not in known]
     if unknown:
-        raise UsageError(f"unknown backend {unknown[0]!r}; choose from {', '.join(BACKENDS)}")
+        raise UsageError(f"unknown backend {unknown[0]!r}; choose from {', '.join(known)}")
     source, target = _devices(args.device)
     return [
         TransferSpec(

@@ -18,9 +18,11 @@ from pd.core import config as choices
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
 from pd.core.exit import leave_within
+from pd.transfer.registry import backend_names, check_backend
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
     from types import FrameType
 
     from pd.launch import NodeServer
@@ -226,6 +228,20 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _TransferBackends:
+    """Names of the transfer backends, those of other packages among them.
+
+    Looked up only for a help text and for a name on the command line: every command builds the
+    parsers of all, and the look-up reads what is installed.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("auto", *backend_names()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in tuple(self)
+
+
 def _add_backends(parser: argparse.ArgumentParser, role: str) -> None:
     add = parser.add_argument_group("backends").add_argument
     add(
@@ -251,10 +267,11 @@ def _add_backends(parser: argparse.ArgumentParser, role: str) -> None:
     add(
         "--transfer-backend",
         default="auto",
-        choices=choices.TRANSFER_BACKENDS,
-        help="how KV travels between a pair of nodes; auto offers nvlink, nixl and tcp as far as "
-        "they work here without a port that asks nobody for the cluster key, and a pair uses the "
-        "first that works for both (default: auto)",
+        choices=_TransferBackends(),
+        metavar="NAME",
+        help="how KV travels between two nodes: %(choices)s; auto offers nvlink, nixl and tcp "
+        "as far as they work here without a port that asks nobody for the cluster key, and a pair "
+        "uses the first that works for both (default: auto)",
     )
     add(
         "--trust-network",
@@ -318,7 +335,6 @@ def check_early(config: NodeConfig) -> None:
     """Refuse what can be known to fail without importing torch, which takes seconds."""
     from pd.models.config import ModelConfig
     from pd.models.generation_config import sampling_defaults
-    from pd.transfer.registry import check_backend
 
     model = ModelConfig.from_pretrained(config.model)
     sampling_defaults(config.model, config.generation_config)

@@ -18,7 +18,6 @@ SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
-TRANSFER_BACKENDS = ("auto", "tcp", "nixl", "mooncake", "nvlink", "fake")
 GENERATION_CONFIGS = ("auto", "none")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 

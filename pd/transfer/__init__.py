@@ -1,5 +1,5 @@
 """Moving KV from prefill to decode nodes: the interface (``base``) and a folder per backend."""
 
-from pd.transfer.registry import BACKENDS, make_transfer_manager
+from pd.transfer.registry import backend_names, make_transfer_manager
 
-__all__ = ["BACKENDS", "make_transfer_manager"]
+__all__ = ["backend_names", "make_transfer_manager"]

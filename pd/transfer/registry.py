@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import importlib.util
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from pd.core.config import TRANSFER_BACKENDS
 from pd.core.errors import SetupError, UsageError
-from pd.core.starvation import Patience
-from pd.transfer.allocator import expandable_segments
+from pd.transfer.backend import TransferSetup
+from pd.transfer.fake.backend import FakeBackend
+from pd.transfer.nvlink.backend import NvlinkBackend
+from pd.transfer.outside import find_outside
+from pd.transfer.staged.backends import MooncakeBackend, NixlBackend
+from pd.transfer.tcp.backend import TcpBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from pd.transfer.backend import TransferBackend
     from pd.transfer.base import KVBuffer, TransferManager
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = TRANSFER_BACKENDS
 # What ``auto`` offers, in order of preference; each pair uses the first that works for it.
 AUTO = ("nvlink", "nixl", "tcp")
-# Backends that reach into the pool themselves, not by way of staging buffers.
-_WHOLE_POOLS = ("nvlink", "fake")
 
-# Imported when needed: the libraries take long to load and may be missing.
-_MANAGERS = {
-    "tcp": "pd.transfer.tcp.manager:TcpManager",
-    "fake": "pd.transfer.fake.manager:FakeManager",
-    "nixl": "pd.transfer.staged.nixl:NixlManager",
-    "mooncake": "pd.transfer.staged.mooncake.mover:MooncakeManager",
-    "nvlink": "pd.transfer.nvlink.manager:NvlinkManager",
+_BUILT_IN: dict[str, TransferBackend] = {
+    "tcp": TcpBackend(),
+    "nixl": NixlBackend(),
+    "mooncake": MooncakeBackend(),
+    "nvlink": NvlinkBackend(),
+    "fake": FakeBackend(),
 }
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names of all backends, those of other packages last."""
+    return (*_BUILT_IN, *(name for name in sorted(find_outside()) if not _is_taken(name)))
+
+
+def _is_taken(name: str) -> bool:
+    return name == "auto" or name in _BUILT_IN
+
+
+def _warn_of_taken_names() -> None:
+    for name, offers in find_outside().items():
+        if _is_taken(name):
+            packages = ", ".join(offer.package for offer in offers)
+            logger.warning(
+                "the transfer backend %r of %s is ignored: the name is pd's own", name, packages
+            )
+
+
+def find_backend(name: str) -> TransferBackend:
+    """The backend of a name other than ``auto``; built-in ones cannot be replaced.
+
+    Raises:
+        UsageError: there is none, or several packages offer it.
+        SetupError: the package that offers it is broken.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    offers = [] if _is_taken(name) else find_outside().get(name, [])
+    if not offers:
+        names = ", ".join(("auto", *backend_names()))
+        raise UsageError(f"unknown transfer backend {name!r}; choose one of {names}")
+    if len(offers) > 1:
+        packages = ", ".join(offer.package for offer in offers)
+        raise UsageError(f"transfer backend {name} is offered by {packages}; keep one of them")
+    return offers[0].load()
 
 
 def check_backend(
@@ -43,24 +77,24 @@ def check_backend(
     """Refuse a backend that cannot work with any pool here, before a model is loaded.
 
     Args:
-        device: ``--device``.
-        tp_size: ``--tp-size``.
+        device: value of ``--device``.
+        tp_size: value of ``--tp-size``.
 
     Raises:
-        UsageError: unknown backend, or one that does not go with ``tp_size``, or a script that is
-            bad or for another backend.
-        SetupError: the backend's library is missing.
+        UsageError: the backend is unknown or does not go with ``tp_size``, or the script is bad or
+            for another backend.
+        SetupError: the backend cannot work on this machine, or its package is broken.
     """
-    if name not in BACKENDS:
-        raise UsageError(f"unknown transfer backend {name!r}; choose one of {', '.join(BACKENDS)}")
-    if tp_size > 1 and name in _WHOLE_POOLS:
-        raise UsageError(
-            f"--transfer-backend {name} moves the KV of one device; with --tp-size {tp_size} use "
-            "nixl, mooncake or tcp"
-        )
-    obstacle = None if name == "auto" else _obstacle(name, device)
-    if obstacle is not None:
-        raise SetupError(f"--transfer-backend {name}: {obstacle}")
+    if name != "auto":
+        backend = find_backend(name)
+        if tp_size > 1 and backend.one_device:
+            raise UsageError(
+                f"--transfer-backend {name} moves the KV of one device; with --tp-size {tp_size} "
+                "use nixl, mooncake or tcp"
+            )
+        obstacle = backend.obstacle(device)
+        if obstacle is not None:
+            raise SetupError(f"--transfer-backend {name}: {obstacle}")
     if fake_script is None:
         return
     if name != "fake":
@@ -68,36 +102,6 @@ def check_backend(
     from pd.transfer.fake.script import load_script
 
     load_script(fake_script)
-
-
-def _obstacle(name: str, device: str) -> str | None:
-    """Why a backend cannot be used here and what to do, as far as can be told without torch."""
-    if name == "nvlink" and (obstacle := _nvlink_obstacle(device)):
-        return obstacle
-    if name in ("nixl", "mooncake") and importlib.util.find_spec(name) is None:
-        return f"the library is missing: pip install 'pd-serve[{name}]', or use tcp"
-    if name == "mooncake":
-        from pd.transfer.staged.mooncake.library import load_library
-
-        try:
-            load_library()
-        except SetupError as error:
-            return error.message
-    if importlib.util.find_spec(_MANAGERS[name].partition(":")[0]) is None:
-        return "not available in this version; use tcp"
-    return None
-
-
-def _nvlink_obstacle(device: str) -> str | None:
-    if device == "cpu":
-        return "the KV cache is on the CPU; use --device cuda, or tcp"
-    if variable := expandable_segments():
-        return f"memory of expandable segments cannot be mapped by peers; unset {variable}"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "this machine has no NVIDIA driver (libcuda.so.1); use tcp"
-    return None
 
 
 def make_transfer_manager(
@@ -114,60 +118,51 @@ def make_transfer_manager(
     """The manager of one node; it listens when this returns.
 
     Args:
-        name: one of ``BACKENDS``; ``auto`` offers what works here of ``AUTO``.
-        host: address to listen on; anything but loopback needs a cluster key.
-        advertise_host: address published to peers; ``host`` if empty.
+        name: a backend's name; ``auto`` offers what works here of ``AUTO``.
         trust_network: ``auto`` may offer backends whose library opens ports to whoever reaches
             them (``--trust-network``).
-        fake_script: what the ``fake`` backend does wrong (``--fake-script``).
+        host, advertise_host, cluster_key, fake_script: see
+            :class:`~pd.transfer.backend.TransferSetup`.
 
     Raises:
         UsageError: unknown backend, bad script, or no cluster key where one is needed.
-        SetupError: the backend's library is missing or the address cannot be used.
+        SetupError: the backend cannot work here or the address cannot be used.
     """
     check_backend(name, fake_script, pool.buffer.device.type, len(pool.parts))
-    options: dict[str, object] = {
-        "advertise_host": advertise_host,
-        "cluster_key": cluster_key,
-        "patience": Patience(),
-    }
+    _warn_of_taken_names()
     if trust_network:
         logger.warning(
             "--trust-network: transfer libraries may open ports that ask nobody for the cluster "
             "key; none but this deployment's hosts must reach this one"
         )
-    if name == "fake" and fake_script is not None:
-        from pd.transfer.fake.script import load_script
+    setup = TransferSetup(
+        pool=pool,
+        instance_id=instance_id,
+        host=host,
+        advertise_host=advertise_host,
+        cluster_key=cluster_key,
+        may_open_ports=name != "auto" or trust_network,
+        fake_script=fake_script,
+    )
+    return _make_auto(setup) if name == "auto" else _make(name, setup)
 
-        options["script"] = load_script(fake_script)
-    if name == "auto":
-        return _make_auto(pool, instance_id, host, options, may_listen=trust_network)
-    return _make(name, pool, instance_id, host, options)
 
-
-def _make_auto(
-    pool: KVBuffer, instance_id: str, host: str, options: dict[str, object], *, may_listen: bool
-) -> TransferManager:
-    """The backends of ``AUTO`` that work here.
-
-    Args:
-        may_listen: backends whose library opens ports may do so.
-    """
+def _make_auto(setup: TransferSetup) -> TransferManager:
+    """The backends of ``AUTO`` that work here, behind one manager if they are several."""
     managers: list[TransferManager] = []
-    for backend in AUTO:
-        more = {"local_only": True} if backend == "nixl" and not may_listen else {}
-        reason = _auto_obstacle(backend, pool)
+    for name in AUTO:
+        reason = _auto_obstacle(name, setup)
         try:
             if reason is None:
-                managers.append(_make(backend, pool, instance_id, host, options | more))
+                managers.append(_make(name, setup))
         except SetupError as error:
-            if backend == AUTO[-1]:
+            if name == AUTO[-1]:
                 for manager in managers:
                     manager.close()
                 raise
             reason = error.message
         if reason is not None:
-            logger.info("transfer backend %s is left out: %s", backend, reason)
+            logger.info("transfer backend %s is left out: %s", name, reason)
     if len(managers) == 1:
         return managers[0]
     from pd.transfer.chooser import ChoosingManager
@@ -175,28 +170,25 @@ def _make_auto(
     return ChoosingManager(managers)
 
 
-def _auto_obstacle(backend: str, pool: KVBuffer) -> str | None:
+def _auto_obstacle(name: str, setup: TransferSetup) -> str | None:
     """Why ``auto`` cannot offer a backend, as far as can be told before it is loaded."""
-    if len(pool.parts) > 1 and backend in _WHOLE_POOLS:
+    backend = _BUILT_IN[name]
+    if len(setup.pool.parts) > 1 and backend.one_device:
         return "it moves the KV of one device, and --tp-size divides it among several"
-    return _obstacle(backend, pool.buffer.device.type)
+    return backend.obstacle(setup.pool.buffer.device.type)
 
 
-def manager_class(name: str) -> Callable[..., TransferManager]:
-    """The class of a backend's manager. Raises ImportError if it cannot be loaded."""
-    module, _, cls = _MANAGERS[name].partition(":")
-    return cast("Callable[..., TransferManager]", getattr(importlib.import_module(module), cls))
-
-
-def _make(
-    name: str, pool: KVBuffer, instance_id: str, host: str, options: dict[str, object]
-) -> TransferManager:
+def _make(name: str, setup: TransferSetup) -> TransferManager:
     try:
-        manager = manager_class(name)(pool, instance_id, host, **options)
+        return find_backend(name).make(setup)
     except ImportError as error:
         raise SetupError(f"transfer backend {name} cannot be loaded: {error}") from error
     except OSError as error:
         raise SetupError(
-            f"cannot listen for KV data on {host}: {error.strerror or error}"
+            f"cannot listen for KV data on {setup.host}: {error.strerror or error}"
         ) from error
-    return manager
+
+
+def manager_class(name: str) -> Callable[..., TransferManager]:
+    """The class of a backend's managers. Raises ImportError if it cannot be loaded."""
+    return find_backend(name).manager_class()

@@ -19,8 +19,8 @@ from tiny import tiny_cluster, tiny_node
 from transfer_helpers import SEED
 
 from pd.engine import kv_pool
-from pd.transfer import registry as factory
 from pd.transfer.nvlink import manager as nvlink
+from pd.transfer.nvlink.backend import NvlinkBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShmDevice]]:
         return made[-1]
 
     monkeypatch.setattr(kv_pool, "_zeros", zeros)
-    monkeypatch.setattr(factory, "_nvlink_obstacle", lambda device: None)
+    monkeypatch.setattr(NvlinkBackend, "obstacle", lambda self, device: None)
     monkeypatch.setattr(nvlink, "CudaDevice", device)
     yield made
     for path in paths.values():

@@ -1,0 +1,95 @@
+"""Description of a transfer backend, which a command reads before it imports torch or a library."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd.core.starvation import Patience
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pd.transfer.base import KVBuffer, TransferManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSetup:
+    """Everything that a node gives to its transfer manager.
+
+    Attributes:
+        pool: KV cache of the node.
+        host: address to listen on; anything but loopback needs a cluster key.
+        advertise_host: address published to peers; ``host`` if empty.
+        cluster_key: secret of the deployment, with which peers authenticate each other.
+        patience: extends limits on progress by the time in which a process was starved; managers of
+            one node share it.
+        may_open_ports: False where the manager must not open a port that accepts peers without the
+            cluster key: under ``auto`` without ``--trust-network``.
+        fake_script: value of ``--fake-script``, for the backend ``fake`` alone.
+    """
+
+    pool: KVBuffer
+    instance_id: str
+    host: str = "127.0.0.1"
+    advertise_host: str = ""
+    cluster_key: bytes | None = field(default=None, repr=False)
+    patience: Patience = field(default_factory=Patience)
+    may_open_ports: bool = True
+    fake_script: Path | None = None
+
+
+class TransferBackend(ABC):
+    """One value of ``--transfer-backend``.
+
+    A subclass is made without arguments when a command starts, so its module imports neither torch
+    nor a transfer library; :meth:`manager_class` does.
+
+    Attributes:
+        one_device: managers reach into the pool of one device themselves, so that the backend is
+            refused with ``--tp-size`` above 1. Other backends copy between the pool and buffers of
+            their own with :mod:`pd.transfer.copier`, which knows of tensor-parallel ranks.
+    """
+
+    one_device: bool = False
+
+    def obstacle(self, device: str) -> str | None:
+        """Reason why the backend cannot work on this machine, and what to do; None if it can.
+
+        Called before a model is loaded, and under ``auto`` to leave the backend out.
+
+        Args:
+            device: value of ``--device``, or the type of the pool's device.
+        """
+        return None
+
+    @abstractmethod
+    def manager_class(self) -> Callable[..., TransferManager]:
+        """Class of the managers, imported by this call."""
+
+    def make(self, setup: TransferSetup) -> TransferManager:
+        """A manager that listens when this returns.
+
+        Calls :meth:`manager_class` with pool, instance id and host, and with ``advertise_host``,
+        ``cluster_key``, ``patience`` by name. Override it to give other arguments.
+
+        Raises:
+            ImportError, SetupError: a library is missing or does not start.
+            UsageError: an option cannot be used, such as a public host without a cluster key.
+            OSError: the address cannot be listened on.
+        """
+        return self.make_with(setup)
+
+    def make_with(self, setup: TransferSetup, **more: object) -> TransferManager:
+        """:meth:`make` with further arguments by name."""
+        return self.manager_class()(
+            setup.pool,
+            setup.instance_id,
+            setup.host,
+            advertise_host=setup.advertise_host,
+            cluster_key=setup.cluster_key,
+            patience=setup.patience,
+            **more,
+        )

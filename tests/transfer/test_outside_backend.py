@@ -1,0 +1,213 @@
+"""A transfer backend in a package of its own, installed beside pd and found by its entry point."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from checkpoints import reference_generate
+from processes import deployment
+from transfer_helpers import make_pool
+
+from pd.embedded import EMBEDDED_MODEL
+from pd.transfer.registry import find_backend, make_transfer_manager
+from pd.transfer.tcp.backend import TcpBackend
+from pd.transfer.tcp.manager import TcpManager
+
+PACKAGE = Path(__file__).parent / "mailbox_package"
+USAGE, ENVIRONMENT = 2, 1
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for PYTHONPATH in which pip installed the package."""
+    root = tmp_path_factory.mktemp("outside")
+    source, target = root / "source", root / "installed"
+    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    flags = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    subprocess.run([*pip, *flags, str(source)], check=True, capture_output=True, timeout=120)
+    return target
+
+
+def write_package(root: Path, name: str, entry_points: str, module: str = "") -> None:
+    """What an installer would leave of a package with one module, ``NAME_module``."""
+    information = root / f"{name}-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[pd.transfer]\n{entry_points}\n")
+    (root / f"{name}_module.py").write_text(textwrap.dedent(module))
+
+
+def search_path(*directories: Path) -> str:
+    """A PYTHONPATH with these directories before those of this process."""
+    before = [str(directory) for directory in directories]
+    return os.pathsep.join(filter(None, [*before, os.environ.get("PYTHONPATH", "")]))
+
+
+def launch(
+    directories: list[Path], command: str, program: str = "pd.cli"
+) -> subprocess.CompletedProcess[str]:
+    """Run ``pd-launch`` where packages in these directories are installed."""
+    return subprocess.run(
+        [sys.executable, "-m", program, *command.split()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": search_path(*directories), "COLUMNS": "200"},
+    )
+
+
+def decode(backend: str, flags: str = "--device cpu") -> str:
+    return f"decode --model {EMBEDDED_MODEL} --port 0 {flags} --transfer-backend {backend}"
+
+
+def test_serves_the_reference_tokens_through_an_outside_backend(
+    installed: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(2000) for _ in range(n)] for n in (1, 16, 33, 200, 700)]
+    flags = ["--transfer-backend", "mailbox", "--device", "cpu", "--kv-digest"]
+    flags += ["--chunked-prefill-size", "256"]
+    with deployment(
+        EMBEDDED_MODEL,
+        tmp_path,
+        node_flags=flags,
+        decode_flags=["--page-size", "32"],
+        env={"PYTHONPATH": search_path(installed)},
+    ) as running:
+        streams = [running.stream(prompt, 12) for prompt in prompts]
+        outputs = [stream.join().output for stream in streams]
+        assert outputs == reference_generate(EMBEDDED_MODEL, prompts, 12)
+        running.wait_idle()
+        (peer,) = running.decode[0].server_info()["peers"]
+        assert peer["transfer_backend"] == "mailbox"
+
+
+def test_the_benchmark_moves_bytes_through_an_outside_backend(installed: Path) -> None:
+    flags = "transfer --backend mailbox --model embedded --tokens 256 --repeats 1 --seconds 0"
+    measured = launch([installed], flags, "pd.bench")
+    assert measured.returncode == 0, measured.stderr
+    assert measured.stdout.splitlines()[-1].startswith("mailbox")
+
+
+def test_help_and_errors_name_an_outside_backend(installed: Path) -> None:
+    assert "nvlink, fake, mailbox;" in launch([installed], "decode --help").stdout
+    wrong = launch([installed], decode("malibox"))
+    assert wrong.returncode == USAGE
+    assert "'mailbox'" in wrong.stderr
+
+
+def test_an_outside_backend_says_itself_what_it_needs(installed: Path) -> None:
+    refused = launch([installed], decode("mailbox", "--device cuda"))
+    assert refused.returncode == ENVIRONMENT
+    assert "--transfer-backend mailbox: it reads and writes host memory only" in refused.stderr
+    refused = launch([installed], decode("mailbox", "--device cpu --tp-size 2"))
+    assert refused.returncode == USAGE
+    assert "mailbox moves the KV of one device" in refused.stderr
+
+
+BROKEN = {
+    "no such module": ("broken = missing_module:Backend", "", "ModuleNotFoundError"),
+    "no such class": ("broken = broken_module:Backend", "", "AttributeError"),
+    "a module that does not compile": ("broken = broken_module:Backend", "class (", "SyntaxError"),
+    "a module that ends the process": (
+        "broken = broken_module:Backend",
+        "import sys; sys.exit('no licence')",
+        "SystemExit: no licence",
+    ),
+    "no backend": ("broken = broken_module:Backend", "Backend = dict", "no subclass of Transfer"),
+    "a hook that fails": (
+        "broken = broken_module:Backend",
+        """
+        from pd.transfer.backend import TransferBackend
+
+        class Backend(TransferBackend):
+            def obstacle(self, device):
+                return 1 / 0
+
+            def manager_class(self):
+                raise ImportError
+        """,
+        "ZeroDivisionError",
+    ),
+    "an abstract class": (
+        "broken = broken_module:Backend",
+        """
+        from pd.transfer.backend import TransferBackend
+
+        class Backend(TransferBackend):
+            pass
+        """,
+        "TypeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_package_fails_with_its_name_and_hinders_no_other(
+    case: str, installed: Path, tmp_path: Path
+) -> None:
+    entry_point, module, cause = BROKEN[case]
+    write_package(tmp_path, "broken", entry_point, module)
+    ended = launch([tmp_path, installed], decode("broken"))
+    assert ended.returncode == ENVIRONMENT
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert "transfer backend broken of package broken is broken" in ended.stderr
+    assert cause in ended.stderr
+    # The outside package that works gets as far as its own refusal.
+    other = launch([tmp_path, installed], decode("mailbox", "--device cuda"))
+    assert "host memory only" in other.stderr
+
+
+def test_entry_points_that_cannot_be_read_are_passed_over(installed: Path, tmp_path: Path) -> None:
+    write_package(tmp_path, "garbled", "no equals sign")
+    ended = launch([tmp_path, installed], decode("mailbox", "--device cuda"))
+    assert "host memory only" in ended.stderr
+    assert "the entry points of garbled cannot be read" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["tcp", "auto"])
+def test_a_package_cannot_replace_a_built_in_backend(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_package(tmp_path, "impostor", f"{name} = impostor_module:Backend", "raise ValueError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(find_backend("tcp"), TcpBackend)
+    with caplog.at_level(logging.WARNING):
+        manager = make_transfer_manager("tcp", make_pool(16, 4), "X")
+    manager.close()
+    assert isinstance(manager, TcpManager)
+    assert f"the transfer backend '{name}' of impostor is ignored" in caplog.text
+    listed = "auto, tcp, nixl, mooncake, nvlink, fake;"
+    assert listed in launch([tmp_path], "decode --help").stdout
+
+
+def test_two_packages_of_one_name_are_refused_only_when_it_is_chosen(
+    installed: Path, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        write_package(tmp_path, name, f"twice = {name}_module:Backend")
+    ended = launch([tmp_path, installed], decode("twice"))
+    assert ended.returncode == USAGE
+    assert "offered by" in ended.stderr and "one" in ended.stderr and "two" in ended.stderr
+    assert "host memory" in launch([tmp_path, installed], decode("mailbox", "--device cuda")).stderr
+
+
+def test_a_manager_of_another_name_is_refused(installed: Path, tmp_path: Path) -> None:
+    """Peers would look for the backend under the name of the manager."""
+    write_package(tmp_path, "renamed", "letterbox = pd_mailbox:MailboxBackend")
+    ended = launch([tmp_path, installed], decode("letterbox"))
+    assert ended.returncode == ENVIRONMENT
+    assert "its manager's name is 'mailbox', not 'letterbox'" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
