@@ -30,6 +30,8 @@ from pd.transfer.nvlink import inbox as nvlink_inbox
 from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.nvlink.manager import NvlinkManager
 from pd.transfer.nvlink.messages import Destination
+from pd.transfer.nvlink.sender import NvlinkSender
+from pd.transfer.rooms import sender as rooms_sender
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
@@ -398,7 +400,7 @@ def test_an_error_of_the_gpu_ends_the_rooms(pair: Pair, monkeypatch: pytest.Monk
     def broken(*args: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(nvlink_link.NvlinkSender, "launch", broken)
+    monkeypatch.setattr(NvlinkSender, "launch", broken)
     room = pair.room()
     room.send_all()
     assert settled(room.sender) is TransferState.FAILED
@@ -458,7 +460,7 @@ def test_a_store_that_fails_half_way_has_ended_before_the_peer_hears_of_it(pair:
 def test_a_peer_that_never_answers_fails_the_room_after_a_lease(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvlink_link, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.2)
     monkeypatch.setattr(nvlink_inbox.Session, "bind", lambda self, channel: None)
     pair.p.manager.disconnect("D")
     pair.p.manager.connect(pair.d.info())

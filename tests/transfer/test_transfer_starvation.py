@@ -23,6 +23,7 @@ from transfer_helpers import (
     wait_until,
 )
 
+from pd.core.messages import Reservation
 from pd.transfer.base import TransferState
 from pd.transfer.fake import link as fake_link
 from pd.transfer.fake import nic as fake_nic
@@ -30,6 +31,7 @@ from pd.transfer.fake.link import FakeLink
 from pd.transfer.fake.manager import FakeManager
 from pd.transfer.fake.script import Script
 from pd.transfer.nvlink import link as nvlink_link
+from pd.transfer.nvlink import sender as nvlink_sender
 from pd.transfer.rooms import receiver as counted_receiver
 from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged import outgoing_link as staging_out
@@ -144,19 +146,27 @@ def test_a_link_is_given_up_before_a_library_that_knows_nothing_of_starvation_do
 
 
 def test_nvlink_waits_for_a_starved_peer_to_open_its_channel(monkeypatch) -> None:
-    monkeypatch.setattr(nvlink_link, "LEASE_SECONDS", LIMIT)
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", LIMIT)
     patience, hub = FakePatience(), Silent()
     hub.patience = patience
-    link = nvlink_link.Link(hub, "D", hub.pool, None)
+    link = nvlink_link.Link(hub, "D", hub.pool, Computed())
     try:
-        sender = nvlink_link.NvlinkSender(link, 1, np.zeros((2, 1), np.int32), range(1), 1, 64)
+        first = Reservation(to="P", sender="D", room=ROOM, epoch=1, cached_prefix_len=0)
+        shape, slots = nvlink_sender.Shape(1, 1, 1, 64), np.zeros((2, 1), np.int32)
+        sender = nvlink_sender.NvlinkSender(link, shape, first, slots[0], range(1), 1, slots)
         link.add(sender)
-        with link.changed:
-            link.enqueue(nvlink_link._Store(sender, None))
+        sender.send(0, 1, 0, 1)
         stays_active(sender, patience)
         assert patience.asked == {(LIMIT, "D")}
     finally:
         link.stop(nvlink_link.TransferError("the test is over"))
+
+
+class Computed:
+    """A device on which everything is computed."""
+
+    def when_computed(self, call) -> None:
+        call("")
 
 
 class Silent:

@@ -6,19 +6,15 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd.core.errors import PDError, TransferError
-from pd.core.messages import LEASE_SECONDS
-from pd.transfer.base import Sender, TransferState
+from pd.core.errors import TransferError
 from pd.transfer.nvlink.messages import Welcome
-from pd.transfer.ranges import checked_block
 
 if TYPE_CHECKING:
-    from pd.transfer.base import IntArray
     from pd.transfer.nvlink.device import Lane, Mapping, StoreDevice, Ticket
     from pd.transfer.nvlink.messages import PeerPool
+    from pd.transfer.nvlink.sender import NvlinkSender
     from pd.transfer.ranges import Block
     from pd.transfer.wire.channel import Channel
     from pd.transfer.wire.hub import ChannelHub
@@ -28,137 +24,8 @@ logger = logging.getLogger(__name__)
 # Stores launched and not complete at most. Enough that the GPU always has one at hand; few, because
 # they cannot be called back when their room is aborted or the peer dies.
 LAUNCHED_AHEAD = 4
-# A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
-# power, which a long forward pass on a GPU at its limit then lacks: it takes 1 to 2 % longer,
-# whether groups of layers or one token of each were sent (``sending_gpu``). So KV is collected, by
-# what the link was seen to do and this many operations per second, more than an H200 gets done.
-_FLOPS = 1e15
 # Smaller stores say little about the link.
 _TIMED_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Store:
-    """A block to store, which is in the pool."""
-
-    sender: NvlinkSender
-    block: Block
-
-
-class NvlinkSender(Sender):
-    """The stores of one room. They complete in the order in which they are launched, so the last
-    one's ticket tells of all.
-
-    Args:
-        session: in which the destination is valid.
-        slots: int32 ``[2, tokens]``: each token's slot in the own pool and in the peer's.
-        tokens: which tokens these are.
-        cell_bytes: K and V of one token in one layer.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        session: int,
-        slots: IntArray,
-        tokens: range,
-        num_layers: int,
-        cell_bytes: int,
-    ) -> None:
-        self.error: PDError | None = None
-        self.session = session
-        self._link, self._slots = link, slots
-        self._tokens = tokens
-        self._num_layers, self._cell_bytes = num_layers, cell_bytes
-        self._table: object = None
-        self._state = TransferState.ACTIVE
-        self._finished = False
-        self._bytes = 0
-        self._last: Ticket | None = None
-        self._computing = 0
-        self.pending = 0
-        self.launching = False
-        self.waiting_since = time.monotonic()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._bytes
-
-    @property
-    def flops_per_byte(self) -> float:
-        """0 until the link is known."""
-        rate = self._link.bytes_per_second
-        return _FLOPS / rate if rate else 0.0
-
-    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        block = checked_block(
-            self._tokens, self._num_layers, token_start, token_stop, layer_start, layer_stop
-        )
-        if not block.cells or self._state is not TransferState.ACTIVE:
-            return
-        with self._link.changed:
-            if self._state is not TransferState.ACTIVE:
-                return
-            assert not self._finished, "send after finish"
-            self._bytes += block.cells * self._cell_bytes
-            self._computing += 1
-        self._link.device.when_computed(lambda reason: self._is_there(block, reason))
-
-    def _is_there(self, block: Block, reason: str) -> None:
-        lane = None
-        with self._link.changed:
-            self._computing -= 1
-            if reason:
-                self.fail(TransferError(f"the KV to be sent was not computed: {reason}"))
-            elif self._state is TransferState.ACTIVE:
-                lane = self._link.enqueue(_Store(self, block))
-        if lane is not None:
-            self._link.launch_queued(lane)
-
-    def finish(self) -> None:
-        self._finished = True
-
-    def poll(self) -> TransferState:
-        with self._link.changed:
-            if self._state is TransferState.ACTIVE:
-                if self.pending:
-                    self._link.check_progress(self)
-                elif self._finished and not self._computing and self._quiet():
-                    self._state = TransferState.DONE
-                    self._link.forget(self)
-            return self._state
-
-    def abort(self) -> None:
-        self.fail(TransferError("aborted"))
-
-    def drained(self) -> bool:
-        with self._link.changed:
-            return self._state is not TransferState.ACTIVE and self._quiet()
-
-    def fail(self, error: PDError) -> None:
-        """Record the first error; what was launched completes, nothing more is launched."""
-        with self._link.changed:
-            if self._state is TransferState.ACTIVE:
-                self._state, self.error = TransferState.FAILED, error
-                self._link.forget(self)
-
-    def _quiet(self) -> bool:
-        return not self.launching and (self._last is None or self._last.done())
-
-    # ---- called by whoever launches for the link, without the lock
-
-    def prepare(self, lane: Lane) -> None:
-        """Put the slot numbers where stores find them, while nothing waits for them."""
-        if self._table is None:
-            self._table = lane.table(self._slots)
-
-    def launch(self, lane: Lane, peer: int, num_slots: int, store: _Store) -> tuple[Ticket, int]:
-        """Returns the number of bytes, too."""
-        self.prepare(lane)
-        block, first = store.block, self._tokens.start
-        columns = slice(block.token_start - first, block.token_stop - first)
-        self._last = lane.store(self._table, columns, peer, num_slots, block)
-        return self._last, block.cells * self._cell_bytes
 
 
 class Link:
@@ -178,13 +45,14 @@ class Link:
         # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
         self.changed = threading.Condition(threading.RLock())
         self.stopped: TransferError | None = None
-        self._patience = hub.patience
+        self.patience = hub.patience
         self._channel: Channel | None = None
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
         # Transfers of which some was given to send, and that were not done, when the link ended.
         self._cut_off = 0
-        self._stores: deque[_Store] = deque()
+        # A sender for each queued block, in the order in which they were queued.
+        self._queue: deque[NvlinkSender] = deque()
         self._lane: Lane | None = None
         self._address = 0
         self._launching = False
@@ -209,44 +77,46 @@ class Link:
         if lane is not None:
             sender.prepare(lane)
 
-    def enqueue(self, store: _Store) -> Lane | None:
-        """With the lock. Returns the lane if the caller is to call :meth:`launch_queued`."""
-        store.sender.pending += 1
-        store.sender.waiting_since = time.monotonic()
-        self._stores.append(store)
-        if self._lane is None or self._launching or self.stopped is not None:
-            return None
-        self._launching = True
-        return self._lane
+    @property
+    def welcomed(self) -> bool:
+        """With the lock: the peer has opened a session for this channel."""
+        return self._session is not None
 
-    def launch_queued(self, lane: Lane, *, patient: bool = False) -> None:
+    def enqueue(self, sender: NvlinkSender) -> None:
+        """With the lock: a block of the sender comes next but for those queued before."""
+        self._queue.append(sender)
+
+    def remove(self, sender: NvlinkSender) -> None:
+        """With the lock: the sender has ended."""
+        self._senders.discard(sender)
+        if sender in self._queue:
+            self._queue = deque(other for other in self._queue if other is not sender)
+
+    def launch_ready(self) -> None:
+        """Launch what is queued, unless another thread does or the pool is not mapped."""
+        with self.changed:
+            lane = self._lane
+            idle = lane is None or self._launching or self.stopped is not None
+            if lane is None or idle or not self._queue:
+                return
+            self._launching = True
+        self._launch_queued(lane)
+
+    def _launch_queued(self, lane: Lane, *, patient: bool = False) -> None:
         """Launch until nothing is queued or enough is launched; the rest is the thread's, which is
         ``patient``: it waits first if enough is launched already."""
         try:
             if patient and len(self._launched) >= LAUNCHED_AHEAD:
                 self._launched[0][0].wait()
-            while (store := self._next()) is not None:
-                self._launch(lane, store)
+            while (taken := self._next()) is not None:
+                self._launch(lane, *taken)
         except Exception as error:  # noqa: BLE001 - named and handled in _failed
             self._failed(error)
         finally:
             with self.changed:
                 self._launching = False
-                if self._stores or self.stopped is not None:  # else nobody waits for it
+                if self._queue or self.stopped is not None:  # else nothing waits for it
                     self.changed.notify_all()
-
-    def forget(self, sender: NvlinkSender) -> None:
-        self._senders.discard(sender)
-        if sender.pending:
-            self._stores = deque(s for s in self._stores if s.sender is not sender)
-            sender.pending = 0
-
-    def check_progress(self, sender: NvlinkSender) -> None:
-        """A store is launched at once but for a peer that does not answer."""
-        since = sender.waiting_since
-        if self._session is None and self._patience.is_over(since, LEASE_SECONDS, self.peer):
-            waited = time.monotonic() - since
-            sender.fail(TransferError(f"{self.peer} did not open a channel for {waited:.1f} s"))
 
     def stop(self, error: TransferError) -> None:
         """End the link for this reason; returns at once."""
@@ -329,49 +199,54 @@ class Link:
             self._address, self._lane = mapping.address, lane
         while True:
             with self.changed:
-                self.changed.wait_for(
-                    lambda: self.stopped or (self._stores and not self._launching)
-                )
+                self.changed.wait_for(lambda: self.stopped or (self._queue and not self._launching))
                 if self.stopped is not None:
                     return
                 self._launching = True
-            self.launch_queued(lane, patient=True)
+            self._launch_queued(lane, patient=True)
 
-    def _next(self) -> _Store | None:
-        """The next store, which the sender counts as launching; None if there is none, enough is
-        launched, or the link has ended."""
+    def _next(self) -> tuple[NvlinkSender, Block] | None:
+        """The next block to store; None if there is none, enough is launched, or the link has
+        ended."""
         while self._launched and self._launched[0][0].done():
             ticket, num_bytes = self._launched.popleft()
             if num_bytes >= _TIMED_BYTES and (seconds := ticket.seconds()) > 0:
                 self.bytes_per_second = max(self.bytes_per_second, num_bytes / seconds)
         with self.changed:
             enough = len(self._launched) >= LAUNCHED_AHEAD
-            if self.stopped is not None or enough or not self._stores:
+            if self.stopped is not None or enough or not self._queue:
                 return None
-            store = self._stores.popleft()
-            store.sender.pending -= 1
-            store.sender.launching = True
-            return store
+            sender = self._queue.popleft()
+            block = sender.take()
+            assert block is not None, "a sender is queued once for each of its blocks"
+            return sender, block
 
-    def _launch(self, lane: Lane, store: _Store) -> None:
+    def _launch(self, lane: Lane, sender: NvlinkSender, block: Block) -> None:
         try:
-            launched = store.sender.launch(lane, self._address, self.pool.num_slots, store)
+            launched = sender.launch(lane, self._address, self.pool.num_slots, block)
             self._launched.append(launched)
-        except BaseException:
+        except BaseException as error:
             lane.drain()  # no ticket tells of what was begun
+            sender.fail(self._named(error))  # before the block counts as sent
             raise
         finally:
             with self.changed:
-                store.sender.launching = False
+                sender.was_read()
+                sender.was_sent()
 
     def _failed(self, error: Exception) -> None:
-        """Say a CUDA error: it must not leave the rooms waiting, nor end the forward pass."""
+        """End the link after, say, a CUDA error: its rooms must not wait for ever, and the forward
+        pass must go on."""
         if isinstance(error, TransferError):
             logger.warning("nvlink to %s: %s", self.peer, error)
-            self.stop(error)
         else:
             logger.error("nvlink to %s failed", self.peer, exc_info=error)
-            self.stop(TransferError(f"cannot store to {self.peer}: {error}"))
+        self.stop(self._named(error))
+
+    def _named(self, error: BaseException) -> TransferError:
+        if isinstance(error, TransferError):
+            return error
+        return TransferError(f"cannot store to {self.peer}: {error}")
 
     def _give_up(self, mapping: Mapping | None) -> None:
         begun = time.monotonic()

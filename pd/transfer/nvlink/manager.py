@@ -43,12 +43,13 @@ from pd.kernels.paging import token_slots
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.nvlink.device import CudaDevice
 from pd.transfer.nvlink.inbox import LAST_LAUNCH_SECONDS, Inbox, NvlinkReceiver
-from pd.transfer.nvlink.link import Link, NvlinkSender
+from pd.transfer.nvlink.link import Link
 from pd.transfer.nvlink.messages import (
     PeerPool,
     parse_destination,
     welcome_decoder,
 )
+from pd.transfer.nvlink.sender import NvlinkSender, Shape
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import require_loopback, transfer_key
 from pd.transfer.wire.hub import ChannelHub
@@ -98,6 +99,12 @@ class NvlinkManager(TransferManager):
         self.patience = patience or Patience()
         self._layout: KVLayout = pool.layout
         self._num_slots = pool.buffer.shape[2]
+        self._shape = Shape(
+            self._layout.page_size,
+            self._num_slots,
+            self._layout.num_layers,
+            self._layout.token_bytes // self._layout.num_layers,
+        )
         self._device = device or CudaDevice(pool)
         self._key = transfer_key(cluster_key)
         self._inbox = Inbox()
@@ -175,10 +182,9 @@ class NvlinkManager(TransferManager):
             theirs = destination.slots(pool.num_slots)
         except ValueError as error:
             raise TransferError(f"{peer} sent a destination that cannot be: {error}") from error
-        cell_bytes = layout.token_bytes // layout.num_layers
         slots: IntArray = np.stack((own.astype(np.int32), theirs))
         sender = NvlinkSender(
-            link, destination.session, slots, tokens, layout.num_layers, cell_bytes
+            link, self._shape, reservation, pages, tokens, destination.session, slots
         )
         link.add(sender)
         return sender
