@@ -139,7 +139,7 @@ def quotes() -> list[Quote]:
             f"either takes D {_idle()} of a core with nothing to do",
         ),
         Quote(
-            "pd/transfer/nvlink/link.py",
+            "pd/transfer/nvlink/sender.py",
             f"it takes {_sending()} % longer, whether groups of layers or one token of each were "
             "sent (``sending_gpu``)",
         ),
@@ -171,7 +171,7 @@ LIMITS = {
         "the link needs 0.45 ms for 128 MiB",
         "each later one takes 10 to 30 ms",
     ],
-    "pd/transfer/nvlink/link.py": ["A GPU's links stay awake for 50 ms"],
+    "pd/transfer/nvlink/sender.py": ["A GPU's links stay awake for 50 ms"],
     "benchmarks/sending.py": ["when it saw 390 GB/s"],
 }
 

@@ -14,7 +14,7 @@ from tiny import TOKEN_BYTES, tiny_cluster, tiny_model
 
 from pd.core.errors import NodeFailedError, PDError, TransferError
 from pd.models.config import ModelConfig
-from pd.transfer.fake.link import FakeSender
+from pd.transfer.fake.sender import FakeSender
 
 if TYPE_CHECKING:
     from pathlib import Path

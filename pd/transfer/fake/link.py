@@ -10,26 +10,17 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
-
-from pd.core.errors import PDError, TransferError
+from pd.core.errors import TransferError
 from pd.core.messages import LEASE_SECONDS
-from pd.kernels.paging import page_count, token_slots
-from pd.transfer.base import Sender, TransferState
-from pd.transfer.fake.nic import ACK, SERVICE, WRITE, WRITE_MAGIC, Destination, receive_exactly
-from pd.transfer.ranges import Block, check_pages, checked_block
+from pd.transfer.fake.nic import ACK, SERVICE, WRITE, WRITE_MAGIC, receive_exactly
 from pd.transfer.wire.greeting import greet
 
 if TYPE_CHECKING:
-    from pd.core.messages import Reservation
     from pd.core.starvation import Patience
-    from pd.transfer.base import IntArray
-    from pd.transfer.fake.script import Corrupt, Script, WritePlan
-    from pd.transfer.pool_memory import PoolMemory
+    from pd.transfer.fake.script import Script, WritePlan
+    from pd.transfer.fake.sender import FakeSender
+    from pd.transfer.ranges import Block
 
-_WRITE_BYTES = 1 << 20
-_destination_decoder = msgspec.msgpack.Decoder(Destination)
 _CONNECT_SECONDS = 2.0
 # A blocked call returns this often to see whether it should go on.
 _SLICE_SECONDS = 0.25
@@ -54,120 +45,6 @@ class _Write:
     again: float | None = field(compare=False)
 
 
-class FakeSender(Sender):
-    """``unresolved`` counts the writes that may still land, for the first or the second time."""
-
-    def __init__(
-        self,
-        link: FakeLink,
-        memory: PoolMemory,
-        ordinal: int,
-        reservation: Reservation,
-        pages: IntArray,
-        tokens: range,
-    ) -> None:
-        check_pages(pages, memory.page_size, memory.num_slots, tokens.start, tokens.stop)
-        self.error: PDError | None = None
-        self.ordinal = ordinal
-        self.unresolved = 0
-        self.destination = _parse(reservation, tokens)
-        self._targets = np.frombuffer(self.destination.pages, dtype="<i4")
-        self._link, self._memory = link, memory
-        self._pages, self._tokens = pages.copy(), tokens
-        self._state = TransferState.ACTIVE
-        self._finished = False
-        self._bytes = 0
-        self._writes = 0
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._bytes
-
-    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        block = checked_block(
-            self._tokens, self._memory.num_layers, token_start, token_stop, layer_start, layer_stop
-        )
-        cell = self._memory.cell_bytes
-        with self._link.changed:
-            if self._state is not TransferState.ACTIVE:
-                return
-            assert not self._finished, "send after finish"
-            if self._link.script.fails_room(self._link.peer, self.ordinal):
-                self.fail(TransferError(f"fake script: room {self.ordinal} fails"))
-                return
-            for part in block.split(max(1, _WRITE_BYTES // cell)):
-                self._writes += 1
-                self._bytes += part.cells * cell
-                self._link.post(self, part, self._writes)
-
-    def finish(self) -> None:
-        with self._link.changed:
-            self._finished = True
-            self.settle()
-
-    def poll(self) -> TransferState:
-        # Not DONE while a duplicate may come: nobody asks for a drain after a commit.
-        return self._state
-
-    def abort(self) -> None:
-        self.fail(TransferError("aborted"))
-
-    def drained(self) -> bool:
-        with self._link.changed:
-            return self._state is not TransferState.ACTIVE and not self.unresolved
-
-    def fail(self, error: PDError) -> None:
-        """Record the first error and recall what can be recalled."""
-        with self._link.changed:
-            if self._state is TransferState.ACTIVE:
-                self._state, self.error = TransferState.FAILED, error
-                self._link.recall(self)
-
-    def settle(self) -> None:
-        """DONE when all has landed; the link's lock is held."""
-        idle = self._finished and not self.unresolved
-        if self._state is TransferState.ACTIVE and idle:
-            self._state = TransferState.DONE
-
-    def read(self, block: Block, corrupt: list[Corrupt]) -> bytes:
-        """The block's bytes as they are at this moment, as a card would read them."""
-        data = self._memory.read(self._pages, block)
-        tokens = block.token_stop - block.token_start
-        width = self._memory.width
-        for rule in corrupt:
-            here = (
-                block.token_start <= rule.token < block.token_stop
-                and block.layer_start <= rule.layer < block.layer_stop
-            )
-            if here:
-                plane = 2 * (rule.layer - block.layer_start) + (rule.part == "v")
-                row = plane * tokens + rule.token - block.token_start
-                data[row * width + rule.byte % width] ^= 0xFF
-        return bytes(data)
-
-    def slots(self, block: Block) -> bytes:
-        """Where the block goes in the peer's pool."""
-        tokens = np.arange(block.token_start, block.token_stop)
-        slots = token_slots(self._targets, tokens, self.destination.page_size)
-        return slots.astype("<i4").tobytes()
-
-
-def _parse(reservation: Reservation, tokens: range) -> Destination:
-    try:
-        found = _destination_decoder.decode(reservation.destination)
-    except msgspec.DecodeError as error:
-        raise TransferError(f"{reservation.sender} sent a bad destination: {error}") from error
-    pages = page_count(tokens.stop, found.page_size) if found.page_size > 0 else -1
-    fits = (found.token_start, found.token_stop) == (tokens.start, tokens.stop)
-    if not fits or len(found.pages) != 4 * pages:
-        raise TransferError(
-            f"{reservation.sender} reserved tokens [{found.token_start}, {found.token_stop}) on "
-            f"{len(found.pages) // 4} pages of {found.page_size}; those sent "
-            f"are [{tokens.start}, {tokens.stop})"
-        )
-    return found
-
-
 class FakeLink:
     """Writes to one peer: waiting in a heap, or on the wire until acknowledged."""
 
@@ -181,7 +58,7 @@ class FakeLink:
         patience: Patience,
     ) -> None:
         self.own, self.peer, self.address, self.key = own, peer, address, key
-        self.script, self._patience = script, patience
+        self.script, self.patience = script, patience
         # Guards the link and all its senders.
         self.changed = threading.Condition(threading.RLock())
         self._began: float | None = None
@@ -203,7 +80,6 @@ class FakeLink:
 
     def post(self, sender: FakeSender, block: Block, ordinal: int) -> None:
         plan = self.script.plan_write(self.peer, sender.ordinal, ordinal)
-        sender.unresolved += 1
         self._posted += 1
         due = time.monotonic() + plan.delay
         self._push(
@@ -225,11 +101,12 @@ class FakeLink:
             if self._closed:
                 return
             self._closed = True
+            for sender in self._senders:
+                sender.fail(TransferError(reason))
+            # What could not be recalled.
             for write in self._heap:
                 self._resolve(write, landed=False)
             self._heap = []
-            for sender in self._senders:
-                sender.fail(TransferError(reason))
             self.changed.notify_all()
             sock = self._sock
             if sock is None:
@@ -266,8 +143,8 @@ class FakeLink:
             write.recallable = False
             self._push(write)
             return
-        write.sender.unresolved -= 1
-        write.sender.settle()
+        write.sender.was_read()
+        write.sender.was_sent()
 
     def _run(self) -> None:
         while True:
@@ -340,12 +217,12 @@ class FakeLink:
                     raise
 
     def _awaited(self, since: float) -> bool:
-        return not self._patience.is_over(since, LEASE_SECONDS, self.peer)
+        return not self.patience.is_over(since, LEASE_SECONDS, self.peer)
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(self.address, timeout=_CONNECT_SECONDS)
         try:
-            greet(sock, SERVICE, self.own, self.peer, self.key, self._patience)
+            greet(sock, SERVICE, self.own, self.peer, self.key, self.patience)
             sock.settimeout(_SLICE_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self.changed:

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING
 from pd.core.errors import TransferError
 from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
-from pd.transfer.fake.link import FakeLink, FakeSender
+from pd.transfer.computed import Computed
+from pd.transfer.fake.link import FakeLink
 from pd.transfer.fake.nic import FakeNic, FakeReceiver
 from pd.transfer.fake.script import RoomCounter, Script
+from pd.transfer.fake.sender import FakeSender
 from pd.transfer.pool_memory import PoolMemory
 from pd.transfer.ranges import wanted_tokens
 from pd.transfer.wire.greeting import peer_address, require_loopback, transfer_key
@@ -69,6 +71,7 @@ class FakeManager(TransferManager):
         self._script = script or Script()
         self._rooms, self._reservations = RoomCounter(), RoomCounter()
         self._memory = PoolMemory(pool)
+        self._computed = Computed(pool.buffer.device, self.name)
         self.nic = FakeNic(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
         self._links: dict[str, FakeLink] = {}
@@ -106,7 +109,9 @@ class FakeManager(TransferManager):
         if link is None:
             raise TransferError(f"{peer} is not connected")
         tokens = wanted_tokens(reservation, num_tokens)
-        sender = FakeSender(link, self._memory, self._rooms.next(), reservation, pages, tokens)
+        sender = FakeSender(
+            link, self._memory, self._computed, self._rooms.next(), reservation, pages, tokens
+        )
         link.open(sender, self._began)
         return sender
 
@@ -124,3 +129,4 @@ class FakeManager(TransferManager):
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.close("the transfer manager was closed")
+        self._computed.close()
