@@ -32,10 +32,10 @@ from pd.bench.shapes import model_directory
 from pd.core.config import NodeConfig
 from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.kernels.paging import token_slots
 from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
 from pd.transfer.computed import Computed
 from pd.transfer.nvlink.device import CudaLane
-from pd.transfer.nvlink.messages import token_slots
 from pd.transfer.ranges import Block
 
 if TYPE_CHECKING:
@@ -138,7 +138,9 @@ class Prefill:
         self._lane = CudaLane(self._pool)
         self._computed = Computed(self._pool.device, "nvlink")
         self._tables = [
-            self._lane.table(np.stack(2 * [token_slots(pages, PAGE, 0, args.tokens)]))
+            self._lane.table(
+                np.stack(2 * [token_slots(pages, np.arange(args.tokens), PAGE).astype(np.int32)])
+            )
             for pages in self._pages
         ]
         layout, model = self._engine.layout, self._engine.model_config
@@ -184,6 +186,11 @@ def _whole(chunk: Chunk) -> Any:
             chunk.layers_done(0, stop)
 
     return layers_done
+
+
+def _slots(pages: Any, num_tokens: int) -> Any:
+    """int32, of the tokens of one sequence."""
+    return token_slots(pages, np.arange(num_tokens), PAGE).astype(np.int32)
 
 
 class Gauge:

@@ -12,7 +12,13 @@ import msgspec
 
 from pd.core.errors import PDError, SetupError, UsageError
 from pd.transfer.wire.channel import set_options
-from pd.transfer.wire.greeting import GreetingError, Welcome, greet, require_loopback, transfer_key
+from pd.transfer.wire.greeting import (
+    GreetingError,
+    IncomingGreeting,
+    greet,
+    require_loopback,
+    transfer_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +108,7 @@ def accept_socket(listener: socket.socket, key: bytes | None) -> socket.socket:
     while True:
         sock, address = listener.accept()
         sock.settimeout(_GREETING_SECONDS)
-        welcome = Welcome(SERVICE, TARGET, transfer_key(key))
+        welcome = IncomingGreeting(SERVICE, TARGET, transfer_key(key))
         try:
             while welcome.needs:
                 reply, refusal = welcome.feed(_exactly(sock, welcome.needs))

@@ -1,6 +1,6 @@
-"""Between pool pages and staging slots: numpy for host memory, kernels on a side stream for a GPU.
+"""Copies between pool pages and staging buffers, by numpy or by kernels on a side stream.
 
-A slot holds one block as ``[layers, K then V, tokens, row]``, without gaps.
+A buffer holds one block as ``[layers, K then V, tokens, row]``, without gaps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd.transfer.ranges import Block
 
 
-class Ticket(Protocol):
+class CopyTicket(Protocol):
     """A copy that was begun."""
 
     def done(self) -> bool:
@@ -70,20 +70,20 @@ class Copier(ABC):
         """A sequence's page table in the form that the other methods want; does not wait. Must
         outlive the copies that use it."""
 
-    def view(self, slot: torch.Tensor) -> Any:
-        """A slot, uint8 ``[bytes]``, in the form that the other methods want."""
-        return slot
+    def view(self, buffer: torch.Tensor) -> Any:
+        """A buffer, uint8 ``[bytes]``, in the form that the other methods want."""
+        return buffer
 
     @abstractmethod
-    def gather(self, table: Any, block: Block, slot: Any) -> Ticket:
-        """Begin to pack a block, which is in the pool, into a slot."""
+    def gather(self, table: Any, block: Block, buffer: Any) -> CopyTicket:
+        """Begin to pack a block, which is in the pool, into a buffer."""
 
     @abstractmethod
-    def scatter(self, table: Any, block: Block, slot: Any) -> Ticket:
-        """Begin to unpack a slot into the pool."""
+    def scatter(self, table: Any, block: Block, buffer: Any) -> CopyTicket:
+        """Begin to unpack a buffer into the pool."""
 
     @abstractmethod
-    def make_slots(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
+    def make_buffers(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
         """uint8 ``[count, size]``; in host memory unless ``on_device``."""
 
 
@@ -110,27 +110,27 @@ class HostCopier(Copier):
     def table(self, pages: IntArray, num_tokens: int) -> npt.NDArray[np.int64]:
         return pages[: page_count(num_tokens, self.page_size)].astype(np.int64)
 
-    def view(self, slot: torch.Tensor) -> npt.NDArray[np.uint8]:
-        return slot.numpy()
+    def view(self, buffer: torch.Tensor) -> npt.NDArray[np.uint8]:
+        return buffer.numpy()
 
     def gather(
-        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
-    ) -> Ticket:
+        self, table: npt.NDArray[np.int64], block: Block, buffer: npt.NDArray[np.uint8]
+    ) -> CopyTicket:
         pool, index = self._units(table, block)
         # NOTE: the pages were checked; without "clip" numpy would copy by way of a buffer.
-        np.take(pool, index, out=self._packed(block, slot, pool), mode="clip")
+        np.take(pool, index, out=self._packed(block, buffer, pool), mode="clip")
         return _OVER
 
     def scatter(
-        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
-    ) -> Ticket:
+        self, table: npt.NDArray[np.int64], block: Block, buffer: npt.NDArray[np.uint8]
+    ) -> CopyTicket:
         pool, index = self._units(table, block)
-        pool[index] = self._packed(block, slot, pool)
+        pool[index] = self._packed(block, buffer, pool)
         return _OVER
 
-    def make_slots(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
+    def make_buffers(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
         assert not on_device
-        # Large pages: the kernel, which moves slots between processes, pins them page by page.
+        # Large pages: the kernel, which moves buffers between processes, pins them page by page.
         memory = mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -155,9 +155,9 @@ class HostCopier(Copier):
         return pool, (planes[:, None] + units).ravel()
 
     def _packed(
-        self, block: Block, slot: npt.NDArray[np.uint8], pool: npt.NDArray[np.void]
+        self, block: Block, buffer: npt.NDArray[np.uint8], pool: npt.NDArray[np.void]
     ) -> npt.NDArray[np.void]:
-        return slot[: block.cells * self.cell_bytes].view(pool.dtype)
+        return buffer[: block.cells * self.cell_bytes].view(pool.dtype)
 
 
 class HostPartsCopier(HostCopier):
@@ -168,21 +168,21 @@ class HostPartsCopier(HostCopier):
         self._pool = pool
 
     def gather(
-        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
-    ) -> Ticket:
-        gather_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, slot))
+        self, table: npt.NDArray[np.int64], block: Block, buffer: npt.NDArray[np.uint8]
+    ) -> CopyTicket:
+        gather_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, buffer))
         return _OVER
 
     def scatter(
-        self, table: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
-    ) -> Ticket:
-        scatter_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, slot))
+        self, table: npt.NDArray[np.int64], block: Block, buffer: npt.NDArray[np.uint8]
+    ) -> CopyTicket:
+        scatter_parts(self._pool.buffer, self._pool.parts, *self._arguments(table, block, buffer))
         return _OVER
 
     def _arguments(
-        self, pages: npt.NDArray[np.int64], block: Block, slot: npt.NDArray[np.uint8]
+        self, pages: npt.NDArray[np.int64], block: Block, buffer: npt.NDArray[np.uint8]
     ) -> tuple[torch.Tensor, int, int, torch.Tensor]:
         tokens = np.arange(block.token_start, block.token_stop)
         slots = token_slots(pages, tokens, self.page_size)
-        packed = torch.from_numpy(slot[: block.cells * self.cell_bytes])
+        packed = torch.from_numpy(buffer[: block.cells * self.cell_bytes])
         return torch.from_numpy(slots), block.layer_start, block.layer_stop, packed

@@ -1,4 +1,4 @@
-"""Between a pool in CUDA memory and staging slots: kernels and copies on side streams."""
+"""Between a pool in CUDA memory and staging buffers: kernels and copies on side streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from pd.kernels.kv_copy import gather, gather_parts, scatter, scatter_parts
 from pd.kernels.paging import token_slots
-from pd.transfer.copier import Copier, Ticket
+from pd.transfer.copier import Copier, CopyTicket
 from pd.transfer.ranges import Block
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray, KVBuffer
 
 
-class _Event(Ticket):
+class _Event(CopyTicket):
     """After a copy.
 
     It takes tens of microseconds, less than a sleeping thread needs to wake up, so its end is
@@ -58,24 +58,24 @@ class _Table:
         return self._slots[block.token_start : block.token_stop]
 
 
-class _Lane:
-    """A side stream and the device memory through which pinned slots go: on one stream, its next
+class _CopyStream:
+    """A side stream and the device memory through which pinned buffers go: on one stream, its next
     use comes after its last. Its copies go before other work where the GPU has to choose: they are
     short, and requests wait for them."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._buffer: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
 
-    def buffer(self, size: int) -> torch.Tensor:
+    def memory(self, size: int) -> torch.Tensor:
         """To be called with the stream current, to which the memory then belongs."""
-        if self._buffer is None or len(self._buffer) < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.stream.device)
-        return self._buffer[:size]
+        if self._memory is None or len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self.stream.device)
+        return self._memory[:size]
 
 
 class CudaCopier(Copier):
-    """Gathers and scatters run on a stream each, beside that of the forward pass. Slots on the
+    """Gathers and scatters run on a stream each, beside that of the forward pass. Buffers on the
     device are copied to and from directly, pinned ones by way of a device buffer."""
 
     depth = 4
@@ -84,7 +84,7 @@ class CudaCopier(Copier):
         super().__init__(pool)
         self._buffer, self._parts = pool.buffer, pool.parts
         self._device = pool.buffer.device
-        self._out, self._in = _Lane(self._device), _Lane(self._device)
+        self._out, self._in = _CopyStream(self._device), _CopyStream(self._device)
         self._tables = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._warm_up()
 
@@ -92,30 +92,30 @@ class CudaCopier(Copier):
         slots = token_slots(pages, np.arange(num_tokens), self.page_size)
         return _Table(slots.astype(np.int32), self._tables)
 
-    def gather(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
+    def gather(self, table: Any, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._out
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             slots = table.slots(block, lane.stream)
             size = block.cells * self.cell_bytes
-            target = slot[:size] if slot.is_cuda else lane.buffer(size)
+            target = buffer[:size] if buffer.is_cuda else lane.memory(size)
             layers = block.layer_start, block.layer_stop
             if len(self._parts) == 1:
                 gather(self._buffer, slots, *layers, target)
             else:
                 gather_parts(self._buffer, self._parts, slots, *layers, target)
-            if not slot.is_cuda:
-                slot[:size].copy_(target, non_blocking=True)
+            if not buffer.is_cuda:
+                buffer[:size].copy_(target, non_blocking=True)
             return _Event(lane.stream)
 
-    def scatter(self, table: Any, block: Block, slot: torch.Tensor) -> Ticket:
+    def scatter(self, table: Any, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._in
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             slots = table.slots(block, lane.stream)
             size = block.cells * self.cell_bytes
-            source = slot[:size]
-            if not slot.is_cuda:
-                source = lane.buffer(size)
-                source.copy_(slot[:size], non_blocking=True)
+            source = buffer[:size]
+            if not buffer.is_cuda:
+                source = lane.memory(size)
+                source.copy_(buffer[:size], non_blocking=True)
             layers = block.layer_start, block.layer_stop
             if len(self._parts) == 1:
                 scatter(self._buffer, slots, *layers, source)
@@ -123,12 +123,12 @@ class CudaCopier(Copier):
                 scatter_parts(self._buffer, self._parts, slots, *layers, source)
             return _Event(lane.stream)
 
-    def make_slots(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
+    def make_buffers(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
         if on_device:
             with torch.cuda.device(self._device):
-                slots = torch.zeros((count, size), dtype=torch.uint8, device=self._device)
+                buffers = torch.zeros((count, size), dtype=torch.uint8, device=self._device)
                 torch.cuda.current_stream(self._device).synchronize()
-                return slots
+                return buffers
         return torch.zeros((count, size), dtype=torch.uint8, pin_memory=True)
 
     def _warm_up(self) -> None:
@@ -140,10 +140,10 @@ class CudaCopier(Copier):
             small = torch.zeros(shape, dtype=pool.dtype, device=self._device)
             torch.cuda.current_stream(self._device).synchronize()
         table = _Table(np.arange(tokens, dtype=np.int32), self._tables)
-        slot = self.make_slots(1, tokens * self.cell_bytes, on_device=True)[0]
+        buffer = self.make_buffers(1, tokens * self.cell_bytes, on_device=True)[0]
         self._buffer, self._parts = small, [small.data_ptr()] * len(parts)
         for start in {0, tokens // 3}:
             block = Block(start, tokens, 0, 1)
-            self.gather(table, block, slot).wait()
-            self.scatter(table, block, slot).wait()
+            self.gather(table, block, buffer).wait()
+            self.scatter(table, block, buffer).wait()
         self._buffer, self._parts = pool, parts

@@ -21,7 +21,7 @@ from pd.bootstrap.server import HANDSHAKE_PATH
 from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import HandshakeError
 from pd.core.signed_requests import EXPECTED_HEADER, SCHEME, SIGNATURE_HEADER, RequestVerifier
-from pd.transfer.wire.greeting import RefusedError, Welcome, greet, transfer_key
+from pd.transfer.wire.greeting import IncomingGreeting, RefusedError, greet, transfer_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,7 +144,7 @@ def test_strangers_do_not_use_up_the_memory_for_nonces() -> None:
 def welcomed(first: bytes, proof: Callable[[bytes], bytes]) -> str:
     """What D says to a connection that begins with ``first`` and proves itself with
     ``proof(D's answer)``: why it is refused, or the peer's name."""
-    welcome = Welcome("tcp", "D", transfer_key(KEY))
+    welcome = IncomingGreeting("tcp", "D", transfer_key(KEY))
     answer, reason = welcome.feed(first)
     if not reason:
         _, reason = welcome.feed(proof(answer)[: welcome.needs])
@@ -157,7 +157,7 @@ def recorded_greeting() -> tuple[bytes, bytes]:
     with p, d:
         thread = threading.Thread(target=greet, args=(p, "tcp", "P", "D", transfer_key(KEY)))
         thread.start()
-        welcome = Welcome("tcp", "D", transfer_key(KEY))
+        welcome = IncomingGreeting("tcp", "D", transfer_key(KEY))
         parts = []
         while welcome.needs:
             parts.append(d.recv(welcome.needs, socket.MSG_WAITALL))
@@ -173,7 +173,7 @@ def test_a_recorded_or_reflected_greeting_opens_no_connection() -> None:
     # D's own proof, which ends its answer, sent back to it.
     assert "did not prove" in welcomed(hello, lambda answer: answer[-len(proof) :])
     # Another connection of D is asked to answer in P's place: it signs under another label.
-    other = Welcome("tcp", "D", transfer_key(KEY))
+    other = IncomingGreeting("tcp", "D", transfer_key(KEY))
     borrowed, _ = other.feed(hello)
     assert "did not prove" in welcomed(hello, lambda _: borrowed[-len(proof) :])
 
@@ -181,7 +181,7 @@ def test_a_recorded_or_reflected_greeting_opens_no_connection() -> None:
 def test_a_listener_without_the_key_is_not_greeted_back() -> None:
     p, stranger_end = socket.socketpair()
     with p, stranger_end:
-        keyless = Welcome("tcp", "D", transfer_key(b"another key 1234"))
+        keyless = IncomingGreeting("tcp", "D", transfer_key(b"another key 1234"))
 
         def listen() -> None:
             hello = stranger_end.recv(keyless.needs, socket.MSG_WAITALL)

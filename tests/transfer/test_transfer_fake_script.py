@@ -248,12 +248,12 @@ def test_the_card_refuses_what_lies_outside_the_pool(pair, caplog) -> None:
     """All that it checks besides the key."""
     import msgspec
 
-    from pd.transfer.fake.nic import Destination
+    from pd.transfer.fake.nic import FakeDestination
 
     _, target, p, d = pair()
     receiver = d.receiver("P", bytes(16), 1, PAGES, 0, TOKENS)
     asked = reservation(receiver, bytes(16), 1, 0)
-    found = msgspec.msgpack.decode(asked.destination, type=Destination)
+    found = msgspec.msgpack.decode(asked.destination, type=FakeDestination)
     for page in (16, -1, 1 << 28):
         pages = np.array([0, page], dtype="<i4").tobytes()
         asked.destination = msgspec.msgpack.encode(msgspec.structs.replace(found, pages=pages))
@@ -274,7 +274,7 @@ def test_bad_destinations_are_refused(pair, destination) -> None:
     import msgspec
 
     from pd.core.errors import TransferError
-    from pd.transfer.fake.nic import Destination
+    from pd.transfer.fake.nic import FakeDestination
 
     _, _, p, d = pair()
     receiver = d.receiver("P", bytes(16), 1, PAGES, 0, TOKENS)
@@ -282,7 +282,7 @@ def test_bad_destinations_are_refused(pair, destination) -> None:
     if isinstance(destination, bytes):
         asked.destination = destination
     else:
-        found = msgspec.msgpack.decode(asked.destination, type=Destination)
+        found = msgspec.msgpack.decode(asked.destination, type=FakeDestination)
         change = {
             "short": {"pages": found.pages[:-4]},
             "start": {"token_start": 1},

@@ -14,7 +14,7 @@ from transfer_helpers import SEED, make_pool, random_pages
 from pd.transfer import pool_memory as memory
 from pd.transfer.pool_memory import InPlace, PoolMemory, Stretches, in_buffer
 from pd.transfer.ranges import Block
-from pd.transfer.tcp.host_buffers import Gathers, Scatters, Slots, Tables
+from pd.transfer.tcp.host_buffers import Gathers, Scatters, StagingBuffers, Tables
 
 
 def stretches_of(buffer: np.ndarray, lengths: list[int]) -> Stretches:
@@ -143,27 +143,27 @@ def staged_block(pool, pages, block: Block) -> Stretches:
 
 def unpack(pool, pages, block: Block, data: torch.Tensor) -> None:
     scatters = Scatters(pool)
-    slot = scatters.slots(lambda: None).take()
-    assert slot is not None
-    slot[: len(data)] = data
+    buffer = scatters.buffers(lambda: None).take()
+    assert buffer is not None
+    buffer[: len(data)] = data
     reasons: list[str] = []
-    scatters.begin(Tables(pages, block.token_stop), block, slot, reasons.append)
+    scatters.begin(Tables(pages, block.token_stop), block, buffer, reasons.append)
     scatters.close()
     assert reasons == [""]
 
 
 def test_who_finds_no_free_buffer_is_called_when_there_is_one() -> None:
     called: list[str] = []
-    slots = Slots(torch.empty(2, 8, dtype=torch.uint8), lambda: called.append("back"))
-    first, second = slots.take(), slots.take()
+    buffers = StagingBuffers(torch.empty(2, 8, dtype=torch.uint8), lambda: called.append("back"))
+    first, second = buffers.take(), buffers.take()
     assert first is not None
     assert second is not None
-    assert slots.take() is None
+    assert buffers.take() is None
     assert called == []
-    slots.give_back(first)
+    buffers.give_back(first)
     assert called == ["back"]
-    assert slots.take() is first
-    slots.give_back(second)
+    assert buffers.take() is first
+    buffers.give_back(second)
     assert called == ["back"]
 
 
@@ -172,7 +172,7 @@ def test_a_copy_that_fails_is_reported_with_its_reason(caplog) -> None:
     scatters = Scatters(pool)
     reasons: list[str] = []
     beyond = Tables(np.array([1000], dtype=np.int32), 4)
-    slot = scatters.slots(lambda: None).take()
+    slot = scatters.buffers(lambda: None).take()
     assert slot is not None
     scatters.begin(beyond, Block(0, 4, 0, 1), slot, reasons.append)
     scatters.close()

@@ -29,7 +29,7 @@ from pd.transfer.base import TransferState
 from pd.transfer.nvlink import inbox as nvlink_inbox
 from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.nvlink.manager import NvlinkManager
-from pd.transfer.nvlink.messages import Destination
+from pd.transfer.nvlink.messages import NvlinkDestination
 from pd.transfer.nvlink.sender import NvlinkSender
 from pd.transfer.rooms import sender as rooms_sender
 
@@ -461,7 +461,7 @@ def test_a_peer_that_never_answers_fails_the_room_after_a_lease(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.2)
-    monkeypatch.setattr(nvlink_inbox.Session, "bind", lambda self, channel: None)
+    monkeypatch.setattr(nvlink_inbox.NvlinkSession, "bind", lambda self, channel: None)
     pair.p.manager.disconnect("D")
     pair.p.manager.connect(pair.d.info())
     room = pair.room()
@@ -488,7 +488,7 @@ def test_a_destination_outside_the_pool_is_refused(
     pair: Pair, changes: dict, complaint: str
 ) -> None:
     room = pair.room()
-    good = msgspec.msgpack.decode(room.receiver.destination, type=Destination)
+    good = msgspec.msgpack.decode(room.receiver.destination, type=NvlinkDestination)
     bad = msgspec.msgpack.encode(msgspec.structs.replace(good, **changes))
     room.reservation = msgspec.structs.replace(room.reservation, destination=bad)
     with pytest.raises(TransferError, match=complaint):

@@ -535,7 +535,7 @@ def test_host_copies_agree_with_the_definition_for_any_range() -> None:
         pages = random_pages(rng, pool, stop)
         into = random_pages(rng, other, stop)
         near, far = HostCopier(pool), HostCopier(other)
-        slot = near.make_slots(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
+        slot = near.make_buffers(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
         near.gather(near.table(pages, stop), block, near.view(slot)).wait()
         layers = slice(block.layer_start, block.layer_stop)
         packed = slot[: block.cells * near.cell_bytes].view(torch.float32)

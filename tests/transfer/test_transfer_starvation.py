@@ -149,10 +149,10 @@ def test_nvlink_waits_for_a_starved_peer_to_open_its_channel(monkeypatch) -> Non
     monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", LIMIT)
     patience, hub = FakePatience(), Silent()
     hub.patience = patience
-    link = nvlink_link.Link(hub, "D", hub.pool, Computed())
+    link = nvlink_link.NvlinkLink(hub, "D", hub.pool, Computed())
     try:
         first = Reservation(to="P", sender="D", room=ROOM, epoch=1, cached_prefix_len=0)
-        shape, slots = nvlink_sender.Shape(1, 1, 1, 64), np.zeros((2, 1), np.int32)
+        shape, slots = nvlink_sender.NvlinkPoolShape(1, 1, 1, 64), np.zeros((2, 1), np.int32)
         sender = nvlink_sender.NvlinkSender(link, shape, first, slots[0], range(1), 1, slots)
         link.add(sender)
         sender.send(0, 1, 0, 1)

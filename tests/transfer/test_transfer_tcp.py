@@ -173,7 +173,7 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(p, d, target, monkeypatch) -
 
 
 def test_strangers_cannot_use_up_all_connections(p, d, target, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_inbox, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(tcp_inbox, "MAX_PENDING", 4)
     socks = [stranger(d) for _ in range(12)]
     try:
         assert all(closed_by_peer(sock) for sock in socks[:8])

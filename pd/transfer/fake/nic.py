@@ -18,7 +18,7 @@ from pd.core.errors import PDError, TransferError
 from pd.kernels.paging import page_count
 from pd.transfer.base import Receiver, TransferState
 from pd.transfer.ranges import check_pages
-from pd.transfer.wire.greeting import GreetingError, Welcome
+from pd.transfer.wire.greeting import GreetingError, IncomingGreeting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ MAX_PAYLOAD = 16 << 20
 _GREETING_SECONDS, _CLOSE_SECONDS = 5.0, 1.0
 
 
-class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FakeDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a room's tokens go, as carried by ``Reservation.destination``.
 
     Attributes:
@@ -159,7 +159,7 @@ class FakeNic:
                 self._links.pop(sock, None)
 
     def _greet(self, sock: socket.socket) -> str:
-        welcome = Welcome(SERVICE, self._instance, self._key)
+        welcome = IncomingGreeting(SERVICE, self._instance, self._key)
         while welcome.needs:
             answer, refusal = welcome.feed(receive_exactly(sock, welcome.needs, self._awaited))
             sock.sendall(answer)
@@ -211,7 +211,7 @@ class FakeReceiver(Receiver):
         self._lock = threading.Lock()
         covering = pages[: page_count(tokens.stop, memory.page_size)]
         self._destination = msgspec.msgpack.encode(
-            Destination(
+            FakeDestination(
                 self._key,
                 memory.page_size,
                 tokens.start,

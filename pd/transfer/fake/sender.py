@@ -9,7 +9,7 @@ import numpy as np
 
 from pd.core.errors import TransferError
 from pd.kernels.paging import page_count, token_slots
-from pd.transfer.fake.nic import Destination
+from pd.transfer.fake.nic import FakeDestination
 from pd.transfer.rooms.sender import QueuedSender
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pd.transfer.ranges import Block
 
 _WRITE_BYTES = 1 << 20
-_destination_decoder = msgspec.msgpack.Decoder(Destination)
+_destination_decoder = msgspec.msgpack.Decoder(FakeDestination)
 
 
 class FakeSender(QueuedSender):
@@ -96,7 +96,7 @@ class FakeSender(QueuedSender):
         return block.split(max(1, _WRITE_BYTES // self._memory.cell_bytes))
 
 
-def parse_destination(reservation: Reservation, tokens: range) -> Destination:
+def parse_destination(reservation: Reservation, tokens: range) -> FakeDestination:
     """Raises TransferError unless the reservation carries one for these tokens."""
     try:
         found = _destination_decoder.decode(reservation.destination)

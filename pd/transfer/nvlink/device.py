@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd.transfer.ranges import Block
 
 
-class Mapping(Protocol):
+class PoolMapping(Protocol):
     """A peer's pool in this process's address space."""
 
     address: int
@@ -30,7 +30,7 @@ class Mapping(Protocol):
         """Unmap it; nothing may be using it. Raises TransferError."""
 
 
-class Ticket(Protocol):
+class StoreTicket(Protocol):
     """Of something that was launched."""
 
     def done(self) -> bool:
@@ -43,7 +43,7 @@ class Ticket(Protocol):
         """How long it ran; only once it is complete."""
 
 
-class Lane(Protocol):
+class StoreLane(Protocol):
     """A queue of stores that run one after the other, beside the forward pass. One thread only."""
 
     def table(self, slots: IntArray) -> object:
@@ -52,7 +52,7 @@ class Lane(Protocol):
 
     def store(
         self, table: Any, columns: slice, peer: int, peer_num_slots: int, block: Block
-    ) -> Ticket:
+    ) -> StoreTicket:
         """Launch the copy of ``block``, which is in the own pool, into that mapped at ``peer``.
 
         Args:
@@ -73,20 +73,20 @@ class StoreDevice(Protocol):
         """What a peer needs to map the pool and to tell whether it can: see
         :func:`pd.core.transfer_choice.nvlink_obstacle`; also ``handle`` and ``offset``."""
 
-    def map(self, handle: bytes, offset: int) -> Mapping:
+    def map(self, handle: bytes, offset: int) -> PoolMapping:
         """Map a peer's pool. Raises TransferError."""
 
     def when_computed(self, call: Callable[[str], None]) -> None:
         """See :meth:`pd.transfer.computed.Computed.then`."""
 
-    def lane(self) -> Lane: ...
+    def lane(self) -> StoreLane: ...
 
     def close(self) -> None:
         """Returns when all calls were made; nothing is sent any more."""
 
 
-class CudaMapping(Mapping):
-    """See :class:`Mapping`."""
+class CudaMapping(PoolMapping):
+    """See :class:`PoolMapping`."""
 
     def __init__(self, ipc: CudaIpc, handle: bytes, offset: int) -> None:
         self._ipc = ipc
@@ -97,7 +97,7 @@ class CudaMapping(Mapping):
         self._ipc.close(self._base)
 
 
-class CudaTicket(Ticket):
+class CudaTicket(StoreTicket):
     """Events before and after the launch.
 
     Args:
@@ -125,13 +125,13 @@ def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 class CudaTable(NamedTuple):
-    """See :meth:`Lane.table`; ``on_device`` for the kernel, ``runs`` for a copy engine."""
+    """See :meth:`StoreLane.table`; ``on_device`` for the kernel, ``runs`` for a copy engine."""
 
     on_device: torch.Tensor
     runs: SlotRuns
 
 
-class CudaLane(Lane):
+class CudaLane(StoreLane):
     """A stream of its own, beside the forward pass and of the same priority. Long runs of slots go
     by a copy engine, others by the kernel."""
 
@@ -149,7 +149,7 @@ class CudaLane(Lane):
 
     def store(
         self, table: CudaTable, columns: slice, peer: int, peer_num_slots: int, block: Block
-    ) -> Ticket:
+    ) -> StoreTicket:
         start, stop = columns.start, columns.stop
         layers = block.layer_start, block.layer_stop
         begin = timed_event(self.stream)
@@ -205,13 +205,13 @@ class CudaDevice(StoreDevice):
             "offset": str(self._offset),
         }
 
-    def map(self, handle: bytes, offset: int) -> Mapping:
+    def map(self, handle: bytes, offset: int) -> PoolMapping:
         return CudaMapping(self._ipc, handle, offset)
 
     def when_computed(self, call: Callable[[str], None]) -> None:
         self._computed.then(call)
 
-    def lane(self) -> Lane:
+    def lane(self) -> StoreLane:
         return CudaLane(self._buffer)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from pd.core.errors import PDError, TransferError
 from pd.kernels.paging import page_count
 from pd.transfer.base import Receiver, TransferState
-from pd.transfer.nvlink.messages import Destination, Welcome
+from pd.transfer.nvlink.messages import NvlinkDestination, SessionWelcome
 from pd.transfer.ranges import check_pages
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ LAST_LAUNCH_SECONDS = 2.0
 NO_PROOF_SECONDS = 20 * 60.0
 
 
-class Session:
+class NvlinkSession:
     """One life of the link from a prefill node: reservations name it, and P stores for those only
     that name the session in which D welcomed its channel. Before a channel came and after it ended,
     nothing can land.
@@ -51,7 +51,7 @@ class Session:
         """The peer opened its channel."""
         with self._changed:
             self.channel = channel
-            channel.send(Welcome(self.number))
+            channel.send(SessionWelcome(self.number))
 
     def add(self, receiver: NvlinkReceiver) -> None:
         with self._changed:
@@ -99,17 +99,17 @@ class Session:
             receiver.fail(error)
 
 
-class Inbox:
+class NvlinkSessions:
     """The sessions of all prefill nodes."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self._current: dict[str, Session] = {}
+        self._current: dict[str, NvlinkSession] = {}
         # Over, but something of them may land yet.
-        self._ending: list[Session] = []
+        self._ending: list[NvlinkSession] = []
         self._closed = False
 
-    def session(self, peer: str) -> Session:
+    def session(self, peer: str) -> NvlinkSession:
         """The one for new reservations. Raises TransferError after :meth:`close`."""
         with self.changed:
             if self._closed:
@@ -119,7 +119,7 @@ class Inbox:
                 self._forget_quiet()
                 if current is not None:
                     self._ending.append(current)
-                current = self._current[peer] = Session(peer, self.changed)
+                current = self._current[peer] = NvlinkSession(peer, self.changed)
             return current
 
     def is_bound(self, peer: str) -> bool:
@@ -132,11 +132,11 @@ class Inbox:
         self._current = {p: s for p, s in self._current.items() if not s.quiet()}
         self._ending = [session for session in self._ending if not session.quiet()]
 
-    def accept(self, channel: Channel) -> Session:
+    def accept(self, channel: Channel) -> NvlinkSession:
         """A prefill node opened a channel (the hub's thread)."""
         with self.changed:
             if self._closed:
-                late = Session(channel.peer, self.changed)
+                late = NvlinkSession(channel.peer, self.changed)
                 late.channel = channel
                 late.retire(TransferError("the transfer manager was closed"))
                 return late
@@ -170,7 +170,7 @@ class NvlinkReceiver(Receiver):
 
     def __init__(
         self,
-        session: Session,
+        session: NvlinkSession,
         pages: IntArray,
         tokens: range,
         page_size: int,
@@ -186,7 +186,9 @@ class NvlinkReceiver(Receiver):
         self._lock = threading.Lock()
         covering = pages[: page_count(tokens.stop, page_size)].astype("<i4")
         self._destination = msgspec.msgpack.encode(
-            Destination(session.number, page_size, tokens.start, tokens.stop, covering.tobytes())
+            NvlinkDestination(
+                session.number, page_size, tokens.start, tokens.stop, covering.tobytes()
+            )
         )
         session.add(self)
 

@@ -9,10 +9,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
-from pd.transfer.nvlink.messages import Welcome
+from pd.transfer.nvlink.messages import SessionWelcome
 
 if TYPE_CHECKING:
-    from pd.transfer.nvlink.device import Lane, Mapping, StoreDevice, Ticket
+    from pd.transfer.nvlink.device import PoolMapping, StoreDevice, StoreLane, StoreTicket
     from pd.transfer.nvlink.messages import PeerPool
     from pd.transfer.nvlink.sender import NvlinkSender
     from pd.transfer.ranges import Block
@@ -28,7 +28,7 @@ LAUNCHED_AHEAD = 4
 _TIMED_BYTES = 16 << 20
 
 
-class Link:
+class NvlinkLink:
     """One channel to a peer and the mapping of its pool, which exists only as long as the channel.
 
     A link is used once: when it ended, the manager makes another. However it ends, its thread
@@ -53,13 +53,13 @@ class Link:
         self._cut_off = 0
         # A sender for each queued block, in the order in which they were queued.
         self._queue: deque[NvlinkSender] = deque()
-        self._lane: Lane | None = None
+        self._lane: StoreLane | None = None
         self._address = 0
         self._launching = False
         # The best that a store was seen to do; 0 before the first of some size.
         self.bytes_per_second = 0.0
         # Of what was launched, and its bytes; touched by who launches.
-        self._launched: deque[tuple[Ticket, int]] = deque()
+        self._launched: deque[tuple[StoreTicket, int]] = deque()
         self._thread = threading.Thread(target=self._run, name="pd-nvlink", daemon=True)
         with self.changed:
             self._thread.start()
@@ -102,7 +102,7 @@ class Link:
             self._launching = True
         self._launch_queued(lane)
 
-    def _launch_queued(self, lane: Lane, *, patient: bool = False) -> None:
+    def _launch_queued(self, lane: StoreLane, *, patient: bool = False) -> None:
         """Launch until nothing is queued or enough is launched; the rest is the thread's, which is
         ``patient``: it waits first if enough is launched already."""
         try:
@@ -154,7 +154,7 @@ class Link:
                 sender.fail(error)
 
     def message(self, channel: Channel, message: Any) -> None:
-        assert isinstance(message, Welcome)
+        assert isinstance(message, SessionWelcome)
         with self.changed:
             if self._session is not None:
                 raise ValueError("it welcomed us twice")
@@ -170,7 +170,7 @@ class Link:
     # ---- the thread
 
     def _run(self) -> None:
-        mapping: Mapping | None = None
+        mapping: PoolMapping | None = None
         try:
             if self._welcomed():
                 mapping = self.device.map(self.pool.handle, self.pool.offset)
@@ -193,7 +193,7 @@ class Link:
             self.changed.wait_for(lambda: self.stopped or self._session is not None)
             return self.stopped is None
 
-    def _serve(self, mapping: Mapping, lane: Lane) -> None:
+    def _serve(self, mapping: PoolMapping, lane: StoreLane) -> None:
         """Launch what senders leave, until the link ends."""
         with self.changed:
             self._address, self._lane = mapping.address, lane
@@ -221,7 +221,7 @@ class Link:
             assert block is not None, "a sender is queued once for each of its blocks"
             return sender, block
 
-    def _launch(self, lane: Lane, sender: NvlinkSender, block: Block) -> None:
+    def _launch(self, lane: StoreLane, sender: NvlinkSender, block: Block) -> None:
         try:
             launched = sender.launch(lane, self._address, self.pool.num_slots, block)
             self._launched.append(launched)
@@ -248,7 +248,7 @@ class Link:
             return error
         return TransferError(f"cannot store to {self.peer}: {error}")
 
-    def _give_up(self, mapping: Mapping | None) -> None:
+    def _give_up(self, mapping: PoolMapping | None) -> None:
         begun = time.monotonic()
         with self.changed:
             self.changed.wait_for(lambda: not self._launching)

@@ -42,14 +42,14 @@ from pd.core.transfer_choice import nvlink_obstacle
 from pd.kernels.paging import token_slots
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.nvlink.device import CudaDevice
-from pd.transfer.nvlink.inbox import LAST_LAUNCH_SECONDS, Inbox, NvlinkReceiver
-from pd.transfer.nvlink.link import Link
+from pd.transfer.nvlink.inbox import LAST_LAUNCH_SECONDS, NvlinkReceiver, NvlinkSessions
+from pd.transfer.nvlink.link import NvlinkLink
 from pd.transfer.nvlink.messages import (
     PeerPool,
     parse_destination,
     welcome_decoder,
 )
-from pd.transfer.nvlink.sender import NvlinkSender, Shape
+from pd.transfer.nvlink.sender import NvlinkPoolShape, NvlinkSender
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import require_loopback, transfer_key
 from pd.transfer.wire.hub import ChannelHub
@@ -99,7 +99,7 @@ class NvlinkManager(TransferManager):
         self.patience = patience or Patience()
         self._layout: KVLayout = pool.layout
         self._num_slots = pool.buffer.shape[2]
-        self._shape = Shape(
+        self._shape = NvlinkPoolShape(
             self._layout.page_size,
             self._num_slots,
             self._layout.num_layers,
@@ -107,7 +107,7 @@ class NvlinkManager(TransferManager):
         )
         self._device = device or CudaDevice(pool)
         self._key = transfer_key(cluster_key)
-        self._inbox = Inbox()
+        self._inbox = NvlinkSessions()
         self._hub = ChannelHub(
             SERVICE,
             instance_id,
@@ -124,9 +124,9 @@ class NvlinkManager(TransferManager):
             **self._device.published(),
         }
         self._lock = threading.Lock()
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, NvlinkLink] = {}
         self._pools: dict[str, PeerPool] = {}
-        self._stopping: list[Link] = []
+        self._stopping: list[NvlinkLink] = []
 
     def address(self) -> dict[str, str]:
         return self._address
@@ -222,7 +222,7 @@ class NvlinkManager(TransferManager):
 
     # ---- with the lock held
 
-    def _link(self, peer: str) -> tuple[Link, PeerPool]:
+    def _link(self, peer: str) -> tuple[NvlinkLink, PeerPool]:
         """One that has not ended. Raises TransferError for a stranger."""
         link, pool = self._links.get(peer), self._pools.get(peer)
         if link is None or pool is None:
@@ -231,12 +231,12 @@ class NvlinkManager(TransferManager):
             link = self._replace(peer)
         return link, pool
 
-    def _replace(self, peer: str) -> Link:
+    def _replace(self, peer: str) -> NvlinkLink:
         old = self._links.get(peer)
         if old is not None:
             self._retire(old)
-        link = self._links[peer] = Link(self._hub, peer, self._pools[peer], self._device)
+        link = self._links[peer] = NvlinkLink(self._hub, peer, self._pools[peer], self._device)
         return link
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: NvlinkLink) -> None:
         self._stopping = [old for old in self._stopping if not old.join(0.0)] + [link]

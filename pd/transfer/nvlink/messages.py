@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 MAX_PAGE_SIZE = 1 << 20
 
 
-class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
+class SessionWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
     """D to P, the only message of the channel: reservations of this session may be stored now."""
 
     session: int
 
 
-welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+welcome_decoder = msgspec.msgpack.Decoder(SessionWelcome)
 
 
-class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NvlinkDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a room's tokens go, as carried by ``Reservation.destination``.
 
     Attributes:
@@ -59,10 +59,10 @@ class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return token_slots(pages, tokens, self.page_size).astype(np.int32)
 
 
-_destination_decoder = msgspec.msgpack.Decoder(Destination)
+_destination_decoder = msgspec.msgpack.Decoder(NvlinkDestination)
 
 
-def parse_destination(data: bytes, peer: str) -> Destination:
+def parse_destination(data: bytes, peer: str) -> NvlinkDestination:
     """Raises TransferError unless it is one."""
     try:
         return _destination_decoder.decode(data)

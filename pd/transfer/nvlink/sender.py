@@ -9,8 +9,8 @@ from pd.transfer.rooms.sender import QueuedSender
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
     from pd.transfer.base import IntArray
-    from pd.transfer.nvlink.device import Lane, Ticket
-    from pd.transfer.nvlink.link import Link
+    from pd.transfer.nvlink.device import StoreLane, StoreTicket
+    from pd.transfer.nvlink.link import NvlinkLink
     from pd.transfer.ranges import Block
 
 # A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FLOPS = 1e15
 
 
-class Shape(NamedTuple):
+class NvlinkPoolShape(NamedTuple):
     """See :class:`pd.transfer.base.PoolShape`."""
 
     page_size: int
@@ -42,8 +42,8 @@ class NvlinkSender(QueuedSender):
 
     def __init__(
         self,
-        link: Link,
-        pool: Shape,
+        link: NvlinkLink,
+        pool: NvlinkPoolShape,
         reservation: Reservation,
         pages: IntArray,
         tokens: range,
@@ -55,7 +55,7 @@ class NvlinkSender(QueuedSender):
         self._link, self._slots = link, slots
         self._cell_bytes = pool.cell_bytes
         self._table: object = None
-        self._last: Ticket | None = None
+        self._last: StoreTicket | None = None
 
     @property
     def flops_per_byte(self) -> float:
@@ -65,12 +65,14 @@ class NvlinkSender(QueuedSender):
 
     # ---- called by the thread that launches for the link, without the lock
 
-    def prepare(self, lane: Lane) -> None:
+    def prepare(self, lane: StoreLane) -> None:
         """Copy the slot numbers to where stores find them, before one waits for them."""
         if self._table is None:
             self._table = lane.table(self._slots)
 
-    def launch(self, lane: Lane, peer: int, num_slots: int, block: Block) -> tuple[Ticket, int]:
+    def launch(
+        self, lane: StoreLane, peer: int, num_slots: int, block: Block
+    ) -> tuple[StoreTicket, int]:
         """Launch the store of a block into the pool mapped at ``peer``.
 
         Returns:

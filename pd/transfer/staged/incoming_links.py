@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd.core.starvation import Patience
-    from pd.transfer.copier import Copier, Ticket
+    from pd.transfer.copier import Copier, CopyTicket
     from pd.transfer.staged.messages import Filled, Open
     from pd.transfer.staged.mover import Mover
     from pd.transfer.staged.outgoing_links import StagingShape
@@ -49,7 +49,7 @@ class _Scatter:
     link: IncomingLink
     note: Filled
     receiver: StagedReceiver
-    ticket: Ticket
+    ticket: CopyTicket
 
 
 class IncomingLinks:
@@ -261,7 +261,7 @@ class IncomingLinks:
         if not device and (own.device or wishes.device):
             # Sized for another path.
             size = max(min(size, _PINNED_SLOT_BYTES), self.copier.cell_bytes)
-        return self.copier.make_slots(count, size, on_device=device), device
+        return self.copier.make_buffers(count, size, on_device=device), device
 
     def over(self, link: IncomingLink) -> None:
         with self._changed:

@@ -17,7 +17,7 @@ from pd.transfer.staged.outgoing_link import OutgoingLink
 if TYPE_CHECKING:
     import torch
 
-    from pd.transfer.copier import Copier, Ticket
+    from pd.transfer.copier import Copier, CopyTicket
     from pd.transfer.ranges import Block
     from pd.transfer.staged.messages import BuffersReady
     from pd.transfer.staged.mover import Mover
@@ -57,7 +57,7 @@ class _Gather:
     sender: StagedSender
     block: Block
     slots: BufferPair
-    ticket: Ticket
+    ticket: CopyTicket
 
 
 class OutgoingLinks:
@@ -149,7 +149,7 @@ class OutgoingLinks:
             raise MoverError(f"slots of {ready.slot_bytes} bytes hold no token")
         if ready.device and not shape.device:
             raise MoverError("this pool is not in CUDA memory")
-        return self.copier.make_slots(ready.count, ready.slot_bytes, on_device=ready.device)
+        return self.copier.make_buffers(ready.count, ready.slot_bytes, on_device=ready.device)
 
     def make_room(self) -> None:
         """With the lock, before a link takes slots: close the one that was used longest ago if too

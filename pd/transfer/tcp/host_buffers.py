@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.transfer.base import IntArray, KVBuffer
-    from pd.transfer.copier import Copier, Ticket
+    from pd.transfer.copier import Copier, CopyTicket
     from pd.transfer.ranges import Block
 
 logger = logging.getLogger(__name__)
@@ -48,30 +48,30 @@ class Gathers:
 
     def __init__(self, pool: KVBuffer) -> None:
         self._copier = copier_for(pool)
-        self._slots = self._copier.make_slots(DEPTH, MAX_PAYLOAD, on_device=False)
+        self._buffers = self._copier.make_buffers(DEPTH, MAX_PAYLOAD, on_device=False)
         self._next = 0
 
-    def begin(self, tables: Tables, block: Block) -> tuple[torch.Tensor, Ticket]:
+    def begin(self, tables: Tables, block: Block) -> tuple[torch.Tensor, CopyTicket]:
         """Pack a block.
 
         Returns:
             uint8, valid from the end of the ticket's wait until ``DEPTH`` calls later.
         """
-        copier, slot = self._copier, self._slots[self._next]
+        copier, buffer = self._copier, self._buffers[self._next]
         self._next = (self._next + 1) % DEPTH
-        ticket = copier.gather(tables.of(copier), block, copier.view(slot))
-        return slot[: block.cells * copier.cell_bytes], ticket
+        ticket = copier.gather(tables.of(copier), block, copier.view(buffer))
+        return buffer[: block.cells * copier.cell_bytes], ticket
 
 
-class Slots:
+class StagingBuffers:
     """D: the buffers of one connection.
 
     Args:
         call_back: called when one is free again after :meth:`take` found none; by any thread.
     """
 
-    def __init__(self, slots: torch.Tensor, call_back: Callable[[], None]) -> None:
-        self._free: deque[torch.Tensor] = deque(slots)
+    def __init__(self, buffers: torch.Tensor, call_back: Callable[[], None]) -> None:
+        self._free: deque[torch.Tensor] = deque(buffers)
         self._lock = threading.Lock()
         self._call_back = call_back
         self._wanted = False
@@ -84,9 +84,9 @@ class Slots:
             self._wanted = True
             return None
 
-    def give_back(self, slot: torch.Tensor) -> None:
+    def give_back(self, buffer: torch.Tensor) -> None:
         with self._lock:
-            self._free.append(slot)
+            self._free.append(buffer)
             wanted, self._wanted = self._wanted, False
         if wanted:
             self._call_back()
@@ -98,23 +98,25 @@ class Scatters:
 
     def __init__(self, pool: KVBuffer) -> None:
         self._copier, self._device = copier_for(pool), pool.buffer.device
-        self._begun: queue.SimpleQueue[tuple[Ticket, Callable[[str], None]] | None] = (
+        self._begun: queue.SimpleQueue[tuple[CopyTicket, Callable[[str], None]] | None] = (
             queue.SimpleQueue()
         )
         self._thread = threading.Thread(target=self._run, name="pd-tcp-scatters", daemon=True)
         self._thread.start()
 
-    def slots(self, call_back: Callable[[], None]) -> Slots:
-        return Slots(self._copier.make_slots(DEPTH, MAX_PAYLOAD, on_device=False), call_back)
+    def buffers(self, call_back: Callable[[], None]) -> StagingBuffers:
+        return StagingBuffers(
+            self._copier.make_buffers(DEPTH, MAX_PAYLOAD, on_device=False), call_back
+        )
 
     def begin(
-        self, tables: Tables, block: Block, slot: torch.Tensor, over: Callable[[str], None]
+        self, tables: Tables, block: Block, buffer: torch.Tensor, over: Callable[[str], None]
     ) -> None:
         """Unpack a block; ``over`` is called when nothing of it can be written any more: with an
         empty text when all of it was, else with what went wrong. Never raises."""
         copier = self._copier
         try:
-            ticket = copier.scatter(tables.of(copier), block, copier.view(slot))
+            ticket = copier.scatter(tables.of(copier), block, copier.view(buffer))
         except Exception as error:
             # Whatever CUDA raises; it ends the room, not the thread.
             logger.exception("cannot write to the pool")

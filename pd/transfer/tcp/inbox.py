@@ -21,10 +21,10 @@ from pd.core.errors import TransferError
 from pd.core.seldom import Seldom
 from pd.transfer.pool_memory import CALL_BYTES
 from pd.transfer.tcp.frames import HEADER, Frame, decode_header
-from pd.transfer.tcp.host_buffers import Scatters, Slots
+from pd.transfer.tcp.host_buffers import Scatters, StagingBuffers
 from pd.transfer.tcp.landing import DirectLanding, StagedLanding
 from pd.transfer.wire.errors import PeerDataError
-from pd.transfer.wire.greeting import GreetingError, Welcome
+from pd.transfer.wire.greeting import GreetingError, IncomingGreeting
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
@@ -38,7 +38,7 @@ SERVICE = "tcp"
 # One connection may keep the thread for this many reads before the others get their turn.
 _READS_PER_TURN = 16
 _GREETING_SECONDS = 5.0
-_MAX_STRANGERS = 256
+MAX_PENDING = 256
 _LOG_INTERVAL = 1.0
 
 
@@ -63,15 +63,17 @@ class _ClosedError(Exception):
 class _Connection:
     """One accepted connection and how far into greeting, header or payload it is."""
 
-    def __init__(self, number: int, sock: socket.socket, origin: str, welcome: Welcome) -> None:
+    def __init__(
+        self, number: int, sock: socket.socket, origin: str, welcome: IncomingGreeting
+    ) -> None:
         self.number, self.sock, self.origin = number, sock, origin
-        self.welcome: Welcome | None = welcome
+        self.welcome: IncomingGreeting | None = welcome
         self.peer = ""
         self.since = time.monotonic()
         self.head = bytearray(welcome.needs)
         self.filled = 0
         self.frame: Frame | None = None
-        self.slots: Slots | None = None
+        self.buffers: StagingBuffers | None = None
         self.landing: Landing | None = None
         self.remaining = 0
         self.parked = False
@@ -83,7 +85,7 @@ class _Connection:
         return f"{self.peer} ({self.origin})" if self.peer else self.origin
 
 
-class Inbox:
+class TcpInbox:
     """The listening socket, its connections, and the receivers they may write for."""
 
     def __init__(
@@ -187,7 +189,7 @@ class Inbox:
             sock.close()
 
     def _hang_up(self) -> None:
-        """Close what strangers opened that never introduced themselves."""
+        """Close what pending opened that never introduced themselves."""
         is_over, seconds = self.patience.is_over, _GREETING_SECONDS
         for connection in [c for c in self._connections.values() if c.welcome]:
             if is_over(connection.since, seconds):
@@ -205,14 +207,14 @@ class Inbox:
         origin = f"{address[0]}:{address[1]}"
         self._accepted += 1
         connection = _Connection(
-            self._accepted, sock, origin, Welcome(SERVICE, self._instance, self._key)
+            self._accepted, sock, origin, IncomingGreeting(SERVICE, self._instance, self._key)
         )
         with self._lock:
             self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        strangers = [c for c in self._connections.values() if c.welcome]
-        if len(strangers) > _MAX_STRANGERS:
-            self._refuse(strangers[0], "too many connections wait for their greeting")
+        pending = [c for c in self._connections.values() if c.welcome]
+        if len(pending) > MAX_PENDING:
+            self._refuse(pending[0], "too many connections wait for their greeting")
 
     def _serve(self, connection: _Connection) -> None:
         if connection.number not in self._connections:
@@ -272,7 +274,7 @@ class Inbox:
                 self._begin_frame(connection)
         return arrived == len(view)
 
-    def _greet(self, connection: _Connection, welcome: Welcome) -> None:
+    def _greet(self, connection: _Connection, welcome: IncomingGreeting) -> None:
         answer, refusal = welcome.feed(bytes(connection.head))
         # A fresh connection's send buffer is empty, so this cannot come up short.
         connection.sock.send(answer)
@@ -282,7 +284,7 @@ class Inbox:
         if not welcome.needs:
             connection.peer, connection.welcome = welcome.peer, None
             if self._scatters is not None:
-                connection.slots = self._scatters.slots(partial(self._call_back, connection))
+                connection.buffers = self._scatters.buffers(partial(self._call_back, connection))
             self.counters.connections += 1
 
     def _begin_frame(self, connection: _Connection) -> None:
@@ -299,9 +301,11 @@ class Inbox:
         self._turned_away(connection, frame)
 
     def _landing(self, connection: _Connection, receiver: TcpReceiver, frame: Frame) -> Landing:
-        if self._scatters is None or connection.slots is None:
+        if self._scatters is None or connection.buffers is None:
             return DirectLanding(receiver, frame.block)
-        return StagedLanding(self._scatters, connection.slots, receiver, frame.block, frame.payload)
+        return StagedLanding(
+            self._scatters, connection.buffers, receiver, frame.block, frame.payload
+        )
 
     def _turned_away(self, connection: _Connection, frame: Frame) -> None:
         self.counters.discarded_frames += 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pd.transfer.pool_memory import Stretches
     from pd.transfer.ranges import Block
-    from pd.transfer.tcp.host_buffers import Scatters, Slots
+    from pd.transfer.tcp.host_buffers import Scatters, StagingBuffers
     from pd.transfer.tcp.receiver import TcpReceiver
 
 
@@ -22,8 +22,8 @@ class Landing(Protocol):
     """For the inbox's thread."""
 
     def ready(self) -> bool:
-        """Whether :meth:`receive` may be called. If not, the connection's :class:`Slots` call back
-        when it may."""
+        """Whether :meth:`receive` may be called. If not, the connection's
+        :class:`~pd.transfer.tcp.host_buffers.StagingBuffers` call back when it may."""
 
     def receive(self, sock: socket.socket) -> int | None:
         """Take what has arrived: how many bytes, 0 at the end of the stream, None when the room is
@@ -64,19 +64,24 @@ class StagedLanding:
     """Into a buffer of the connection; a complete frame is unpacked while the next one arrives."""
 
     def __init__(
-        self, scatters: Scatters, slots: Slots, receiver: TcpReceiver, block: Block, size: int
+        self,
+        scatters: Scatters,
+        buffers: StagingBuffers,
+        receiver: TcpReceiver,
+        block: Block,
+        size: int,
     ) -> None:
-        self._scatters, self._slots = scatters, slots
+        self._scatters, self._buffers = scatters, buffers
         self._receiver, self._block, self._size = receiver, block, size
-        self._slot: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
         self._stretches: Stretches | None = None
 
     def ready(self) -> bool:
-        if self._slot is None:
-            self._slot = self._slots.take()
-            if self._slot is None:
+        if self._buffer is None:
+            self._buffer = self._buffers.take()
+            if self._buffer is None:
                 return False
-            self._stretches = in_buffer(self._slot[: self._size])
+            self._stretches = in_buffer(self._buffer[: self._size])
         return True
 
     def receive(self, sock: socket.socket) -> int | None:
@@ -91,23 +96,23 @@ class StagedLanding:
         return arrived
 
     def abandon(self) -> None:
-        if self._slot is not None:
-            self._slots.give_back(self._slot)
-        self._slot = self._stretches = None
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
+        self._buffer = self._stretches = None
 
     def _unpack(self) -> None:
         if not self._receiver.enter():
             self.abandon()
             return
-        slot, self._slot = self._slot, None
-        assert slot is not None
-        receiver, slots, size = self._receiver, self._slots, self._size
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        receiver, buffers, size = self._receiver, self._buffers, self._size
 
         def over(reason: str) -> None:
             if reason:
                 receiver.fail(TransferError(f"cannot write to the pool: {reason}"))
             receiver.leave(0 if reason else size)
-            slots.give_back(slot)
+            buffers.give_back(buffer)
 
         receiver.arrived(size)
-        self._scatters.begin(receiver.tables, self._block, slot, over)
+        self._scatters.begin(receiver.tables, self._block, buffer, over)

@@ -21,10 +21,10 @@ from pd.transfer.wire.greeting import RefusedError, greet
 if TYPE_CHECKING:
     import torch
 
-    from pd.transfer.copier import Ticket
+    from pd.transfer.copier import CopyTicket
     from pd.transfer.pool_memory import PoolMemory, Stretches
     from pd.transfer.ranges import Block
-    from pd.transfer.tcp.link import Link, TcpSender
+    from pd.transfer.tcp.link import TcpLink, TcpSender
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +34,21 @@ _GREETING_SECONDS = 2.0
 _MAX_BACKOFF = 1.0
 
 
-class Lane:
+class TcpLane:
     """One connection to the peer and its thread.
 
     Blocks of a staged pool are copied ahead: while one is on the socket, the next is on its way
     into the other buffer.
     """
 
-    def __init__(self, link: Link, number: int, memory: PoolMemory) -> None:
+    def __init__(self, link: TcpLink, number: int, memory: PoolMemory) -> None:
         self._link, self._number, self._memory = link, number, memory
         self._sock: socket.socket | None = None
         self._backoff = 0.0
         self._gathers: Gathers | None = None
-        self._ahead: deque[tuple[TcpSender, Block, tuple[torch.Tensor, Ticket] | None]] = deque()
+        self._ahead: deque[tuple[TcpSender, Block, tuple[torch.Tensor, CopyTicket] | None]] = (
+            deque()
+        )
         threading.Thread(target=self._run, name=f"pd-tcp-lane-{number}", daemon=True).start()
 
     def hang_up(self) -> None:
@@ -93,7 +95,7 @@ class Lane:
             self._ahead.append((sender, block, begun))
 
     def _send(
-        self, sender: TcpSender, block: Block, begun: tuple[torch.Tensor, Ticket] | None
+        self, sender: TcpSender, block: Block, begun: tuple[torch.Tensor, CopyTicket] | None
     ) -> None:
         try:
             if begun is None:

@@ -12,7 +12,7 @@ from pd.transfer.rooms.send_queue import SendQueue
 from pd.transfer.rooms.sender import QueuedSender
 from pd.transfer.tcp.frames import HEADER, MAX_PAYLOAD, encode_header
 from pd.transfer.tcp.host_buffers import Tables
-from pd.transfer.tcp.lane import Lane
+from pd.transfer.tcp.lane import TcpLane
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ class TcpSender(QueuedSender):
 
     def __init__(
         self,
-        link: Link,
+        link: TcpLink,
         memory: PoolMemory,
         computed: Computed,
         reservation: Reservation,
@@ -80,7 +80,7 @@ class TcpSender(QueuedSender):
         return max(self._link.progress, self.waiting_since)
 
 
-class Link:
+class TcpLink:
     """Everything on its way to one peer. Rooms take turns, a frame each."""
 
     def __init__(
@@ -103,14 +103,14 @@ class Link:
         self._queue: SendQueue[TcpSender] = SendQueue()
         self._memory, self._num_lanes = memory, num_lanes
         self._in_hand = 0
-        self._lanes: list[Lane] = []
+        self._lanes: list[TcpLane] = []
 
     def start(self) -> None:
         """Open the connections. Not before somebody sends: a node that only receives needs none."""
         with self.changed:
             if not self._lanes and not self.closed:
                 self._lanes = [
-                    Lane(self, number, self._memory) for number in range(self._num_lanes)
+                    TcpLane(self, number, self._memory) for number in range(self._num_lanes)
                 ]
 
     def open(self, sender: TcpSender) -> None:

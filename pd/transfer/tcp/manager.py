@@ -34,8 +34,8 @@ from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
 from pd.transfer.pool_memory import PoolMemory
 from pd.transfer.ranges import wanted_tokens
-from pd.transfer.tcp.inbox import Inbox
-from pd.transfer.tcp.link import Link, TcpSender
+from pd.transfer.tcp.inbox import TcpInbox
+from pd.transfer.tcp.link import TcpLink, TcpSender
 from pd.transfer.tcp.receiver import TcpReceiver
 from pd.transfer.wire.greeting import peer_address, require_loopback, transfer_key
 
@@ -82,11 +82,11 @@ class TcpManager(TransferManager):
         self._num_lanes = connections
         self._memory = PoolMemory(pool, staged=staged)
         self._computed = Computed(pool.buffer.device, self.name)
-        self._inbox = Inbox(self._memory, instance_id, host, self._key, self.patience)
+        self._inbox = TcpInbox(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, TcpLink] = {}
         # Ended, but lanes may still have something in hand.
-        self._ending: list[Link] = []
+        self._ending: list[TcpLink] = []
         self.counters = self._inbox.counters
 
     def address(self) -> dict[str, str]:
@@ -98,7 +98,7 @@ class TcpManager(TransferManager):
             old = self._links.get(peer.instance_id)
             if old is not None and old.address == address and old.refusal is None:
                 return
-            link = Link(
+            link = TcpLink(
                 self._instance,
                 peer.instance_id,
                 address,
@@ -120,7 +120,7 @@ class TcpManager(TransferManager):
         if link is not None:
             self._end(link, f"{instance_id} was disconnected")
 
-    def _end(self, link: Link, reason: str) -> None:
+    def _end(self, link: TcpLink, reason: str) -> None:
         with self._lock:
             self._ending = [old for old in self._ending if not old.over] + [link]
         link.end(reason)

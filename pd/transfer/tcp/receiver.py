@@ -12,7 +12,7 @@ from pd.transfer.tcp.host_buffers import Tables
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
-    from pd.transfer.tcp.inbox import Inbox
+    from pd.transfer.tcp.inbox import TcpInbox
 
 
 class TcpReceiver(CountedReceiver):
@@ -23,7 +23,7 @@ class TcpReceiver(CountedReceiver):
     """
 
     def __init__(
-        self, inbox: Inbox, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
+        self, inbox: TcpInbox, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
     ) -> None:
         super().__init__(inbox.memory, inbox.patience, peer, room, epoch, pages, tokens)
         pages = pages.copy()

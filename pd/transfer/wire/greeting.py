@@ -129,7 +129,7 @@ def _receive_exactly(sock: socket.socket, size: int, peer: str, patience: Patien
     return data
 
 
-class Welcome:
+class IncomingGreeting:
     """The accepting side, fed with bytes as they come so that it fits any kind of loop.
 
     Attributes:

@@ -15,7 +15,7 @@ from pd.core.errors import TransferError
 from pd.core.seldom import Seldom
 from pd.core.starvation import Patience
 from pd.transfer.wire.channel import Channel, ChannelEvents, DialEvents
-from pd.transfer.wire.greeting import GreetingError, RefusedError, Welcome, greet
+from pd.transfer.wire.greeting import GreetingError, IncomingGreeting, RefusedError, greet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 _GREETING_SECONDS = 5.0
 _DIAL_SECONDS = 2.0
 _MAX_BACKOFF = 1.0
-_MAX_STRANGERS = 256
+MAX_PENDING = 256
 # Channels whose end would be a false promise.
 _KEPT: list[Channel] = []
 
 
-class _Stranger:
-    """An accepted connection that has not introduced itself yet."""
+class PendingConnection:
+    """An accepted connection whose greeting is not complete."""
 
-    def __init__(self, sock: socket.socket, origin: str, welcome: Welcome) -> None:
+    def __init__(self, sock: socket.socket, origin: str, welcome: IncomingGreeting) -> None:
         self.sock, self.origin, self.welcome = sock, origin, welcome
         self.since = time.monotonic()
         self.head = bytearray()
@@ -117,7 +117,7 @@ class ChannelHub:
         self.patience = patience or Patience()
         self._decoder = decoder
         self._accept_channel = accept
-        self._strangers: set[_Stranger] = set()
+        self._pending: set[PendingConnection] = set()
         self._channels: set[Channel] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
@@ -184,12 +184,12 @@ class ChannelHub:
 
     def _run(self) -> None:
         while not self._closing:
-            for key, mask in self._selector.select(timeout=1.0 if self._strangers else None):
+            for key, mask in self._selector.select(timeout=1.0 if self._pending else None):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
-                elif isinstance(key.data, _Stranger):
+                elif isinstance(key.data, PendingConnection):
                     self._greet(key.data)
                 elif key.data in self._channels:
                     self._serve(key.data, mask)
@@ -204,16 +204,16 @@ class ChannelHub:
             elif not channel.closed:
                 _KEPT.append(channel)
             self._forget(channel)
-        for stranger in list(self._strangers):
-            self._refuse(stranger, "this node stopped")
+        for pending in list(self._pending):
+            self._refuse(pending, "this node stopped")
         self._selector.close()
         for sock in (self._listener, self._wake_reader, self._waker):
             sock.close()
 
     def _sweep(self) -> None:
         is_over, seconds = self.patience.is_over, _GREETING_SECONDS
-        for stranger in [s for s in self._strangers if is_over(s.since, seconds)]:
-            self._refuse(stranger, f"it did not introduce itself in {seconds:g} s")
+        for pending in [s for s in self._pending if is_over(s.since, seconds)]:
+            self._refuse(pending, f"it did not introduce itself in {seconds:g} s")
 
     def _accept(self) -> None:
         try:
@@ -224,45 +224,45 @@ class ChannelHub:
             time.sleep(0.01)
             return
         sock.setblocking(False)
-        welcome = Welcome(self.service, self.instance, self.key)
-        stranger = _Stranger(sock, f"{address[0]}:{address[1]}", welcome)
-        self._strangers.add(stranger)
-        self._selector.register(sock, selectors.EVENT_READ, stranger)
-        if len(self._strangers) > _MAX_STRANGERS:
-            first = min(self._strangers, key=lambda s: s.since)
+        welcome = IncomingGreeting(self.service, self.instance, self.key)
+        pending = PendingConnection(sock, f"{address[0]}:{address[1]}", welcome)
+        self._pending.add(pending)
+        self._selector.register(sock, selectors.EVENT_READ, pending)
+        if len(self._pending) > MAX_PENDING:
+            first = min(self._pending, key=lambda s: s.since)
             self._refuse(first, "too many connections wait for their greeting")
 
-    def _greet(self, stranger: _Stranger) -> None:
-        if stranger not in self._strangers:
+    def _greet(self, pending: PendingConnection) -> None:
+        if pending not in self._pending:
             return
         try:
-            data = stranger.sock.recv(stranger.welcome.needs - len(stranger.head))
-            stranger.head += data
+            data = pending.sock.recv(pending.welcome.needs - len(pending.head))
+            pending.head += data
             if not data:
-                self._refuse(stranger, "closed by the peer")
-            elif len(stranger.head) == stranger.welcome.needs:
-                answer, refusal = stranger.welcome.feed(bytes(stranger.head))
-                stranger.head.clear()
+                self._refuse(pending, "closed by the peer")
+            elif len(pending.head) == pending.welcome.needs:
+                answer, refusal = pending.welcome.feed(bytes(pending.head))
+                pending.head.clear()
                 # A fresh connection's send buffer is empty, so this cannot come up short.
-                stranger.sock.send(answer)
+                pending.sock.send(answer)
                 if refusal:
-                    self._refuse(stranger, refusal)
-                elif not stranger.welcome.needs:
-                    self._welcome(stranger)
+                    self._refuse(pending, refusal)
+                elif not pending.welcome.needs:
+                    self._welcome(pending)
         except BlockingIOError:
             return
         except (GreetingError, OSError) as error:
-            self._refuse(stranger, str(error))
+            self._refuse(pending, str(error))
 
-    def _welcome(self, stranger: _Stranger) -> None:
-        self._strangers.discard(stranger)
-        self._selector.unregister(stranger.sock)
-        peer = stranger.welcome.peer
+    def _welcome(self, pending: PendingConnection) -> None:
+        self._pending.discard(pending)
+        self._selector.unregister(pending.sock)
+        peer = pending.welcome.peer
         try:
-            channel = self.channel(stranger.sock, peer, inbound=True)
+            channel = self.channel(pending.sock, peer, inbound=True)
         except OSError as error:
             logger.info("lost the %s channel of %s: %s", self.service, peer, error)
-            stranger.sock.close()
+            pending.sock.close()
             return
         self._watch(channel)
         self._guard(channel, lambda: self._own(channel))
@@ -270,12 +270,12 @@ class ChannelHub:
     def _own(self, channel: Channel) -> None:
         channel.events = self._accept_channel(channel)
 
-    def _refuse(self, stranger: _Stranger, reason: str) -> None:
+    def _refuse(self, pending: PendingConnection, reason: str) -> None:
         self.refused += 1
-        self._seldom.warn(f"closed the {self.service} channel of {stranger.origin}: {reason}")
-        self._strangers.discard(stranger)
-        self._selector.unregister(stranger.sock)
-        stranger.sock.close()
+        self._seldom.warn(f"closed the {self.service} channel of {pending.origin}: {reason}")
+        self._pending.discard(pending)
+        self._selector.unregister(pending.sock)
+        pending.sock.close()
 
     def _watch(self, channel: Channel) -> None:
         self._channels.add(channel)
