@@ -102,7 +102,7 @@ class Engine:
 
     @cached_property
     def _stream_beside(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.pool.buffer.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.pool.buffer.device)
 
     def synchronize(self) -> None:
         """Wait until nothing that was launched touches the pool any more."""

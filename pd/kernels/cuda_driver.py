@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.core.errors import SetupError
 
@@ -53,8 +53,8 @@ class CudaDriver:
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def call(self, name: str, *args: Any) -> None:
-        """Raises CudaError unless the function succeeds; ``args`` are of ctypes."""
+    def call(self, name: str, *args: object) -> None:
+        """Call a function of the driver with arguments of ctypes; raises CudaError if it fails."""
         status: int = getattr(self._library, name)(*args)
         if status:
             text = ctypes.c_char_p()

@@ -99,4 +99,5 @@ def _signed(value: int) -> int:
 
 def digest_bytes(digests: Int64Array) -> bytes:
     """Digest of a range, 8 bytes: the sum of its tokens' digests."""
-    return np.asarray(digests).view(np.uint64).sum(dtype=np.uint64).tobytes()
+    total: np.uint64 = np.asarray(digests).view(np.uint64).sum(dtype=np.uint64)
+    return total.tobytes()

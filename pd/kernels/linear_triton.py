@@ -9,13 +9,13 @@ There is no splitting of the inputs over programs, so a row's result does not de
 rows, except on whether there are any.
 """
 
-# Triton is not installed everywhere, and its language has no types.
-# mypy: ignore-errors
+# Triton's language has no types, so kernels have none either.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import triton
 import triton.language as tl
@@ -210,6 +210,17 @@ def _few_rows(
         tl.store(there, sums.to(dtype), mask=exists)
 
 
+class _Settings(TypedDict):
+    """Settings that both kernels have."""
+
+    OUTPUTS: int
+    DEPTH: int
+    GATED: bool
+    BIAS: bool
+    STAGES: int
+    num_warps: int
+
+
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether :func:`linear` takes these: 1 to MAX_ROWS rows of 2 bytes an element, aligned."""
     return (
@@ -240,7 +251,7 @@ def linear(
     out = x.new_empty(rows, outputs)
     shape = shape or _shape(rows, outputs, is_gated)
     arguments = (x, weight, weight if bias is None else bias, out, rows, outputs, inputs)
-    common = {
+    common: _Settings = {
         "OUTPUTS": shape.outputs,
         "DEPTH": shape.depth,
         "GATED": is_gated,

@@ -22,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
         return norm_triton.rms_norm(x, weight, eps)
     if x.dtype == torch.float32:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         scale.div_(x.shape[-1]).add_(eps).rsqrt_()
         return (x * scale).mul_(weight)
     wide = x.float()

@@ -1,7 +1,7 @@
 """The kernels behind :mod:`pd.kernels.rope`."""
 
-# Triton is not installed everywhere, and its language has no types.
-# mypy: ignore-errors
+# Triton's language has no types, so kernels have none either.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
 
@@ -138,4 +138,5 @@ def rotate_and_store(
             NORM=has_norm,
             num_warps=max(1, _HEADS * block // 256),
         )
-    return qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q, k, v

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    Array = npt.NDArray[Any]
+    Array: TypeAlias = npt.NDArray[np.generic]
 
 # What vector loads of a kernel like, and a multiple of the size of every dtype.
 ALIGNMENT = 16
@@ -109,5 +109,5 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -11,18 +11,48 @@ Every kernel launched this way must wait before it reads or writes anything that
 writes or reads: its successor takes its end as the end of all kernels before it.
 """
 
-# Triton is not installed everywhere, and its language has no types.
-# mypy: ignore-errors
+# Triton's language has no types, so kernels have none either.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Pointer(Protocol):
+    """An argument that stands for memory of the device, as a tensor does."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def data_ptr(self) -> int: ...
+
+
+Argument: TypeAlias = Pointer | TensorDescriptor | int | float
+
+
+class Compiled(Protocol):
+    """A kernel that Triton compiled for one kind of arguments."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
+
+
+class Kernel(Protocol):
+    """A function under ``triton.jit``."""
+
+    fn: Callable[..., object]
+    arg_names: list[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]: ...
 
 
 @triton.jit
@@ -57,12 +87,12 @@ def zero_after_previous(PDL: tl.constexpr):
 
 
 def launch(
-    kernel: Any,
+    kernel: Kernel,
     grid: tuple[int, ...],
     device: torch.device,
-    *args: Any,
+    *args: Argument,
     overlaps: bool = True,
-    **settings: Any,
+    **settings: object,
 ) -> None:
     """Queue a kernel on the current stream of a device, or interpret it on the CPU.
 
@@ -92,12 +122,12 @@ def launch(
         compiled[(*grid, 1, 1)[:3]](*values, *(settings[name] for name in names))
 
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
+_COMPILED: dict[tuple[object, ...], Compiled] = {}
 _AS_THEY_ARE = (int, float, TensorDescriptor)
 
 
-def _kind(x: Any) -> object:
-    """What Triton may compile another kernel for."""
+def _kind(x: Argument) -> object:
+    """Return the properties of an argument for which Triton may compile another kernel."""
     if isinstance(x, int):
         return type(x), x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31, x < 1 << 63
     if isinstance(x, TensorDescriptor):
@@ -106,7 +136,7 @@ def _kind(x: Any) -> object:
 
 
 @functools.cache
-def _overlap(device: torch.device, overlaps: bool) -> dict[str, Any]:
+def _overlap(device: torch.device, overlaps: bool) -> dict[str, bool]:
     if overlaps and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

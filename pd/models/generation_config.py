@@ -1,12 +1,14 @@
 """Sampling that a checkpoint's ``generation_config.json`` recommends.
 
-As in vLLM only the values below count: ``do_sample`` does not, and what the file leaves out is this
-system's default, not transformers'. (End-of-sequence ids are the model's: :mod:`pd.models.config`.)
+As in vLLM, ``do_sample`` is ignored, and a value that the file leaves out is this system's default,
+not that of transformers. :mod:`pd.models.config` reads the end-of-sequence ids.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.core.sampling_params import SamplingDefaults
@@ -20,20 +22,20 @@ _REMEDY = "mend it, or give --generation-config none to leave it out"
 
 
 def sampling_defaults(directory: Path, generation_config: str) -> SamplingDefaults:
-    """Defaults for requests to ``/v1/*``.
+    """Read the defaults for requests to ``/v1/*``.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         generation_config: ``auto`` reads the file if there is one, ``none`` does not.
 
     Raises:
-        UsageError: the file cannot be read or recommends what cannot be; the message names it.
+        UsageError: the file cannot be read or has an invalid value; the message names both.
     """
     path = directory / FILE
     if generation_config == "none" or not path.is_file():
         return SamplingDefaults()
     raw = read_json(path)
-    given: dict[str, Any] = {}
+    given: dict[str, float] = {}
     for name in SamplingDefaults.__struct_fields__:
         value = raw.get(name)
         if value is None:
@@ -44,7 +46,7 @@ def sampling_defaults(directory: Path, generation_config: str) -> SamplingDefaul
         given[name] = value if name == "top_k" else float(value)
     if given.get("top_k") == -1:  # another spelling of "all"
         given["top_k"] = 0
-    defaults = SamplingDefaults(**given)
+    defaults = msgspec.structs.replace(SamplingDefaults(), **given)
     try:
         defaults.validate()
     except InvalidRequestError as error:

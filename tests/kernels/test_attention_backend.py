@@ -11,9 +11,11 @@ from attention_cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd.core.config import ATTENTION_BACKENDS
 from pd.core.errors import UsageError
 from pd.kernels.attention import find_attention_backend, make_attention_backend
 from pd.kernels.attention import torch_backend as implementation
+from pd.kernels.attention.registry import BACKENDS
 
 torch.set_num_threads(1)
 
@@ -109,6 +111,9 @@ class TestIndependence:
 
 
 class TestChoice:
+    def test_the_command_line_offers_what_the_table_has(self) -> None:
+        assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS}
+
     def test_auto_finds_one(self) -> None:
         assert make_attention_backend("auto", Case([(0, 1)], 1).pool, 4).name == "torch"
 

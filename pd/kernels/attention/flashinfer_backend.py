@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.kernels.attention.base import IntArray
+    from pd.kernels.staging import Array
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +274,12 @@ class FlashInferDecode(DecodeAttention):
         self._backend, self._rows = backend, rows
         num_pages = rows * page_count(max_context, self.pool.page_size)
         indptr, last = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
-        largest = [np.zeros(rows, np.int64), indptr, last, np.zeros(num_pages, np.int32)]
+        largest: list[Array] = [
+            np.zeros(rows, np.int64),
+            indptr,
+            last,
+            np.zeros(num_pages, np.int32),
+        ]
         self._memory = backend.graph_memory(packed_bytes(largest))
         _, self._indptr, last_page_len, self._indices = backend.staging.upload(
             largest, self._memory
@@ -293,7 +299,7 @@ class FlashInferDecode(DecodeAttention):
         )
         self._wrapper.reset_workspace_buffer(workspace, backend.graph_int_workspace)
         self._copied = torch.cuda.Event()
-        self._settings: dict[str, Any] = {
+        self._settings: dict[str, object] = {
             "num_qo_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
@@ -333,7 +339,8 @@ class FlashInferDecode(DecodeAttention):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        return self._wrapper.run(q, self._backend.paged(layer), out=out)
+        self._wrapper.run(q, self._backend.paged(layer), out=out)
+        return out
 
 
 class FlashInferChunk(ChunkAttention):
@@ -343,7 +350,7 @@ class FlashInferChunk(ChunkAttention):
         self.pool = backend.pool
         self._backend, self._tokens = backend, tokens
         num_pages = page_count(max(max_context, tokens), self.pool.page_size)
-        largest = [np.zeros(tokens, np.int64), np.zeros(num_pages, np.int32)]
+        largest: list[Array] = [np.zeros(tokens, np.int64), np.zeros(num_pages, np.int32)]
         self._memory = backend.graph_memory(packed_bytes(largest))
         self.slots, self._indices = backend.staging.upload(largest, self._memory)
         heads, kv_heads, head_dim = backend.heads
@@ -390,7 +397,8 @@ class FlashInferChunk(ChunkAttention):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        return self._wrapper.run(q, self._backend.paged(layer), out=out)
+        self._wrapper.run(q, self._backend.paged(layer), out=out)
+        return out
 
 
 def _indptr(counts: Int64Array) -> torch.Tensor:
@@ -421,7 +429,8 @@ def _ranges(firsts: Int64Array, counts: Int64Array, members: Int64Array) -> Int6
     """The members' ranges ``[first, first + count)`` one behind the other."""
     counts = counts[members]
     skipped = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(firsts[members] - skipped, counts)
+    indices: Int64Array = np.arange(counts.sum()) + np.repeat(firsts[members] - skipped, counts)
+    return indices
 
 
 def _rows_of(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:

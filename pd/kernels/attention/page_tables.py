@@ -45,7 +45,8 @@ class PageTables:
         counts = self.counts[sequences]
         columns = np.arange(counts.max())
         columns = np.where(columns < counts[:, None], columns, 0)
-        return self.flat[self.offsets[sequences][:, None] + columns].astype(np.int64)
+        pages: Int64Array = self.flat[self.offsets[sequences][:, None] + columns].astype(np.int64)
+        return pages
 
     def table(self, sequence: int) -> Int64Array:
         """The pages of one sequence."""

@@ -1,90 +1,98 @@
-"""Choosing an attention backend by name."""
+"""The table of attention backends, and the choice among them."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pd.core.errors import UsageError
-from pd.kernels.attention.torch_backend import TorchAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pd.kernels.attention.base import AttentionBackend, PagedKV
 
 
-def _torch() -> type[AttentionBackend]:
-    return TorchAttention
+class Listed(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        location: ``module:class`` of the :class:`pd.kernels.attention.base.AttentionBackend`,
+            imported when the backend is chosen.
+        library: Python package that it needs, along with a GPU; empty for a backend that works
+            everywhere.
+        dtypes, head_dims: the only ones that it has; empty if it has all.
+    """
+
+    location: str
+    library: str = ""
+    dtypes: tuple[torch.dtype, ...] = ()
+    head_dims: tuple[int, ...] = ()
 
 
-def _triton() -> type[AttentionBackend]:
-    from pd.kernels.attention.triton_backend import TritonAttention
-
-    return TritonAttention
-
-
-def _flashinfer() -> type[AttentionBackend]:
-    from pd.kernels.attention.flashinfer_backend import FlashInferAttention
-
-    return FlashInferAttention
-
-
-def _fastest() -> type[AttentionBackend]:
-    from pd.kernels.attention.fastest import FastestAttention
-
-    return FastestAttention
-
-
-# The best first. The optional ones import their libraries only when they are chosen.
-_BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
-    "flashinfer": _flashinfer,
-    "triton": _triton,
-    "torch": _torch,
+# The best first. ``pd.core.config.ATTENTION_BACKENDS`` has the same names for the command line.
+BACKENDS: dict[str, Listed] = {
+    "flashinfer": Listed(
+        "pd.kernels.attention.flashinfer_backend:FlashInferAttention",
+        library="flashinfer",
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=(64, 128, 256),
+    ),
+    "triton": Listed("pd.kernels.attention.triton_backend:TritonAttention", library="triton"),
+    "torch": Listed("pd.kernels.attention.torch_backend:TorchAttention"),
 }
+# Chosen by ``auto`` where FlashInfer and Triton are both usable.
+_FASTEST = Listed("pd.kernels.attention.fastest:FastestAttention")
 
 
 def find_attention_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> type[AttentionBackend]:
-    """The class called ``name``; ``auto`` picks the best that is available and fits.
+    """Return the class called ``name``; ``auto`` picks the best that is available and fits.
 
-    Raises UsageError, naming what would work, for a backend that is missing or does not fit.
+    Raises:
+        UsageError: the backend is missing or does not fit; the message names those that would.
     """
-    obstacles = {known: _obstacle(known, device, dtype, head_dim) for known in _BACKENDS}
+    obstacles = {
+        known: _obstacle(listed, device, dtype, head_dim) for known, listed in BACKENDS.items()
+    }
     usable = [known for known, obstacle in obstacles.items() if not obstacle]
     if name == "auto":
         both = {"flashinfer", "triton"}.issubset(usable)
-        return _fastest() if both else _BACKENDS[usable[0]]()
+        return _load(_FASTEST if both else BACKENDS[usable[0]])
     obstacle = obstacles.get(name, "there is no such backend")
     if obstacle:
         raise UsageError(
             f"attention backend {name!r} is not available here ({obstacle}); "
             f"use one of: {', '.join(['auto', *usable])}"
         )
-    return _BACKENDS[name]()
+    return _load(BACKENDS[name])
 
 
 def make_attention_backend(name: str, pool: PagedKV, num_heads: int) -> AttentionBackend:
-    """The backend called ``name``, over ``pool``; see :func:`find_attention_backend`."""
+    """Make the backend called ``name`` over ``pool``; see :func:`find_attention_backend`."""
     sample = pool.key(0)
     backend = find_attention_backend(name, sample.device, sample.dtype, sample.shape[-1])
     return backend(pool, num_heads)
 
 
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Why a backend cannot be used; empty if it can."""
-    if name == "torch":
+def _load(listed: Listed) -> type[AttentionBackend]:
+    module, _, name = listed.location.partition(":")
+    found: type[AttentionBackend] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _obstacle(listed: Listed, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Say why a backend cannot be used; an empty string if it can."""
+    if not listed.library:
         return ""
     if device.type != "cuda":
         return f"it needs a GPU, and the device is {device.type}"
-    if importlib.util.find_spec(name) is None:
-        return f"the Python package {name} is not installed"
-    if name == "flashinfer":
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"it has no {str(dtype).removeprefix('torch.')}"
-        if head_dim not in (64, 128, 256):
-            return f"it has no head size {head_dim}"
+    if importlib.util.find_spec(listed.library) is None:
+        return f"the Python package {listed.library} is not installed"
+    if listed.dtypes and dtype not in listed.dtypes:
+        return f"it has no {str(dtype).removeprefix('torch.')}"
+    if listed.head_dims and head_dim not in listed.head_dims:
+        return f"it has no head size {head_dim}"
     return ""

@@ -104,6 +104,7 @@ class TorchAttention(AttentionBackend):
             return self._decode(self._buckets[0], q, keys, values)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for bucket in self._buckets:
+            assert bucket.rows is not None
             attended = self._decode(bucket, q.index_select(0, bucket.rows), keys, values)
             out.index_copy_(0, bucket.rows, attended)
         for chunk in self._chunks:

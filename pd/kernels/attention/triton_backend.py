@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.kernels.attention.base import IntArray
+    from pd.kernels.staging import Array
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,13 @@ class TritonAttention(AttentionBackend):
             (self._chunk_kernel, np.flatnonzero(~single)),
         ):
             if len(chosen):
-                chunks = (rows, batch.starts, batch.lengths, tables.offsets)
-                tiles = Tiles.cut(*(array[chosen] for array in chunks), kernel.tile_tokens)
+                tiles = Tiles.cut(
+                    rows[chosen],
+                    batch.starts[chosen],
+                    batch.lengths[chosen],
+                    tables.offsets[chosen],
+                    kernel.tile_tokens,
+                )
                 work = kernel.policy.work(tiles)
                 kernels.append(kernel)
                 arrays += [np.array([len(work)], np.int32), work]
@@ -253,8 +259,8 @@ class TritonDecode(DecodeAttention):
         self._kernel.launch(layer, q, out, self._work, self._tables)
         return out
 
-    def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[IntArray]:
-        """What is uploaded; all but the last always of the same size."""
+    def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[Array]:
+        """List the arrays to upload; all but the last have the same size in every plan."""
         items = np.zeros((self._capacity, FIELDS), np.int32)
         items[: len(work)] = work
         return [slots, np.array([len(work)], np.int32), items, tables]
@@ -262,7 +268,9 @@ class TritonDecode(DecodeAttention):
 
 def _shared_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties = torch.cuda.get_device_properties(device)
+        # torch's own annotations lack this attribute.
+        return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
     return 0  # interpreted
 
 
