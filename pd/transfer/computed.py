@@ -57,7 +57,7 @@ class Computed:
             event = None
             if not stream.query():
                 # A blocking event: waiting for it takes no processor time.
-                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event = torch.cuda.Event(blocking=True)
                 event.record(stream)
         except RuntimeError as error:
             # After an error CUDA does nothing more for this process.

@@ -26,19 +26,19 @@ class _Event(CopyTicket):
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def done(self) -> bool:
         try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
+            return bool(self._event.query())
         except RuntimeError:
             # An error of CUDA, which ``wait`` raises too.
             return True
 
     def wait(self) -> None:
         # Asked first: to give Python's lock away costs more than the question.
-        if not self._event.query():  # type: ignore[no-untyped-call]
+        if not self._event.query():
             self._event.synchronize()
 
 
@@ -47,7 +47,7 @@ class _Table:
 
     def __init__(self, slots: npt.NDArray[np.int32], stream: torch.cuda.Stream) -> None:
         host = torch.from_numpy(slots).pin_memory()
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready = torch.cuda.Event()
         with torch.cuda.stream(stream):
             self._slots = host.to(stream.device, non_blocking=True)
             self._ready.record(stream)
@@ -64,7 +64,7 @@ class _CopyStream:
     short, and requests wait for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self._memory: torch.Tensor | None = None
 
     def memory(self, size: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class CudaCopier(Copier):
         self._buffer, self._parts = pool.buffer, pool.parts
         self._device = pool.buffer.device
         self._out, self._in = _CopyStream(self._device), _CopyStream(self._device)
-        self._tables = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._tables = torch.cuda.Stream(self._device, priority=-1)
         self._warm_up()
 
     def table(self, pages: IntArray, num_tokens: int) -> _Table:

@@ -108,7 +108,7 @@ class CudaTicket(StoreTicket):
         self._begin, self._end = begin, timed_event(stream)
 
     def done(self) -> bool:
-        return bool(self._end.query())  # type: ignore[no-untyped-call]
+        return bool(self._end.query())
 
     def wait(self) -> None:
         self._end.synchronize()
@@ -119,7 +119,7 @@ class CudaTicket(StoreTicket):
 
 def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Recorded now; who waits for it sleeps."""
-    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
     event.record(stream)
     return event
 
@@ -138,7 +138,7 @@ class CudaLane(StoreLane):
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._engine = CopyEngine(buffer)
-        self.stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(buffer.device)
 
     def table(self, slots: IntArray) -> CudaTable:
         host = torch.from_numpy(slots).pin_memory()
