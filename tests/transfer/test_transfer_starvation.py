@@ -36,10 +36,9 @@ from pd.transfer.rooms import receiver as counted_receiver
 from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged import outgoing_link as staging_out
 from pd.transfer.staged.messages import decoder
-from pd.transfer.tcp import inbox as tcp_inbox
 from pd.transfer.tcp import lane as tcp_lane
 from pd.transfer.tcp.manager import TcpManager
-from pd.transfer.wire import hub as channel_hub
+from pd.transfer.wire import acceptor
 from pd.transfer.wire.greeting import greet
 from pd.transfer.wire.hub import ChannelHub
 
@@ -239,8 +238,8 @@ def test_connections_of_starved_peers_may_be_late_to_introduce_themselves(
 ) -> None:
     """Nobody knows whose they are, so any peer's delay counts."""
     patience = FakePatience()
-    for module in (tcp_inbox, channel_hub, fake_nic):
-        monkeypatch.setattr(module, "_GREETING_SECONDS", LIMIT)
+    monkeypatch.setattr(acceptor, "GREETING_SECONDS", LIMIT)
+    monkeypatch.setattr(fake_nic, "_GREETING_SECONDS", LIMIT)
     pool = make_pool(64, 4)
     if backend == "channels":
         listening = hub_with(patience)

@@ -32,11 +32,11 @@ from pd.transfer.ranges import Block
 from pd.transfer.rooms import receiver as counted_receiver
 from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.tcp import host_buffers as tcp_staging
-from pd.transfer.tcp import inbox as tcp_inbox
 from pd.transfer.tcp import lane as tcp_lane
 from pd.transfer.tcp import link as tcp_link
 from pd.transfer.tcp.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
 from pd.transfer.tcp.manager import TcpManager
+from pd.transfer.wire import acceptor, dialler
 from pd.transfer.wire.greeting import greet
 
 if TYPE_CHECKING:
@@ -166,14 +166,14 @@ def test_random_bytes_never_hurt_the_node(p, d, target, open_socket) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on(p, d, target, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_inbox, "_GREETING_SECONDS", 0.05)
+    monkeypatch.setattr(acceptor, "GREETING_SECONDS", 0.05)
     with stranger(d) as sock:
         assert closed_by_peer(sock)
     transfer_works(p, d, target)
 
 
 def test_strangers_cannot_use_up_all_connections(p, d, target, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_inbox, "MAX_PENDING", 4)
+    monkeypatch.setattr(acceptor, "MAX_PENDING", 4)
     socks = [stranger(d) for _ in range(12)]
     try:
         assert all(closed_by_peer(sock) for sock in socks[:8])
@@ -372,7 +372,7 @@ def test_a_lost_connection_gives_back_what_was_copied_ahead(d, target, monkeypat
         for _ in range(8):  # more than kernel buffers take
             sender.send(0, 40_000, 0, LAYERS)
         wait_until(lambda: sender.sending == tcp_staging.DEPTH, "a block on the way, one behind it")
-        monkeypatch.setattr(tcp_lane, "greet", lambda *_: answered.wait(60))
+        monkeypatch.setattr(dialler, "greet", lambda *_: answered.wait(60))
         relay.cut()
         assert settled(sender) is TransferState.FAILED
         wait_until(sender.drained, "the sender to drain")

@@ -7,6 +7,7 @@ all being unpacked is parked, and the others go on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import selectors
 import socket
@@ -18,13 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.core.seldom import Seldom
 from pd.transfer.pool_memory import CALL_BYTES
 from pd.transfer.tcp.frames import HEADER, Frame, decode_header
 from pd.transfer.tcp.host_buffers import Scatters, StagingBuffers
 from pd.transfer.tcp.landing import DirectLanding, StagedLanding
+from pd.transfer.wire.acceptor import Acceptor
 from pd.transfer.wire.errors import PeerDataError
-from pd.transfer.wire.greeting import GreetingError, IncomingGreeting
+from pd.transfer.wire.waker import Waker
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 SERVICE = "tcp"
 # One connection may keep the thread for this many reads before the others get their turn.
 _READS_PER_TURN = 16
-_GREETING_SECONDS = 5.0
-MAX_PENDING = 256
 _LOG_INTERVAL = 1.0
 
 
@@ -47,7 +46,6 @@ class ReceiveCounters:
     """What arrived and what was turned away, since the start."""
 
     connections: int = 0
-    refused_connections: int = 0
     broken_connections: int = 0
     frames: int = 0
     bytes: int = 0
@@ -61,16 +59,11 @@ class _ClosedError(Exception):
 
 
 class _Connection:
-    """One accepted connection and how far into greeting, header or payload it is."""
+    """One connection of a peer and how far into header or payload of a frame it is."""
 
-    def __init__(
-        self, number: int, sock: socket.socket, origin: str, welcome: IncomingGreeting
-    ) -> None:
-        self.number, self.sock, self.origin = number, sock, origin
-        self.welcome: IncomingGreeting | None = welcome
-        self.peer = ""
-        self.since = time.monotonic()
-        self.head = bytearray(welcome.needs)
+    def __init__(self, number: int, sock: socket.socket, peer: str, origin: str) -> None:
+        self.number, self.sock, self.peer, self.origin = number, sock, peer, origin
+        self.head = bytearray(HEADER.size)
         self.filled = 0
         self.frame: Frame | None = None
         self.buffers: StagingBuffers | None = None
@@ -78,11 +71,8 @@ class _Connection:
         self.remaining = 0
         self.parked = False
 
-    def expect(self, size: int) -> None:
-        self.head, self.filled = bytearray(size), 0
-
     def __str__(self) -> str:
-        return f"{self.peer} ({self.origin})" if self.peer else self.origin
+        return f"{self.peer} ({self.origin})"
 
 
 class TcpInbox:
@@ -98,27 +88,29 @@ class TcpInbox:
     ) -> None:
         self.memory, self.patience = memory, patience
         self.counters = ReceiveCounters()
-        self._instance, self._key = instance_id, key
         # Guards the receivers, and the connections, which only the thread changes.
         self._lock = threading.Lock()
         self._receivers: dict[tuple[bytes, int], TcpReceiver] = {}
         self._connections: dict[int, _Connection] = {}
-        self._accepted = 0
+        self._numbers = itertools.count(1)
         self._scatters = Scatters(memory.pool) if memory.staged else None
         self._unparked: deque[_Connection] = deque()
         self._closing = False
         self._discard = memoryview(bytearray(1 << 20))
         self._next_log = 0.0
-        self._seldom = Seldom(logger)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._wake_reader, self._waker = socket.socketpair()
-        self._wake_reader.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._acceptor = Acceptor(
+            SERVICE,
+            instance_id,
+            host,
+            key,
+            patience,
+            self._selector,
+            "data connection",
+            self._welcome,
+        )
+        self.port = self._acceptor.port
+        self._waker = Waker(self._selector)
         self._thread = threading.Thread(target=self._run, name="pd-tcp-inbox", daemon=True)
         self._thread.start()
 
@@ -153,7 +145,7 @@ class TcpInbox:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        self._wake()
+        self._waker.wake()
         self._thread.join()
         self._fail_all(TransferError("the transfer manager was closed"))
         if self._scatters is not None:
@@ -165,56 +157,37 @@ class TcpInbox:
         for receiver in ended:
             receiver.fail(error)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
-
     # ---- the thread
 
     def _run(self) -> None:
         while not self._closing:
             for key, _ in self._selector.select(timeout=1.0):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wake_reader:
-                    self._wake_reader.recv(4096)
-                    self._unpark()
-                else:
+                if isinstance(key.data, _Connection):
                     self._serve(key.data)
-            self._hang_up()
+                else:
+                    key.data()
+            self._unpark()
+            self._acceptor.sweep()
         for connection in list(self._connections.values()):
             self._drop(connection, "this node stopped")
+        self._acceptor.close()
         self._selector.close()
-        for sock in (self._listener, self._wake_reader, self._waker):
-            sock.close()
+        self._waker.close()
 
-    def _hang_up(self) -> None:
-        """Close what pending opened that never introduced themselves."""
-        is_over, seconds = self.patience.is_over, _GREETING_SECONDS
-        for connection in [c for c in self._connections.values() if c.welcome]:
-            if is_over(connection.since, seconds):
-                self._refuse(connection, f"it did not introduce itself in {seconds:g} s")
-
-    def _accept(self) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except OSError as error:
-            self._seldom.warn(f"cannot accept a data connection: {error}")
-            # Out of file descriptors: the socket stays readable, so do not spin on it.
-            time.sleep(0.01)
-            return
-        sock.setblocking(False)
-        origin = f"{address[0]}:{address[1]}"
-        self._accepted += 1
-        connection = _Connection(
-            self._accepted, sock, origin, IncomingGreeting(SERVICE, self._instance, self._key)
-        )
+    def _welcome(self, sock: socket.socket, peer: str, origin: str) -> None:
+        connection = _Connection(next(self._numbers), sock, peer, origin)
         with self._lock:
             self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        pending = [c for c in self._connections.values() if c.welcome]
-        if len(pending) > MAX_PENDING:
-            self._refuse(pending[0], "too many connections wait for their greeting")
+        if self._scatters is not None:
+            try:
+                connection.buffers = self._scatters.buffers(partial(self._call_back, connection))
+            except Exception as error:
+                # Say that there is no memory to pin: it must not end the thread.
+                logger.exception("cannot receive from %s", connection)
+                self._drop(connection, str(error))
+                return
+        self.counters.connections += 1
 
     def _serve(self, connection: _Connection) -> None:
         if connection.number not in self._connections:
@@ -231,7 +204,7 @@ class TcpInbox:
             return
         except _ClosedError:
             self._drop(connection, "closed by the peer")
-        except (PeerDataError, GreetingError) as error:
+        except PeerDataError as error:
             self._refuse(connection, str(error))
         except OSError as error:
             self._drop(connection, error.strerror or str(error))
@@ -248,7 +221,7 @@ class TcpInbox:
     def _call_back(self, connection: _Connection) -> None:
         """By any thread."""
         self._unparked.append(connection)
-        self._wake()
+        self._waker.wake()
 
     def _unpark(self) -> None:
         while self._unparked:
@@ -268,24 +241,8 @@ class TcpInbox:
             raise _ClosedError
         connection.filled += arrived
         if connection.filled == len(connection.head):
-            if connection.welcome is not None:
-                self._greet(connection, connection.welcome)
-            else:
-                self._begin_frame(connection)
+            self._begin_frame(connection)
         return arrived == len(view)
-
-    def _greet(self, connection: _Connection, welcome: IncomingGreeting) -> None:
-        answer, refusal = welcome.feed(bytes(connection.head))
-        # A fresh connection's send buffer is empty, so this cannot come up short.
-        connection.sock.send(answer)
-        if refusal:
-            raise GreetingError(refusal)
-        connection.expect(welcome.needs or HEADER.size)
-        if not welcome.needs:
-            connection.peer, connection.welcome = welcome.peer, None
-            if self._scatters is not None:
-                connection.buffers = self._scatters.buffers(partial(self._call_back, connection))
-            self.counters.connections += 1
 
     def _begin_frame(self, connection: _Connection) -> None:
         memory = self.memory
@@ -336,16 +293,11 @@ class TcpInbox:
                 self.counters.frames += 1
                 self.counters.bytes += connection.frame.payload
             connection.frame = connection.landing = None
-            connection.expect(HEADER.size)
+            connection.filled = 0
         return arrived >= asked
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
-        self.counters.refused_connections += 1
-        message = f"closed the data connection of {connection}: {reason}"
-        if connection.peer:
-            logger.warning("%s", message)
-        else:
-            self._seldom.warn(message)
+        logger.warning("closed the data connection of %s: %s", connection, reason)
         self._drop(connection, reason)
 
     def _drop(self, connection: _Connection, reason: str) -> None:

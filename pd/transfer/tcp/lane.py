@@ -16,7 +16,8 @@ from pd.core.messages import LEASE_SECONDS
 from pd.transfer.pool_memory import in_buffer
 from pd.transfer.tcp.host_buffers import DEPTH, Gathers
 from pd.transfer.tcp.inbox import SERVICE
-from pd.transfer.wire.greeting import RefusedError, greet
+from pd.transfer.wire.dialler import Dialler, PeerGoneError, longer_pause
+from pd.transfer.wire.greeting import RefusedError
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 # A blocked send returns this often to see whether it should go on.
 _SLICE_SECONDS = 0.25
-_GREETING_SECONDS = 2.0
-_MAX_BACKOFF = 1.0
 
 
 class TcpLane:
@@ -44,6 +43,9 @@ class TcpLane:
     def __init__(self, link: TcpLink, number: int, memory: PoolMemory) -> None:
         self._link, self._number, self._memory = link, number, memory
         self._sock: socket.socket | None = None
+        self._dialler = Dialler(
+            SERVICE, link.own, link.peer, link.address, link.key, link.patience, "data connection"
+        )
         self._backoff = 0.0
         self._gathers: Gathers | None = None
         self._ahead: deque[tuple[TcpSender, Block, tuple[torch.Tensor, CopyTicket] | None]] = (
@@ -155,27 +157,18 @@ class TcpLane:
         if self._backoff:
             with link.changed:
                 link.changed.wait_for(lambda: link.closed, timeout=self._backoff)
-        self._backoff = min(_MAX_BACKOFF, self._backoff * 2 or 0.05)
+        self._backoff = longer_pause(self._backoff)
         if link.closed:
             return False
         try:
-            sock = socket.create_connection(link.address, timeout=_GREETING_SECONDS)
-        except (OSError, UnicodeError) as error:
-            # UnicodeError: a host that cannot be a name.
-            logger.info("cannot reach %s at %s:%d: %s", link.peer, *link.address, error)
-            if isinstance(error, ConnectionRefusedError):
-                link.nobody_listens()
+            sock = self._dialler.connect()
+        except PeerGoneError as error:
+            link.nobody_listens(error)
             return False
-        try:
-            greet(sock, SERVICE, link.own, link.peer, link.key, link.patience)
         except RefusedError as error:
-            sock.close()
-            logger.warning("%s", error)
             link.refused(error)
             return False
-        except OSError as error:
-            sock.close()
-            logger.info("cannot open a data connection to %s: %s", link.peer, error)
+        if sock is None:
             return False
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

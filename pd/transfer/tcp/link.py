@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pd.transfer.computed import Computed
     from pd.transfer.pool_memory import PoolMemory, Stretches
     from pd.transfer.ranges import Block
+    from pd.transfer.wire.dialler import PeerGoneError
     from pd.transfer.wire.greeting import RefusedError
 
 # Large enough that headers and lookups vanish, small enough that rooms take turns on the link.
@@ -171,10 +172,9 @@ class TcpLink:
             self.refusal = error
             self._queue.fail_all(error)
 
-    def nobody_listens(self) -> None:
+    def nobody_listens(self, error: PeerGoneError) -> None:
         """An instance listens as long as it lives: rooms with data for it need not wait longer."""
         with self.changed:
-            error = TransferError(f"{self.peer} is gone: nobody listens at its address")
             self._queue.fail_queued(error)
 
     def end(self, reason: str) -> None:

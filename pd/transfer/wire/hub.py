@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import selectors
-import socket
 import threading
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from pd.core.errors import TransferError
-from pd.core.seldom import Seldom
 from pd.core.starvation import Patience
+from pd.transfer.wire.acceptor import Acceptor
 from pd.transfer.wire.channel import Channel, ChannelEvents, DialEvents
-from pd.transfer.wire.greeting import GreetingError, IncomingGreeting, RefusedError, greet
+from pd.transfer.wire.dialler import Dialler, PeerGoneError, longer_pause
+from pd.transfer.wire.greeting import RefusedError
+from pd.transfer.wire.waker import Waker
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     import msgspec
 
+    from pd.core.errors import TransferError
+
 logger = logging.getLogger(__name__)
 
-_GREETING_SECONDS = 5.0
-_DIAL_SECONDS = 2.0
-_MAX_BACKOFF = 1.0
-MAX_PENDING = 256
 # Channels whose end would be a false promise.
 _KEPT: list[Channel] = []
-
-
-class PendingConnection:
-    """An accepted connection whose greeting is not complete."""
-
-    def __init__(self, sock: socket.socket, origin: str, welcome: IncomingGreeting) -> None:
-        self.sock, self.origin, self.welcome = sock, origin, welcome
-        self.since = time.monotonic()
-        self.head = bytearray()
 
 
 class Dial:
@@ -47,7 +35,16 @@ class Dial:
     def __init__(
         self, hub: ChannelHub, peer: str, address: tuple[str, int], events: DialEvents, delay: float
     ) -> None:
-        self._hub, self._peer, self._address, self._events = hub, peer, address, events
+        self._hub, self._peer, self._events = hub, peer, events
+        self._dialler = Dialler(
+            hub.service,
+            hub.instance,
+            peer,
+            address,
+            hub.key,
+            hub.patience,
+            f"{hub.service} channel",
+        )
         self._cancelled = threading.Event()
         self._delay = delay
         threading.Thread(target=self._run, name=f"pd-dial-{hub.service}", daemon=True).start()
@@ -62,30 +59,25 @@ class Dial:
             if channel is not None:
                 self._hub.adopt(channel, self._events)
                 return
-            self._delay = min(_MAX_BACKOFF, self._delay * 2 or 0.05)
+            self._delay = longer_pause(self._delay)
 
     def _connect(self) -> Channel | None:
-        hub, peer = self._hub, self._peer
         try:
-            sock = socket.create_connection(self._address, timeout=_DIAL_SECONDS)
-        except (OSError, UnicodeError) as error:
-            # UnicodeError: a host that cannot be a name.
-            logger.info("cannot reach %s at %s:%d: %s", peer, *self._address, error)
-            if isinstance(error, ConnectionRefusedError):
-                self._tell(TransferError(f"{peer} is gone: nobody listens at its address"))
+            sock = self._dialler.connect()
+        except PeerGoneError as error:
+            self._tell(error)
             return None
-        try:
-            greet(sock, hub.service, hub.instance, peer, hub.key, hub.patience)
-            return hub.channel(sock, peer, inbound=False)
         except RefusedError as error:
-            sock.close()
-            logger.warning("%s", error)
             self._cancelled.set()
             self._tell(error, final=True)
             return None
+        if sock is None:
+            return None
+        try:
+            return self._hub.channel(sock, self._peer, inbound=False)
         except OSError as error:
             sock.close()
-            logger.info("cannot open a %s channel to %s: %s", hub.service, peer, error)
+            logger.info("lost the %s channel to %s: %s", self._hub.service, self._peer, error)
             return None
 
     def _tell(self, error: TransferError, *, final: bool = False) -> None:
@@ -117,27 +109,32 @@ class ChannelHub:
         self.patience = patience or Patience()
         self._decoder = decoder
         self._accept_channel = accept
-        self._pending: set[PendingConnection] = set()
         self._channels: set[Channel] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
-        self._seldom = Seldom(logger)
-        self.refused = 0
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._wake_reader, self._waker = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._waker.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._acceptor = Acceptor(
+            service,
+            instance_id,
+            host,
+            key,
+            self.patience,
+            self._selector,
+            f"{service} channel",
+            self._welcome,
+        )
+        self.port = self._acceptor.port
+        self._waker = Waker(self._selector)
         self._thread = threading.Thread(target=self._run, name=f"pd-{service}-channels")
         self._thread.daemon = True
         self._thread.start()
 
     # ---- any thread
+
+    @property
+    def refused(self) -> int:
+        """Connections closed for their greeting, or for want of one."""
+        return self._acceptor.refused
 
     def dial(
         self, peer: str, address: tuple[str, int], events: DialEvents, delay: float = 0.0
@@ -149,9 +146,7 @@ class ChannelHub:
     def call(self, what: Callable[[], None]) -> None:
         """Have the hub's thread call something that does not block."""
         self._calls.append(what)
-        with contextlib.suppress(OSError):
-            # Full: it will wake anyway. Closed: nothing is called any more.
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def channel(self, sock: socket.socket, peer: str, *, inbound: bool) -> Channel:
         """Of a connection that was greeted. Raises OSError when that is over already."""
@@ -184,18 +179,15 @@ class ChannelHub:
 
     def _run(self) -> None:
         while not self._closing:
-            for key, mask in self._selector.select(timeout=1.0 if self._pending else None):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wake_reader:
-                    self._wake_reader.recv(4096)
-                elif isinstance(key.data, PendingConnection):
-                    self._greet(key.data)
+            timeout = 1.0 if self._acceptor.pending else None
+            for key, mask in self._selector.select(timeout):
+                if callable(key.data):
+                    key.data()
                 elif key.data in self._channels:
                     self._serve(key.data, mask)
             while self._calls:
                 self._calls.popleft()()
-            self._sweep()
+            self._acceptor.sweep()
         while self._calls:
             self._calls.popleft()()
         for channel in list(self._channels):
@@ -204,78 +196,22 @@ class ChannelHub:
             elif not channel.closed:
                 _KEPT.append(channel)
             self._forget(channel)
-        for pending in list(self._pending):
-            self._refuse(pending, "this node stopped")
+        self._acceptor.close()
         self._selector.close()
-        for sock in (self._listener, self._wake_reader, self._waker):
-            sock.close()
+        self._waker.close()
 
-    def _sweep(self) -> None:
-        is_over, seconds = self.patience.is_over, _GREETING_SECONDS
-        for pending in [s for s in self._pending if is_over(s.since, seconds)]:
-            self._refuse(pending, f"it did not introduce itself in {seconds:g} s")
-
-    def _accept(self) -> None:
+    def _welcome(self, sock: socket.socket, peer: str, origin: str) -> None:
         try:
-            sock, address = self._listener.accept()
-        except OSError as error:
-            self._seldom.warn(f"cannot accept a {self.service} channel: {error}")
-            # Out of file descriptors: the socket stays readable, so do not spin on it.
-            time.sleep(0.01)
-            return
-        sock.setblocking(False)
-        welcome = IncomingGreeting(self.service, self.instance, self.key)
-        pending = PendingConnection(sock, f"{address[0]}:{address[1]}", welcome)
-        self._pending.add(pending)
-        self._selector.register(sock, selectors.EVENT_READ, pending)
-        if len(self._pending) > MAX_PENDING:
-            first = min(self._pending, key=lambda s: s.since)
-            self._refuse(first, "too many connections wait for their greeting")
-
-    def _greet(self, pending: PendingConnection) -> None:
-        if pending not in self._pending:
-            return
-        try:
-            data = pending.sock.recv(pending.welcome.needs - len(pending.head))
-            pending.head += data
-            if not data:
-                self._refuse(pending, "closed by the peer")
-            elif len(pending.head) == pending.welcome.needs:
-                answer, refusal = pending.welcome.feed(bytes(pending.head))
-                pending.head.clear()
-                # A fresh connection's send buffer is empty, so this cannot come up short.
-                pending.sock.send(answer)
-                if refusal:
-                    self._refuse(pending, refusal)
-                elif not pending.welcome.needs:
-                    self._welcome(pending)
-        except BlockingIOError:
-            return
-        except (GreetingError, OSError) as error:
-            self._refuse(pending, str(error))
-
-    def _welcome(self, pending: PendingConnection) -> None:
-        self._pending.discard(pending)
-        self._selector.unregister(pending.sock)
-        peer = pending.welcome.peer
-        try:
-            channel = self.channel(pending.sock, peer, inbound=True)
+            channel = self.channel(sock, peer, inbound=True)
         except OSError as error:
             logger.info("lost the %s channel of %s: %s", self.service, peer, error)
-            pending.sock.close()
+            sock.close()
             return
         self._watch(channel)
         self._guard(channel, lambda: self._own(channel))
 
     def _own(self, channel: Channel) -> None:
         channel.events = self._accept_channel(channel)
-
-    def _refuse(self, pending: PendingConnection, reason: str) -> None:
-        self.refused += 1
-        self._seldom.warn(f"closed the {self.service} channel of {pending.origin}: {reason}")
-        self._pending.discard(pending)
-        self._selector.unregister(pending.sock)
-        pending.sock.close()
 
     def _watch(self, channel: Channel) -> None:
         self._channels.add(channel)

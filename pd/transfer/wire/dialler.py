@@ -1,0 +1,79 @@
+"""How a backend opens a connection to a peer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+from pd.core.errors import TransferError
+from pd.transfer.wire.greeting import RefusedError, greet
+
+if TYPE_CHECKING:
+    from pd.core.starvation import Patience
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+
+
+class PeerGoneError(TransferError):
+    """Nobody listens at the peer's address. An instance listens as long as it lives."""
+
+
+class Dialler:
+    """Connects to one peer, once at each call.
+
+    Args:
+        service: name of the backend.
+        own, peer: instance ids of the two ends.
+        what: the connection's name in log lines.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        own: str,
+        peer: str,
+        address: tuple[str, int],
+        key: bytes | None,
+        patience: Patience,
+        what: str,
+    ) -> None:
+        self._service, self._own, self._peer = service, own, peer
+        self._address, self._key, self._patience = address, key, patience
+        self._what = what
+
+    def connect(self) -> socket.socket | None:
+        """A connection whose greeting is complete; None if another try may succeed.
+
+        Raises:
+            PeerGoneError: nobody listens; another try may find another process.
+            RefusedError: the peer does not want this connection; another try is of no use.
+        """
+        peer = self._peer
+        try:
+            sock = socket.create_connection(self._address, timeout=_SECONDS)
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: a host that cannot be a name.
+            logger.info("cannot reach %s at %s:%d: %s", peer, *self._address, error)
+            if isinstance(error, ConnectionRefusedError):
+                raise PeerGoneError(f"{peer} is gone: nobody listens at its address") from error
+            return None
+        try:
+            greet(sock, self._service, self._own, peer, self._key, self._patience)
+        except RefusedError as error:
+            sock.close()
+            logger.warning("%s", error)
+            raise
+        except OSError as error:
+            sock.close()
+            logger.info("cannot open a %s to %s: %s", self._what, peer, error)
+            return None
+        return sock
+
+
+def longer_pause(seconds: float) -> float:
+    """Seconds before the next try after a pause of ``seconds`` was in vain."""
+    return min(_LONGEST_PAUSE, seconds * 2 or _FIRST_PAUSE)
