@@ -7,7 +7,7 @@ are over.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-def to_device(
-    values: npt.NDArray[Any] | Sequence[Any], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor of host values on ``device``; on a GPU its content arrives in stream order."""
+def to_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor of host values on ``device``; on a GPU its content arrives in stream order."""
     host = torch.as_tensor(np.asarray(values), dtype=dtype)
     if device.type != "cuda":
         return host.to(device)

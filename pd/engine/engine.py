@@ -7,7 +7,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.engine.footprint import Footprint
+    from pd.models.layers import CausalLM
 
     IntArray = npt.NDArray[np.int32]
 
@@ -93,7 +94,7 @@ class Engine:
         if self.pool.buffer.is_cuda:
             torch.cuda.set_device(self.pool.buffer.device)
 
-    def beside_steps(self) -> AbstractContextManager[Any]:
+    def beside_steps(self) -> AbstractContextManager[object]:
         """For what reads only KV that the host saw complete: on a GPU, what the calling thread
         queues inside stands on a stream of its own, behind no step that was launched."""
         if not self.pool.buffer.is_cuda:
@@ -172,34 +173,13 @@ class Engine:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dtype = _dtype(config.dtype, model_config.dtype, device)
-        context_length = config.context_length or model_config.context_length
-        if context_length > model_config.context_length:
-            raise UsageError(
-                f"--context-length {context_length} exceeds the model's "
-                f"{model_config.context_length}"
-            )
+        context_length = _context_length(config, model_config)
         # Before the model, which may take minutes to load.
         attention = find_attention_backend(
             config.attention_backend, device, DTYPES[dtype], model_config.head_dim
         )
-        model = load_model(
-            config.model,
-            model_config,
-            dtype=DTYPES[dtype],
-            device=device,
-            load_format=config.load_format,
-            seed=config.seed,
-            progress=tp.rank == 0,
-            tp=tp,
-        )
-        layout = KVLayout(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            dtype=dtype,
-            page_size=config.page_size,
-            tp_size=tp.size,
-        )
+        model = _load(config, model_config, DTYPES[dtype], device, tp)
+        layout = _layout(config, model_config, dtype, tp.size)
         part = msgspec.structs.replace(layout, num_kv_heads=model.config.num_kv_heads)
         sizes = _graph_sizes(config, device)
         needs = footprint(model, part, attention, config, sizes, context_length)
@@ -208,32 +188,11 @@ class Engine:
         runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
         graphs = 0
         if device.type == "cuda":
-            recorder = GraphRecorder(device)
-            reserved = torch.cuda.memory_reserved(device)
-            if sizes:
-                runner.graphs = DecodeGraphs(
-                    model,
-                    runner.attention,
-                    recorder,
-                    sizes,
-                    max_rows=config.max_running_requests,
-                    max_context=context_length,
-                    progress=tp.rank == 0,
-                )
-            if config.role == "prefill" or (sizes and config.role == "unified"):
-                runner.chunk_graphs = ChunkGraphs(
-                    model, runner.attention, recorder, max_context=context_length
-                )
-            graphs = torch.cuda.memory_reserved(device) - reserved
+            graphs = _capture_graphs(runner, config, sizes, context_length, progress=tp.rank == 0)
         logger.info(
             "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
-            config.model_name,
-            dtype,
-            device,
-            attention.name,
-            num_pages * config.page_size,
-            num_pages,
-            config.page_size,
+            *(config.model_name, dtype, device, attention.name, num_pages * config.page_size),
+            *(num_pages, config.page_size),
         )
         chunks = runner.chunk_graphs.sizes if runner.chunk_graphs is not None else ()
         report(model, pool, needs.step, graphs, sizes, chunks)
@@ -291,6 +250,72 @@ def _dtype(name: str, checkpoint: str | None, device: torch.device) -> str:
     if name not in DTYPES:
         raise UsageError(f"--dtype must be auto or one of {', '.join(DTYPES)}, not {name}")
     return name
+
+
+def _load(
+    config: NodeConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel,
+) -> CausalLM:
+    return load_model(
+        config.model,
+        model_config,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=tp.rank == 0,
+        tp=tp,
+    )
+
+
+def _context_length(config: NodeConfig, model_config: ModelConfig) -> int:
+    length = config.context_length or model_config.context_length
+    if length > model_config.context_length:
+        raise UsageError(
+            f"--context-length {length} exceeds the model's {model_config.context_length}"
+        )
+    return length
+
+
+def _layout(config: NodeConfig, model_config: ModelConfig, dtype: str, tp_size: int) -> KVLayout:
+    return KVLayout(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=dtype,
+        page_size=config.page_size,
+        tp_size=tp_size,
+    )
+
+
+def _capture_graphs(
+    runner: ModelRunner,
+    config: NodeConfig,
+    sizes: tuple[int, ...],
+    context_length: int,
+    *,
+    progress: bool,
+) -> int:
+    """Capture the CUDA graphs that the node's role uses; returns the bytes that they reserved."""
+    model, attention, device = runner.model, runner.attention, runner.pool.buffer.device
+    recorder = GraphRecorder(device)
+    reserved = torch.cuda.memory_reserved(device)
+    if sizes:
+        runner.graphs = DecodeGraphs(
+            model,
+            attention,
+            recorder,
+            sizes,
+            max_rows=config.max_running_requests,
+            max_context=context_length,
+            progress=progress,
+        )
+    if config.role == "prefill" or (sizes and config.role == "unified"):
+        runner.chunk_graphs = ChunkGraphs(model, attention, recorder, max_context=context_length)
+    return torch.cuda.memory_reserved(device) - reserved
 
 
 def _graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:

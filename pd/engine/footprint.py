@@ -70,22 +70,29 @@ def footprint(
     step += runner.attention.scratch_bytes
     torch.cuda.empty_cache()
     if graph_sizes:
-        free = torch.cuda.mem_get_info(device)[0]
-        captured = DecodeGraphs(
-            model,
-            runner.attention,
-            GraphRecorder(device),
-            [max(graph_sizes)],
-            max_rows=config.max_running_requests,
-            max_context=max_context,
-            progress=False,
-        )
-        lasting += max(0, free - torch.cuda.mem_get_info(device)[0])
-        del captured
+        lasting += _graph_bytes(runner, max(graph_sizes), config.max_running_requests, max_context)
     del runner, pool
     gc.collect()  # attention backends refer to themselves
     torch.cuda.empty_cache()
     return Footprint(step, lasting)
+
+
+def _graph_bytes(runner: ModelRunner, size: int, max_rows: int, max_context: int) -> int:
+    """Capture the graph of a batch of ``size`` and drop it; returns the bytes that it took."""
+    device = runner.pool.buffer.device
+    free = torch.cuda.mem_get_info(device)[0]
+    captured = DecodeGraphs(
+        runner.model,
+        runner.attention,
+        GraphRecorder(device),
+        [size],
+        max_rows=max_rows,
+        max_context=max_context,
+        progress=False,
+    )
+    taken = max(0, free - torch.cuda.mem_get_info(device)[0])
+    del captured
+    return taken
 
 
 def report(

@@ -61,8 +61,8 @@ class KVPool:
         else:
             self.buffer = _zeros_in(shared_memory, shape, dtype)
         self.parts: Sequence[int] = (self.buffer.data_ptr(),)
-        self._keys = [layer[0] for layer in self.buffer]
-        self._values = [layer[1] for layer in self.buffer]
+        self._keys: list[torch.Tensor] = [layer[0] for layer in self.buffer]
+        self._values: list[torch.Tensor] = [layer[1] for layer in self.buffer]
 
     @staticmethod
     def page_bytes(layout: KVLayout) -> int:

@@ -153,6 +153,15 @@ class ModelRunner:
             if on_layers_done is not None:
                 on_layers_done(0, self.model.config.num_layers)
             return logits
+        return self._launch(items, on_layers_done, previous_tokens)
+
+    def _launch(
+        self,
+        items: Sequence[ForwardItem],
+        on_layers_done: Callable[[int, int], None] | None,
+        previous_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """:meth:`forward` without graphs."""
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
         batch = AttentionBatch(starts, lengths, [item.pages for item in items])
@@ -167,11 +176,11 @@ class ModelRunner:
         if previous_tokens is not None:
             known = previous_tokens[(-1 - token_ids).clamp_(min=0)]
             token_ids = torch.where(token_ids < 0, known, token_ids)
-        hidden = self.model(
+        hidden = self.model.forward(
             token_ids,
             self._tensor(positions),
             PlannedLate(self.attention, batch, self._plan_of_last(batch, wanted)),
-            on_layers_done and (lambda layer: on_layers_done(layer, layer + 1)),
+            _each_layer(on_layers_done),
             chosen,
         )
         if len(hidden) == 0:
@@ -193,3 +202,12 @@ class ModelRunner:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(array, torch.int64, self.pool.buffer.device)
+
+
+def _each_layer(
+    on_layers_done: Callable[[int, int], None] | None,
+) -> Callable[[int], None] | None:
+    """A callback for single layers out of one for ranges of layers."""
+    if on_layers_done is None:
+        return None
+    return lambda layer: on_layers_done(layer, layer + 1)

@@ -212,6 +212,17 @@ def route(
     return weights, ids
 
 
+def _by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort assignments by expert: int32 ``[assignments]``, their numbers in that order, and int32
+    ``[experts + 1]``, where each expert's begin among them."""
+    count, device = ids.numel(), ids.device
+    order = torch.empty(count, dtype=torch.int32, device=device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    args = (ids, order, starts, count)
+    launch(_sort, (experts,), device, *args, CHUNK=_SORT_CHUNK, num_warps=4)
+    return order, starts
+
+
 def moe_mlp(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -226,14 +237,11 @@ def moe_mlp(
     if count == 0:
         return torch.zeros_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    order = torch.empty(count, dtype=torch.int32, device=x.device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
+    order, starts = _by_expert(ids, experts)
     inner, results = x.new_empty(count, size), x.new_empty(count, hidden)
     tile = _tile(count / experts, x.dtype)
     used = min(experts, count)
     blocks = used + (count - used) // tile.rows
-    args = (ids, order, starts, count)
-    launch(_sort, (experts,), x.device, *args, CHUNK=_SORT_CHUNK, num_warps=4)
     for source, matrices, out, is_gated in (
         (x, gate_up, inner, True),
         (inner, down, results, False),

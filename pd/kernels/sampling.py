@@ -166,19 +166,9 @@ def sample_rows(
     if use_triton(logits):
         from pd.kernels import sampling_triton
 
-        return sampling_triton.sample_rows(
-            logits.contiguous(),
-            temperatures,
-            keys,
-            top_k,
-            top_p,
-            min_p,
-            any_random,
-            any_filter,
-            _MIN_TEMPERATURE,
-        )
+        rest = top_k, top_p, min_p, any_random, any_filter, _MIN_TEMPERATURE
+        return sampling_triton.sample_rows(logits.contiguous(), temperatures, keys, *rest)
     best, tokens = logits.float().max(dim=-1)
-    finite = torch.isfinite(best)
     if any_random:
         rows = torch.nonzero(temperatures > 0).flatten()
         scaled = logits[rows].float() / temperatures[rows].clamp(min=_MIN_TEMPERATURE)[:, None]
@@ -186,7 +176,7 @@ def sample_rows(
             _filter(scaled, top_k[rows], top_p[rows], min_p[rows])
         drawn = scaled.add_(gumbel_noise(keys[rows], logits.shape[1])).argmax(dim=-1)
         tokens = tokens.index_copy(0, rows, drawn)
-    return tokens, finite
+    return tokens, torch.isfinite(best)
 
 
 def _filter(

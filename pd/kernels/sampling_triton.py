@@ -311,64 +311,65 @@ def sample_rows(
     rows, vocab_size = logits.shape
     assert logits.is_contiguous()
     chunks = triton.cdiv(vocab_size, _CHUNK)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
-
-    tokens, finite = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.bool)
+    tokens, finite = _empty(logits, rows, torch.int64), _empty(logits, rows, torch.bool)
     if rows == 0:
         return tokens, finite
-    values, best = empty(rows, chunks), empty(rows, chunks, dtype=torch.int32)
-    finite_chunks = torch.empty_like(best)
-    thresholds = empty(rows) if any_random and any_filter else values
-    if any_random and any_filter:
-        launch(
-            _thresholds,
-            (rows,),
-            logits.device,
-            logits,
-            temperatures,
-            top_k,
-            top_p,
-            min_p,
-            empty(rows, vocab_size),
-            empty(rows, _CANDIDATES),
-            thresholds,
-            vocab_size,
-            MIN_TEMPERATURE=min_temperature,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
-            CANDIDATES=_CANDIDATES,
-            num_warps=32,
-        )
+    values = _empty(logits, (rows, chunks))
+    best, finite_chunks = (_empty(logits, (rows, chunks), torch.int32) for _ in range(2))
+    is_filtered = any_random and any_filter
+    thresholds = values
+    if is_filtered:
+        thresholds = _row_thresholds(logits, temperatures, top_k, top_p, min_p, min_temperature)
     launch(
         _sample_chunks,
         (rows, chunks),
         logits.device,
-        logits,
-        temperatures,
-        keys,
-        thresholds,
-        values,
-        best,
-        finite_chunks,
-        vocab_size,
+        *(logits, temperatures, keys, thresholds, values, best, finite_chunks, vocab_size),
         MIN_TEMPERATURE=min_temperature,
         CHUNK=_CHUNK,
         RANDOM=any_random,
-        FILTER=any_random and any_filter,
+        FILTER=is_filtered,
         num_warps=8,
     )
     launch(
         _best_of_chunks,
         (rows,),
         logits.device,
-        values,
-        best,
-        finite_chunks,
-        tokens,
-        finite,
+        *(values, best, finite_chunks, tokens, finite),
         CHUNKS=chunks,
         BLOCK=triton.next_power_of_2(chunks),
         num_warps=1,
     )
     return tokens, finite
+
+
+def _row_thresholds(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    min_temperature: float,
+) -> torch.Tensor:
+    """float32 ``[rows]``: the smallest logit of each row, divided by the temperature, that the
+    filters keep."""
+    rows, vocab_size = logits.shape
+    thresholds = _empty(logits, rows)
+    scaled, candidates = _empty(logits, (rows, vocab_size)), _empty(logits, (rows, _CANDIDATES))
+    launch(
+        _thresholds,
+        (rows,),
+        logits.device,
+        *(logits, temperatures, top_k, top_p, min_p, scaled, candidates, thresholds, vocab_size),
+        MIN_TEMPERATURE=min_temperature,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
+        CANDIDATES=_CANDIDATES,
+        num_warps=32,
+    )
+    return thresholds
+
+
+def _empty(
+    like: torch.Tensor, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)

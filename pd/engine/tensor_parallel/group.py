@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
+from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
+    FileStore,
+    Work,
 )
 
 from pd.core.errors import SetupError
@@ -47,7 +49,7 @@ class ProcessGroup(TensorParallel):
         self._device = device
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ[name] = "lo"
-        store = dist.FileStore(str(rendezvous), size)
+        store = FileStore(str(rendezvous), size)
         store.set_timeout(_MEETING)
         self._peers: peer_memory.PeerMemory | None = None
         # NOTE: not torch's default group, so that a process may be part of several.
@@ -55,8 +57,9 @@ class ProcessGroup(TensorParallel):
             if not dist.is_nccl_available():
                 raise SetupError("--tp-size needs a build of torch with NCCL")
             torch.cuda.set_device(device)
-            options: Any = dist.ProcessGroupNCCL.Options()
+            options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
+            # torch's annotations give backends no collectives.
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
@@ -113,7 +116,7 @@ class ProcessGroup(TensorParallel):
             self._peers.close()
 
 
-def _finish(work: Any) -> None:
-    """Gloo's results have to be waited for; NCCL's are on the current stream already."""
+def _finish(work: Work | None) -> None:
+    """Wait for results of gloo; those of NCCL are in the order of the current stream."""
     if work is not None:
         work.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ from pd.kernels.paging import page_count
 if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
 _LENGTH = struct.Struct("<Q")
 
@@ -28,7 +30,7 @@ class Start(msgspec.Struct, tag=True):
         log_level: of the root logger.
     """
 
-    settings: dict[str, Any]
+    settings: dict[str, object]
     rank: int
     size: int
     rendezvous: str
@@ -152,12 +154,12 @@ RankMessage = (
 _decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
-def packed(values: Any) -> bytes:
+def packed(values: npt.ArrayLike) -> bytes:
     """int32 numbers as they travel."""
     return np.asarray(values, dtype="<i4").tobytes()
 
 
-def unpacked(data: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
+def unpacked(data: bytes) -> npt.NDArray[np.int32]:
     """See :func:`packed`; read-only."""
     return np.frombuffer(data, dtype="<i4")
 
@@ -186,7 +188,8 @@ class RankChannel:
     def receive(self) -> RankMessage:
         """The next message; raises EOFError when the other end is gone."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return _decoder.decode(self._read(length))
+        message: RankMessage = _decoder.decode(self._read(length))
+        return message
 
     def _read(self, length: int) -> bytearray:
         data = bytearray(length)

@@ -112,15 +112,13 @@ def _serve(channel: RankChannel) -> None:
             del saved[message.key]
 
 
-def _config(settings: dict[str, Any]) -> NodeConfig:
-    sizes = settings["cuda_graph_batch_sizes"]
-    return NodeConfig(
-        **settings
-        | {
-            "model": Path(settings["model"]),
-            "cuda_graph_batch_sizes": None if sizes is None else tuple(sizes),
-        }
-    )
+def _config(settings: dict[str, object]) -> NodeConfig:
+    """Make a configuration of what rank 0 sent: paths and tuples travel as strings and lists."""
+    restored: dict[str, Any] = dict(settings)  # fields of many types
+    restored["model"] = Path(restored["model"])
+    sizes = restored["cuda_graph_batch_sizes"]
+    restored["cuda_graph_batch_sizes"] = None if sizes is None else tuple(sizes)
+    return NodeConfig(**restored)
 
 
 def _agree(channel: RankChannel, num_pages: int) -> int:
