@@ -1,4 +1,4 @@
-"""Short chunks as CUDA graphs: short prompts, and what is new of those that are cached.
+"""Short chunks as CUDA graphs: short prompts, and the few new tokens of prompts that are cached.
 
 Such a step takes a few milliseconds on a GPU, less than the host needs to launch its kernels one by
 one.
@@ -29,8 +29,9 @@ SIZES = (16, 32, 64, 128, 192, 256)
 
 @dataclass(frozen=True)
 class _CapturedChunk:
-    """One captured size: ``inputs`` are int64 ``[2 * tokens + 1]``, token ids, positions and the
-    row whose logits are wanted; ``logits`` ``[1, vocab_size]`` holds the last replay's."""
+    """One captured size. ``inputs`` is int64 ``[2 * tokens + 1]``: token ids, positions, and the
+    row whose logits are wanted. ``logits`` ``[1, vocab_size]`` holds the result of the last
+    replay."""
 
     attention: ChunkAttention
     inputs: torch.Tensor
@@ -42,7 +43,7 @@ class ChunkGraphs:
     """Runs steps of one short chunk of one sequence.
 
     Args:
-        recorder: of all graphs of the process.
+        recorder: shared by all graphs of the process.
         max_context: tokens of a sequence.
     """
 

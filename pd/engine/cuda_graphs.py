@@ -2,7 +2,7 @@
 
 A graph computes a fixed number of rows at fixed addresses, so there is one for each of a ladder of
 batch sizes, and a step uses the smallest that it fits in. Rows that are left over are padding: they
-attend to the pool's extra page and nobody reads their logits. All graphs share the memory of their
+attend to the pool's extra page, and their logits are not read. All graphs share the memory of their
 intermediate results and of their logits, since only one runs at a time.
 """
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Up to this batch size a step takes about as long as reading the weights, whatever its rows, and
-# few sizes are enough; further up each padded row costs.
+# Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
+# larger batches each padded row costs time.
 _DENSE_FROM = 8
 
 
@@ -46,9 +46,9 @@ def default_sizes(max_running: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _CapturedDecode:
-    """One captured size: ``inputs`` are int64 ``[3 * rows]``: where each row's token is among all
-    tokens, positions, and tokens that the host knows; ``logits`` ``[rows, vocab_size]`` holds the
-    result of the last replay."""
+    """One captured size. ``inputs`` is int64 ``[3 * rows]``: the index of each row's token among
+    all tokens, positions, and the tokens that the host has. ``logits`` ``[rows, vocab_size]`` holds
+    the result of the last replay."""
 
     attention: DecodeAttention
     inputs: torch.Tensor
@@ -77,7 +77,7 @@ class GraphRecorder:
         with torch.cuda.stream(self._stream):
             compute()
         graph = torch.cuda.CUDAGraph()
-        # Other threads' calls are no concern of a capture: NCCL's watchdog makes some.
+        # Calls of other threads, such as NCCL's watchdog, must not end a capture.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = compute()
@@ -88,7 +88,7 @@ class DecodeGraphs:
     """Runs steps of one token per sequence.
 
     Args:
-        recorder: of all graphs of the process.
+        recorder: shared by all graphs of the process.
         sizes: batch sizes to capture.
         max_rows: sequences that a step may have, in a graph or not.
         max_context: tokens of a sequence.
@@ -110,8 +110,8 @@ class DecodeGraphs:
         self._device = model.embedding.device
         self.sizes = sorted(sizes)
         largest = self.sizes[-1]
-        # Behind the inputs come tokens of the step before, of which the host knows only where they
-        # are.
+        # The inputs are followed by the tokens of the previous step, whose values only the device
+        # has.
         self._tokens = torch.zeros(
             3 * largest + max(max_rows, largest), dtype=torch.int64, device=self._device
         )
@@ -161,11 +161,11 @@ class DecodeGraphs:
         tokens[:count] = [item.token_ids[0] for item in items]
         positions[:count] = [item.start for item in items]
         previous = np.flatnonzero(tokens < 0)
-        # NOTE: no more than max_rows sequences go on, and their rows come first.
+        # NOTE: at most max_rows sequences continue, and their rows come first.
         places[previous] = 3 * self.sizes[-1] - 1 - tokens[previous]
         graph.inputs.copy_(host, non_blocking=True)
         if previous_tokens is not None:
-            # Prompts, of which there may be many choices, come behind the rows that go on.
+            # Rows of prompts, of which there may be many choices, follow the rows that continue.
             known = previous_tokens[: len(self._previous)]
             self._previous[: len(known)].copy_(known)
         graph.attention.plan(positions[:count].copy(), [item.pages for item in items])

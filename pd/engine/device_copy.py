@@ -27,7 +27,7 @@ def to_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -
 
 
 class HostCopy:
-    """Tensors on their way to the host: the copies are queued when this is made."""
+    """Copies of tensors to the host; the constructor queues them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -43,7 +43,7 @@ class HostCopy:
         self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait until they are here (other threads may run meanwhile) and return them."""
+        """Wait until the copies are complete and return them; other threads may run meanwhile."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

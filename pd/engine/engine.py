@@ -1,4 +1,4 @@
-"""A model on a device with its pool: what every node computes with."""
+"""A model on a device with its KV pool, which every node computes with."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _CPU_POOL_LIMIT = 4 << 30
 
 @dataclass(frozen=True)
 class Engine:
-    """Everything that computes, built from a configuration.
+    """Model, KV pool and sampler of a node, built from its configuration.
 
     Attributes:
-        model_config: of the whole model.
-        layout: of the whole model's KV; that of ``pool`` is a rank's part.
-        leader: of the other ranks' processes; None without them.
+        model_config: configuration of the whole model.
+        layout: layout of the whole model's KV; ``pool.layout`` is that of one rank's part.
+        leader: starts and drives the processes of the other ranks; None without them.
     """
 
     model_config: ModelConfig
@@ -67,25 +67,25 @@ class Engine:
     leader: Leader | None = None
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        """Have ``callback`` called, from any thread, with the reason for which nothing can be
-        computed any more: another rank's process is gone."""
+        """Register a callback for the end of another rank's process, after which nothing can be
+        computed. It is called with the reason, from any thread."""
         if self.leader is not None:
             self.leader.on_failure = callback
 
     def save_pages(self, pages: IntArray) -> SavedPages:
-        """Copy pages (int32 ``[n]``) to host memory, on every rank its part. Waits for the GPU."""
+        """Copy pages (int32 ``[n]``) to host memory, each rank its part. Waits for the GPU."""
         return SavedPages(self.pool, pages, self.leader)
 
     def close(self) -> None:
         """End the other ranks' processes. Nothing may be launched any more."""
         if self.leader is not None:
-            # NCCL does not let go of what a graph has captured.
+            # NCCL cannot be shut down while a graph has captured its work.
             self.runner.drop_graphs()
             self.leader.close()
 
     def overlaps(self, setting: str) -> bool:
-        """Whether steps are planned ahead under ``--overlap-schedule``; by default on GPUs. A CPU
-        computes a step before its launch returns, so that it would only deliver tokens later."""
+        """Whether steps are planned ahead under ``--overlap-schedule``; by default on GPUs only. A
+        CPU computes a step before its launch returns, so planning ahead would only delay tokens."""
         return setting == "on" or (setting == "auto" and self.pool.buffer.is_cuda)
 
     def activate(self) -> None:
@@ -95,8 +95,9 @@ class Engine:
             torch.cuda.set_device(self.pool.buffer.device)
 
     def beside_steps(self) -> AbstractContextManager[object]:
-        """For what reads only KV that the host saw complete: on a GPU, what the calling thread
-        queues inside stands on a stream of its own, behind no step that was launched."""
+        """Return a context in which the calling thread's GPU work is queued on a separate stream,
+        so that it does not wait for launched steps. Inside, only KV may be read that the host knows
+        to be complete."""
         if not self.pool.buffer.is_cuda:
             return nullcontext()
         return torch.cuda.stream(self._stream_beside)
@@ -143,11 +144,12 @@ class Engine:
         agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages,
         shared_memory: int | None = None,
     ) -> Engine:
-        """One rank's part of :meth:`build`; all ranks call this at the same time.
+        """Do one rank's part of :meth:`build`; all ranks call this at the same time.
 
         Args:
-            agree_on_pages: given the pages that this rank has memory for, the least of all ranks.
-            shared_memory: of the pool, on a CPU (see :class:`KVPool`).
+            agree_on_pages: takes the number of pages that this rank has memory for and returns the
+            least number of all ranks.
+            shared_memory: descriptor of the pool's memory, on a CPU (see :class:`KVPool`).
         """
         try:
             return cls._build_rank(config, tp, agree_on_pages, shared_memory)
@@ -174,7 +176,7 @@ class Engine:
             torch.cuda.set_device(device)
         dtype = _dtype(config.dtype, model_config.dtype, device)
         context_length = _context_length(config, model_config)
-        # Before the model, which may take minutes to load.
+        # A backend that is missing is refused before the model is loaded, which may take minutes.
         attention = find_attention_backend(
             config.attention_backend, device, DTYPES[dtype], model_config.head_dim
         )
@@ -209,11 +211,11 @@ class Engine:
 
 
 def rank_device(config: NodeConfig, rank: int) -> torch.device:
-    """The device of a rank: ranks have consecutive GPUs, rank 0 that of ``--device``.
+    """Return the device of a rank: ranks have consecutive GPUs, rank 0 that of ``--device``.
 
     Raises:
         UsageError: there is no such kind of device.
-        SetupError: there are not so many.
+        SetupError: there are not enough GPUs.
     """
     device = _device(config.device)
     if config.tp_size == 1 or device.type == "cpu":
@@ -319,7 +321,8 @@ def _capture_graphs(
 
 
 def _graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
-    """Batch sizes to capture as CUDA graphs; prefill nodes have no use for them."""
+    """Return the batch sizes to capture as CUDA graphs; none on prefill nodes, which do not
+    decode."""
     if device.type != "cuda" or config.role == "prefill":
         return ()
     sizes = config.cuda_graph_batch_sizes
@@ -338,7 +341,8 @@ def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device, needs
         usable = int(free * config.mem_fraction)
     if config.kv_cache_tokens is not None:
         wanted = config.kv_cache_tokens // config.page_size
-        # NOTE: what else is needed cannot be told while another node starts on the same GPU.
+        # NOTE: other needs are not subtracted: while another node starts on the same GPU, they
+        # cannot be measured.
         if wanted * page_bytes > free:
             raise SetupError(
                 f"--kv-cache-tokens {config.kv_cache_tokens} needs "

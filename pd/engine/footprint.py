@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is not for the KV cache, found by trying."""
+"""Measures how much of a GPU's memory is not available to the KV cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def footprint(
 ) -> Footprint:
     """Run the largest step and capture the largest graph over a small pool.
 
-    On a GPU this also compiles kernels, which the first requests would wait for otherwise. On a CPU
+    On a GPU this also compiles kernels, for which the first requests would otherwise wait. On a CPU
     nothing is run.
 
     Args:
@@ -103,12 +103,12 @@ def report(
     graph_sizes: Sequence[int],
     chunk_sizes: Sequence[int],
 ) -> None:
-    """Log where a GPU's memory went; nothing on a CPU.
+    """Log the use of a GPU's memory; on a CPU, do nothing.
 
     Args:
         step: bytes of the largest prefill step while it runs.
-        graphs: bytes that torch allocated for all graphs, those of decode batches of
-            ``graph_sizes`` and those of chunks of ``chunk_sizes`` tokens.
+        graphs: bytes that torch allocated for the graphs of decode batches of ``graph_sizes`` and
+            of chunks of ``chunk_sizes`` tokens.
     """
     device = pool.buffer.device
     if device.type != "cuda":

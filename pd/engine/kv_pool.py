@@ -1,4 +1,5 @@
-"""The paged KV pool: one tensor for all layers. Who owns which page is the allocator's matter."""
+"""The paged KV pool: one tensor for all layers. :mod:`pd.engine.page_allocator` decides which page
+is used for what."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-# Tokens of all ranks that are put together to be hashed.
+# Tokens whose KV is gathered from all ranks at a time to be hashed.
 _DIGEST_TOKENS = 1024
-# Of pages on their way to or from host memory.
+# Bytes of pages that are copied to or from host memory at a time.
 _COPY_BYTES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,10 +37,10 @@ class KVPool:
     Attributes:
         buffer: contiguous ``[num_layers, 2, slots, num_kv_heads, head_dim]``, K then V, zeros at
             first. :mod:`pd.kernels.paging` defines in which slot a token lies.
-        parts: address of the buffer of each tensor-parallel rank, in the order of their heads, as
-            mapped here; ``buffer``, of which all have the shape, is the first of them.
-        num_pages: pages for callers. One more at the end, page ``num_pages``, takes the writes of
-            padding and is never read.
+        parts: address of the buffer of each tensor-parallel rank as mapped in this process, in the
+            order of their heads. All have the shape of ``buffer``, which is the first.
+        num_pages: pages for callers. Page ``num_pages``, one more at the end, receives the writes
+            of padding and is never read.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class KVPool:
         device: torch.device | str,
         shared_memory: int | None = None,
     ) -> None:
-        """``shared_memory``: descriptor of an empty file for the buffer to lie in, on a CPU."""
+        """``shared_memory``: descriptor of an empty file that becomes the buffer's memory, on a
+        CPU."""
         self.layout = layout
         self.num_pages = num_pages
         self.page_size = layout.page_size
@@ -66,19 +68,19 @@ class KVPool:
 
     @staticmethod
     def page_bytes(layout: KVLayout) -> int:
-        """Bytes of one page in all layers."""
+        """Return the bytes of one page in all layers."""
         return layout.token_bytes * layout.page_size
 
     def key(self, layer: int) -> torch.Tensor:
-        """Keys of a layer, a view ``[slots, num_kv_heads, head_dim]``."""
+        """Return the keys of a layer, a view ``[slots, num_kv_heads, head_dim]``."""
         return self._keys[layer]
 
     def value(self, layer: int) -> torch.Tensor:
-        """Values of a layer, a view ``[slots, num_kv_heads, head_dim]``."""
+        """Return the values of a layer, a view ``[slots, num_kv_heads, head_dim]``."""
         return self._values[layer]
 
     def gather_pages(self, pages: IntArray) -> torch.Tensor:
-        """A copy of pages in host memory.
+        """Copy pages to host memory.
 
         Args:
             pages: int32 ``[n]``.
@@ -93,13 +95,14 @@ class KVPool:
         return host
 
     def scatter_pages(self, pages: IntArray, host: torch.Tensor) -> None:
-        """Put back what :meth:`gather_pages` returned, into ``n`` pages in the same order."""
+        """Copy the result of :meth:`gather_pages` into ``n`` pages, in the same order."""
         for some in self._pieces(len(pages)):
             device = self.buffer.device
             self._paged.index_copy_(2, self._index(pages[some]), host[:, :, some].to(device))
 
     def _pieces(self, count: int) -> Iterator[slice]:
-        """Parts of a list of pages, of so few that a GPU full of KV has room for a copy."""
+        """Divide a list of pages into parts so small that a GPU full of KV has memory for a copy of
+        one."""
         some = max(1, _COPY_BYTES // (self.buffer.nbytes // self.buffer.shape[2] * self.page_size))
         return (slice(first, first + some) for first in range(0, count, some))
 
@@ -109,8 +112,8 @@ class KVPool:
         return self.buffer.view(layers, two, slots // self.page_size, self.page_size, *rest)
 
     def digest(self, pages: IntArray, start: int, stop: int) -> bytes:
-        """8 bytes that depend on the K and V of tokens ``[start, stop)`` of a sequence with this
-        page table and on nothing else (see :mod:`pd.kernels.digest`)."""
+        """Compute 8 bytes that depend only on the K and V of tokens ``[start, stop)`` of the
+        sequence with this page table (see :mod:`pd.kernels.digest`)."""
         slots = token_slots(pages, np.arange(start, stop), self.page_size)
         if len(self.parts) == 1:
             return digest_bytes(token_digests(self.buffer, slots, start))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 
-# Wanted tokens are few if there are so many times as many.
+# Wanted tokens are few if a step has at least this many times as many tokens.
 _FEW = 8
 
 
@@ -35,11 +35,11 @@ class ForwardItem:
     """One sequence's part of a step.
 
     Attributes:
-        token_ids: new tokens to compute, int32, at least one. ``-1 - row`` stands for one that the
-            host does not know yet (see :meth:`ModelRunner.forward`).
+        token_ids: new tokens to compute, int32, at least one. ``-1 - row`` stands for a token that
+            only the device has (see :meth:`ModelRunner.forward`).
         start: tokens whose KV is in the pool already; the position of ``token_ids[0]``.
         pages: page table, int32, covering ``start + len(token_ids)`` tokens at least.
-        num_logits: of how many of the last new tokens logits are wanted; 0 for a chunk that does
+        num_logits: number of the last new tokens whose logits are wanted; 0 for a chunk that does
             not end the prompt.
     """
 
@@ -50,12 +50,12 @@ class ForwardItem:
 
 
 class PlannedLate(PlannedAttention):
-    """Attention that is planned when a model first asks where K and V go: behind the launch of the
-    first layer's product, so that a GPU that had nothing to do computes meanwhile.
+    """Attention that is planned when the model first needs ``slots``: after the launch of the first
+    layer's product, so that an idle GPU already computes.
 
     Args:
-        backend, batch: of all tokens of the step.
-        last: another backend, and the batch of the tokens that are wanted behind the last layer.
+        backend, batch: for all tokens of the step.
+        last: another backend, and the batch of the tokens that are wanted after the last layer.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class ModelRunner:
     """A model, its pool and an attention backend, stepped together by one thread.
 
     Args:
-        last_attention: another backend of the same class, for what is wanted of the last layer.
+        last_attention: another backend of the same class, for the wanted tokens in the last layer.
 
     Attributes:
-        graphs: of decode steps, once captured; None to launch their kernels one by one.
-        chunk_graphs: of steps of one short chunk.
-        last_alone_from: pairs of tokens that attend to each other from which on only those of the
-            last layer are computed that are wanted, if they are few. With fewer pairs, planning
-            that takes the host longer than it spares the GPU.
+        graphs: graphs of decode steps, once captured; None to launch their kernels one by one.
+        chunk_graphs: graphs of steps of one short chunk; None without them.
+        last_alone_from: from this many pairs of query and key on, the last layer attends only the
+            wanted tokens, if they are few. With fewer pairs, planning this takes the host longer
+            than it saves the GPU.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class ModelRunner:
     def build(
         cls, model: CausalLM, pool: KVPool, attention: type[AttentionBackend], *, prompts: bool
     ) -> ModelRunner:
-        """A runner with a backend of this class; for long ``prompts`` with another one for what is
-        wanted of the last layer."""
+        """Make a runner with a backend of this class, and with ``prompts`` a second backend for the
+        wanted tokens in the last layer."""
         heads = model.config.num_heads
         last = attention(pool, heads) if prompts else None
         return cls(model, pool, attention(pool, heads), last)
@@ -138,7 +138,8 @@ class ModelRunner:
                 the pool (on a GPU: is queued on the current stream): of each layer, or of all at
                 once. It must not wait for a GPU nor for long: the layers after it are not launched
                 until it returns.
-            previous_tokens: int64 ``[rows]`` on the model's device, where negative token ids look.
+            previous_tokens: int64 ``[rows]`` on the model's device, to which negative token ids
+            refer.
 
         Returns:
             Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
@@ -169,7 +170,8 @@ class ModelRunner:
         positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
         wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
         assert (wanted <= lengths).all(), "more logits wanted than tokens computed"
-        # NOTE: before the layers, because copying to a GPU waits for what it was given before.
+        # NOTE: copied before the layers are launched, because a copy to a GPU waits for earlier
+        # work.
         rows = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())
         chosen = self._tensor(rows) if len(rows) < ends[-1] else None
         token_ids = self._tensor(np.concatenate([item.token_ids for item in items]))
@@ -190,7 +192,8 @@ class ModelRunner:
     def _plan_of_last(
         self, batch: AttentionBatch, wanted: npt.NDArray[np.int64]
     ) -> tuple[AttentionBackend, AttentionBatch] | None:
-        """What to plan for the last layer: the last ``wanted[i]`` tokens of each sequence."""
+        """Choose backend and batch for the last layer: the last ``wanted[i]`` tokens of each
+        sequence. None if that layer attends all tokens."""
         if self._last_attention is None or not 0 < _FEW * wanted.sum() <= batch.lengths.sum():
             return None
         if (batch.lengths * (batch.starts + batch.lengths // 2)).sum() < self.last_alone_from:
@@ -207,7 +210,7 @@ class ModelRunner:
 def _each_layer(
     on_layers_done: Callable[[int, int], None] | None,
 ) -> Callable[[int], None] | None:
-    """A callback for single layers out of one for ranges of layers."""
+    """Make a callback for single layers from one for ranges of layers."""
     if on_layers_done is None:
         return None
     return lambda layer: on_layers_done(layer, layer + 1)

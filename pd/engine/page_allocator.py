@@ -1,4 +1,4 @@
-"""Who owns each page of a KV pool."""
+"""The owner of each page of a KV pool."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-# Pages of the pool that are looked at for each page of an allocation, at most, and runs that it is
-# worth to put together.
+# Adjacent pages are searched for allocations of at least one page in _SEARCH of the pool, and taken
+# from at most _RUNS runs.
 _SEARCH, _RUNS = 128, 8
 
 
@@ -24,14 +24,14 @@ class PageState(IntEnum):
     CACHED = 1  # in the radix tree, locked there or not
     LOCKED = 2  # held by a sequence alone
     RESERVED = 3  # promised to a transfer that has not committed
-    QUARANTINED = 4  # given up, but a transfer may still write to it
+    QUARANTINED = 4  # released, but a transfer may still write to it
 
 
 class PageAllocator:
-    """Hands out pages ``0 .. num_pages - 1`` and proves every change of owner.
+    """Allocates pages ``0 .. num_pages - 1`` and checks every change of owner.
 
-    Every method that moves pages asserts that they were where the caller believed: a page that
-    would have two owners stops the process instead of corrupting a request.
+    Every method that moves pages asserts that they have the owner that the caller names: a page
+    that would have two owners stops the process instead of corrupting a request.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -43,7 +43,7 @@ class PageAllocator:
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
     def count(self, state: PageState) -> int:
-        """Pages in ``state``."""
+        """Return the number of pages in ``state``."""
         return self._counts[state]
 
     def allocate(self, num_pages: int, state: PageState) -> IntArray:
@@ -63,8 +63,8 @@ class PageAllocator:
         return pages
 
     def _in_few_runs(self, num_pages: int, otherwise: IntArray) -> IntArray:
-        """Of the shortest run of free pages that has enough, else of the longest ones; if those are
-        too short as well, what is on top of the stack."""
+        """Take the shortest run of free pages that is long enough, else the longest runs; if those
+        are too short together, return ``otherwise``, which is on top of the stack."""
         free = self.pages_in(PageState.FREE)
         breaks = np.flatnonzero(np.diff(free) != 1) + 1
         firsts = np.concatenate(([0], breaks))
@@ -92,10 +92,10 @@ class PageAllocator:
         return np.concatenate(parts)
 
     def free(self, pages: IntArray, state: PageState) -> None:
-        """Give back pages that are in ``state``."""
+        """Release pages that are in ``state``."""
         self.move(pages, state, PageState.FREE)
         free = self._counts[PageState.FREE]
-        # Descending, so that the lowest is handed out first again.
+        # In descending order, so that the lowest page is allocated first again.
         self._free[free - len(pages) : free] = np.sort(pages)[::-1]
 
     def move(self, pages: IntArray, old: PageState, new: PageState) -> None:
@@ -111,7 +111,7 @@ class PageAllocator:
         self._counts[new] += len(pages)
 
     def pages_in(self, state: PageState) -> IntArray:
-        """All pages in ``state``, ascending."""
+        """Return all pages in ``state``, ascending."""
         return np.flatnonzero(self._states == state).astype(np.int32)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""From logits to tokens, the same for token 1 on a prefill node as for later tokens."""
+"""Samples tokens from logits: token 1 on a prefill node in the same way as later tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Draw", "PromptLogprobs", "SampledToken", "Sampler", "Samples", "Samp
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A row's token, or why there is none.
+    """The token of a row, or the reason why there is none.
 
     Attributes:
         token_id: -1 when ``error`` is set.
@@ -40,7 +40,7 @@ class SampledToken:
 
 
 class Samples:
-    """Tokens of a step: on the device, and on their way to the host.
+    """Tokens of a step on the device, with their copy to the host.
 
     Attributes:
         tokens: int64 ``[rows]`` on the device; a valid id even where the logits were not finite.
@@ -55,7 +55,7 @@ class Samples:
         self._copy = HostCopy([torch.where(finite, tokens, -1), *wanted])
 
     def result(self) -> list[SampledToken]:
-        """One for each row; waits for the device."""
+        """Wait for the device and return one token for each row."""
         tokens, *wanted = self._copy.wait()
         logprobs = {} if self._logprobs is None else self._logprobs.read(wanted)
         return [
@@ -71,10 +71,10 @@ class _RowLogprobs:
     """Log probabilities of some rows, under raw logits.
 
     Attributes:
-        rows: which of the step's rows, ``[n]`` of them.
+        rows: indices of ``n`` of the step's rows.
         counts: how many of the likeliest tokens each wants.
-        tensors: tokens int64 ``[n]``, their log probabilities ``[n]``, and of the likeliest tokens
-            log probabilities and ids ``[n, max(counts)]``.
+        tensors: tokens int64 ``[n]``, their log probabilities ``[n]``, and the log probabilities
+            and ids of the likeliest tokens, ``[n, max(counts)]``.
     """
 
     rows: Sequence[int]
@@ -89,14 +89,14 @@ class _RowLogprobs:
         rows: Sequence[int],
         counts: Sequence[int],
     ) -> _RowLogprobs:
-        """``logits`` and ``tokens`` are those of ``rows`` alone."""
+        """Compute them from the ``logits`` and ``tokens`` of ``rows`` alone."""
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         top = logprobs.topk(min(max(counts, default=0), logits.shape[1]), dim=-1)
         return cls(rows, counts, [tokens, chosen, top.values, top.indices])
 
     def read(self, tensors: Sequence[torch.Tensor]) -> dict[int, TokenLogprobs]:
-        """By row, from the copies of :attr:`tensors` on the host."""
+        """Return them by row, from the copies of :attr:`tensors` on the host."""
         tokens, chosen, values, ids = (tensor.tolist() for tensor in tensors)
         return {
             row: TokenLogprobs(tokens[i], chosen[i], ids[i][:count], values[i][:count])
@@ -105,21 +105,21 @@ class _RowLogprobs:
 
 
 class PromptLogprobs:
-    """Log probabilities of prompt tokens, on their way to the host."""
+    """Log probabilities of prompt tokens, with their copy to the host."""
 
     def __init__(self, logprobs: _RowLogprobs) -> None:
         self._logprobs = logprobs
         self._copy = HostCopy(logprobs.tensors)
 
     def result(self) -> list[TokenLogprobs]:
-        """One for each token; waits for the device."""
+        """Wait for the device and return one for each token."""
         return list(self._logprobs.read(self._copy.wait()).values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """What the tokens of a step's rows depend on besides logits; tensors are on the device and as
-    :func:`pd.kernels.sampling.sample_rows` takes them."""
+    """The inputs of sampling besides logits, for the rows of a step. The tensors are arguments of
+    :func:`pd.kernels.sampling.sample_rows`, on the device."""
 
     states: Sequence[SamplingState]
     ahead: Sequence[int]
@@ -144,13 +144,13 @@ class Sampler:
         self._staging = PinnedStaging(self._device)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """:meth:`prepare` and :meth:`launch`, and the result."""
+        """Call :meth:`prepare` and :meth:`launch`, and return the result."""
         return self.launch(logits, self.prepare(states)).result()
 
     @torch.inference_mode()
     def prepare(self, states: Sequence[SamplingState], ahead: Sequence[int] | None = None) -> Draw:
-        """Upload what :meth:`launch` needs of these rows, best before what computes their logits.
-        States are read, not changed (see ``observe``).
+        """Upload the inputs of :meth:`launch` for these rows, best before the step that computes
+        their logits is launched. States are read, not changed (see ``observe``).
 
         Args:
             states: in the order of the rows.
@@ -181,8 +181,8 @@ class Sampler:
 
         Args:
             logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
-            draw: of ``n`` states; with none the result is still there only when everything queued
-                before is done.
+            draw: made for ``n`` states. Without states, too, the result is ready only when
+                everything queued before is done.
         """
         states = draw.states
         assert logits.shape == (len(states), self._vocab_size)
@@ -206,7 +206,7 @@ class Sampler:
     def prompt_logprobs(
         self, logits: torch.Tensor, targets: IntArray, top_n: int
     ) -> PromptLogprobs:
-        """Log probabilities of prompt tokens; on a GPU this is only queued.
+        """Compute log probabilities of prompt tokens; on a GPU this is only queued.
 
         Args:
             logits: as in :meth:`launch`; row i follows the token before ``targets[i]``.
@@ -230,7 +230,7 @@ class Sampler:
     def _adjust(
         self, logits: torch.Tensor, states: Sequence[SamplingState], ahead: Sequence[int]
     ) -> torch.Tensor:
-        """Penalties, bias and minimum length: a few entries of the rows that ask for them."""
+        """Apply penalties, bias and minimum length to the rows that ask for them."""
         penalized = [(i, state) for i, state in enumerate(states) if state.has_penalties]
         biased = [(i, s) for i, s in enumerate(states) if s.params.logit_bias]
         shortest = [(i, s) for i, s in enumerate(states) if s.must_continue(ahead[i])]
@@ -250,7 +250,8 @@ class Sampler:
         return logits
 
     def _penalize(self, logits: torch.Tensor, penalized: list[tuple[int, SamplingState]]) -> None:
-        """In place: repetition over prompt and output, frequency and presence over output."""
+        """Apply penalties in place: repetition over prompt and output, frequency and presence over
+        output."""
         ids = [state.seen_ids for _, state in penalized]
         sizes = [len(each) for each in ids]
         index = (

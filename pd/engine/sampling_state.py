@@ -1,4 +1,4 @@
-"""What sampling remembers of one choice of a request."""
+"""The state of sampling for one choice of a request."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class SamplingState:
-    """Lives on the request: how many tokens were output, and which tokens penalties act on.
+    """Number of output tokens and the tokens that penalties act on; an attribute of the request.
 
     Attributes:
-        params: the request's.
-        seed: of this choice; with a position it determines the noise.
-        num_output_tokens: as observed so far.
+        params: sampling parameters of the request.
+        seed: seed of this choice; with a position it determines the noise.
+        num_output_tokens: tokens observed so far.
         has_penalties: whether any penalty changes logits.
         bias_ids, bias: int64 and float32 arrays of the request's ``logit_bias``.
         stop_ids: int64 ids that end the choice, masked while :meth:`must_continue`.
@@ -52,12 +52,13 @@ class SamplingState:
         self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         repeats = params.repetition_penalty != 1.0
         self.has_penalties = repeats or bool(params.frequency_penalty or params.presence_penalty)
-        # Sorted, and never written to: all choices of a request share it.
+        # Sorted and never written to, because all choices of a request share it.
         self._prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
         self._forget_output()
 
     def position(self, ahead: int = 0) -> int:
-        """Index in prompt and output together of the token after the next ``ahead`` ones."""
+        """Return the index, in prompt and output together, of the token after the next ``ahead``
+        ones."""
         return self._prompt_length + self.num_output_tokens + ahead
 
     def must_continue(self, ahead: int = 0) -> bool:
@@ -68,8 +69,8 @@ class SamplingState:
 
     @property
     def seen_ids(self) -> IntArray:
-        """Distinct tokens that penalties act on: the output's, with a repetition penalty the
-        prompt's too. int32."""
+        """Distinct tokens that penalties act on: those of the output, and with a repetition penalty
+        those of the prompt. int32."""
         return self._seen_ids[: self._num_seen]
 
     @property
@@ -78,7 +79,7 @@ class SamplingState:
         return self._seen_counts[: self._num_seen]
 
     def observe(self, token: int) -> Finish | None:
-        """Count an output token; returns why the choice ends with it, or None."""
+        """Count an output token. Returns the reason if the choice ends with it, else None."""
         self.num_output_tokens += 1
         if self.has_penalties:
             self._count(token)
@@ -89,7 +90,8 @@ class SamplingState:
         return None
 
     def fork(self, index: int) -> SamplingState:
-        """Choice ``index`` of the same request, with its own seed and no output yet."""
+        """Make the state of choice ``index`` of the same request, with its own seed and no
+        output."""
         made = copy(self)
         made.seed = choice_seed(self.params.seed, index)
         made._forget_output()
@@ -100,7 +102,7 @@ class SamplingState:
         self._seen_ids = self._prompt_ids
         self._num_seen = len(self._seen_ids)
         self._seen_counts = np.zeros(self._num_seen, np.int32)
-        # Where tokens of the output are among the seen ones.
+        # Indices of the output's tokens among the seen ones.
         self._seen_at: dict[int, int] = {}
 
     def _count(self, token: int) -> None:
@@ -117,7 +119,8 @@ class SamplingState:
         self._seen_counts[at] += 1
 
     def _find(self, token: int) -> int:
-        """Where a token that comes for the first time is in the prompt, or else goes."""
+        """Return the index of a token that is new in the output: its index among the prompt's
+        tokens, or the next free one."""
         at = int(np.searchsorted(self._prompt_ids, token))
         is_there = at < len(self._prompt_ids) and self._prompt_ids[at] == token
         return at if is_there else self._num_seen

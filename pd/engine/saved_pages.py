@@ -1,4 +1,4 @@
-"""Pages of the KV pool that wait in host memory, of every rank its part."""
+"""Copies of KV pages in host memory; each rank has its part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SavedPages:
-    """A copy of ``pages`` (int32 ``[n]``), kept for as long as this object is."""
+    """A copy of ``pages`` (int32 ``[n]``), kept for as long as this object exists."""
 
     def __init__(self, pool: KVPool, pages: IntArray, leader: Leader | None) -> None:
         self._pool, self._leader = pool, leader
@@ -26,7 +26,7 @@ class SavedPages:
         self._host = pool.gather_pages(pages)
 
     def restore(self, pages: IntArray, first: int) -> None:
-        """Put the copy from its ``first`` page on into ``pages``, int32 ``[n - first]``."""
+        """Write the copy, from its ``first`` page on, into ``pages``, int32 ``[n - first]``."""
         if self._leader is not None:
             self._leader.restore_pages(self._key, pages, first)
         self._pool.scatter_pages(pages, self._host[:, :, first:])
