@@ -26,8 +26,8 @@ from transfer_helpers import (
 from pd.core.errors import SetupError, TransferError, UsageError
 from pd.core.node_info import KVLayout, NodeInfo
 from pd.transfer.base import TransferState
-from pd.transfer.nvlink import inbox as nvlink_inbox
 from pd.transfer.nvlink import link as nvlink_link
+from pd.transfer.nvlink import sessions as nvlink_sessions
 from pd.transfer.nvlink.manager import NvlinkManager
 from pd.transfer.nvlink.messages import NvlinkDestination
 from pd.transfer.nvlink.sender import NvlinkSender
@@ -289,7 +289,7 @@ def test_a_commit_of_another_size_fails(pair: Pair) -> None:
 def test_disconnect_on_d_quarantines_until_p_has_drained_and_unmapped(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvlink_inbox, "LAST_LAUNCH_SECONDS", 0.05)
+    monkeypatch.setattr(nvlink_sessions, "LAST_LAUNCH_SECONDS", 0.05)
     pair.p.device.flows.clear()
     room = pair.room()
     room.send_all()
@@ -461,7 +461,7 @@ def test_a_peer_that_never_answers_fails_the_room_after_a_lease(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.2)
-    monkeypatch.setattr(nvlink_inbox.NvlinkSession, "bind", lambda self, channel: None)
+    monkeypatch.setattr(nvlink_sessions.NvlinkSession, "bind", lambda self, channel: None)
     pair.p.manager.disconnect("D")
     pair.p.manager.connect(pair.d.info())
     room = pair.room()

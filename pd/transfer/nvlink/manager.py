@@ -42,7 +42,6 @@ from pd.core.transfer_choice import nvlink_obstacle
 from pd.kernels.paging import token_slots
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.nvlink.device import CudaDevice
-from pd.transfer.nvlink.inbox import LAST_LAUNCH_SECONDS, NvlinkReceiver, NvlinkSessions
 from pd.transfer.nvlink.link import NvlinkLink
 from pd.transfer.nvlink.messages import (
     PeerPool,
@@ -50,6 +49,7 @@ from pd.transfer.nvlink.messages import (
     welcome_decoder,
 )
 from pd.transfer.nvlink.sender import NvlinkPoolShape, NvlinkSender
+from pd.transfer.nvlink.sessions import LAST_LAUNCH_SECONDS, NvlinkReceiver, NvlinkSessions
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import require_loopback, transfer_key
 from pd.transfer.wire.hub import ChannelHub
