@@ -26,7 +26,7 @@ from transfer_helpers import (
 from pd.core.errors import SetupError, TransferError, UsageError
 from pd.core.node_info import KVLayout, NodeInfo
 from pd.transfer.base import TransferState
-from pd.transfer.nvlink import link as nvlink_link
+from pd.transfer.nvlink import launched
 from pd.transfer.nvlink import sessions as nvlink_sessions
 from pd.transfer.nvlink.manager import NvlinkManager
 from pd.transfer.nvlink.messages import NvlinkDestination
@@ -205,7 +205,7 @@ def test_what_a_link_does_is_learned_from_its_stores(
 ) -> None:
     """Only from those of some size, and the best counts: others had to share the link."""
     size = 50 * pair.p.layout.token_bytes
-    monkeypatch.setattr(nvlink_link, "_TIMED_BYTES", size)
+    monkeypatch.setattr(launched, "_TIMED_BYTES", size)
 
     def transfer(tokens: int, delay: float) -> float:
         """Operations that hide a byte, as the next room sees it."""
@@ -252,12 +252,12 @@ def test_few_stores_are_launched_ahead_since_they_cannot_be_called_back(pair: Pa
     sender = room.open()
     for token in range(0, 50, 5):
         sender.send(token, token + 5, 0, 3)
-    wait_until(lambda: pair.p.device.launched == nvlink_link.LAUNCHED_AHEAD, "the launches")
+    wait_until(lambda: pair.p.device.launched == launched.LAUNCHED_AHEAD, "the launches")
     time.sleep(0.05)
     sender.abort()
     pair.p.device.flows.set()
     wait_until(sender.drained, "the drain")
-    assert pair.p.device.launched == nvlink_link.LAUNCHED_AHEAD
+    assert pair.p.device.launched == launched.LAUNCHED_AHEAD
 
 
 def test_an_abort_leaves_other_rooms_alone(pair: Pair) -> None:
@@ -381,9 +381,9 @@ def test_a_pool_that_cannot_be_mapped_fails_its_rooms_and_is_tried_again(pair: P
     pair.p.manager.disconnect("D")
     pair.p.device.refuses = "the peer's KV pool cannot be mapped: out of memory"
     pair.introduce()
-    link, inbox = pair.p.manager._links["D"], pair.d.manager._inbox
+    link, sessions = pair.p.manager._links["D"], pair.d.manager._sessions
     wait_until(lambda: link.stopped is not None, "the link to give up")
-    wait_until(lambda: inbox.session("P").channel is None, "D to notice")
+    wait_until(lambda: sessions.session("P").channel is None, "D to notice")
     room = pair.room()
     room.send_all()
     assert settled(room.sender) is TransferState.FAILED

@@ -1,4 +1,4 @@
-"""P's side of the nvlink backend: stores into one peer's pool."""
+"""Sending side of an nvlink link: stores into the pool of one peer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
+from pd.transfer.nvlink.launched import LaunchedStores
 from pd.transfer.nvlink.messages import SessionWelcome
 
 if TYPE_CHECKING:
-    from pd.transfer.nvlink.device import PoolMapping, StoreDevice, StoreLane, StoreTicket
+    from pd.transfer.nvlink.device import PoolMapping, StoreDevice, StoreLane
     from pd.transfer.nvlink.messages import PeerPool
     from pd.transfer.nvlink.sender import NvlinkSender
     from pd.transfer.ranges import Block
@@ -21,23 +22,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Stores launched and not complete at most. Enough that the GPU always has one at hand; few, because
-# they cannot be called back when their room is aborted or the peer dies.
-LAUNCHED_AHEAD = 4
-# Smaller stores say little about the link.
-_TIMED_BYTES = 16 << 20
-
 
 class NvlinkLink:
     """One channel to a peer and the mapping of its pool, which exists only as long as the channel.
 
-    A link is used once: when it ended, the manager makes another. However it ends, its thread
+    A link is used once: when it has ended, the manager makes another. However it ends, its thread
     launches nothing more, waits for what was launched, unmaps the pool and then closes the channel,
     in this order: D takes the close as proof that nothing can land any more.
 
-    A store is launched by the thread that finds it computed if none waits before it, since waking
-    another takes as long as the launch; by the link's thread while the pool is not mapped yet or
-    enough is launched. One of them launches at a time.
+    A store is launched by the thread that finds its KV computed if none waits before it, since
+    waking another thread takes as long as the launch. It is launched by the link's thread while the
+    pool is not mapped yet or enough is launched. One of them launches at a time.
     """
 
     def __init__(self, hub: ChannelHub, peer: str, pool: PeerPool, device: StoreDevice) -> None:
@@ -49,17 +44,15 @@ class NvlinkLink:
         self._channel: Channel | None = None
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
-        # Transfers of which some was given to send, and that were not done, when the link ended.
+        # Rooms that had begun to send, and were not done, when the link ended.
         self._cut_off = 0
         # A sender for each queued block, in the order in which they were queued.
         self._queue: deque[NvlinkSender] = deque()
+        # Set once the pool is mapped.
         self._lane: StoreLane | None = None
         self._address = 0
         self._launching = False
-        # The best that a store was seen to do; 0 before the first of some size.
-        self.bytes_per_second = 0.0
-        # Of what was launched, and its bytes; touched by who launches.
-        self._launched: deque[tuple[StoreTicket, int]] = deque()
+        self._launched = LaunchedStores()
         self._thread = threading.Thread(target=self._run, name="pd-nvlink", daemon=True)
         with self.changed:
             self._thread.start()
@@ -76,6 +69,11 @@ class NvlinkLink:
             lane = self._lane
         if lane is not None:
             sender.prepare(lane)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The best that a store was seen to do; 0 until the link is known."""
+        return self._launched.bytes_per_second
 
     @property
     def welcomed(self) -> bool:
@@ -106,8 +104,8 @@ class NvlinkLink:
         """Launch until nothing is queued or enough is launched; the rest is the thread's, which is
         ``patient``: it waits first if enough is launched already."""
         try:
-            if patient and len(self._launched) >= LAUNCHED_AHEAD:
-                self._launched[0][0].wait()
+            if patient:
+                self._launched.wait_for_room()
             while (taken := self._next()) is not None:
                 self._launch(lane, *taken)
         except Exception as error:  # noqa: BLE001 - named and handled in _failed
@@ -130,7 +128,7 @@ class NvlinkLink:
         self._dial.cancel()
 
     def join(self, timeout: float) -> bool:
-        """Whether the mapping is given up and the channel closed, after a wait."""
+        """Whether, after a wait, the pool is unmapped and the channel closed."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -178,7 +176,7 @@ class NvlinkLink:
         except Exception as error:  # noqa: BLE001 - named and handled in _failed
             self._failed(error)
         try:
-            self._give_up(mapping)
+            self._unmap(mapping)
         except Exception:
             # The GPU failed: with its context, everything launched has ended.
             logger.exception("cannot unmap the pool of %s", self.peer)
@@ -188,13 +186,13 @@ class NvlinkLink:
             channel.close()
 
     def _welcomed(self) -> bool:
-        """Wait for D's word; False if the link ends first."""
+        """Wait until D opens a session; False if the link ends first."""
         with self.changed:
             self.changed.wait_for(lambda: self.stopped or self._session is not None)
             return self.stopped is None
 
     def _serve(self, mapping: PoolMapping, lane: StoreLane) -> None:
-        """Launch what senders leave, until the link ends."""
+        """Launch what other threads leave queued, until the link ends."""
         with self.changed:
             self._address, self._lane = mapping.address, lane
         while True:
@@ -208,13 +206,9 @@ class NvlinkLink:
     def _next(self) -> tuple[NvlinkSender, Block] | None:
         """The next block to store; None if there is none, enough is launched, or the link has
         ended."""
-        while self._launched and self._launched[0][0].done():
-            ticket, num_bytes = self._launched.popleft()
-            if num_bytes >= _TIMED_BYTES and (seconds := ticket.seconds()) > 0:
-                self.bytes_per_second = max(self.bytes_per_second, num_bytes / seconds)
+        self._launched.collect()
         with self.changed:
-            enough = len(self._launched) >= LAUNCHED_AHEAD
-            if self.stopped is not None or enough or not self._queue:
+            if self.stopped is not None or self._launched.full or not self._queue:
                 return None
             sender = self._queue.popleft()
             block = sender.take()
@@ -224,7 +218,7 @@ class NvlinkLink:
     def _launch(self, lane: StoreLane, sender: NvlinkSender, block: Block) -> None:
         try:
             launched = sender.launch(lane, self._address, self.pool.num_slots, block)
-            self._launched.append(launched)
+            self._launched.add(*launched)
         except BaseException as error:
             lane.drain()  # no ticket tells of what was begun
             sender.fail(self._named(error))  # before the block counts as sent
@@ -248,14 +242,12 @@ class NvlinkLink:
             return error
         return TransferError(f"cannot store to {self.peer}: {error}")
 
-    def _give_up(self, mapping: PoolMapping | None) -> None:
+    def _unmap(self, mapping: PoolMapping | None) -> None:
         begun = time.monotonic()
         with self.changed:
             self.changed.wait_for(lambda: not self._launching)
-        incomplete = sum(not ticket.done() for ticket, _ in self._launched)
-        if self._launched:
-            # Stores complete in the order of their launches.
-            self._launched[-1][0].wait()
+        incomplete = self._launched.incomplete
+        self._launched.wait()
         if mapping is not None:
             mapping.close()
             seconds = time.monotonic() - begun

@@ -48,8 +48,9 @@ from pd.transfer.nvlink.messages import (
     parse_destination,
     welcome_decoder,
 )
+from pd.transfer.nvlink.receiver import NvlinkReceiver
 from pd.transfer.nvlink.sender import NvlinkPoolShape, NvlinkSender
-from pd.transfer.nvlink.sessions import LAST_LAUNCH_SECONDS, NvlinkReceiver, NvlinkSessions
+from pd.transfer.nvlink.sessions import LAST_LAUNCH_SECONDS, NvlinkSessions
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import require_loopback, transfer_key
 from pd.transfer.wire.hub import ChannelHub
@@ -107,14 +108,14 @@ class NvlinkManager(TransferManager):
         )
         self._device = device or CudaDevice(pool)
         self._key = transfer_key(cluster_key)
-        self._inbox = NvlinkSessions()
+        self._sessions = NvlinkSessions()
         self._hub = ChannelHub(
             SERVICE,
             instance_id,
             host,
             self._key,
             welcome_decoder,
-            self._inbox.accept,
+            self._sessions.accept,
             self.patience,
         )
         self._address = {
@@ -161,7 +162,7 @@ class NvlinkManager(TransferManager):
                 self._retire(link)
         if link is not None:
             link.stop(TransferError(f"{instance_id} was disconnected"))
-        self._inbox.disconnect(instance_id)
+        self._sessions.disconnect(instance_id)
 
     def sender(
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
@@ -192,9 +193,9 @@ class NvlinkManager(TransferManager):
     def receiver(
         self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
     ) -> Receiver:
-        with self._inbox.changed:
+        with self._sessions.changed:
             return NvlinkReceiver(
-                self._inbox.session(peer),
+                self._sessions.session(peer),
                 pages,
                 range(token_start, token_stop),
                 self._layout.page_size,
@@ -203,7 +204,7 @@ class NvlinkManager(TransferManager):
             )
 
     def is_linked(self, peer: str) -> bool:
-        return self._inbox.is_bound(peer)
+        return self._sessions.is_bound(peer)
 
     def close(self) -> None:
         with self._lock:
@@ -213,7 +214,7 @@ class NvlinkManager(TransferManager):
             link.stop(TransferError("the transfer manager was closed"))
         deadline = time.monotonic() + _DRAIN_SECONDS
         drained = [link.join(max(0.0, deadline - time.monotonic())) for link in links]
-        self._inbox.close(_PEER_SECONDS)
+        self._sessions.close(_PEER_SECONDS)
         if not all(drained):
             # The hub leaves their channels open: their end would promise what is not so.
             logger.error("stores did not complete within %g s", _DRAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""D's side of the nvlink backend: who may store into the pool, and when nothing can land."""
+"""Sessions of a decode node over nvlink: which peer may store, and when nothing can land."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from pd.core.errors import PDError, TransferError
-from pd.kernels.paging import page_count
-from pd.transfer.base import Receiver, TransferState
-from pd.transfer.nvlink.messages import NvlinkDestination, SessionWelcome
-from pd.transfer.ranges import check_pages
+from pd.core.errors import TransferError
+from pd.transfer.nvlink.messages import SessionWelcome
 
 if TYPE_CHECKING:
-    from pd.transfer.base import IntArray
+    from pd.transfer.nvlink.receiver import NvlinkReceiver
     from pd.transfer.wire.channel import Channel
 
 logger = logging.getLogger(__name__)
@@ -30,7 +25,7 @@ NO_PROOF_SECONDS = 20 * 60.0
 
 
 class NvlinkSession:
-    """One life of the link from a prefill node: reservations name it, and P stores for those only
+    """One life of the link from a prefill node. Reservations name it, and P stores only for those
     that name the session in which D welcomed its channel. Before a channel came and after it ended,
     nothing can land.
 
@@ -63,13 +58,13 @@ class NvlinkSession:
             self._receivers.discard(receiver)
 
     def retire(self, error: TransferError) -> None:
-        """Promise nothing more; ask P to drain and to close the channel."""
+        """Take no more reservations; ask P to drain and to close the channel."""
         with self._changed:
             self._fail(error)
             if self.channel is not None:
                 self.channel.half_close()
             elif self._safe_at is None:
-                # Nobody will ever be welcomed in this session.
+                # No channel will be welcomed in this session any more.
                 self._safe_at = time.monotonic()
 
     def quiet(self) -> bool:
@@ -110,7 +105,7 @@ class NvlinkSessions:
         self._closed = False
 
     def session(self, peer: str) -> NvlinkSession:
-        """The one for new reservations. Raises TransferError after :meth:`close`."""
+        """The session for new reservations. Raises TransferError after :meth:`close`."""
         with self.changed:
             if self._closed:
                 raise TransferError("the transfer manager was closed")
@@ -142,7 +137,7 @@ class NvlinkSessions:
                 return late
             session = self.session(channel.peer)
             if session.channel is not None:
-                # It has given up the old channel, of whose end we have not heard yet.
+                # The peer has closed the old channel, and its end has not arrived here yet.
                 session.retire(TransferError(f"{channel.peer} opened another channel"))
                 session = self.session(channel.peer)
             session.bind(channel)
@@ -157,80 +152,9 @@ class NvlinkSessions:
                 self._ending.append(session)
 
     def close(self, patience: float) -> None:
-        """All of them, and wait a while for the peers to drain."""
+        """End all sessions, and wait ``patience`` seconds for the peers to drain."""
         with self.changed:
             self._closed = True
             for peer in list(self._current):
                 self.disconnect(peer)
             self.changed.wait_for(lambda: not any(s.ending for s in self._ending), timeout=patience)
-
-
-class NvlinkReceiver(Receiver):
-    """Cannot see what lands: DONE when P commits, which comes after its last store."""
-
-    def __init__(
-        self,
-        session: NvlinkSession,
-        pages: IntArray,
-        tokens: range,
-        page_size: int,
-        num_slots: int,
-        token_bytes: int,
-    ) -> None:
-        check_pages(pages, page_size, num_slots, tokens.start, tokens.stop)
-        self.error: PDError | None = None
-        self._session = session
-        self._expected = len(tokens) * token_bytes
-        self._state = TransferState.ACTIVE
-        self._peer_drained = False
-        self._lock = threading.Lock()
-        covering = pages[: page_count(tokens.stop, page_size)].astype("<i4")
-        self._destination = msgspec.msgpack.encode(
-            NvlinkDestination(
-                session.number, page_size, tokens.start, tokens.stop, covering.tobytes()
-            )
-        )
-        session.add(self)
-
-    @property
-    def destination(self) -> bytes:
-        return self._destination
-
-    @property
-    def bytes_received(self) -> int:
-        return 0
-
-    def commit(self, num_bytes: int) -> None:
-        if num_bytes == self._expected:
-            self._end(None)
-            return
-        peer = self._session.peer
-        self.fail(
-            TransferError(f"{peer} committed {num_bytes} KV bytes; {self._expected} were reserved")
-        )
-
-    def poll(self) -> TransferState:
-        return self._state
-
-    def abort(self) -> None:
-        self.fail(TransferError("aborted"))
-
-    def fail(self, error: PDError) -> None:
-        """Record the first error."""
-        self._end(error)
-
-    def drained(self) -> bool:
-        if self._state is TransferState.FAILED:
-            return self._peer_drained or self._session.quiet()
-        # A commit follows the last store.
-        return self._state is TransferState.DONE
-
-    def peer_drained(self) -> None:
-        self._peer_drained = True
-
-    def _end(self, error: PDError | None) -> None:
-        with self._lock:
-            if self._state is TransferState.ACTIVE:
-                self.error = error
-                self._state = TransferState.DONE if error is None else TransferState.FAILED
-        self._session.discard(self)
