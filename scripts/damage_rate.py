@@ -35,7 +35,8 @@ from pd.bench.report import write_report  # noqa: E402
 from pd.core.config import NodeConfig  # noqa: E402
 from pd.embedded import EMBEDDED_MODEL  # noqa: E402
 from pd.launch import NodeServer  # noqa: E402
-from pd.proxy.server import ProxyConfig, ProxyThread  # noqa: E402
+from pd.proxy.config import ProxyConfig  # noqa: E402
+from pd.proxy.server import ProxyThread  # noqa: E402
 
 ANYWHERE, DIGIT, EXPONENT = "anywhere", "a digit", "a digit, sign and exponent"
 CARRIER = "a digit, sign and exponent, where it is carried"

@@ -11,11 +11,10 @@ from pd.commands import parser as types
 from pd.commands.ready import Ready, announce
 from pd.core.config import ROUTING_POLICIES
 from pd.core.errors import UsageError
+from pd.proxy.config import ProxyConfig
 
 if TYPE_CHECKING:
     import argparse
-
-    from pd.proxy.server import ProxyConfig
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +144,6 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """The proxy's configuration; raises UsageError for values that cannot work."""
-    from pd.proxy.server import ProxyConfig
-
     settings = dict(vars(args))
     if args.tokenizer is not None:
         settings["tokenizer"] = str(args.tokenizer)

@@ -1,4 +1,4 @@
-"""The proxy as a process: configuration, start, drain, stop."""
+"""The proxy as a process: start, drain, stop."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import signal
 import socket
 import threading
 import uuid
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 
 from pd.core.connections import ConnectionLimits, GuardedServer, raise_file_limit
-from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError, UsageError
+from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError
 from pd.core.local_requests import is_loopback
-from pd.proxy.access import Access, ApiKey, check_api_keys, check_cors_origins
+from pd.proxy.access import Access
 from pd.proxy.admin_api import AdminAPI
 from pd.proxy.app import make_app
 from pd.proxy.background import Background
@@ -26,7 +24,7 @@ from pd.proxy.channel import Sockets
 from pd.proxy.compat_api import CompatAPI
 from pd.proxy.dispatcher import Dispatcher
 from pd.proxy.metrics import Metrics
-from pd.proxy.pool import MAX_WORKERS, WorkerPool
+from pd.proxy.pool import WorkerPool
 from pd.proxy.routing import Router, make_policy
 from pd.proxy.service import Service
 from pd.proxy.tokenizer import TextModels
@@ -35,12 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from pd.core.messages import AnyMessage
+    from pd.proxy.config import ProxyConfig
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DEFAULT_MAX_QUEUE = 4096
 # So long the ready line waits for nodes that are already up; without them it comes then.
 READY_GRACE_SECONDS = 3.0
 BACKLOG = 2048
@@ -51,61 +49,6 @@ LIMITS = ConnectionLimits(keep_alive_seconds=75)
 SEND_BUFFER_BYTES = 256 << 10
 # A client that acknowledges nothing for so long is gone.
 UNREAD_TIMEOUT_MS = 60_000
-
-
-@dataclass(kw_only=True)
-class ProxyConfig:
-    """``prefill``, ``decode``, ``unified``: the nodes' HTTP URLs; ``port`` 0 picks a free one."""
-
-    prefill: list[str] = field(default_factory=list)
-    decode: list[str] = field(default_factory=list)
-    unified: list[str] = field(default_factory=list)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    tokenizer: str | None = None
-    split_special_tokens: bool = False
-    policy: str = "cache_aware"
-    api_key: str | None = field(default=None, repr=False)
-    admin_api_key: str | None = field(default=None, repr=False)
-    api_keys: list[ApiKey] = field(default_factory=list, repr=False)
-    cors_origins: list[str] = field(default_factory=list)
-    max_queue: int = DEFAULT_MAX_QUEUE
-    request_timeout: float | None = None
-    served_model_name: str | None = None
-    cluster_key: bytes | None = field(default=None, repr=False)
-    drain_timeout: float = 30.0
-
-    @property
-    def all_keys(self) -> list[ApiKey]:
-        """The keys that clients may show, from wherever they were given."""
-        keys = list(self.api_keys)
-        if self.api_key is not None:
-            keys.append(ApiKey(self.api_key, "inference", "--api-key"))
-        if self.admin_api_key is not None:
-            keys.append(ApiKey(self.admin_api_key, "admin", "--admin-api-key"))
-        return keys
-
-    @property
-    def key_required(self) -> bool:
-        """Whether clients that generate must show a key."""
-        return self.api_key is not None or bool(self.api_keys)
-
-    def validate(self) -> None:
-        """Raises UsageError naming the value that cannot work."""
-        make_policy(self.policy)
-        if self.max_queue < 1:
-            raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise UsageError(f"--request-timeout must be above 0, not {self.request_timeout}")
-        if self.drain_timeout < 0:
-            raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
-        check_api_keys(self.all_keys)
-        check_cors_origins(self.cors_origins)
-        urls = [*self.prefill, *self.decode, *self.unified]
-        if len(urls) > MAX_WORKERS:
-            raise UsageError(f"{len(urls)} nodes are given; a proxy takes at most {MAX_WORKERS}")
-        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
-            raise UsageError(f"--tokenizer: there is no directory {self.tokenizer}")
 
 
 class Proxy:

@@ -10,7 +10,8 @@ from backends import MOONCAKE, NIXL, TCP, Backend, over
 from cluster import wait_until
 from tiny import tiny_node
 
-from pd.proxy.server import READY_GRACE_SECONDS, ProxyConfig, ProxyThread
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import READY_GRACE_SECONDS, ProxyThread
 
 if TYPE_CHECKING:
     from pd.launch import NodeServer

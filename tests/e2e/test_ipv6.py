@@ -12,7 +12,8 @@ import httpx
 import pytest
 from tiny import VOCAB_SIZE, tiny_cluster
 
-from pd.proxy.server import ProxyConfig, ProxyThread
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

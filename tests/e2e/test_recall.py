@@ -15,7 +15,8 @@ from embedded.text import Message, render
 from tokenizers import Tokenizer
 
 from pd.embedded import EMBEDDED_MODEL
-from pd.proxy.server import ProxyConfig, ProxyThread
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
     from pathlib import Path

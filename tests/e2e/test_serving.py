@@ -17,7 +17,8 @@ from checkpoints import reference_generate
 from cluster import Cluster
 from tokenizers import Tokenizer
 
-from pd.proxy.server import ProxyConfig, ProxyThread
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from fake_node import FakeNode
 
-from pd.proxy.server import ProxyConfig, ProxyThread
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

@@ -19,7 +19,8 @@ from proxy_tokenizers import byte_level
 
 from pd import __version__
 from pd.core.errors import SetupError, UsageError
-from pd.proxy.server import Proxy, ProxyConfig, ProxyThread
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import Proxy, ProxyThread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -233,7 +234,8 @@ def test_secrets_are_not_logged(cluster: Cluster, caplog: pytest.LogCaptureFixtu
 
 _PROGRAM = """
 import asyncio, sys
-from pd.proxy.server import ProxyConfig, serve
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import serve
 assert not {"torch", "transformers"} & sys.modules.keys()
 config = ProxyConfig(prefill=[sys.argv[1]], decode=[sys.argv[2]], port=0)
 asyncio.run(serve(config, lambda url, name: print(url, name, flush=True)))

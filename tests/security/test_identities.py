@@ -27,7 +27,8 @@ from pd.core.messages import (
     StepOutputs,
     encode,
 )
-from pd.proxy.server import ProxyConfig, ProxyThread
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

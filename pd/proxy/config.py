@@ -1,0 +1,81 @@
+"""Configuration of a proxy. The command line reads its defaults, so it imports the rest of the
+proxy only where a value is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pd.proxy.access import ApiKey
+
+
+@dataclass(kw_only=True)
+class ProxyConfig:
+    """Settings of one proxy; names are those of the flags.
+
+    Attributes:
+        prefill, decode, unified: HTTP URLs of the nodes.
+        port: 0 picks a free one.
+        tokenizer: directory of the tokenizer's files; None takes that of the nodes.
+        request_timeout, drain_timeout: in seconds.
+    """
+
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    unified: list[str] = field(default_factory=list)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tokenizer: str | None = None
+    split_special_tokens: bool = False
+    policy: str = "cache_aware"
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+    api_keys: list[ApiKey] = field(default_factory=list, repr=False)
+    cors_origins: list[str] = field(default_factory=list)
+    max_queue: int = 4096
+    request_timeout: float | None = None
+    served_model_name: str | None = None
+    cluster_key: bytes | None = field(default=None, repr=False)
+    drain_timeout: float = 30.0
+
+    @property
+    def all_keys(self) -> list[ApiKey]:
+        """The keys that clients may show, from wherever they were given."""
+        from pd.proxy.access import ApiKey
+
+        keys = list(self.api_keys)
+        if self.api_key is not None:
+            keys.append(ApiKey(self.api_key, "inference", "--api-key"))
+        if self.admin_api_key is not None:
+            keys.append(ApiKey(self.admin_api_key, "admin", "--admin-api-key"))
+        return keys
+
+    @property
+    def key_required(self) -> bool:
+        """Whether clients that generate must show a key."""
+        return self.api_key is not None or bool(self.api_keys)
+
+    def validate(self) -> None:
+        """Raises UsageError naming the value that cannot work."""
+        from pd.proxy.access import check_api_keys, check_cors_origins
+        from pd.proxy.pool import MAX_WORKERS
+        from pd.proxy.routing import make_policy
+
+        make_policy(self.policy)
+        if self.max_queue < 1:
+            raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise UsageError(f"--request-timeout must be above 0, not {self.request_timeout}")
+        if self.drain_timeout < 0:
+            raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
+        check_api_keys(self.all_keys)
+        check_cors_origins(self.cors_origins)
+        urls = [*self.prefill, *self.decode, *self.unified]
+        if len(urls) > MAX_WORKERS:
+            raise UsageError(f"{len(urls)} nodes are given; a proxy takes at most {MAX_WORKERS}")
+        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
+            raise UsageError(f"--tokenizer: there is no directory {self.tokenizer}")
