@@ -48,7 +48,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of its commands by name."""
-    from pd.commands import admin, demo, node, proxy
+    from pd.commands import admin, demo, node_flags, proxy
 
     parser = Parser(
         prog="pd-launch",
@@ -57,8 +57,8 @@ def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=__version__)
     added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for role, text in node.ROLES.items():
-        node.add_arguments(_command(added, role, text), role)
+    for role, text in node_flags.ROLES.items():
+        node_flags.add_arguments(_command(added, role, text), role)
     proxy.add_arguments(_command(added, "proxy", proxy.TEXT))
     demo.add_arguments(_command(added, "demo", demo.TEXT, config=False))
     admin.add_arguments(_command(added, "admin", admin.TEXT, config=False))

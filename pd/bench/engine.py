@@ -62,9 +62,9 @@ All flags of pd-launch unified say how the node is built; those of its network m
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of a unified node, and what to measure."""
-    from pd.commands import node
+    from pd.commands import node_flags
 
-    node.add_arguments(parser, "unified")
+    node_flags.add_arguments(parser, "unified")
     parser.usage = "%(prog)s --model NAME|DIR [flags]"
     parser.epilog = EXAMPLES
     parser.set_defaults(port=0)

@@ -12,29 +12,20 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from pd.commands import parser as types
 from pd.commands.ready import Ready, announce
-from pd.core import config as choices
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
 from pd.core.exit import leave_within
-from pd.transfer.registry import backend_names, check_backend
+from pd.transfer.registry import check_backend
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
     from types import FrameType
 
     from pd.launch import NodeServer
 
 logger = logging.getLogger(__name__)
 
-ROLES = {
-    "prefill": "compute prompts and hand their KV cache to decode nodes",
-    "decode": "receive KV caches and generate tokens",
-    "unified": "do both on one node (colocated baseline)",
-}
-_PORTS = {"prefill": 30000, "decode": 30100, "unified": 30200}
 
 # A thread that computes is asked this often, in seconds, to let another run. Transfers and messages
 # wait for it, and Python's default of 5 ms is as long as a step.
@@ -44,248 +35,6 @@ _SWITCH_INTERVAL = 0.0002
 _END_SECONDS = 40.0
 # Seconds between looks at whether the node is broken.
 _LOOK_INTERVAL = 1.0
-
-_EXAMPLES = """\
-examples:
-  pd-launch {role} --model ~/models/Qwen3-0.6B
-  pd-launch {role} --model ~/models/Qwen3-0.6B --port 0 --kv-cache-tokens 65536
-  pd-launch {role} --config {config} --log-level debug
-
-For other hosts to reach it, every process needs the same key:
-  openssl rand -hex 32 > cluster.key
-  pd-launch {role} --model DIR --host 0.0.0.0 --advertise-host 10.0.0.5 \\
-      --cluster-key-file cluster.key
-
-When it serves it prints {{"event": "ready", "role": "{role}", "url": …}} on standard output.
-SIGTERM (or Ctrl-C) drains it: what runs is finished. A second one ends it at once.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
-    """Flags of one role; names and defaults are the public contract's."""
-    parser.usage = "%(prog)s --model DIR [flags]"
-    directory = "unified" if role == "unified" else "1p1d"
-    parser.epilog = _EXAMPLES.format(role=role, config=f"configs/{directory}/{role}.yaml")
-    _add_model(parser)
-    _add_network(parser, role)
-    _add_memory(parser, role)
-    _add_scheduling(parser)
-    _add_backends(parser, role)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="directory of a Hugging Face checkpoint, or the id of one in the local cache",
-    )
-    add(
-        "--served-model-name",
-        default="",
-        metavar="NAME",
-        help="name in the API (default: the directory's)",
-    )
-    add(
-        "--device",
-        default="auto",
-        type=types.device,
-        help="auto, cpu, cuda or cuda:N (default: auto, a GPU if there is one)",
-    )
-    add(
-        "--dtype",
-        default="auto",
-        choices=choices.DTYPES,
-        help="default: auto, the checkpoint's on a GPU and float32 on a CPU",
-    )
-    add(
-        "--load-format",
-        default="auto",
-        choices=choices.LOAD_FORMATS,
-        help="dummy: random weights from config.json alone",
-    )
-    add("--seed", type=int, default=0, help="of dummy weights")
-    add(
-        "--context-length",
-        type=int,
-        metavar="N",
-        help="limit of prompt and output in tokens (default: the model's)",
-    )
-    add(
-        "--generation-config",
-        default="auto",
-        choices=choices.GENERATION_CONFIGS,
-        help="defaults of sampling for /v1/*: auto, the checkpoint's generation_config.json, or "
-        "none of it (default: auto)",
-    )
-    add(
-        "--tp-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs to shard the model over, a process for each",
-    )
-    add(
-        "--cpu-threads",
-        type=int,
-        metavar="N",
-        help="threads on a CPU (default: the cores, half of them for prefill and decode)",
-    )
-
-
-def _add_network(parser: argparse.ArgumentParser, role: str) -> None:
-    add = parser.add_argument_group("network").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add(
-        "--advertise-host",
-        default="",
-        metavar="HOST",
-        help="address that others are told (default: --host, or this machine's if that is 0.0.0.0)",
-    )
-    add(
-        "--port",
-        type=types.port,
-        default=_PORTS[role],
-        help="port of the administration; 0 picks a free one",
-    )
-    if role == "prefill":
-        add(
-            "--bootstrap-port",
-            type=types.port,
-            default=8998,
-            metavar="PORT",
-            help="port where decode nodes introduce themselves; 0 picks a free one",
-        )
-    add(
-        "--cluster-key-file",
-        type=types.path,
-        metavar="FILE",
-        help="secret that all processes share; needed beyond loopback",
-    )
-    add(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long SIGTERM waits for running requests",
-    )
-
-
-def _add_memory(parser: argparse.ArgumentParser, role: str) -> None:
-    add = parser.add_argument_group("KV cache").add_argument
-    add("--page-size", type=int, default=16, metavar="N", help="tokens per page: 1, 2, 4, … 64")
-    add("--kv-cache-tokens", type=int, metavar="N", help="size; wins over --mem-fraction")
-    add(
-        "--mem-fraction",
-        type=float,
-        default=0.85,
-        metavar="F",
-        help="share of the device's memory to use (on a CPU at most 4 GiB)",
-    )
-    add(
-        "--eviction-policy",
-        default="lru",
-        choices=choices.EVICTION_POLICIES,
-        help="what leaves the prefix cache first (default: lru)",
-    )
-    if role != "prefill":
-        add(
-            "--reserved-decode-tokens",
-            type=int,
-            default=512,
-            metavar="N",
-            help="output to keep room for at most, per running request",
-        )
-        add(
-            "--retraction-host-memory",
-            type=types.size,
-            default="4GiB",
-            metavar="SIZE",
-            help="host memory for the KV of requests that the pool had no room for",
-        )
-
-
-def _add_scheduling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("scheduling").add_argument
-    add("--max-running-requests", type=int, default=256, metavar="N", help="requests in one batch")
-    add(
-        "--chunked-prefill-size", type=int, default=8192, metavar="N", help="prompt tokens per step"
-    )
-    add(
-        "--schedule-policy",
-        default="lpm",
-        choices=choices.SCHEDULE_POLICIES,
-        help="which prompt is next: longest cached prefix, first come, longest output, densest "
-        "branch of the cache, or highest priority (default: lpm)",
-    )
-    add(
-        "--max-overtakes",
-        type=int,
-        default=64,
-        metavar="N",
-        help="how often a waiting request may be overtaken before it goes first",
-    )
-
-
-class _TransferBackends:
-    """Names of the transfer backends, those of other packages among them.
-
-    Looked up only for a help text and for a name on the command line: every command builds the
-    parsers of all, and the look-up reads what is installed.
-    """
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("auto", *backend_names()))
-
-    def __contains__(self, name: object) -> bool:
-        return name in tuple(self)
-
-
-def _add_backends(parser: argparse.ArgumentParser, role: str) -> None:
-    add = parser.add_argument_group("backends").add_argument
-    add(
-        "--attention-backend",
-        default="auto",
-        choices=choices.ATTENTION_BACKENDS,
-        help="default: auto, the best there is here",
-    )
-    add(
-        "--overlap-schedule",
-        default="auto",
-        choices=choices.OVERLAP_SCHEDULES,
-        help="plan the next step while one is computed (default: auto, on GPUs)",
-    )
-    if role != "prefill":
-        add(
-            "--cuda-graph-batch-sizes",
-            type=types.batch_sizes,
-            metavar="N,N,…",
-            help="decode batches to capture as CUDA graphs; 0 for none "
-            "(default: a ladder up to --max-running-requests)",
-        )
-    add(
-        "--transfer-backend",
-        default="auto",
-        choices=_TransferBackends(),
-        metavar="NAME",
-        help="how KV travels between two nodes: %(choices)s; auto offers nvlink, nixl and tcp "
-        "as far as they work here without a port that asks nobody for the cluster key, and a pair "
-        "uses the first that works for both (default: auto)",
-    )
-    add(
-        "--trust-network",
-        action="store_true",
-        help="none but this deployment's hosts reach this node: auto may offer nixl between hosts, "
-        "whose library lets whoever reaches its ports write to any memory of the node",
-    )
-    add(
-        "--fake-script",
-        type=types.path,
-        metavar="FILE",
-        help="what goes wrong with --transfer-backend fake",
-    )
-    add("--kv-digest", action="store_true", help="verify every transfer's content")
 
 
 def config_from(args: argparse.Namespace) -> NodeConfig:

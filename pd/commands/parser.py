@@ -23,6 +23,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         uninteresting = action.default in (None, "", False, [], argparse.SUPPRESS)
         if uninteresting or "default" in text:
             return text
+        if action.type is size:
+            return f"{text} (default: {show_size(action.default)})"
         return f"{text} (default: %(default)s)"
 
 
@@ -88,6 +90,14 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"a size is a number of bytes or like 512MiB, not {text}")
     power = ["", "K", "M", "G", "T"].index(found[2].upper())
     return int(float(found[1]) * 1024**power)
+
+
+def show_size(num_bytes: int) -> str:
+    """A number of bytes as :func:`size` reads it, in the largest unit that divides it."""
+    for power, unit in reversed(list(enumerate(("", "KiB", "MiB", "GiB", "TiB")))):
+        if num_bytes and num_bytes % 1024**power == 0:
+            return f"{num_bytes // 1024**power}{unit}"
+    return "0"
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pd.commands import parser as types
+from pd.commands.flags import ConfigFlags
 from pd.commands.ready import Ready, announce
 from pd.core.config import ROUTING_POLICIES
 from pd.core.errors import UsageError
@@ -38,107 +39,112 @@ SIGTERM (or Ctrl-C) drains it: what runs is finished. A second one ends it at on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags; names and defaults are the public contract's."""
+    """Add the flags, whose names and defaults are the public contract's."""
     parser.usage = "%(prog)s --prefill URL --decode URL [flags]"
     parser.epilog = _EXAMPLES
-    _add_nodes(parser)
-    _add_http(parser)
-    add = parser.add_argument_group("requests").add_argument
-    add(
-        "--policy",
-        default="cache_aware",
-        choices=ROUTING_POLICIES,
-        help="how nodes are chosen (default: cache_aware)",
-    )
-    add(
-        "--max-queue",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="prompts in the system at most; more are answered 429",
-    )
-    add(
-        "--request-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="deadline of every request; later is answered 408 (default: none)",
-    )
+    flags = ConfigFlags(parser, ProxyConfig)
+    _add_nodes(flags)
+    _add_model(flags)
+    _add_network(flags)
+    _add_keys(flags)
+    _add_requests(flags)
 
 
-def _add_nodes(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("nodes (each flag may be repeated)").add_argument
+def _add_nodes(flags: ConfigFlags) -> None:
+    flags.start_group("nodes (each flag may be repeated)")
     for role in ("prefill", "decode", "unified"):
-        add(
+        flags.add(
             f"--{role}",
-            action="append",
-            default=[],
+            f"address of a {role} node",
             type=types.node_url,
+            repeated=True,
             metavar="URL",
-            help=f"address of a {role} node",
         )
-    add = parser.add_argument_group("model").add_argument
-    add(
+
+
+def _add_model(flags: ConfigFlags) -> None:
+    flags.start_group("model")
+    flags.add(
         "--tokenizer",
+        "model directory with tokenizer.json or tokenizer.model (default: the nodes', if it is on "
+        "this host)",
         type=types.path,
         metavar="DIR",
-        help="model directory with tokenizer.json or tokenizer.model (default: the nodes', if it "
-        "is on this host)",
     )
-    add(
+    flags.add(
         "--split-special-tokens",
-        action="store_true",
-        help="special tokens that clients write are ordinary text; only the chat template's are "
-        "control tokens",
+        "special tokens that clients write are ordinary text; only the chat template's are control "
+        "tokens",
     )
-    add(
+    flags.add(
         "--served-model-name",
+        "another name for the first model that the nodes serve",
         metavar="NAME",
-        help="another name for the first model that the nodes serve",
     )
 
 
-def _add_http(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("network").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=types.port, default=8000, help="0 picks a free one")
-    add(
-        "--api-key",
-        metavar="KEY",
-        help="clients must send it; better given as the environment variable "
-        f"{API_KEY_VARIABLE}, which other users of this machine cannot see",
-    )
-    add(
-        "--admin-api-key",
-        metavar="KEY",
-        help="opens workers, caches and requests of others, which otherwise only programs of this "
-        f"host may ask for; better given as {ADMIN_API_KEY_VARIABLE}",
-    )
-    add(
-        "--api-keys",
-        type=types.path,
-        metavar="FILE",
-        help="more keys, one a line: inference or admin, the key, and a name if you like",
-    )
-    add(
+def _add_network(flags: ConfigFlags) -> None:
+    flags.start_group("network")
+    flags.add("--host", "address to listen on")
+    flags.add("--port", "0 picks a free one", type=types.port)
+    flags.add(
         "--cors-origins",
-        action="append",
-        default=[],
+        "web pages that may use the proxy, such as https://chat.example.org; may be repeated, * "
+        "lets in all",
+        repeated=True,
         metavar="ORIGIN",
-        help="web pages that may use the proxy, such as https://chat.example.org; may be repeated, "
-        "* lets in all",
     )
-    add(
+    flags.add(
+        "--drain-timeout",
+        "how long SIGTERM waits for running requests",
+        type=float,
+        metavar="SECONDS",
+    )
+
+
+def _add_keys(flags: ConfigFlags) -> None:
+    flags.start_group("keys")
+    flags.add(
+        "--api-key",
+        "clients must send it; better given as the environment variable "
+        f"{API_KEY_VARIABLE}, which other users of this machine cannot see",
+        metavar="KEY",
+    )
+    flags.add(
+        "--admin-api-key",
+        "opens workers, caches and requests of others, which otherwise only programs of this host "
+        f"may ask for; better given as {ADMIN_API_KEY_VARIABLE}",
+        metavar="KEY",
+    )
+    flags.add(
+        "--api-keys",
+        "more keys, one a line: inference or admin, the key, and a name if you like",
+        type=types.path,
+        default=None,
+        metavar="FILE",
+    )
+    flags.add(
         "--cluster-key-file",
+        "the nodes' secret; needed if they have one",
         type=types.path,
         metavar="FILE",
-        help="the nodes' secret; needed if they have one",
     )
-    add(
-        "--drain-timeout",
+
+
+def _add_requests(flags: ConfigFlags) -> None:
+    flags.start_group("requests")
+    flags.add("--policy", "how nodes are chosen", choices=ROUTING_POLICIES)
+    flags.add(
+        "--max-queue",
+        "prompts in the system at most; more are answered 429",
+        type=int,
+        metavar="N",
+    )
+    flags.add(
+        "--request-timeout",
+        "deadline of every request; later is answered 408 (default: none)",
         type=float,
-        default=30.0,
         metavar="SECONDS",
-        help="how long SIGTERM waits for running requests",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import re
 import shlex
 from ipaddress import ip_address
@@ -10,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from pd.cli import launch_parser, parse
-from pd.commands import node, proxy
+from pd.commands import node, node_flags, proxy
+from pd.commands.parser import show_size, size
 from pd.core import config as choices
+from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
 from pd.embedded import EMBEDDED_MODEL
 from pd.engine.kv_pool import DTYPES
+from pd.proxy.config import ProxyConfig
 from pd.proxy.routing import make_policy
 from pd.radix import EVICTION_POLICIES
 from pd.scheduling.policy import POLICIES
@@ -94,7 +99,40 @@ def test_names_to_choose_from_are_those_that_exist() -> None:
         make_policy(name)
 
 
-@pytest.mark.parametrize("role", list(node.ROLES))
+def test_a_flag_has_the_default_of_the_field_that_it_sets() -> None:
+    # A program that makes a NodeConfig itself has free ports.
+    own = {"role", "model", "port", "bootstrap_port"}
+    for role in node_flags.ROLES:
+        settings = parsed(role, "--model", "m")
+        for field in dataclasses.fields(NodeConfig):
+            if field.name in settings and field.name not in own:
+                assert settings[field.name] == field.default, (role, field.name)
+    assert proxy.config_from(argparse.Namespace(**parsed("proxy"))) == ProxyConfig()
+
+
+def test_defaults_in_documents_are_those_of_the_flags() -> None:
+    """``--flag`` with "default VALUE" behind it in a line, and the table of docs/gpu.md."""
+    defaults = parsed("unified", "--model", "m") | parsed("prefill", "--model", "m")
+    found = []
+    for path in DOCUMENTS:
+        found += re.findall(r"`--([\w-]+)`[^`\n]*?\bdefault `?([\d.]+)", path.read_text())
+    rows = re.findall(
+        r"^\| `--([\w-]+)` \| `?([\w.]+)`?[: |]", (ROOT / "docs/gpu.md").read_text(), re.M
+    )
+    found += [(flag, value) for flag, value in rows if value not in ("a", "the")]
+    assert {flag for flag, _ in found} >= {"page-size", "drain-timeout", "mem-fraction"}
+    for flag, value in found:
+        default = defaults[flag.replace("-", "_")]
+        assert type(default)(value) == default, flag
+
+
+def test_sizes_are_shown_as_they_are_read() -> None:
+    for num_bytes in (0, 1, 1536, 4 << 30, (4 << 30) + 1):
+        assert size(show_size(num_bytes)) == num_bytes
+    assert show_size(4 << 30) == "4GiB"
+
+
+@pytest.mark.parametrize("role", list(node_flags.ROLES))
 def test_defaults_make_a_configuration(role: str) -> None:
     parser, commands = launch_parser()
     args = parse(parser, commands, [role, "--model", str(EMBEDDED_MODEL)])
