@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pd import __version__
 from pd.commands.parser import Parser
@@ -123,13 +123,23 @@ def parse(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> 
     return args
 
 
+class Benchmark(Protocol):
+    """A module of ``pd.bench``."""
+
+    @property
+    def add_arguments(self) -> Callable[[argparse.ArgumentParser], None]: ...
+
+    @property
+    def run(self) -> Callable[[argparse.Namespace], int]: ...
+
+
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
     from pd.bench import engine, radix, serve, transfer
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
-    programs = {
+    programs: dict[str, tuple[Benchmark, str]] = {
         "engine": (engine, "speed of one node's prefill and decode"),
         "radix": (radix, "speed of the radix cache"),
         "serve": (serve, "what clients of a server wait for"),

@@ -9,7 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
@@ -197,7 +197,7 @@ def _serve(pipe: Connection, endpoint: str, instance_id: str) -> None:
     poller.register(connection.socket, zmq.POLLIN)
     poller.register(pipe.fileno(), zmq.POLLIN)
     while True:
-        ready: dict[Any, int] = dict(poller.poll(HEARTBEAT_INTERVAL * 1000))
+        ready: dict[object, int] = dict(poller.poll(round(HEARTBEAT_INTERVAL * 1000)))
         connection.beat()
         if connection.socket in ready:
             result = connection.receive()

@@ -10,12 +10,12 @@ import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def write_report(
     path: Path,
     command: str,
-    results: Sequence[dict[str, Any]],
+    results: Sequence[Mapping[str, object]],
     *,
     measured: Sequence[str],
-    machine: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None,
+    machine: Mapping[str, object] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> None:
     """Write one result file.
 
@@ -38,14 +38,15 @@ def write_report(
         machine: facts beyond those of :func:`describe_machine`.
         settings: what the command does not say.
     """
-    report = {
+    report: dict[str, object] = {
         "command": command,
         "commit": describe_commit(measured),
-        "machine": {**describe_machine(), **(machine or {})},
+        "machine": describe_machine() | dict(machine or {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **({"settings": settings} if settings else {}),
-        "results": list(results),
     }
+    if settings:
+        report["settings"] = settings
+    report["results"] = list(results)
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -73,7 +74,7 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, object]:
     """Processor, cores and versions; where there are GPUs also theirs (torch's version ends in
     CUDA's)."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -88,7 +89,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _describe_gpus() -> dict[str, Any]:
+def _describe_gpus() -> dict[str, object]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
@@ -97,7 +98,7 @@ def _describe_gpus() -> dict[str, Any]:
     gpus = [line.rpartition(", ") for line in listed.strip().splitlines()]
     if not gpus:
         return {}
-    facts = {"gpu": ", ".join(name for name, _, _ in gpus), "driver": gpus[0][2]}
+    facts: dict[str, object] = {"gpu": ", ".join(name for name, _, _ in gpus), "driver": gpus[0][2]}
     for package in ("torch", "triton", "flashinfer-python", "nixl"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)

@@ -58,11 +58,17 @@ class Load:
     long_out: int = 32
     seconds: float = 12.0
 
+    def __str__(self) -> str:
+        """The load as :meth:`parse` reads it."""
+        shown = {"num_in": "in", "num_out": "out"}
+        settings = dataclasses.asdict(self).items()
+        return ",".join(f"{shown.get(name, name)}={value:g}" for name, value in settings)
+
     @classmethod
     def parse(cls, text: str) -> Load:
         """``streams=48,in=512,…``; what is left out has its default. Raises UsageError."""
         names = {"in": "num_in", "out": "num_out"}
-        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        kinds = {name: type(value) for name, value in dataclasses.asdict(cls()).items()}
         given: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
@@ -88,8 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--load",
         metavar="SPEC",
-        help="streams=48,in=512,out=900,long=8192,every=0.5,long_out=32,seconds=12, or some of "
-        "these; what is left out is as it stands here",
+        help=f"{Load()}, or some of these; what is left out is as it stands here",
     )
     add("--model", metavar="NAME", help="which one, if the server needs to be told")
     add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
