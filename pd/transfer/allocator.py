@@ -1,4 +1,4 @@
-"""What transfers need to know of PyTorch's CUDA allocator."""
+"""The settings of PyTorch's CUDA allocator that matter to transfers."""
 
 from __future__ import annotations
 

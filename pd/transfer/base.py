@@ -1,4 +1,4 @@
-"""What every transfer backend offers and promises.
+"""The interface of transfer backends: what each offers and promises.
 
 D owns the destination and P pushes. A room's hand-off is one :class:`Sender` on P and one
 :class:`Receiver` on D; both speak of token and layer ranges, never of pages, so page sizes may
@@ -37,8 +37,8 @@ class KVBuffer(Protocol):
     token t of a sequence whose page table is ``pages`` lies in slot
     ``pages[t // page_size] * page_size + t % page_size``. ``parts``: where tensor-parallel ranks
     divide the heads, the address of each rank's buffer as mapped here, of the same shape as
-    ``buffer``, which is the first of them. Nothing else knows of parts than copies between pages
-    and staging: what travels has all heads.
+    ``buffer``, which is the first of them. Only copies between pages and staging buffers know of
+    parts: KV travels with all heads.
     """
 
     buffer: torch.Tensor
@@ -65,7 +65,7 @@ class PoolShape(Protocol):
 
 
 class TransferState(IntEnum):
-    """Of a sender or a receiver. Larger is later; FAILED and DONE are terminal."""
+    """State of a sender or a receiver. Larger is later; FAILED and DONE are terminal."""
 
     ACTIVE = 0
     DONE = 1
@@ -98,7 +98,7 @@ class Sender(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Say that nothing more will be sent."""
+        """Announce that nothing more will be sent."""
 
     @abstractmethod
     def poll(self) -> TransferState:
@@ -111,11 +111,11 @@ class Sender(ABC):
 
     @abstractmethod
     def drained(self) -> bool:
-        """After abort, failure or DONE: nothing of this epoch reads the source pages or can land
-        at the destination any more. On a GPU: the host saw the end of the last kernel or copy that
-        reads or writes them. False is a lasting answer where a write cannot be stopped, also after
-        ``TransferManager.disconnect``; True is final. (Where D itself keeps late bytes out of its
-        pages, as over ``tcp``, only the first half is waited for.)"""
+        """Whether, after abort, failure or DONE, nothing of this epoch reads the source pages or
+        can land at the destination any more. On a GPU this means that the host saw the end of the
+        last kernel or copy that reads or writes them. False is a lasting answer where a write
+        cannot be stopped, also after ``TransferManager.disconnect``; True is final. Where D
+        itself keeps late bytes out of its pages, as over ``tcp``, the end of reads is enough."""
 
 
 class Receiver(ABC):
@@ -126,7 +126,7 @@ class Receiver(ABC):
     @property
     @abstractmethod
     def destination(self) -> bytes:
-        """What the sender needs to know beyond room and epoch (goes into ``Reservation``)."""
+        """Bytes for ``Reservation.destination``: what the sender needs besides room and epoch."""
 
     @property
     @abstractmethod
@@ -135,9 +135,9 @@ class Receiver(ABC):
 
     @abstractmethod
     def commit(self, num_bytes: int) -> None:
-        """The sender says that it wrote ``num_bytes`` in all. The state becomes DONE once they are
-        here (at once where the sender's completion proves arrival) and FAILED if the number is not
-        what was reserved."""
+        """Note that the sender has written ``num_bytes`` in all. The state becomes DONE once they
+        are here (at once where the sender's completion proves arrival) and FAILED if the number is
+        not what was reserved."""
 
     @abstractmethod
     def poll(self) -> TransferState:
@@ -163,8 +163,8 @@ class TransferManager(ABC):
     """One per node: knows the pool and the peers.
 
     Attributes:
-        patience: by which limits on progress are extended; the node tells it what peers' heartbeats
-            say.
+        patience: extends limits on progress; the node gives it the run delays that peers'
+            heartbeats report.
     """
 
     name: str
@@ -231,7 +231,7 @@ class TransferManager(ABC):
 
     @property
     def quarantined_slots(self) -> int:
-        """Staging slots, on either side of a link, that a transfer may still read or write after
+        """Staging buffers, on either side of a link, that a transfer may still read or write after
         its link was lost; shown by the node. 0 for a backend without staging."""
         return 0
 

@@ -41,7 +41,7 @@ class ChoosingManager(TransferManager):
         self._chosen: dict[str, TransferManager] = {}
 
     def address(self) -> dict[str, str]:
-        """Of the most preferred backend; peers are told :meth:`addresses`."""
+        """Address of the most preferred backend; :meth:`addresses` is what peers learn."""
         return next(iter(self._addresses.values()))
 
     def addresses(self) -> dict[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""When KV that a forward pass computes is there to be sent."""
+"""Calls back when a forward pass has written the KV that is to be sent."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _CLOSE_SECONDS = 10.0
 
 
 class Computed:
-    """P: calls back when what was queued on the calling thread's current stream is complete.
+    """P: calls back when the work queued on the calling thread's current stream is complete.
 
-    A backend is given only what is complete. So KV that is there never waits behind a step, be it
-    of another room; what a backend has begun ends soon, also when its room is aborted or the peer
-    dies; and that nothing moves means that the peer is at fault.
+    A backend is given only complete KV. So KV that is ready never waits behind a step, not even one
+    of another room; a copy that a backend has begun ends soon, also when its room is aborted or the
+    peer dies; and if nothing moves, the peer is at fault.
 
-    What stands on a stream that has nothing to do is complete; otherwise a thread waits for CUDA
-    events, in the order in which they were recorded. Calls made at once may overtake others.
+    If the stream is idle, its work is complete and the call is made at once. Otherwise a thread
+    waits for CUDA events, in the order in which they were recorded. Calls made at once may overtake
+    others.
 
     Args:
         device: of the pool; in host memory everything is complete.
@@ -47,8 +48,8 @@ class Computed:
             self._thread.start()
 
     def then(self, call: Callable[[str], None]) -> None:
-        """Call, at once or from another thread, when it is complete: with an empty text, or with
-        what went wrong. Does not wait."""
+        """Have ``call`` called, at once or by another thread, when the work is complete: with an
+        empty text, or with the reason why it failed. Does not wait."""
         if self._thread is None:
             call("")
             return
@@ -69,7 +70,7 @@ class Computed:
             self._marks.put((event, call))
 
     def close(self) -> None:
-        """Returns when all calls were made, or when a GPU stands still."""
+        """Wait until all calls were made, for 10 seconds at most: a GPU may hang."""
         if self._thread is None:
             return
         self._marks.put(None)
@@ -92,4 +93,5 @@ class Computed:
                 call(reason)
             except Exception:
                 logger.exception("KV that was computed cannot be sent")
-            del mark, event, call  # what is sent holds memory, and the next may be long in coming
+            # The call holds memory, and the next one may come much later.
+            del mark, event, call

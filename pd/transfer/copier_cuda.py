@@ -1,4 +1,4 @@
-"""Between a pool in CUDA memory and staging buffers: kernels and copies on side streams."""
+"""Copies between a pool in CUDA memory and staging buffers, on side streams."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class _Event(CopyTicket):
-    """After a copy.
+    """An event recorded after a copy.
 
-    It takes tens of microseconds, less than a sleeping thread needs to wake up, so its end is
-    waited for awake, in the driver and without Python's lock.
+    A copy takes tens of microseconds, less than a sleeping thread needs to wake up. So :meth:`wait`
+    waits awake, in the driver and without Python's lock.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -53,7 +53,7 @@ class _Table:
             self._ready.record(stream)
 
     def slots(self, block: Block, stream: torch.cuda.Stream) -> torch.Tensor:
-        """For what ``stream`` does from now on."""
+        """The slots of a block's tokens, for what ``stream`` does from now on."""
         stream.wait_event(self._ready)
         return self._slots[block.token_start : block.token_stop]
 
@@ -68,7 +68,7 @@ class _CopyStream:
         self._memory: torch.Tensor | None = None
 
     def memory(self, size: int) -> torch.Tensor:
-        """To be called with the stream current, to which the memory then belongs."""
+        """Device memory of ``size`` bytes. The stream must be current: the memory belongs to it."""
         if self._memory is None or len(self._memory) < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self.stream.device)
         return self._memory[:size]
@@ -133,7 +133,7 @@ class CudaCopier(Copier):
 
     def _warm_up(self) -> None:
         """Compile the kernels now, on a small pool of their own: the first room could not wait for
-        it, and the node may be computing already."""
+        the compiler, and the node may be computing already."""
         pool, parts, tokens = self._buffer, self._parts, 16
         shape = (1, 2, 2 * tokens, *pool.shape[3:])
         with torch.cuda.device(self._device):

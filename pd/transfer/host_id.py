@@ -1,4 +1,4 @@
-"""Which processes share a host, for what only processes of one host can do for each other."""
+"""Tells which processes share a host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """The same for processes that can exchange CUDA IPC handles, and find each other by process
-    id: one boot of one kernel, and the same pid and ipc namespaces."""
+    """A name that is equal for processes which can exchange CUDA IPC handles and find each other by
+    process id: one boot of one kernel, and the same pid and ipc namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "ipc"))
     return ":".join([boot, *map(str, spaces)])

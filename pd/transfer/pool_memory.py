@@ -102,7 +102,7 @@ class Stretches:
 
 
 class PoolMemory:
-    """Blocks of a pool in the order in which they travel: for each layer the tokens' K, then their
+    """Blocks of a pool, in the order in which they travel: for each layer the tokens' K, then their
     V.
 
     Sockets use a pool in host memory in place (:class:`InPlace`). Any other, and one whose heads
@@ -129,7 +129,7 @@ class PoolMemory:
         self._layer_bytes = self.num_slots * self.cell_bytes
 
     def layer_address(self, layer: int) -> int:
-        """Where a layer's K begins."""
+        """Address at which a layer's K begins."""
         return self._address + layer * self._layer_bytes
 
     def read(self, pages: IntArray, block: Block) -> bytearray:
@@ -203,7 +203,7 @@ class InPlace:
 
 
 def in_buffer(host: torch.Tensor, header: bytes = b"") -> Stretches:
-    """All of a host buffer (uint8, contiguous), after a header if there is one."""
+    """Stretches of a whole host buffer (uint8, contiguous), after a header if there is one."""
     addresses, lengths = np.array([host.data_ptr()]), np.array([host.numel()])
     if not header:
         return Stretches(addresses, lengths, host)

@@ -1,4 +1,4 @@
-"""From token and layer ranges to slots, and from large ranges to frames."""
+"""Token and layer ranges: their checks, their division into frames, and the slots they fill."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def checked_block(
     layer_start: int,
     layer_stop: int,
 ) -> Block:
-    """What :meth:`pd.transfer.base.Sender.send` is given, of a room of these tokens. Raises
-    ValueError when it is not inside."""
+    """The block that :meth:`pd.transfer.base.Sender.send` is asked to send. Raises ValueError
+    unless it lies inside the room's tokens and the pool's layers."""
     if not tokens.start <= token_start <= token_stop <= tokens.stop:
         raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {tokens}")
     if not 0 <= layer_start <= layer_stop <= num_layers:
@@ -83,8 +83,8 @@ def slot_runs(
 
 
 def wanted_tokens(reservation: Reservation, num_tokens: int) -> range:
-    """Those of a prompt of ``num_tokens`` that D does not hold yet. Raises TransferError when it
-    says that it holds more than all."""
+    """Tokens of a prompt of ``num_tokens`` that D does not hold yet. Raises TransferError when the
+    reservation claims more tokens than the prompt has."""
     held = reservation.cached_prefix_len
     if not 0 <= held <= num_tokens:
         raise TransferError(

@@ -119,7 +119,7 @@ def make_transfer_manager(
 
     Args:
         name: a backend's name; ``auto`` offers what works here of ``AUTO``.
-        trust_network: ``auto`` may offer backends whose library opens ports to whoever reaches
+        trust_network: ``auto`` may offer backends whose library opens ports to all that reach
             them (``--trust-network``).
         host, advertise_host, cluster_key, fake_script: see
             :class:`~pd.transfer.backend.TransferSetup`.

@@ -1,4 +1,4 @@
-"""P's side of the fake backend: a link in which writes wait, get lost, come twice or too late."""
+"""Sending side of the fake backend: a link that delays, loses and repeats writes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ It moves real bytes over sockets but behaves like RDMA at its most inconvenient:
 each write that arrives, by slot, without a look at rooms or epochs, and D is not told. The faults
 are those of :mod:`pd.transfer.fake.script`.
 
-What it guarantees and on what that rests:
+Guarantees, and what they rest on:
 
 - A write carries the key that D gave to this peer and that ``disconnect`` takes away under the lock
   that each write holds. So after D's ``disconnect`` or ``close`` nothing of the peer lands, not

@@ -1,4 +1,4 @@
-"""D's side of the fake backend: a "network card" that performs whatever write arrives."""
+"""Receiving side of the fake backend: a "network card" that performs every write that arrives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GREETING_SECONDS, _CLOSE_SECONDS = 5.0, 1.0
 
 
 class FakeDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a room's tokens go, as carried by ``Reservation.destination``.
+    """The destination of a room's tokens, as carried by ``Reservation.destination``.
 
     Attributes:
         key: permits this peer to write; invalid once the peer is disconnected.
@@ -107,21 +107,21 @@ class FakeNic:
             return key in self._peers
 
     def disconnect(self, peer: str) -> None:
-        """When this returns, no write of the peer lands any more."""
+        """Make the peer's key invalid: when this returns, no write of the peer lands any more."""
         with self._lock:
             self._peers = {k: p for k, p in self._peers.items() if p != peer}
             links = [sock for sock, owner in self._links.items() if owner == peer]
         for sock in links:
-            _hang_up(sock)
+            _shut_down(sock)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._peers = {}
             links = list(self._links)
-        _hang_up(self._listener)
+        _shut_down(self._listener)
         for sock in links:
-            _hang_up(sock)
+            _shut_down(sock)
         # One that writes while the process ends would take it down with an error.
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
@@ -195,7 +195,8 @@ class FakeNic:
 
 
 class FakeReceiver(Receiver):
-    """Knows nothing of what arrives: DONE on commit, drained when P or a disconnect says so."""
+    """Does not see what arrives. It is DONE on commit, and drained when P has drained or was
+    disconnected."""
 
     def __init__(
         self, nic: FakeNic, memory: PoolMemory, peer: str, pages: IntArray, tokens: range
@@ -284,6 +285,6 @@ def receive_exactly(
     return bytes(data)
 
 
-def _hang_up(sock: socket.socket) -> None:
+def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What the ``fake`` backend does wrong, and when (``--fake-script FILE``, JSON or YAML).
+"""Faults of the ``fake`` backend (``--fake-script FILE``, JSON or YAML).
 
 A script is a seed and a list of rules::
 
@@ -63,7 +63,7 @@ _Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", kw_only=True):
-    """What every rule may select by."""
+    """Base of all rules, with the fields by which they select."""
 
     rooms: int | list[int] | None = None
     probability: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
@@ -129,7 +129,7 @@ AnyRule: TypeAlias = (
 
 @dataclass
 class WritePlan:
-    """What happens to one write.
+    """The faults of one write.
 
     Attributes:
         delay: seconds before it goes out.
@@ -153,7 +153,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: list[AnyRule] = []
 
     def plan_write(self, peer: str, room: int, write: int) -> WritePlan:
-        """What happens to the ``write``-th write of the ``room``-th room."""
+        """Faults of the ``write``-th write of the ``room``-th room."""
         plan = WritePlan(0.0, True, False, None, [])
         for place, rule in enumerate(self.rules):
             draw = self._draw(place, room, write)
@@ -179,8 +179,8 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def link_returns(self, peer: str, room: int, now: float) -> float | None:
-        """When the link that is down at ``now`` returns; None when it is up. Seconds since the
-        first room."""
+        """Time at which a link that is down at ``now`` returns; None if it is up. Both in seconds
+        since the first room."""
         back = [
             rule.stop
             for place, rule in enumerate(self.rules)
@@ -191,7 +191,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(back, default=None)
 
     def reservation_delay(self, reservation: int) -> float:
-        """By how much the n-th reservation is held back."""
+        """Seconds by which the n-th reservation is held back."""
         delay = 0.0
         for place, rule in enumerate(self.rules):
             draw = self._draw(place, reservation, 0)
@@ -228,7 +228,7 @@ def load_script(path: Path) -> Script:
 
 
 def _complaint(rule: AnyRule) -> str:
-    """What types alone do not say about a rule."""
+    """What is wrong with a rule although its types are right; empty if nothing is."""
     seconds = getattr(rule, "seconds", 0.0)
     bounds = seconds if isinstance(seconds, list) else [seconds, seconds]
     if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] <= MAX_SECONDS:

@@ -1,4 +1,4 @@
-"""What the nvlink backend needs of a GPU, and the GPU itself."""
+"""The interface of the nvlink backend to a GPU, and its implementation with CUDA."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class PoolMapping(Protocol):
 
 
 class StoreTicket(Protocol):
-    """Of something that was launched."""
+    """A store that was launched."""
 
     def done(self) -> bool:
         """Whether it is complete; does not wait."""
 
     def wait(self) -> None:
-        """Until it is complete, asleep."""
+        """Wait until it is complete, asleep."""
 
     def seconds(self) -> float:
-        """How long it ran; only once it is complete."""
+        """Seconds that it ran; only once it is complete."""
 
 
 class StoreLane(Protocol):
@@ -59,7 +59,7 @@ class StoreLane(Protocol):
             table: from :meth:`table`.
             columns: of the table: the block's tokens.
 
-        Raises whatever the GPU's driver does; then nobody knows how much was launched.
+        Raises whatever the GPU's driver does; then some of it may have been launched.
         """
 
     def drain(self) -> None:
@@ -67,10 +67,10 @@ class StoreLane(Protocol):
 
 
 class StoreDevice(Protocol):
-    """Where the pool lies. Tests put shared memory in its place."""
+    """The GPU that holds the pool. Tests put shared memory in its place."""
 
     def published(self) -> dict[str, str]:
-        """What a peer needs to map the pool and to tell whether it can: see
+        """Values by which a peer maps the pool and tells whether it can: see
         :func:`pd.core.transfer_choice.nvlink_obstacle`; also ``handle`` and ``offset``."""
 
     def map(self, handle: bytes, offset: int) -> PoolMapping:
@@ -118,7 +118,7 @@ class CudaTicket(StoreTicket):
 
 
 def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Recorded now; who waits for it sleeps."""
+    """An event recorded now. A thread that waits for it sleeps."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)
     event.record(stream)
     return event
@@ -132,8 +132,8 @@ class CudaTable(NamedTuple):
 
 
 class CudaLane(StoreLane):
-    """A stream of its own, beside the forward pass and of the same priority. Long runs of slots go
-    by a copy engine, others by the kernel."""
+    """A CUDA stream beside the forward pass, of the same priority. Long runs of slots go by a copy
+    engine, others by the kernel."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer

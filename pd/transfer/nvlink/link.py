@@ -77,15 +77,15 @@ class NvlinkLink:
 
     @property
     def welcomed(self) -> bool:
-        """With the lock: the peer has opened a session for this channel."""
+        """Whether the peer has opened a session for this channel. With the lock."""
         return self._session is not None
 
     def enqueue(self, sender: NvlinkSender) -> None:
-        """With the lock: a block of the sender comes next but for those queued before."""
+        """Queue one block of a sender, behind those of all rooms. With the lock."""
         self._queue.append(sender)
 
     def remove(self, sender: NvlinkSender) -> None:
-        """With the lock: the sender has ended."""
+        """Take out a sender that has ended. With the lock."""
         self._senders.discard(sender)
         if sender in self._queue:
             self._queue = deque(other for other in self._queue if other is not sender)
@@ -155,7 +155,7 @@ class NvlinkLink:
         assert isinstance(message, SessionWelcome)
         with self.changed:
             if self._session is not None:
-                raise ValueError("it welcomed us twice")
+                raise ValueError("it sent a second welcome")
             self._session = message.session
             for sender in list(self._senders):
                 if sender.session != message.session:

@@ -4,7 +4,7 @@ D exports its pool (CUDA IPC), P maps it and stores many tokens of many layers a
 slots, on a stream beside P's forward pass: a copy engine does where the slots lie in long runs, one
 launch of a kernel where they are scattered. Page sizes may differ: slots travel.
 
-What it guarantees and on what that rests:
+Guarantees, and what they rest on:
 
 - P maps and stores only while its channel to D is open and only for reservations of the session in
   which D welcomed that channel. A slot was checked against D's pool before any store.
@@ -18,7 +18,7 @@ What it guarantees and on what that rests:
   and unmapped, or broke with P's process (then :data:`LAST_LAUNCH_SECONDS` later), or never came.
   ``disconnect`` on D asks P to close; a stopped P does when it goes on.
 - When D dies, P's channel ends at once: its rooms fail, what was launched completes in memory that
-  the mapping keeps alive, and the mapping is given up, so that D's successor finds the memory free:
+  the mapping keeps alive, and the pool is unmapped, so that D's successor finds the memory free:
   within milliseconds, since what is launched waits for nothing.
 - Both ends authenticate each other with the cluster key (:mod:`pd.transfer.wire.greeting`). KV
   itself never leaves the GPUs.
@@ -224,7 +224,8 @@ class NvlinkManager(TransferManager):
     # ---- with the lock held
 
     def _link(self, peer: str) -> tuple[NvlinkLink, PeerPool]:
-        """One that has not ended. Raises TransferError for a stranger."""
+        """A link that has not ended, and the peer's pool. Raises TransferError if the peer is not
+        connected."""
         link, pool = self._links.get(peer), self._pools.get(peer)
         if link is None or pool is None:
             raise TransferError(f"{peer} is not connected")

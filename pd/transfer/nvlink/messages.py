@@ -1,4 +1,4 @@
-"""What the two ends of the nvlink backend tell each other."""
+"""Messages and published addresses of the nvlink backend."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ welcome_decoder = msgspec.msgpack.Decoder(SessionWelcome)
 
 
 class NvlinkDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a room's tokens go, as carried by ``Reservation.destination``.
+    """The destination of a room's tokens, as carried by ``Reservation.destination``.
 
     Attributes:
-        session: of D's with P; worth nothing in any other.
+        session: number of the session in which the destination is valid.
         pages: little-endian int32 page table of the whole sequence.
     """
 
@@ -72,7 +72,7 @@ def parse_destination(data: bytes, peer: str) -> NvlinkDestination:
 
 @dataclass(frozen=True, slots=True)
 class PeerPool:
-    """What a peer published: its channel's address and its pool."""
+    """The address of a peer's channel and its pool, as published in the handshake."""
 
     address: tuple[str, int]
     handle: bytes

@@ -1,1 +1,1 @@
-"""Senders and receivers of one room, shared by backends."""
+"""The parts of a room's sender and receiver that backends share."""

@@ -1,4 +1,4 @@
-"""D's side of one room where D's own threads write what arrives into the pages."""
+"""Receiving side of one room, for backends with which D's own threads write into the pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CountedReceiver(Receiver):
     :meth:`leave`, which is what makes :meth:`drained` a local fact.
 
     Attributes:
-        sources: connections or links that brought something.
+        sources: connections or links from which a block was claimed.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CountedReceiver(Receiver):
         self.fail(TransferError("aborted"))
 
     def fail(self, error: PDError) -> None:
-        """Record the first error; nothing is written from now on but by copies under way."""
+        """Record the first error. From now on only copies under way write to the pages."""
         with self._lock:
             if not self.active:
                 return
@@ -106,15 +106,15 @@ class CountedReceiver(Receiver):
             return not self.active and not self._touching
 
     def peer_drained(self) -> None:
-        """Of no use here: D itself does the writing."""
+        """Does nothing: D itself writes the pages, so it does not depend on P."""
 
-    # ---- called by the thread that takes in what arrives
+    # ---- called by the thread that reads the connections
 
     def claim(self, block: Block, source: object) -> bool:
-        """Whether a block is wanted; not if it repeats what another one claimed.
+        """Whether a block is wanted; False if it repeats a part of another one.
 
         Raises:
-            PeerDataError: it is not of this reservation.
+            PeerDataError: the block is outside the reservation.
         """
         start, stop = self._tokens.start, self._tokens.stop
         if block.token_start < start or block.token_stop > stop:
@@ -133,7 +133,7 @@ class CountedReceiver(Receiver):
         return True
 
     def enter(self) -> bool:
-        """Whether the pages may be written now; if so, :meth:`leave` must follow."""
+        """Whether the pages may be written now. If so, :meth:`leave` must follow."""
         with self._lock:
             if not self.active:
                 return False
@@ -141,7 +141,7 @@ class CountedReceiver(Receiver):
             return True
 
     def leave(self, written: int) -> None:
-        """A copy is over, by any thread; ``written`` bytes of a complete block now count."""
+        """A copy is over. ``written`` bytes of a complete block count as received. Any thread."""
         with self._lock:
             self._touching -= 1
             self._received += written
@@ -158,4 +158,4 @@ class CountedReceiver(Receiver):
 
     @abstractmethod
     def _remove(self) -> None:
-        """It ended: no more is taken in for it."""
+        """Have the node take in no more blocks for this room, which has ended."""

@@ -1,7 +1,7 @@
 """Host buffers between sockets and a pool that sockets cannot reach.
 
-A lane of P, and a connection on D, has two buffers, made once: while one is on the socket, the
-other is filled from the pool or emptied into it.
+A lane of P and a connection on D have two staging buffers each, made once. While one is on the
+socket, the other is filled from the pool or emptied into it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tables:
         self._made: dict[Copier, Any] = {}
 
     def of(self, copier: Copier) -> Any:
-        """Made when first asked for, by the thread that uses it."""
+        """The table for one copier, made by the thread that first asks for it."""
         if copier not in self._made:
             self._made[copier] = copier.table(self._pages, self._num_tokens)
         return self._made[copier]
@@ -93,8 +93,8 @@ class StagingBuffers:
 
 
 class Scatters:
-    """D: unpacks host buffers into a pool. Begun by one thread; another one, of its own, waits for
-    the ends, in order."""
+    """D: unpacks host buffers into a pool. One thread begins the copies, and a thread of this class
+    waits for their ends, in order."""
 
     def __init__(self, pool: KVBuffer) -> None:
         self._copier, self._device = copier_for(pool), pool.buffer.device
@@ -142,7 +142,7 @@ class Scatters:
 
 
 class _Failed:
-    """A copy of which nobody knows how much was begun."""
+    """A copy that raised an error; some of it may have been begun."""
 
     def __init__(self, device: torch.device, error: Exception) -> None:
         self._device, self._error = device, error

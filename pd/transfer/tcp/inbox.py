@@ -1,7 +1,7 @@
-"""D's side of the tcp backend: one thread that reads every data connection into the pool.
+"""Receiving side of the tcp backend: one thread reads all data connections into the pool.
 
-Of a staged pool the thread begins copies and does not wait for them: a connection whose buffers are
-all being unpacked is parked, and the others go on.
+If the pool is staged, the thread begins copies and does not wait for them: a connection whose
+buffers are all being unpacked is parked, and the others go on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOG_INTERVAL = 1.0
 
 @dataclass
 class ReceiveCounters:
-    """What arrived and what was turned away, since the start."""
+    """Counts of what arrived and what was discarded, since the start."""
 
     connections: int = 0
     broken_connections: int = 0
@@ -124,7 +124,7 @@ class TcpInbox:
                 raise TransferError(f"cannot receive from {receiver.peer}: {reason}")
             self._receivers[key] = receiver
 
-    def hears(self, peer: str) -> bool:
+    def has_connection(self, peer: str) -> bool:
         """Whether a connection of this peer is open."""
         return any(connection.peer == peer for connection in list(self._connections.values()))
 
@@ -133,8 +133,8 @@ class TcpInbox:
             self._receivers.pop((receiver.room, receiver.epoch), None)
 
     def disconnect(self, peer: str) -> None:
-        """Fail the peer's receivers and hang up. Returns at once: copies that are under way hold
-        up :meth:`TcpReceiver.drained`, and the thread drops the connections at their end."""
+        """Fail the peer's receivers and shut its connections down. Returns at once: while copies
+        are under way :meth:`TcpReceiver.drained` is False, and the thread drops the connections."""
         self._fail_all(TransferError(f"{peer} was disconnected"), peer)
         with self._lock:
             for connection in self._connections.values():
@@ -183,7 +183,7 @@ class TcpInbox:
             try:
                 connection.buffers = self._scatters.buffers(partial(self._call_back, connection))
             except Exception as error:
-                # Say that there is no memory to pin: it must not end the thread.
+                # For example, no memory can be pinned: it must not end the thread.
                 logger.exception("cannot receive from %s", connection)
                 self._drop(connection, str(error))
                 return
@@ -209,17 +209,17 @@ class TcpInbox:
         except OSError as error:
             self._drop(connection, error.strerror or str(error))
         except Exception as error:
-            # Say a CUDA error: it must not end the thread.
+            # For example, a CUDA error: it must not end the thread.
             logger.exception("failed to receive from %s", connection)
             self._drop(connection, str(error))
 
     def _park(self, connection: _Connection) -> None:
-        """Until its landing is ready, of which :meth:`_call_back` is told."""
+        """Stop reading a connection until :meth:`_call_back` reports that its landing is ready."""
         self._selector.unregister(connection.sock)
         connection.parked = True
 
     def _call_back(self, connection: _Connection) -> None:
-        """By any thread."""
+        """Have the thread read a parked connection again. Any thread."""
         self._unparked.append(connection)
         self._waker.wake()
 
@@ -255,7 +255,7 @@ class TcpInbox:
                 connection.landing = self._landing(connection, receiver, frame)
                 return
             self.counters.duplicate_frames += 1
-        self._turned_away(connection, frame)
+        self._note_discarded(connection, frame)
 
     def _landing(self, connection: _Connection, receiver: TcpReceiver, frame: Frame) -> Landing:
         if self._scatters is None or connection.buffers is None:
@@ -264,7 +264,7 @@ class TcpInbox:
             self._scatters, connection.buffers, receiver, frame.block, frame.payload
         )
 
-    def _turned_away(self, connection: _Connection, frame: Frame) -> None:
+    def _note_discarded(self, connection: _Connection, frame: Frame) -> None:
         self.counters.discarded_frames += 1
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _LOG_INTERVAL
@@ -303,7 +303,7 @@ class TcpInbox:
     def _drop(self, connection: _Connection, reason: str) -> None:
         if not connection.parked:
             self._selector.unregister(connection.sock)
-        # NOTE: else `disconnect` could hang up on whoever gets this descriptor next.
+        # NOTE: else `disconnect` could shut down the next socket with this descriptor.
         with self._lock:
             del self._connections[connection.number]
             connection.sock.close()

@@ -1,4 +1,4 @@
-"""Where the payload of one frame goes: into the pool, or into a buffer and from there."""
+"""Destination of the payload of one frame: the pool, or a buffer from which it is unpacked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Landing(Protocol):
-    """For the inbox's thread."""
+    """Takes in the payload of one frame. For the inbox's thread."""
 
     def ready(self) -> bool:
         """Whether :meth:`receive` may be called. If not, the connection's
@@ -30,11 +30,11 @@ class Landing(Protocol):
         over and the rest of the frame is not wanted. Raises OSError."""
 
     def abandon(self) -> None:
-        """Nothing more will be received."""
+        """Give the buffer back, if there is one; nothing more will be received."""
 
 
 class DirectLanding:
-    """Into the pages, in place."""
+    """Receives into the pages, in place."""
 
     def __init__(self, receiver: TcpReceiver, block: Block) -> None:
         self._receiver = receiver
@@ -61,7 +61,8 @@ class DirectLanding:
 
 
 class StagedLanding:
-    """Into a buffer of the connection; a complete frame is unpacked while the next one arrives."""
+    """Receives into a buffer of the connection. A complete frame is unpacked while the next one
+    arrives."""
 
     def __init__(
         self,

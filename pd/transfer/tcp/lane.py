@@ -1,4 +1,4 @@
-"""P's side of one data connection of the tcp backend."""
+"""Sending side of one data connection of the tcp backend."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TcpLane:
         )
         threading.Thread(target=self._run, name=f"pd-tcp-lane-{number}", daemon=True).start()
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Wake the thread from a blocked send; the link is closed already."""
         sock = self._sock
         if sock is not None:
@@ -65,7 +65,7 @@ class TcpLane:
             try:
                 self._gathers = Gathers(self._memory.pool)
             except Exception as error:
-                # Say that there is no memory to pin: rooms must not wait for this lane.
+                # For example, no memory can be pinned: rooms must not wait for this lane.
                 logger.exception("cannot stage KV for %s", self._link.peer)
                 self._link.refused(RefusedError(f"cannot stage KV in host memory: {error}"))
                 return
@@ -91,7 +91,7 @@ class TcpLane:
                 try:
                     begun = self._gathers.begin(sender.tables, block)
                 except Exception as error:
-                    # Say a CUDA error: it ends the room only.
+                    # For example, a CUDA error: it ends the room only.
                     logger.exception("cannot read the pool for %s", self._link.peer)
                     sender.fail(TransferError(f"cannot read the pool: {error}"))
             self._ahead.append((sender, block, begun))
@@ -117,7 +117,7 @@ class TcpLane:
         except OSError as error:
             self._lost(error.strerror or str(error))
         except Exception as error:
-            # Say a CUDA error: it ends the room only.
+            # For example, a CUDA error: it ends the room only.
             logger.exception("cannot read the pool for %s", self._link.peer)
             sender.fail(TransferError(f"cannot read the pool: {error}"))
         finally:

@@ -1,4 +1,4 @@
-"""P's side of the tcp backend: for each peer a queue of ranges and the threads that send them."""
+"""Sending side of the tcp backend: a link to each peer, with its queue of rooms and its lanes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TcpSender(QueuedSender):
 
 
 class TcpLink:
-    """Everything on its way to one peer. Rooms take turns, a frame each."""
+    """Connections to one peer and the rooms that use them, which take turns, a frame each."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class TcpLink:
         self._lanes: list[TcpLane] = []
 
     def start(self) -> None:
-        """Open the connections. Not before somebody sends: a node that only receives needs none."""
+        """Open the connections, if they are not open. A node that only receives needs none."""
         with self.changed:
             if not self._lanes and not self.closed:
                 self._lanes = [
@@ -160,32 +160,32 @@ class TcpLink:
             sender.was_sent()
 
     def lane_lost(self, lane: int, reason: str) -> None:
-        """What this lane carried may not have arrived: its rooms end."""
+        """Fail the rooms of a lane that lost its connection: their blocks may not have arrived."""
         error = TransferError(f"the data connection to node {self.peer} was lost: {reason}")
         with self.changed:
             for sender in [s for s in self._queue.senders if lane in s.lanes]:
                 sender.fail(error)
 
     def refused(self, error: RefusedError) -> None:
-        """The peer will not have us: whoever waits for it ends now."""
+        """Fail the rooms of a peer that refuses the connection."""
         with self.changed:
             self.refusal = error
             self._queue.fail_all(error)
 
     def nobody_listens(self, error: PeerGoneError) -> None:
-        """An instance listens as long as it lives: rooms with data for it need not wait longer."""
+        """Fail the rooms with data for the peer, which is gone."""
         with self.changed:
             self._queue.fail_queued(error)
 
     def end(self, reason: str) -> None:
-        """Fail everything and hang up. Returns at once: a block that a lane still reads holds up
-        :meth:`TcpSender.drained`."""
+        """Fail all rooms and close the connections. Returns at once: while a lane still reads a
+        block, :meth:`TcpSender.drained` is False."""
         with self.changed:
             self.closed = True
             self._queue.fail_all(TransferError(reason))
             self.changed.notify_all()
         for lane in self._lanes:
-            lane.hang_up()
+            lane.shut_down()
 
     @property
     def over(self) -> bool:

@@ -1,6 +1,6 @@
 """KV over plain TCP sockets: the backend that works everywhere.
 
-What it guarantees and on what that rests:
+Guarantees, and what they rest on:
 
 - D's own thread does every write into D's pool, after a lookup of (room, epoch) and a check of the
   frame against the reservation. So nothing lands outside a live reservation, and after
@@ -153,7 +153,7 @@ class TcpManager(TransferManager):
         return receiver
 
     def is_linked(self, peer: str) -> bool:
-        return self._inbox.hears(peer)
+        return self._inbox.has_connection(peer)
 
     def close(self) -> None:
         with self._lock:

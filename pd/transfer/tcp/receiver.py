@@ -1,4 +1,4 @@
-"""D's side of one room over tcp."""
+"""Receiving side of one room over tcp."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TcpReceiver(CountedReceiver):
         pages = pages.copy()
         self.tables, self.in_place = Tables(pages, tokens.stop), InPlace(inbox.memory, pages)
         self._inbox = inbox
-        # At this node; those in the pages are ``_received``.
+        # Bytes that have reached this node; ``_received`` counts those in the pages.
         self._arrived = 0
 
     def arrived(self, num_bytes: int) -> None:
-        """A frame is complete at this node; its connection is not needed for it any more."""
+        """A frame has arrived completely, so that it does not need its connection any more."""
         with self._lock:
             self._arrived += num_bytes
             self._progress = time.monotonic()

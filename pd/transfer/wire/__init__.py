@@ -1,1 +1,1 @@
-"""Connections between nodes: how they are opened, proven and read."""
+"""Connections between nodes: opening them, proving who is there, and reading them."""

@@ -1,6 +1,6 @@
 """The side channel of one-sided backends: an authenticated connection from P to D with messages.
 
-What its end says, and on what that rests:
+What the end of a channel proves, and why:
 
 - P closes a channel only when nothing of it can write into D's memory any more. So D knows by a FIN
   or a reset that P drained or that P's process is gone (``proof``): the kernel of a killed process
@@ -11,7 +11,7 @@ What its end says, and on what that rests:
   without proof.
 
 The opening is authenticated (:mod:`pd.transfer.wire.greeting`); messages are neither encrypted nor
-signed, and what a message claims has to be checked by who takes it.
+signed, and the receiver of a message has to check what it claims.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_PROBES = 60, 20
 
 
 class ChannelEvents(Protocol):
-    """What the owner of a channel is told, always by the hub's thread, which must not be held up
+    """Events of a channel, for its owner. The hub's thread calls them, which must not be held up
     for longer than copies in memory take.
 
     An exception breaks the channel as a bad message does.
@@ -51,7 +51,7 @@ class ChannelEvents(Protocol):
         """One of the hub's message types arrived."""
 
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
-        """The channel is of no use any more; nothing is sent or delivered from now on.
+        """The channel has ended; nothing is sent or delivered from now on.
 
         ``proof`` on D: P drained or is gone. Called a second time, with proof, if that comes after
         an end without. On P the connection stays open until :meth:`Channel.close`.
@@ -59,13 +59,14 @@ class ChannelEvents(Protocol):
 
 
 class DialEvents(ChannelEvents, Protocol):
-    """For channels that this side opens."""
+    """Events of a channel that this side opens."""
 
     def opened(self, channel: Channel) -> None:
-        """The peer welcomed us. Who does not want the channel any more closes it."""
+        """The peer accepted the channel. An owner that does not want it any more closes it."""
 
     def unreachable(self, error: TransferError, final: bool) -> None:
-        """The peer cannot be reached or (``final``, nothing more is tried) does not want us."""
+        """The peer cannot be reached or, if ``final``, refuses the channel; then no other try is
+        made."""
 
 
 class Channel:
@@ -103,7 +104,7 @@ class Channel:
         self._doubt = ""
         self.failure = ""
         self.closed = False
-        self.told = False
+        self.end_reported = False
         self.over = False
 
     def __str__(self) -> str:
@@ -112,7 +113,8 @@ class Channel:
     # ---- any thread
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; never blocks. Dropped when the channel has ended: the owner is told."""
+        """Queue a message; never blocks. It is dropped if the channel has ended, of which the owner
+        learns by ``ended``."""
         frame = _frame(message)
         with self._lock:
             if self._mute:
@@ -127,7 +129,7 @@ class Channel:
             self._attend(self)
 
     def give_up(self, reason: str) -> None:
-        """End the channel because of what the peer did; the owner is told as of a bad message."""
+        """End the channel because of what the peer did, as if it had sent a bad message."""
         self.fail(reason)
         self._attend(self)
 
@@ -167,21 +169,21 @@ class Channel:
             self._flush()
 
     def read(self) -> tuple[list[Any], str]:
-        """Messages that are here, and the reason if this is the end of the stream.
+        """Messages that have arrived, and the reason if the stream has ended.
 
-        Raises ValueError (of which msgspec's errors are a kind) when the peer sends no message.
+        Raises ValueError (or a kind of it, from msgspec) when the data are no message.
         """
         data, end = self._receive()
         self._input += data
         return self._parse(), end
 
     def discard(self) -> str:
-        """After a failure: drop what comes; the reason if this is the end of the stream."""
+        """Drop what comes after a failure; returns the reason if the stream has ended."""
         return self._receive()[1]
 
     @property
     def proof(self) -> bool:
-        """At the end of the stream: whether the peer made it."""
+        """Whether the peer ended the stream; valid once it has ended."""
         return not self._doubt
 
     def fail(self, reason: str) -> None:
@@ -189,7 +191,8 @@ class Channel:
         self.failure = self.failure or reason
 
     def stop_sending(self) -> None:
-        """After a failure. D's FIN asks P to close; P's would be a false promise."""
+        """Send nothing after a failure. D sends a FIN, which asks P to close; P must not, since its
+        FIN would promise that it drained."""
         with self._lock:
             if self.inbound:
                 self._shut(socket.SHUT_WR)
@@ -243,7 +246,7 @@ class Channel:
             self._output.clear()
 
     def _note(self, error: OSError) -> None:
-        """Only a peer that answered proves anything."""
+        """Remember an error that does not prove that the peer answered."""
         if not isinstance(error, ConnectionResetError | BrokenPipeError):
             self._doubt = self._doubt or error.strerror or str(error)
 

@@ -1,4 +1,4 @@
-"""How a backend opens a connection to a peer."""
+"""Opens connections to a peer."""
 
 from __future__ import annotations
 

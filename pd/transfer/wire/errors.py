@@ -1,8 +1,8 @@
-"""Errors of what a peer sent."""
+"""Errors about data that a peer sent."""
 
 from __future__ import annotations
 
 
 class PeerDataError(Exception):
-    """A peer sent KV data, or said something of them, that its reservation or the format does not
-    allow. The message names the value; the peer's connection is closed."""
+    """A peer sent KV data, or announced some, which its reservation or the format does not allow.
+    The message names the value; the peer's connection is closed."""

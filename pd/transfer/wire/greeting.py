@@ -1,7 +1,7 @@
-"""How two nodes open a data connection: who is there, for whom, and proof of the cluster key.
+"""The greeting of a data connection: both ends name themselves and prove the cluster key.
 
 The node that connects sends a hello with both instance ids and a nonce; the other answers with its
-own nonce and an HMAC-SHA256 over both; the first proves itself the same way and is told whether it
+own nonce and an HMAC-SHA256 over both; the first proves itself the same way and learns whether it
 is welcome. Fresh nonces of both sides enter each proof, and each side signs under its own label, so
 neither a recorded nor a reflected proof is worth anything. The proof covers the opening only: the
 bytes that follow are neither encrypted nor signed.
@@ -45,7 +45,7 @@ _VERDICTS = {
 
 
 class GreetingError(Exception):
-    """The other side is not one of us; the message says why."""
+    """The other side does not belong to this deployment; the message says why."""
 
 
 class RefusedError(TransferError):

@@ -91,7 +91,7 @@ class ChannelHub:
         service: the backend's name; both ends must have the same.
         key: sub-key of data connections (:func:`pd.transfer.wire.greeting.transfer_key`).
         decoder: of the messages that peers may send.
-        accept: told of each inbound channel, by the hub's thread; returns its owner.
+        accept: called with each inbound channel by the hub's thread; returns the owner's events.
         patience: extends the limits of greetings.
     """
 
@@ -144,12 +144,12 @@ class ChannelHub:
         return Dial(self, peer, address, events, delay)
 
     def call(self, what: Callable[[], None]) -> None:
-        """Have the hub's thread call something that does not block."""
+        """Have the hub's thread call a function that does not block."""
         self._calls.append(what)
         self._waker.wake()
 
     def channel(self, sock: socket.socket, peer: str, *, inbound: bool) -> Channel:
-        """Of a connection that was greeted. Raises OSError when that is over already."""
+        """The channel of a connection that was greeted. Raises OSError if it is lost."""
         return Channel(sock, peer, inbound=inbound, decoder=self._decoder, attend=self._attend)
 
     def adopt(self, channel: Channel, events: DialEvents) -> None:
@@ -218,7 +218,7 @@ class ChannelHub:
         self._selector.register(channel.sock, selectors.EVENT_READ, channel)
 
     def _attend(self, channel: Channel) -> None:
-        """A channel has something to write, failed or was closed."""
+        """Have the thread look at a channel that has something to write, failed or was closed."""
         self.call(lambda: self._look_after(channel))
 
     def _look_after(self, channel: Channel) -> None:
@@ -227,7 +227,7 @@ class ChannelHub:
         if channel.closed:
             self._forget(channel)
             return
-        if channel.failure and not channel.told:
+        if channel.failure and not channel.end_reported:
             self._break(channel, channel.failure)
         write = selectors.EVENT_WRITE if channel.wants_to_write else 0
         self._selector.modify(channel.sock, selectors.EVENT_READ | write, channel)
@@ -241,7 +241,7 @@ class ChannelHub:
             return
         messages: list[Any] = []
         reason = ""
-        if channel.told:
+        if channel.end_reported:
             reason = channel.discard()
         else:
             try:
@@ -249,7 +249,7 @@ class ChannelHub:
             except ValueError as error:
                 self._break(channel, f"it sent no message of ours: {error}")
         for message in messages:
-            if channel.told or channel.closed:
+            if channel.end_reported or channel.closed:
                 break
             self._deliver(channel, message)
         if reason and channel in self._channels:
@@ -264,17 +264,17 @@ class ChannelHub:
         try:
             call()
         except Exception as error:
-            # Say a CUDA error, or a peer that asks for the impossible: it ends this channel only.
+            # An owner's error, such as one of CUDA or of a wrong message, ends this channel only.
             logger.exception("cannot go on with the %s channel of %s", self.service, channel)
             self._break(channel, str(error))
 
     def _break(self, channel: Channel, reason: str) -> None:
-        """Stop talking, but wait for the peer's end of it if that proves anything."""
+        """Send nothing more, but wait for the peer's end of the stream if that proves anything."""
         channel.fail(reason)
         channel.stop_sending()
-        if channel.told or channel.closed:
+        if channel.end_reported or channel.closed:
             return
-        channel.told = True
+        channel.end_reported = True
         logger.warning("gave up the %s channel of %s: %s", self.service, channel, reason)
         self._tell_end(channel, reason, proof=False)
         if not channel.inbound and channel in self._channels:
@@ -282,8 +282,8 @@ class ChannelHub:
 
     def _ended(self, channel: Channel, reason: str) -> None:
         self._forget(channel)
-        if not channel.closed and (channel.proof or not channel.told):
-            channel.told = True
+        if not channel.closed and (channel.proof or not channel.end_reported):
+            channel.end_reported = True
             self._tell_end(channel, reason, proof=channel.proof)
 
     def _tell_end(self, channel: Channel, reason: str, *, proof: bool) -> None:
