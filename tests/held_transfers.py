@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pd.prefill_node.hand_off import HandOff
+from pd.prefill_node.sending import HandOff
 
 if TYPE_CHECKING:
     from pd.node.request import Request

@@ -1,6 +1,6 @@
 """What a prefill, a decode and a unified node have in common.
 
-Two threads share a node's state under one lock. The scheduler thread (:mod:`pd.node.scheduler`)
+Two threads share a node's state under one lock. The scheduler thread (:mod:`pd.node.step_loop`)
 plans a step, runs it without the lock, and accounts for it. The control thread
 (:mod:`pd.node.control`) handles messages and time in between, so that reservations and aborts never
 wait for a forward pass.
@@ -46,7 +46,7 @@ from pd.core.starvation import RUN_DELAY
 from pd.node.control import ControlThread
 from pd.node.info import server_info
 from pd.node.outbox import Outbox
-from pd.node.scheduler import Scheduler
+from pd.node.step_loop import Scheduler
 from pd.node.validation import check_length, request_from
 from pd.radix import RadixCache
 from pd.scheduling.closing import ClosingQueue, check_queues

@@ -18,7 +18,7 @@ from pd.core.messages import (
 )
 from pd.core.request import Request, RequestState
 from pd.node.node import Node
-from pd.prefill_node.hand_off import HandOff
+from pd.prefill_node.sending import HandOff
 from pd.scheduling.prefill import PrefillManager
 
 if TYPE_CHECKING:

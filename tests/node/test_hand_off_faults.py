@@ -16,7 +16,7 @@ from raw_peer import SOON
 from tiny import tiny_cluster
 
 from pd.core.errors import TransferError
-from pd.prefill_node.hand_off import HandOff
+from pd.prefill_node.sending import HandOff
 
 if TYPE_CHECKING:
     from pathlib import Path

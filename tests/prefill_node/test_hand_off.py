@@ -146,7 +146,7 @@ def test_a_reservation_of_another_decode_node_is_refused_and_changes_nothing(
     early: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.3)
     room = b"wanted by two..." if early else ask(proxy, prefill, decode)
     with DecodePeer(prefill, "decode-2") as other:
         epoch, receiver = other.reserve(room, len(PROMPT))
@@ -185,7 +185,7 @@ def test_a_second_reservation_is_refused_and_a_repeated_one_dropped(
 def test_a_reservation_that_waits_too_long_for_its_request_is_refused(
     prefill: NodeServer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.2)
+    monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.2)
     epoch, _ = decode.reserve(b"nobody asked for", 8)
     refusal = decode.receive(AbortRoom, 2)
     assert (refusal.epoch, refusal.error.kind) == (epoch, "node_failed")
@@ -195,7 +195,7 @@ def test_a_reservation_that_waits_too_long_for_its_request_is_refused(
 def test_a_starved_proxy_may_be_late_with_the_request_of_a_reservation(
     prefill: NodeServer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.2)
+    monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.2)
     patience = FakePatience()
     monkeypatch.setattr(prefill.node.hand_off, "_patience", patience)
     epoch, _ = decode.reserve(b"nobody asked yet", 8)

@@ -60,7 +60,7 @@ def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
 def test_a_decode_node_that_never_shakes_hands_fails_the_request_after_a_lease(
     prefill: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.3)
     message = make_generate(
         PROMPT, to=prefill.instance_id, sender=proxy.name, peer="a-decode-node-nobody-knows"
     )
@@ -72,7 +72,7 @@ def test_a_starved_decode_node_may_be_late_to_shake_hands(
     prefill: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P has not met it, so the delay of whoever P knows counts."""
-    monkeypatch.setattr("pd.prefill_node.hand_off.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.3)
     patience = FakePatience()
     monkeypatch.setattr(prefill.node.hand_off, "_patience", patience)
     room = b"a starved peer's"

@@ -13,8 +13,8 @@ import pytest
 
 from pd.core.request import RequestState
 from pd.core.starvation import Patience
-from pd.prefill_node.hand_off import HandOff
 from pd.prefill_node.outgoing import PromptCost
+from pd.prefill_node.sending import HandOff
 from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
