@@ -1,22 +1,36 @@
-"""Builds a node from its parts: engine, transfer, registry. Importing this imports torch."""
+"""Builds a node from its parts: engine, schedulers, transfer, registry. Importing this imports
+torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from pd.bootstrap.registry import Registry
 from pd.core.node_info import NodeInfo
-from pd.decode_node.node import DecodeNode
+from pd.decode_node.receiving import ReceivingEnd
+from pd.engine.digests import Digests
 from pd.engine.engine import Engine
 from pd.models.generation_config import sampling_defaults
-from pd.prefill_node.node import PrefillNode
+from pd.node.control import ControlThread
+from pd.node.node import Node
+from pd.node.outbox import Outbox
+from pd.prefill_node.sending import SendingEnd
+from pd.radix import RadixCache
+from pd.scheduling.combined import CombinedScheduler
+from pd.scheduling.core import NodeCore
+from pd.scheduling.decode import DecodeScheduler
+from pd.scheduling.events import Events
+from pd.scheduling.memory import Memory
+from pd.scheduling.metrics import RequestMetrics
+from pd.scheduling.prefill import PrefillScheduler
+from pd.scheduling.rooms import Rooms
+from pd.scheduling.waiting_queue import WaitingQueue
 from pd.transfer.registry import make_transfer_manager
-from pd.unified_node.node import UnifiedNode
+from pd.unified_node.node import unified_node
 
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
-    from pd.core.sampling_params import SamplingDefaults
-    from pd.node.node import Node
+    from pd.core.node_info import Role
     from pd.transfer.base import TransferManager
 
 
@@ -34,44 +48,83 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
         UsageError, SetupError: the model, the device or the transfer backend cannot be had.
     """
     engine = Engine.build(config)
-    node: Node
-    registry = None
+    control = ControlThread(instance_id, config.host, config.cluster_key)
+    core = make_core(config, engine, instance_id, control)
     if config.role == "unified":
-        node = UnifiedNode(config, engine, instance_id)
-    elif config.role == "decode":
-        node = _decode(config, engine, instance_id)
-    else:
-        node, registry = _prefill(config, engine, instance_id, bootstrap_url)
-    node.bootstrap_url = bootstrap_url
-    node.sampling_defaults = _sampling_defaults(config)
+        return Assembled(unified_node(core, _introduce(core, control), control), None)
+    transfer = _transfer(core)
+    own = _introduce(core, control, transfer, bootstrap_url)
+    if config.role == "decode":
+        return Assembled(decode_node(core, own, control, transfer), None)
+    return prefill_node(core, own, control, transfer)
+
+
+def make_core(
+    config: NodeConfig, engine: Engine, instance_id: str, control: ControlThread
+) -> NodeCore:
+    """What the parts of a node share."""
+    radix = RadixCache(config.page_size, policy=config.eviction_policy)
+    events, metrics = Events(), RequestMetrics()
+    return NodeCore(
+        config=config,
+        instance_id=instance_id,
+        engine=engine,
+        memory=Memory(engine.pool.num_pages, config.page_size, radix),
+        events=events,
+        rooms=Rooms(events, metrics, Outbox(instance_id, control.post)),
+        metrics=metrics,
+        post=control.post,
+        wake=control.wake,
+    )
+
+
+def prefill_node(
+    core: NodeCore, own: NodeInfo, control: ControlThread, transfer: TransferManager
+) -> Assembled:
+    """A prefill scheduler and a sending end; queues: bootstrap (the decode node has not reserved)
+    → waiting → running → in flight."""
+
+    def replaced(old: str) -> None:
+        sending.drop_peer(old, "a new instance took its place")
+
+    registry = Registry(own, connect=lambda peer: sending.add_peer(peer), on_replaced=replaced)
+    waiting = WaitingQueue.of(core.config, core.memory.radix)
+    sending = SendingEnd(
+        core,
+        transfer,
+        resume=waiting.add_first,
+        forget=registry.forget,
+        digests=_digests(core),
+    )
+    prefill = PrefillScheduler(
+        core.engine, core.memory, waiting, will_leave=sending.will_leave, reclaim=sending.park
+    )
+    scheduler = CombinedScheduler(core, prefill, None, sending)
+    node = Node(core, own, control, scheduler, sending=sending, transfer=transfer)
     return Assembled(node, registry)
 
 
-def _decode(config: NodeConfig, engine: Engine, instance_id: str) -> DecodeNode:
-    transfer = _transfer(config, engine, instance_id)
-    node = DecodeNode(config, engine, instance_id, transfer)
-    node.introduce(_introduction(node, transfer, bootstrap_url=""))
-    return node
+def decode_node(
+    core: NodeCore, own: NodeInfo, control: ControlThread, transfer: TransferManager
+) -> Node:
+    """A decode scheduler and a receiving end; queues: preallocation → transfer → waiting → running
+    (→ retracted → running)."""
+    decode = DecodeScheduler(core)
+    receiving = ReceivingEnd(core, transfer, own, control, decode, _digests(core))
+    scheduler = CombinedScheduler(core, None, decode)
+    return Node(core, own, control, scheduler, receiving=receiving, transfer=transfer)
 
 
-def _prefill(
-    config: NodeConfig, engine: Engine, instance_id: str, bootstrap_url: str
-) -> tuple[PrefillNode, Registry]:
-    transfer = _transfer(config, engine, instance_id)
-    node = PrefillNode(config, engine, instance_id, transfer)
-    node.registry = Registry(
-        _introduction(node, transfer, bootstrap_url),
-        connect=node.add_peer,
-        on_replaced=lambda old: node.lose_peer(old, "a new instance took its place"),
-    )
-    return node, node.registry
+def _digests(core: NodeCore) -> Digests | None:
+    return Digests(core.engine.pool, done=core.wake) if core.config.kv_digest else None
 
 
-def _transfer(config: NodeConfig, engine: Engine, instance_id: str) -> TransferManager:
+def _transfer(core: NodeCore) -> TransferManager:
+    config = core.config
     return make_transfer_manager(
         config.transfer_backend,
-        engine.pool,
-        instance_id,
+        core.engine.pool,
+        core.instance_id,
         config.host,
         advertise_host=config.advertise_host,
         cluster_key=config.cluster_key,
@@ -80,19 +133,22 @@ def _transfer(config: NodeConfig, engine: Engine, instance_id: str) -> TransferM
     )
 
 
-def _sampling_defaults(config: NodeConfig) -> SamplingDefaults:
-    return sampling_defaults(config.model, config.generation_config)
-
-
-def _introduction(node: Node, transfer: TransferManager, bootstrap_url: str) -> NodeInfo:
+def _introduce(
+    core: NodeCore,
+    control: ControlThread,
+    transfer: TransferManager | None = None,
+    bootstrap_url: str = "",
+) -> NodeInfo:
+    """The node as it introduces itself."""
+    config, host = core.config, core.config.public_host
     return NodeInfo(
-        instance_id=node.instance_id,
-        role=node.role,
-        model_id=node.engine.model_id,
-        kv=node.engine.layout,
-        endpoint=node.endpoint,
+        instance_id=core.instance_id,
+        role=cast("Role", config.role),
+        model_id=core.engine.model_id,
+        kv=core.engine.layout,
+        endpoint=f"tcp://{f'[{host}]' if ':' in host else host}:{control.port}",
         bootstrap=bootstrap_url,
-        transfers=transfer.addresses(),
-        kv_digest=node.config.kv_digest,
-        sampling_defaults=_sampling_defaults(node.config),
+        transfers={} if transfer is None else transfer.addresses(),
+        kv_digest=config.kv_digest,
+        sampling_defaults=sampling_defaults(config.model, config.generation_config),
     )

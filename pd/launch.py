@@ -83,16 +83,16 @@ class NodeServer:
         while not drained and time.monotonic() < deadline:
             time.sleep(0.05)
             drained = self._has_finished()
-        # Not before: what was accepted may still have to shake hands with its decode node.
+        # Not before: the decode nodes of accepted requests may still have to shake hands.
         if self._registry is not None:
             self._registry.set_draining()
         if not drained:
-            left, limit = len(self.node.requests), self.config.drain_timeout
+            left, limit = len(self.node.rooms), self.config.drain_timeout
             logger.warning("%d requests did not finish within --drain-timeout %g s", left, limit)
         return drained
 
     def _has_finished(self) -> bool:
-        with self.node.lock:
+        with self.node.core.events.lock:
             return self.node.finished
 
     def stop(self) -> None:

@@ -10,11 +10,10 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pd.prefill_node.sending import HandOff
+from pd.prefill_node.sending import SendingEnd
 
 if TYPE_CHECKING:
-    from pd.node.request import Request
-
+    from pd.prefill_node.outgoing import OutgoingRoom
     from pd.transfer.base import Sender
 
 BEFORE_TOKENS, DURING_TOKENS = 411, 522
@@ -39,17 +38,17 @@ class HalfSender:
         return getattr(self._sender, name)
 
 
-_open = HandOff.open
+_open = SendingEnd._open
 
 
-def open_held(self: HandOff, request: Request) -> None:
-    """In the place of :meth:`HandOff.open`."""
-    if len(request.prompt) == BEFORE_TOKENS:
+def open_held(self: SendingEnd, outgoing: OutgoingRoom) -> None:
+    """Takes the place of ``SendingEnd._open``."""
+    if len(outgoing.request.prompt) == BEFORE_TOKENS:
         return
     make = self._transfer.sender
     if not isinstance(make, functools.partial):
         self._transfer.sender = functools.partial(_make_half, make)  # type: ignore[method-assign]
-    _open(self, request)
+    _open(self, outgoing)
 
 
 def _make_half(make: Any, peer: str, reservation: Any, pages: Any, num_tokens: int) -> Any:
@@ -60,5 +59,5 @@ def _make_half(make: Any, peer: str, reservation: Any, pages: Any, num_tokens: i
 if __name__ == "__main__":
     from pd.cli import launch
 
-    HandOff.open = open_held  # type: ignore[method-assign]
+    SendingEnd._open = open_held  # type: ignore[method-assign]
     sys.exit(launch())

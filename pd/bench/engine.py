@@ -178,7 +178,7 @@ def _measure(
             failed += 1
             print(f"pd-bench engine: {work}: {error.message}", file=sys.stderr, flush=True)
             continue
-        batch = server.node.config.max_running_requests
+        batch = server.node.core.config.max_running_requests
         least = None if roofline is None else _least(roofline, work, measured, batch)
         rows.append(_row(work, measured, least, reference.get(str(work))))
         print(_line(rows[-1]), flush=True)
@@ -215,7 +215,7 @@ def _roofline(server: NodeServer) -> Roofline | None:
     ceiling = CEILINGS.get(torch.cuda.get_device_name(buffer.device))
     if ceiling is None or buffer.itemsize != 2:
         return None
-    gpus = server.node.config.tp_size
+    gpus = server.node.core.config.tp_size
     return Roofline(engine.model_config, buffer.itemsize, ceiling, gpus)
 
 
@@ -231,7 +231,7 @@ def _reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]
         "model": args.model,
         "gpu": torch.cuda.get_device_name(buffer.device),
         "dtype": server.node.engine.layout.dtype,
-        "tp_size": server.node.config.tp_size,
+        "tp_size": server.node.core.config.tp_size,
         "context": args.context,
     }
     alike = all(known[name] == value for name, value in here.items())
@@ -271,15 +271,15 @@ def _line(row: dict[str, Any]) -> str:
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]], server: NodeServer) -> None:
     from pd.bench.report import write_report
 
-    node = server.node
+    node, config = server.node, server.node.core.config
     settings: dict[str, Any] = {
-        name: getattr(node.config, name) for name in _SETTINGS if hasattr(node.config, name)
+        name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)
     }
     settings |= {
         "model": args.model,
         "dtype": node.engine.layout.dtype,
         "attention_backend": node.engine.attention_backend,
-        "kv_cache_tokens": node.memory.num_pages * node.config.page_size,
+        "kv_cache_tokens": node.core.memory.num_pages * config.page_size,
         "steps": args.steps,
     }
     write_report(

@@ -39,8 +39,8 @@ class StepLog:
 
     def __init__(self, node: Node) -> None:
         self.steps: list[LoggedStep] = []
-        self._process = node.process
-        node.process = self._note  # type: ignore[method-assign]
+        self._process = node.scheduler.process
+        node.scheduler.process = self._note  # type: ignore[method-assign]
 
     def _note(self, works: list[Work]) -> None:
         now = time.monotonic()

@@ -150,7 +150,7 @@ class Bench:
     def start_decode(self, batch: int, context: int, steps: int) -> None:
         """Have ``batch`` sequences begin that will decode together for ``steps`` steps at least,
         with about ``context`` tokens in the middle of them."""
-        chunk = self._node.config.chunked_prefill_size
+        chunk = self._node.core.config.chunked_prefill_size
         # The first of them decode while the last ones' prompts are computed.
         waits = min(batch, 2 * -(-batch * context // chunk) + 8)
         max_tokens = steps + waits + _WARM_STEPS + 2
@@ -193,7 +193,7 @@ class Bench:
         ask = Ask(self._prompt(work.num_in), 1)
         answers = [self._run([ask])[0] for _ in range(self._repeats + 2)][2:]
         cached = min(answer.cached_tokens for answer in answers)
-        page_size = self._node.config.page_size
+        page_size = self._node.core.config.page_size
         if cached < (work.num_in - 1) // page_size * page_size:
             raise SetupError(f"only {cached} of {work.num_in} tokens were cached")
         return Measured([answer.to_first for answer in answers], work.num_in, cached=cached)

@@ -1,28 +1,38 @@
-"""A request on a node: what was asked, where it stands, and the pages of its sequences."""
+"""A request on a node: the proxy's wishes, its state, and the pages of its sequences."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    # NOTE: for types only; no other module of this room imports from another room.
     from pd.core.errors import PDError
-    from pd.core.messages import Generate, TokenLogprobs
+    from pd.core.messages import FirstToken, Generate, TokenLogprobs
     from pd.core.sampling_params import SamplingParams
+    from pd.decode_node.incoming import IncomingRoom
+    from pd.engine.sampling_state import SamplingState
+    from pd.prefill_node.outgoing import OutgoingRoom
+    from pd.radix import TreeNode
+    from pd.scheduling.decode import HostKV
+    from pd.scheduling.step import Work
 
     IntArray = npt.NDArray[np.int32]
     BoolArray = npt.NDArray[np.bool_]
 
 
 class RequestState(Enum):
-    """States of both sides. A request only moves forward, except that memory may send it back:
-    a parked prefill waits again for its reservation."""
+    """States of a request, on either side of a hand-off. A request only moves forward, except that
+    memory may send it back: a parked prefill waits again for its reservation.
+
+    P is a node that computes the prompt, D one that receives its KV.
+    """
 
     BOOTSTRAPPING = auto()  # P: waits to run, D has not reserved yet
     WAITING = auto()  # P: waits to run; D: committed, waits for a place in the batch
@@ -36,7 +46,7 @@ class RequestState(Enum):
 
     @property
     def terminal(self) -> bool:
-        """Nothing will happen to the request any more."""
+        """Whether the request has ended."""
         return self in (RequestState.DONE, RequestState.FAILED, RequestState.ABORTED)
 
 
@@ -51,14 +61,14 @@ class Sequence:
     Attributes:
         tokens: int32, prompt and output; grows by doubling, see :meth:`append`.
         num_tokens: valid entries of ``tokens``.
+        sampling: sampling state of the choice; None while the prompt is computed or received.
         num_computed: leading tokens whose KV is in the pool.
         pages: page table, int32.
         owned: for each page, whether this sequence alone holds it (else the radix tree does, and
             ``handle`` keeps it there).
         handle: locked end of the cached prefix in the radix tree, or None.
-        sampling: ``pd.engine.sampler.SamplingState`` of the choice.
-        launched: the last ``pd.scheduling.step.Work`` of this sequence that was launched, or None
-            once its step is accounted for. Until then its pages must not change owner.
+        launched: the last work of this sequence that was launched, or None once its step is
+            accounted for. Until then its pages must not change owner.
         host_kv: KV of a retracted sequence (tokens ``[0, num_computed)``), or None.
     """
 
@@ -66,14 +76,14 @@ class Sequence:
     index: int
     tokens: IntArray
     num_tokens: int
-    sampling: Any = None
+    sampling: SamplingState | None = None
     num_computed: int = 0
     pages: IntArray = field(default_factory=lambda: _NO_PAGES)
     owned: BoolArray = field(default_factory=lambda: _NO_FLAGS)
-    handle: Any = None
-    launched: Any = None
+    handle: TreeNode | None = None
+    launched: Work | None = None
     finished: bool = False
-    host_kv: Any = None
+    host_kv: HostKV | None = None
 
     def append(self, token: int) -> None:
         """Add one output token."""
@@ -83,6 +93,17 @@ class Sequence:
             self.tokens = grown
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the sequence is beyond its prompt: token 1 is known."""
+        return self.sampling is not None
+
+    @property
+    def choice(self) -> SamplingState:
+        """Sampling state of a sequence that decodes."""
+        assert self.sampling is not None, "the prompt is not complete"
+        return self.sampling
 
     @property
     def in_step(self) -> bool:
@@ -107,17 +128,37 @@ class Timings:
 
 
 @dataclass(eq=False, slots=True)
+class PromptProgress:
+    """State of a prompt on the node that computes it.
+
+    Attributes:
+        choices: sampling state of each choice of ``n``, which draws token 1.
+        first_tokens: token 1 of each choice once sampled.
+        logprobs: log probabilities of the prompt's tokens, as far as they are wanted and computed.
+        cached_tokens: leading tokens that were cached when the prompt was first admitted.
+        overtaken: younger requests that were admitted before this one.
+    """
+
+    choices: list[SamplingState] = field(default_factory=list)
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+    overtaken: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class Request:
-    """What a proxy asked of this node, its state and its sequences.
+    """Everything that a node knows about one request: the proxy's wishes, its state, its sequences.
 
     ``sequences[0]`` holds the prompt while it is computed or received; the other choices of ``n``
     are forked from it when token 1 is known.
 
     Attributes:
-        choices: sampling state of each choice of ``n``, on the node that samples token 1.
+        peer: instance id of the other node of the hand-off, or empty.
+        peer_bootstrap: on a node that receives the KV, URL of the peer's registry, or empty.
         ended_choices: choices that the proxy ended (their stop string was found).
-        overtaken: younger requests that were admitted before this one.
-        hand_off: this side's part of the transfer (``Outgoing`` on P, ``Incoming`` on D).
+        outgoing: the hand-off on the node that sends the KV, else None.
+        incoming: the hand-off on the node that receives the KV, else None.
     """
 
     rid: str
@@ -134,12 +175,10 @@ class Request:
     error: PDError | None = None
     sequences: list[Sequence] = field(default_factory=list)
     times: Timings = field(default_factory=Timings)
-    cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    choices: list[Any] = field(default_factory=list)
+    progress: PromptProgress = field(default_factory=PromptProgress)
     ended_choices: set[int] = field(default_factory=set)
-    overtaken: int = 0
-    hand_off: Any = None
+    outgoing: OutgoingRoom | None = None
+    incoming: IncomingRoom | None = None
 
     @classmethod
     def from_message(cls, message: Generate, proxy: bytes) -> Request:

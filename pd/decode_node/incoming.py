@@ -1,4 +1,4 @@
-"""What a decode node knows of one room's hand-off."""
+"""State of one hand-off on the node that receives the KV."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.messages import Commit, ErrorInfo, Reservation
+    from pd.core.request import Request
     from pd.transfer.base import Receiver
 
     IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False, slots=True)
-class Incoming:
-    """State of the hand-off, on ``Request.hand_off``.
+class IncomingRoom:
+    """State of the hand-off of one request, from its arrival until its pages are released.
 
     Attributes:
-        connected: the prefill node shook hands.
-        reservation: made, and sent once ``send_at`` has passed.
+        connected: whether the prefill node shook hands.
+        receiver: accepts the KV, from the reservation on.
+        reservation: made when there was memory, and sent once ``send_at`` has passed.
         commit_at: when ``commit`` came.
         digest: being computed since all of the KV is here.
-        quarantine: pages given up that P may still write; None while the room lives.
+        quarantine: pages that were released and may still be written by the peer; None while the
+            room lives.
+        abort_error: cause of the room's end, as the peer is told.
+        num_bytes: KV bytes of the reservation.
     """
 
+    request: Request
     connected: bool = False
     receiver: Receiver | None = None
     reservation: Reservation | None = None
@@ -43,3 +49,7 @@ class Incoming:
     abort_error: ErrorInfo | None = None
     num_bytes: int = 0
     epoch: int = 0
+
+    def is_from_peer(self, sender: str, epoch: int) -> bool:
+        """Whether a message of this sender and epoch is about this hand-off."""
+        return self.request.peer == sender and self.epoch == epoch

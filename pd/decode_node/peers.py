@@ -1,9 +1,9 @@
-"""The prefill nodes that a decode node works with: handshakes, heartbeats, leases."""
+"""The prefill nodes that a receiving end works with: handshakes, heartbeats, leases."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pd.bootstrap.peers import PeerDirectory
 from pd.core.errors import HandshakeError, NodeFailedError, PDError
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pd.core.node_info import NodeInfo
-    from pd.decode_node.node import DecodeNode
+    from pd.scheduling.core import NodeCore
+    from pd.transfer.base import TransferManager
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +24,49 @@ logger = logging.getLogger(__name__)
 _MEETING_INTERVAL = 5.0
 
 
-class PrefillPeers:
-    """Shakes hands on demand and notices who is gone. Under the node's lock; sockets are touched on
-    the control thread only."""
+class PeerSockets(Protocol):
+    """Message sockets to prefill nodes: :class:`pd.node.control.ControlThread`."""
 
-    def __init__(self, node: DecodeNode, own: NodeInfo) -> None:
-        self._node = node
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function on the control thread; any thread."""
+
+    def connect(self, identity: bytes, endpoint: str) -> None:
+        """Connect to a node (control thread only). Raises HandshakeError."""
+
+    def disconnect(self, identity: bytes) -> None:
+        """Close the connection to a node, if there is one (control thread only)."""
+
+
+class PrefillPeers:
+    """Shakes hands on demand and drops peers that are silent for a lease. The caller holds the
+    node's lock; sockets are used by the control thread only.
+
+    Args:
+        own: introduces this node in handshakes.
+        dropped: called in an event with each peer that is dropped, and the error of requests that
+            depend on it.
+    """
+
+    def __init__(
+        self,
+        core: NodeCore,
+        own: NodeInfo,
+        transfer: TransferManager,
+        sockets: PeerSockets,
+        dropped: Callable[[str, PDError], None],
+    ) -> None:
+        self._core, self._transfer, self._sockets = core, transfer, sockets
+        self._dropped = dropped
         self._leases: Leases[str] = Leases()
         self._urls: dict[str, str] = {}
         self._infos: dict[str, NodeInfo] = {}
         self._next_meetings: dict[str, float] = {}
         self._directory = PeerDirectory(
             own,
-            cluster_key=node.config.cluster_key,
-            connect=node.transfer.connect,
+            cluster_key=core.config.cluster_key,
+            connect=transfer.connect,
             timeout=LEASE_SECONDS,
-            patience=node.transfer.patience,
+            patience=transfer.patience,
         )
 
     def meet(self, prefill: Mapping[str, str], now: float) -> None:
@@ -50,13 +78,13 @@ class PrefillPeers:
                 break
             if instance not in self._leases and instance not in waiting:
                 waiting[instance] = now + _MEETING_INTERVAL
-                # The directory logs a failure, and a request would hear of it.
+                # The directory logs a failure, and a request that needs the peer would fail.
                 self.want(url, instance, lambda error: None, ahead=True)
         self._next_meetings = waiting
 
     def linked(self) -> list[str]:
         """Peers whose first request would find the link made."""
-        return [instance for instance in self._leases if self._node.transfer.is_linked(instance)]
+        return [instance for instance in self._leases if self._transfer.is_linked(instance)]
 
     def want(
         self,
@@ -70,7 +98,7 @@ class PrefillPeers:
         ``ahead``: no request needs it yet."""
 
         def answered(result: NodeInfo | PDError) -> None:
-            self._node.control.call(lambda: self._answered(url, instance, result, then))
+            self._sockets.call(lambda: self._answered(url, instance, result, then))
 
         self._directory.request(url, instance, answered, ahead=ahead)
 
@@ -81,7 +109,7 @@ class PrefillPeers:
         result: NodeInfo | PDError,
         then: Callable[[PDError | None], None],
     ) -> None:
-        with self._node.event():
+        with self._core.events.event():
             if isinstance(result, PDError):
                 then(result)
                 return
@@ -97,17 +125,17 @@ class PrefillPeers:
     def _connect(self, url: str, peer: NodeInfo) -> None:
         instance = peer.instance_id
         for old in [i for i, known in self._urls.items() if known == url]:
-            self.lose(old, f"restarted as {instance}")
-        self._node.control.connect(instance.encode(), peer.endpoint)
+            self.drop(old, f"restarted as {instance}")
+        self._sockets.connect(instance.encode(), peer.endpoint)
         self._leases.renew(instance)
         self._urls[instance] = url
         self._infos[instance] = peer
-        backend = self._node.transfer.backend_of(instance)
+        backend = self._transfer.backend_of(instance)
         logger.info("KV of prefill node %s travels by %s", instance, backend)
-        self._beat(instance)  # P can send nothing before it has heard from us
+        self._beat(instance)  # the peer can send nothing before a message has come
 
-    def heard_from(self, instance: str) -> None:
-        """Note a sign of life."""
+    def renew(self, instance: str) -> None:
+        """Renew the lease of a process of which a message came, if it is a peer."""
         if instance in self._leases:
             self._leases.renew(instance)
 
@@ -116,34 +144,36 @@ class PrefillPeers:
         return instance in self._leases
 
     def infos(self) -> list[NodeInfo]:
-        """Who shook hands and was not lost since."""
+        """The prefill nodes that shook hands and were not dropped since."""
         return list(self._infos.values())
 
     def heartbeat(self) -> None:
-        """Tell every prefill node that D lives."""
+        """Tell every prefill node that this node lives."""
         for instance in self._leases:
             self._beat(instance)
 
     def _beat(self, instance: str) -> None:
-        own = self._node.instance_id
+        own = self._core.instance_id
         message = PeerHeartbeat(to=instance, sender=own, run_delay=RUN_DELAY.total)
-        self._node.control.post(instance.encode(), message)
+        self._core.post(instance.encode(), message)
 
     def sweep(self, now: float) -> None:
-        """Lose peers that were silent for a lease (control thread)."""
+        """Drop peers that were silent for a lease (control thread)."""
         for instance in self._leases.expired(now):
-            self.lose(instance, f"no heartbeat for {LEASE_SECONDS} s")
+            self.drop(instance, f"no heartbeat for {LEASE_SECONDS} s")
 
-    def lose(self, instance: str, why: str) -> None:
-        """Give a peer up: what it had not committed fails, everything else goes on."""
+    def drop(self, instance: str, why: str) -> bool:
+        """Forget a peer, if it is known: its uncommitted hand-offs fail, everything else goes on
+        (control thread). Returns whether it was known."""
         if not self._leases.drop(instance):
-            return
+            return False
         logger.warning("prefill node %s lost: %s", instance, why)
         del self._urls[instance], self._infos[instance]
         self._directory.forget(instance)
-        self._node.control.disconnect(instance.encode())
-        self._node.transfer.disconnect(instance)
-        self._node.peer_lost(instance, NodeFailedError(f"prefill node {instance} failed: {why}"))
+        self._sockets.disconnect(instance.encode())
+        self._transfer.disconnect(instance)
+        self._dropped(instance, NodeFailedError(f"prefill node {instance} failed: {why}"))
+        return True
 
     def close(self) -> None:
         """Start no more handshakes."""

@@ -1,4 +1,4 @@
-"""Slots for prompts that prefill nodes compute: queues "preallocation" and "transfer"."""
+"""Receiving end of hand-offs: queues "preallocation" and "transfer"."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.errors import HandshakeError, NodeFailedError, PDError, TransferError, error_from_kind
@@ -16,221 +17,283 @@ from pd.core.messages import (
     AbortRoom,
     Commit,
     CommitAck,
+    Drained,
     ErrorInfo,
+    PeerHeartbeat,
     Reservation,
 )
 from pd.core.request import RequestState
-from pd.decode_node.incoming import Incoming
+from pd.decode_node.incoming import IncomingRoom
+from pd.decode_node.peers import PrefillPeers
 from pd.engine.digests import Digests
 from pd.engine.page_allocator import PageState
 from pd.scheduling.metrics import TransferTimes
+from pd.scheduling.transfer_end import PromptReceiver
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
-    from pd.core.request import Request
-    from pd.decode_node.node import DecodeNode
+    from collections.abc import Iterator, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.core.node_info import NodeInfo
+    from pd.core.request import Request, Sequence
+    from pd.decode_node.peers import PeerSockets
+    from pd.scheduling.core import NodeCore
+    from pd.scheduling.decode import DecodeScheduler
+    from pd.scheduling.handlers import Handlers
+    from pd.transfer.base import TransferManager
+
+    IntArray = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
 
-class Receiving:
-    """Reserves, receives, commits. The caller holds the node's lock.
+class ReceivingEnd(PromptReceiver):
+    """All rooms whose KV this node receives: reserves, receives, commits. The caller holds the
+    node's lock.
 
-    D never runs on KV that was not committed for exactly this room and epoch: pages stay RESERVED
+    No step runs on KV that was not committed for exactly this room and epoch: pages stay RESERVED
     until the receiver says that all of it is here, and only then enter the radix tree.
+
+    Args:
+        own: introduces this node in handshakes.
+        sockets: connect to prefill nodes.
+        decode: gets the requests that are committed.
+        digests: verifies the digests that commits carry; None without ``--kv-digest``.
     """
 
-    def __init__(self, node: DecodeNode) -> None:
-        self._node = node
-        self._memory = node.memory
+    def __init__(
+        self,
+        core: NodeCore,
+        transfer: TransferManager,
+        own: NodeInfo,
+        sockets: PeerSockets,
+        decode: DecodeScheduler,
+        digests: Digests | None = None,
+    ) -> None:
+        self._core, self._rooms, self._memory = core, core.rooms, core.memory
+        self._transfer, self._decode, self._digests = transfer, decode, digests
+        self.prefill_peers = PrefillPeers(core, own, transfer, sockets, self._peer_dropped)
         # Random start: an epoch of an earlier life of this address is never repeated.
         self._epochs = itertools.count(secrets.randbits(40) << 20)
+        # Epochs of rooms that were committed within the last lease, and when that ends.
         self._recent: dict[bytes, tuple[float, int]] = {}
-        self._digests: Digests | None = None
-        if node.config.kv_digest:
-            self._digests = Digests(node.engine.pool, done=node.control.wake)
-        self.preallocation: deque[Request] = deque()
-        self.transfer: list[Request] = []
+        self.preallocation: deque[IncomingRoom] = deque()
+        self.transfer: list[IncomingRoom] = []
+
+    def register(self, handlers: Handlers) -> None:
+        handlers.on(Commit, self._on_commit)
+        handlers.on(AbortRoom, self._on_abort_room)
+        handlers.on(Drained, self._on_drained)
+        handlers.on(PeerHeartbeat, self._on_peer_heartbeat)
+
+    def _incoming(self, room: bytes) -> IncomingRoom | None:
+        request = self._rooms.get(room)
+        return None if request is None else request.incoming
+
+    # ---- peers
+
+    def note_message(self, instance: str) -> None:
+        self.prefill_peers.renew(instance)
+
+    def meet(self, peers: Mapping[str, str]) -> None:
+        self.prefill_peers.meet(peers, time.monotonic())
+
+    def linked(self) -> list[str]:
+        return self.prefill_peers.linked()
+
+    def peers(self) -> list[NodeInfo]:
+        return self.prefill_peers.infos()
+
+    def heartbeat(self) -> None:
+        self.prefill_peers.heartbeat()
+
+    def drop_peer(self, instance: str, why: str) -> bool:
+        """Forget a prefill node: its uncommitted hand-offs fail, everything else goes on (control
+        thread)."""
+        with self._core.events.event():
+            return self.prefill_peers.drop(instance, why)
+
+    def _peer_dropped(self, instance: str, error: PDError) -> None:
+        waiting = (RequestState.PREALLOCATING, RequestState.RECEIVING)
+        for request in self._rooms:
+            if request.incoming is None or request.peer != instance:
+                continue
+            if request.state in waiting:
+                self._rooms.fail(request, error)
+
+    def _on_peer_heartbeat(self, identity: bytes, message: PeerHeartbeat) -> None:
+        self._transfer.patience.heard(message.sender, message.run_delay)
 
     # ---- preallocation
 
     def accept(self, request: Request) -> None:
-        """A new request: find its prefill node, then memory."""
+        """Take a new request: connect to its prefill node, then find memory."""
         request.state = RequestState.PREALLOCATING
-        request.hand_off = Incoming()
-        self.preallocation.append(request)
+        request.incoming = incoming = IncomingRoom(request)
+        self.preallocation.append(incoming)
 
         def connected(error: PDError | None) -> None:
             if request.state.terminal:
-                self._tell_peer(request)  # it could not be told when the request ended
+                self._tell_peer(incoming)  # there was no connection when the request ended
                 return
             if error is not None:
-                self._node.fail(request, NodeFailedError(error.message))
+                self._rooms.fail(request, NodeFailedError(error.message))
                 return
-            request.hand_off.connected = True
-            self._node.want_pump()
+            incoming.connected = True
+            self._core.events.want_pump()
 
-        self._node.peers.want(request.peer_bootstrap, request.peer, connected)
+        self.prefill_peers.want(request.peer_bootstrap, request.peer, connected)
 
     def pump(self) -> None:
-        """Reserve for whoever fits, in order of arrival; whose peer is not ready yet is passed."""
-        decode = self._node.decode
-        if decode.retracted or decode.lacks_memory:
+        """Reserve pages for requests that fit, in order of arrival; those whose peer is not
+        connected yet are passed over."""
+        if self._decode.needs_memory:
             return
         # NOTE: a copy, since requests that get memory, or fail for want of a receiver, leave it.
-        for request in list(self.preallocation):
-            if self._may_reserve(request) and not self._reserve(request):
+        for incoming in list(self.preallocation):
+            if self._may_reserve(incoming) and not self._reserve(incoming):
                 return
 
-    def _may_reserve(self, request: Request) -> bool:
+    def _may_reserve(self, incoming: IncomingRoom) -> bool:
         # NOTE: nothing may be promised to a peer that was disconnected after the handshake.
-        waiting = request.state is RequestState.PREALLOCATING and request.hand_off.connected
-        return waiting and self._node.peers.connected(request.peer)
+        request = incoming.request
+        waiting = request.state is RequestState.PREALLOCATING and incoming.connected
+        return waiting and self.prefill_peers.connected(request.peer)
 
-    def _reserve(self, request: Request) -> bool:
-        memory, sequence = self._memory, request.sequence
-        length, growth = len(request.prompt), self._growth(request)
+    def _reserve(self, incoming: IncomingRoom) -> bool:
+        """Reserve pages for the prompt and send the reservation; False if memory is lacking."""
+        request = incoming.request
+        memory, sequence, length = self._memory, request.sequence, len(request.prompt)
+        growth = self._decode.headroom(sequence, [i.request.sequence for i in self.transfer])
         if memory.available < memory.missing(sequence, length, length) + growth:
             return False
-        # NOTE: matching locks pages; whatever stops us after this must release them.
+        # NOTE: matching locks pages; every way out of here must release them.
         cached = memory.match(sequence, length)
         missing = memory.pages_for(length) - len(sequence.pages)
         room_left = memory.available >= missing + growth
         if not room_left or not memory.grow(sequence, length, PageState.RESERVED):
             memory.release(sequence)
             return False
-        incoming: Incoming = request.hand_off
         incoming.epoch = next(self._epochs)
         try:
-            incoming.receiver = self._node.transfer.receiver(
+            incoming.receiver = self._transfer.receiver(
                 request.peer, request.room, incoming.epoch, sequence.pages, cached, length
             )
         except Exception as error:
-            # A PDError, or whatever torch raises without memory.
+            # A PDError, or any error that torch raises without memory.
             if not isinstance(error, PDError):
                 logger.exception("cannot receive from %s", request.peer)
                 error = TransferError(f"cannot receive from {request.peer}: {error}")
             memory.commit(sequence)
-            self._node.fail(request, error)
+            self._rooms.fail(request, error)
             return True
         incoming.reservation = Reservation(
             to=request.peer,
-            sender=self._node.instance_id,
+            sender=self._core.instance_id,
             room=request.room,
             epoch=incoming.epoch,
             cached_prefix_len=cached,
             destination=incoming.receiver.destination,
         )
-        self.preallocation.remove(request)
+        self.preallocation.remove(incoming)
         request.state = RequestState.RECEIVING
         request.times.reserved = time.monotonic()
-        incoming.send_at = request.times.reserved + self._node.transfer.reservation_delay()
-        incoming.num_bytes = (length - cached) * self._node.engine.layout.token_bytes
-        self.transfer.append(request)
-        self._send_reservation(request)
+        incoming.send_at = request.times.reserved + self._transfer.reservation_delay()
+        incoming.num_bytes = (length - cached) * self._core.engine.layout.token_bytes
+        self.transfer.append(incoming)
+        self._send_reservation(incoming)
         return True
 
-    def _growth(self, request: Request) -> int:
-        """Pages to leave for others; none when nobody else is here, so that all make progress."""
-        others = [r.sequence for r in self.transfer]
-        decode = self._node.decode
-        if not others and not decode.running and not decode.waiting:
-            return 0
-        growth = decode.reserve.growth([*others, request.sequence], self._memory.page_size)
-        return growth + decode.growth
-
-    def _send_reservation(self, request: Request) -> None:
-        incoming: Incoming = request.hand_off
+    def _send_reservation(self, incoming: IncomingRoom) -> None:
         if not incoming.sent and time.monotonic() >= incoming.send_at:
             assert incoming.reservation is not None
             incoming.sent = True
-            self._node.control.post(request.peer.encode(), incoming.reservation)
+            self._core.post(incoming.request.peer.encode(), incoming.reservation)
 
     # ---- transfer
 
-    def on_commit(self, message: Commit) -> None:
-        """P has sent everything; maybe not all of it is here yet."""
-        request = self._node.requests.get(message.room)
+    def _on_commit(self, identity: bytes, message: Commit) -> None:
+        """The peer has sent everything; maybe not all of it is here yet."""
+        incoming = self._incoming(message.room)
         recent = self._recent.get(message.room)
-        mine = request is not None and self._is_from_peer(request, message.sender, message.epoch)
-        committed = request is not None and mine and request.hand_off.committed
+        if incoming is not None and not incoming.is_from_peer(message.sender, message.epoch):
+            incoming = None
+        committed = incoming is not None and incoming.committed
         if committed or (recent is not None and recent[1] == message.epoch):
             self._acknowledge(message.sender, message.room, message.epoch)
             return
-        if request is None or not mine or request.state is not RequestState.RECEIVING:
+        if incoming is None or incoming.request.state is not RequestState.RECEIVING:
             error = ErrorInfo("node_failed", "the decode node does not hold this reservation")
             self._post_abort(message.sender, message.room, message.epoch, error)
             return
-        incoming: Incoming = request.hand_off
-        if incoming.commit is None and self._acceptable(request, message):
+        if incoming.commit is None and self._acceptable(incoming.request, message):
             incoming.commit = message
             incoming.commit_at = time.monotonic()
             assert incoming.receiver is not None
             incoming.receiver.commit(message.num_bytes)
 
-    @staticmethod
-    def _is_from_peer(request: Request, sender: str, epoch: int) -> bool:
-        return request.peer == sender and request.hand_off.epoch == epoch
-
     def _acceptable(self, request: Request, commit: Commit) -> bool:
         indices = [token.index for token in commit.first_tokens]
-        vocab_size = self._node.engine.model_config.vocab_size
+        vocab_size = self._core.engine.model_config.vocab_size
         if sorted(indices) == list(range(request.params.n)) and all(
             0 <= token.token_id < vocab_size for token in commit.first_tokens
         ):
             return True
-        self._node.fail(request, TransferError(f"commit names choices {indices} or bad tokens"))
+        self._rooms.fail(request, TransferError(f"commit names choices {indices} or bad tokens"))
         return False
 
     def poll(self) -> bool:
         """Move rooms along; True while a commit waits for its last bytes."""
         busy = False
-        for request in list(self.transfer):
-            incoming: Incoming = request.hand_off
-            self._send_reservation(request)
+        for incoming in list(self.transfer):
+            self._send_reservation(incoming)
             assert incoming.receiver is not None
             state = incoming.receiver.poll()
             if state is TransferState.FAILED:
                 error = incoming.receiver.error or TransferError("the transfer failed")
-                self._node.fail(request, error)
+                self._rooms.fail(incoming.request, error)
             elif state is TransferState.DONE:
-                if self._is_intact(request):
-                    self._committed(request)
+                assert incoming.commit is not None
+                if self._is_intact(incoming, incoming.commit):
+                    self._commit(incoming, incoming.commit)
             else:
                 busy = busy or incoming.commit is not None or not incoming.sent
         return busy
 
-    def _is_intact(self, request: Request) -> bool:
-        """Whether what is here is known to have the digest that P computed; starts to compute it,
+    def _is_intact(self, incoming: IncomingRoom, commit: Commit) -> bool:
+        """Whether the KV is known to have the digest that the peer computed; starts to compute it,
         and fails the request if it differs."""
-        incoming: Incoming = request.hand_off
         if self._digests is None:
             return True
-        assert incoming.commit is not None and incoming.reservation is not None
-        start, stop = incoming.reservation.cached_prefix_len, len(request.prompt)
+        request, reservation = incoming.request, incoming.reservation
+        assert reservation is not None
+        start, stop = reservation.cached_prefix_len, len(request.prompt)
         if incoming.digest is None:
-            with self._node.engine.beside_steps():
+            with self._core.engine.beside_steps():
                 incoming.digest = self._digests.start(request.sequence.pages, start, stop)
         if not incoming.digest.done():
             return False  # its end wakes the control thread
         try:
             found = Digests.result(incoming.digest)
         except TransferError as failure:
-            self._node.fail(request, failure)
+            self._rooms.fail(request, failure)
             return False
-        if found == incoming.commit.digest:
+        if found == commit.digest:
             return True
         error = TransferError(
             f"the KV of tokens {start} to {stop} was damaged on its way from prefill node "
-            f"{request.peer}: its digest is {found.hex()}, not {incoming.commit.digest.hex()}"
+            f"{request.peer}: its digest is {found.hex()}, not {commit.digest.hex()}"
         )
-        self._node.fail(request, error)
+        self._rooms.fail(request, error)
         return False
 
-    def _committed(self, request: Request) -> None:
-        incoming: Incoming = request.hand_off
-        assert incoming.commit is not None
-        self.transfer.remove(request)
+    def _commit(self, incoming: IncomingRoom, commit: Commit) -> None:
+        """All of the KV is here: the pages become the request's, which is decoded from now on."""
+        request = incoming.request
+        self.transfer.remove(incoming)
         incoming.committed = True
         sequence = request.sequence
         self._memory.commit(sequence)
@@ -238,55 +301,58 @@ class Receiving:
         self._memory.cache(sequence)
         self._recent[request.room] = (time.monotonic() + LEASE_SECONDS, incoming.epoch)
         self._acknowledge(request.peer, request.room, incoming.epoch)
-        self._count(request, incoming.commit)
-        self._node.decode.add(request, incoming.commit.first_tokens, repeat=True)
-        self._node.work_available.set()
+        self._count(incoming, commit)
+        self._decode.add(request, commit.first_tokens, repeat=True)
+        self._core.events.work_available.set()
 
-    def _count(self, request: Request, commit: Commit) -> None:
-        incoming: Incoming = request.hand_off
-        times, metrics, now = request.times, self._node.metrics, time.monotonic()
+    def _count(self, incoming: IncomingRoom, commit: Commit) -> None:
+        request, metrics = incoming.request, self._core.metrics
+        times, now = request.times, time.monotonic()
         assert times.reserved is not None
         wait = times.reserved - times.arrived
         metrics.transferred_bytes.inc(incoming.num_bytes)
         metrics.observe("bootstrap", wait)
         metrics.observe("transfer", now - times.reserved)
         exposed = commit.exposed_seconds + now - incoming.commit_at
-        backend = self._node.transfer.backend_of(request.peer)
+        backend = self._transfer.backend_of(request.peer)
         found = TransferTimes(wait, commit.wire_seconds, exposed)
         metrics.transfers.observe(backend, incoming.num_bytes, found)
 
     def _acknowledge(self, peer: str, room: bytes, epoch: int) -> None:
-        message = CommitAck(to=peer, sender=self._node.instance_id, room=room, epoch=epoch)
-        self._node.control.post(peer.encode(), message)
+        message = CommitAck(to=peer, sender=self._core.instance_id, room=room, epoch=epoch)
+        self._core.post(peer.encode(), message)
 
-    # ---- the end
+    # ---- the end of a room
 
-    def on_abort(self, message: AbortRoom) -> None:
-        """P gave the room up, or token 1 ended it, or P believes that this node was gone."""
+    def _on_abort_room(self, identity: bytes, message: AbortRoom) -> None:
+        """The peer ended the room, maybe since token 1 ended it, or does not know this node."""
         if message.error.kind == HandshakeError.kind:
-            self._node.peers.lose(message.sender, message.error.message)
+            self.prefill_peers.drop(message.sender, message.error.message)
             return
-        request = self._node.requests.get(message.room)
-        if request is None:
-            self._node.bury(message.room)
+        if message.room not in self._rooms:
+            self._rooms.add_tombstone(message.room)
             return
-        # NOTE: P knows no epoch until it has the reservation.
-        epoch = message.epoch or request.hand_off.epoch
-        if request.state.terminal or not self._is_from_peer(request, message.sender, epoch):
+        incoming = self._incoming(message.room)
+        if incoming is None or incoming.request.state.terminal:
+            return
+        # NOTE: the peer knows no epoch until it has the reservation.
+        if not incoming.is_from_peer(message.sender, message.epoch or incoming.epoch):
             return
         if message.error.kind == "finished":
-            self._node.finish(request)
+            self._rooms.finish(incoming.request)
             return
         error = error_from_kind(message.error.kind, message.error.message)
-        self._node.fail(request, error, tell_proxy=message.error.kind != "aborted")
+        self._rooms.fail(incoming.request, error, tell_proxy=message.error.kind != "aborted")
 
     def ended(self, request: Request, before: RequestState) -> None:
-        """Give up slots that P may still be writing to, and ask it to drain."""
-        incoming: Incoming = request.hand_off
+        """Quarantine pages that the peer may still be writing to, and ask it to drain."""
+        incoming = request.incoming
+        if incoming is None:
+            return
         if before is RequestState.PREALLOCATING:
-            self.preallocation.remove(request)
-        if request in self.transfer:
-            self.transfer.remove(request)
+            self.preallocation.remove(incoming)
+        if incoming in self.transfer:
+            self.transfer.remove(incoming)
         if incoming.committed:
             return
         error = request.error
@@ -298,36 +364,38 @@ class Receiving:
             incoming.receiver.abort()
             if not incoming.sent:
                 incoming.receiver.peer_drained()
-        self._tell_peer(request)
+        self._tell_peer(incoming)
 
-    def _tell_peer(self, request: Request) -> None:
-        incoming: Incoming = request.hand_off
-        if not self._node.peers.connected(request.peer):
+    def _tell_peer(self, incoming: IncomingRoom) -> None:
+        request = incoming.request
+        if not self.prefill_peers.connected(request.peer):
             return
         assert incoming.abort_error is not None
         incoming.abort_sent = time.monotonic()
         self._post_abort(request.peer, request.room, incoming.epoch, incoming.abort_error)
 
     def _post_abort(self, peer: str, room: bytes, epoch: int, error: ErrorInfo) -> None:
-        own = self._node.instance_id
+        own = self._core.instance_id
         message = AbortRoom(to=peer, sender=own, room=room, epoch=epoch, error=error)
-        self._node.control.post(peer.encode(), message)
+        self._core.post(peer.encode(), message)
 
-    def drained(self, room: bytes, epoch: int, peer: str) -> None:
-        """P says that nothing of this epoch can land any more."""
-        request = self._node.requests.get(room)
-        if request is None or not self._is_from_peer(request, peer, epoch):
+    def _on_drained(self, identity: bytes, message: Drained) -> None:
+        """Nothing of this epoch can land any more."""
+        incoming = self._incoming(message.room)
+        if incoming is None or not incoming.is_from_peer(message.sender, message.epoch):
             return
-        incoming: Incoming = request.hand_off
         if incoming.quarantine is not None and incoming.receiver is not None:
             incoming.receiver.peer_drained()
-        elif request.state is RequestState.RECEIVING:
-            # Its abort was lost, its drain was not.
-            self._node.fail(request, NodeFailedError(f"prefill node {peer} gave the room up"))
+        elif incoming.request.state is RequestState.RECEIVING:
+            # The peer's abort was lost, its drain was not.
+            error = NodeFailedError(f"prefill node {message.sender} dropped the room")
+            self._rooms.fail(incoming.request, error)
 
     def may_release(self, request: Request) -> bool:
         """Whether nothing can land in the request's pages, or reads them for a digest, any more."""
-        incoming: Incoming = request.hand_off
+        incoming = request.incoming
+        if incoming is None:
+            return True
         if not Digests.over(incoming.digest):
             return False
         if incoming.quarantine is None or incoming.receiver is None:
@@ -335,21 +403,41 @@ class Receiving:
         if incoming.receiver.drained():
             return True
         if time.monotonic() > incoming.abort_sent + HEARTBEAT_INTERVAL:
-            self._tell_peer(request)
+            self._tell_peer(incoming)
         return False
 
-    def release(self, request: Request) -> None:
-        """Pages in quarantine become free."""
-        incoming: Incoming = request.hand_off
-        if incoming.quarantine is not None:
+    def released(self, request: Request) -> None:
+        """Free the pages that were in quarantine."""
+        incoming = request.incoming
+        if incoming is not None and incoming.quarantine is not None:
             self._memory.end_quarantine(incoming.quarantine)
             incoming.quarantine = None
 
+    def sweep(self, now: float) -> None:
+        self.prefill_peers.sweep(now)
+        self._recent = {r: e for r, e in self._recent.items() if e[0] > now}
+        self._core.events.want_pump()
+
+    # ---- administration
+
+    @property
+    def queued_tokens(self) -> int:
+        return sum(len(incoming.request.prompt) for incoming in self.preallocation)
+
+    def queued(self) -> Iterator[Sequence]:
+        waiting = chain(self.preallocation, self.transfer)
+        return (incoming.request.sequence for incoming in waiting)
+
+    def queues(self) -> dict[str, int]:
+        return {"preallocation": len(self.preallocation), "transfer": len(self.transfer)}
+
+    def quarantined_pages(self) -> Iterator[IntArray]:
+        for request in self._rooms:
+            if request.incoming is not None and request.incoming.quarantine is not None:
+                yield request.incoming.quarantine
+
     def close(self) -> None:
-        """Stop computing digests."""
+        """Start no more handshakes and stop computing digests."""
+        self.prefill_peers.close()
         if self._digests is not None:
             self._digests.close()
-
-    def sweep(self, now: float) -> None:
-        """Forget old commits."""
-        self._recent = {r: e for r, e in self._recent.items() if e[0] > now}

@@ -41,7 +41,7 @@ _NO_KEY = " on a node without --cluster-key-file"
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /abort_request``: one of the two."""
+    """Body of ``POST /abort_request``: one of the two fields is given."""
 
     rid: str | None = None
     abort_all: bool = False
@@ -58,47 +58,7 @@ def make_admin_app(node: Node) -> Starlette:
     signed for a client that asks with a nonce. Without a key every POST must come from a program on
     this host, and web pages read nothing (:mod:`pd.core.local_requests`).
     """
-    gate = _Gate(node)
-    info_key = server_info_key(node.config.cluster_key)
-
-    async def health(request: Request) -> Response:
-        return Response(status_code=200 if node.ready else 503)
-
-    async def metrics(request: Request) -> Response:
-        text = await run_in_threadpool(node.metrics.expose)
-        return Response(text, media_type="text/plain; version=0.0.4")
-
-    async def server_info(request: Request) -> Response:
-        response = JSONResponse(await run_in_threadpool(node.server_info))
-        nonce = request.headers.get(NONCE_HEADER, "")
-        if info_key is not None and 0 < len(nonce) <= MAX_NONCE_CHARACTERS:
-            signature = sign_reply(info_key, nonce, response.status_code, bytes(response.body))
-            response.headers[SIGNATURE_HEADER] = signature
-        return response
-
-    async def flush_cache(body: bytes) -> Response:
-        return JSONResponse({"freed_pages": await run_in_threadpool(node.flush_cache)})
-
-    async def drain(body: bytes) -> Response:
-        await run_in_threadpool(node.drain)
-        return JSONResponse({"draining": True})
-
-    async def undrain(body: bytes) -> Response:
-        await run_in_threadpool(node.undrain)
-        return JSONResponse({"draining": False})
-
-    async def abort_request(body: bytes) -> Response:
-        asked = _abort_body(body)
-        rid = None if asked.abort_all else asked.rid
-
-        def abort() -> int:
-            with node.event():
-                return node.abort(rid)
-
-        count = await run_in_threadpool(abort)
-        if count == 0 and not asked.abort_all:
-            raise NotFoundError(f"no request has the rid {asked.rid!r}", param="rid")
-        return JSONResponse({"aborted": count})
+    gate, endpoints = _Gate(node), _Endpoints(node)
 
     def get(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
         async def checked(request: Request) -> Response:
@@ -114,37 +74,79 @@ def make_admin_app(node: Node) -> Starlette:
         return Route(path, checked, methods=["POST"])
 
     routes = [
-        get("/health", health),
-        get("/metrics", metrics),
-        get("/server_info", server_info),
-        post("/flush_cache", flush_cache),
-        post("/drain", drain),
-        post("/undrain", undrain),
-        post("/abort_request", abort_request),
+        get("/health", endpoints.health),
+        get("/metrics", endpoints.metrics),
+        get("/server_info", endpoints.server_info),
+        post("/flush_cache", endpoints.flush_cache),
+        post("/drain", endpoints.drain),
+        post("/undrain", endpoints.undrain),
+        post("/abort_request", endpoints.abort_request),
     ]
+    handlers = {PDError: _error, 404: endpoints.unknown}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
-    async def unknown(request: Request, error: Exception) -> Response:
+
+class _Endpoints:
+    """Answers of the administrative interface; the node is called in threads of a pool, since its
+    lock may be held."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._info_key = server_info_key(node.core.config.cluster_key)
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._node.ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        text = await run_in_threadpool(self._node.core.metrics.expose)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def server_info(self, request: Request) -> Response:
+        response = JSONResponse(await run_in_threadpool(self._node.server_info))
+        nonce = request.headers.get(NONCE_HEADER, "")
+        if self._info_key is not None and 0 < len(nonce) <= MAX_NONCE_CHARACTERS:
+            body = bytes(response.body)
+            signature = sign_reply(self._info_key, nonce, response.status_code, body)
+            response.headers[SIGNATURE_HEADER] = signature
+        return response
+
+    async def flush_cache(self, body: bytes) -> Response:
+        return JSONResponse({"freed_pages": await run_in_threadpool(self._node.flush_cache)})
+
+    async def drain(self, body: bytes) -> Response:
+        await run_in_threadpool(self._node.drain)
+        return JSONResponse({"draining": True})
+
+    async def undrain(self, body: bytes) -> Response:
+        await run_in_threadpool(self._node.undrain)
+        return JSONResponse({"draining": False})
+
+    async def abort_request(self, body: bytes) -> Response:
+        asked = _abort_body(body)
+        rid = None if asked.abort_all else asked.rid
+        count = await run_in_threadpool(self._node.abort, rid)
+        if count == 0 and not asked.abort_all:
+            raise NotFoundError(f"no request has the rid {asked.rid!r}", param="rid")
+        return JSONResponse({"aborted": count})
+
+    async def unknown(self, request: Request, error: Exception) -> Response:
         where = f"{request.method} {request.url.path}"
-        return await _error(
-            request,
-            NotFoundError(f"a {node.role} node has no {where}; requests for text go to the proxy"),
-        )
-
-    return Starlette(routes=routes, exception_handlers={PDError: _error, 404: unknown})
+        text = f"a {self._node.role} node has no {where}; requests for text go to the proxy"
+        return await _error(request, NotFoundError(text))
 
 
 class _Gate:
     """Lets requests in that hold the cluster key or, where there is none, come from this host."""
 
     def __init__(self, node: Node) -> None:
-        key = admin_key(node.config.cluster_key)
+        key = admin_key(node.core.config.cluster_key)
         self._verifier = None if key is None else RequestVerifier(key)
-        self._instance_id = node.instance_id
-        self._names = {node.config.host.lower(), node.config.public_host.lower()}
+        self._instance_id, config = node.instance_id, node.core.config
+        self._names = {config.host.lower(), config.public_host.lower()}
 
     def check_reader(self, request: Request) -> None:
-        """Where there is no key raise ForbiddenError for web pages, which would otherwise read what
-        the node says under a name that was made to resolve to loopback."""
+        """Without a key raise ForbiddenError for web pages, which could otherwise read answers
+        under a name that was made to resolve to loopback."""
         if self._verifier is None:
             check_host(request.scope, self._names, _NO_KEY)
             check_origin(request.scope, (), _NO_KEY)
@@ -153,7 +155,7 @@ class _Gate:
         self, request: Request, answer: Callable[[bytes], Awaitable[Response]]
     ) -> Response:
         """The answer, signed if the request was. Raises AuthenticationError, ForbiddenError or
-        UnsupportedMediaTypeError for what is not let in."""
+        UnsupportedMediaTypeError for requests that are not let in."""
         if self._verifier is None:
             check_local(request.scope, self._names, _NO_KEY)
             return await answer(await _read(request))

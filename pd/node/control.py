@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from socket import socketpair
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+
+_Stream = TypeVar("_Stream")
 
 _TICK = 0.1
 # While a transfer is about to complete its state is polled this often.
@@ -51,8 +53,34 @@ class ControlHandler(Protocol):
         """After every turn; True asks to be called again soon (a transfer is completing)."""
 
 
-def _forget_some(streams: dict[bytes, Any]) -> None:
-    """Room for one more; the oldest are those of processes that left long ago."""
+class _Wakeup:
+    """Wakes a thread that polls it. ``send`` may be called by any thread, also after the end."""
+
+    def __init__(self) -> None:
+        # NOTE: sockets, not a pipe: they know that they are closed, while the number of a closed
+        # descriptor may belong to another file by the time a late caller writes to it.
+        self._reader, self._writer = socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def send(self) -> None:
+        # NOTE: a full buffer means that the thread will wake anyway, a closed socket that it ended.
+        with contextlib.suppress(OSError):
+            self._writer.send(b"x")
+
+    def clear(self) -> None:
+        self._reader.recv(4096)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+def _forget_some(streams: dict[bytes, _Stream]) -> None:
+    """Make room for one more stream; the oldest are those of processes that left long ago."""
     while len(streams) >= _MAX_STREAMS:
         del streams[next(iter(streams))]
 
@@ -67,11 +95,10 @@ class ControlThread(threading.Thread):
         own: instance id of this node.
     """
 
-    def __init__(
-        self, handler: ControlHandler, own: str, host: str, cluster_key: bytes | None
-    ) -> None:
+    _handler: ControlHandler
+
+    def __init__(self, own: str, host: str, cluster_key: bytes | None) -> None:
         super().__init__(name="control", daemon=True)
-        self._handler = handler
         self._own = own
         self._cluster_key = cluster_key
         self._context = zmq.Context()
@@ -90,14 +117,10 @@ class ControlThread(threading.Thread):
         self._received: dict[bytes, Received] = {}
         self._outbox: deque[tuple[bytes, bytes, bool]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        # NOTE: sockets, not a pipe: they know that they are closed, while the number of a closed
-        # descriptor may belong to somebody else by the time a late caller writes to it.
-        self._wake_reader, self._waker = socketpair()
-        self._wake_reader.setblocking(False)
-        self._waker.setblocking(False)
+        self._wakeup = _Wakeup()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wake_reader, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
         self._running = True
 
     def _open(self, kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
@@ -124,6 +147,11 @@ class ControlThread(threading.Thread):
         self._router.curve_secretkey = secret
         self._router.curve_publickey = public
 
+    def serve(self, handler: ControlHandler) -> None:
+        """Start the thread; it calls ``handler`` from now on."""
+        self._handler = handler
+        self.start()
+
     def post(self, identity: bytes, message: Message) -> None:
         """Send to a connected process. Lost when it is gone: leases find that out."""
         frame = encode(message)
@@ -133,16 +161,16 @@ class ControlThread(threading.Thread):
             logger.error("%s for %.64r is too large: %d bytes", kind, identity, len(frame))
             frame = b""
         self._outbox.append((identity, frame, counts(message)))
-        self._wake()
+        self._wakeup.send()
 
     def wake(self) -> None:
         """Have :meth:`ControlHandler.on_poll` called soon."""
-        self._wake()
+        self._wakeup.send()
 
     def call(self, function: Callable[[], None]) -> None:
         """Run ``function`` on the control thread."""
         self._calls.append(function)
-        self._wake()
+        self._wakeup.send()
 
     def connect(self, identity: bytes, endpoint: str) -> None:
         """Open a DEALER to a prefill node (control thread only). Raises HandshakeError when the
@@ -181,11 +209,6 @@ class ControlThread(threading.Thread):
     def _end(self) -> None:
         self._running = False
 
-    def _wake(self) -> None:
-        # NOTE: a full buffer means that the thread will wake anyway, a closed socket that it ended.
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
-
     def run(self) -> None:
         next_tick = time.monotonic()
         soon = False
@@ -194,8 +217,8 @@ class ControlThread(threading.Thread):
             until_tick = math.ceil((next_tick - time.monotonic()) * 1000)
             timeout = _FAST_POLL_MS if soon else max(0, until_tick)
             for ready, _ in self._poller.poll(timeout):
-                if ready == self._wake_reader.fileno():
-                    self._wake_reader.recv(4096)
+                if ready == self._wakeup.fileno():
+                    self._wakeup.clear()
                 else:
                     self._receive(ready)
             while self._calls:
@@ -290,5 +313,4 @@ class ControlThread(threading.Thread):
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=200)
-        self._wake_reader.close()
-        self._waker.close()
+        self._wakeup.close()

@@ -1,4 +1,4 @@
-"""What a node says about itself over HTTP."""
+"""The description of a node that it serves over HTTP."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 def transfer_info(node: Node) -> dict[str, object]:
-    """Backends: what is offered, what each pair uses, and the one in use to sum it up (before the
-    first peer: the one that this node likes best). Staging slots that wait for a lost link."""
+    """Transfer backends that are offered, the one of each peer, and one to sum it up: the one in
+    use or, before the first peer, the one that this node prefers. Also the number of staging slots
+    that wait for a lost link."""
     if node.transfer is None:
         return {
             "transfer_backend": "none",
@@ -40,11 +41,11 @@ def transfer_info(node: Node) -> dict[str, object]:
 
 
 def server_info(node: Node) -> dict[str, object]:
-    """What ``GET /server_info`` answers."""
+    """The answer to ``GET /server_info``."""
     from pd import __version__
 
-    config, engine = node.config, node.engine
-    with node.lock:
+    config, engine = node.core.config, node.engine
+    with node.core.events.lock:
         return {
             "role": node.role,
             "instance_id": node.instance_id,
@@ -60,10 +61,10 @@ def server_info(node: Node) -> dict[str, object]:
             "trust_network": config.trust_network,
             **transfer_info(node),
             "attention_backend": engine.attention_backend,
-            "sampling_defaults": asdict(node.sampling_defaults),
+            "sampling_defaults": asdict(node.own.sampling_defaults),
             "context_length": engine.context_length,
             "ready": node.ready,
-            "endpoints": {"zmq": node.endpoint, "bootstrap": node.bootstrap_url},
-            "pages": node.memory.counts(),
+            "endpoints": {"zmq": node.endpoint, "bootstrap": node.own.bootstrap},
+            "pages": node.core.memory.counts(),
             "queues": node.queues(),
         }

@@ -35,7 +35,8 @@ def _messages(outputs: list[Output]) -> Iterator[list[Output]]:
     if not any(output.logprobs or output.prompt_logprobs for output in outputs):
         yield outputs
         return
-    some, size = [], 0
+    some: list[Output] = []
+    size = 0
     for output in (part for whole in outputs for part in _parts(whole)):
         added = sum(map(_size, [*(output.logprobs or ()), *(output.prompt_logprobs or ())]))
         if some and size + added > _MAX_LOGPROBS:

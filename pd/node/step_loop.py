@@ -1,4 +1,4 @@
-"""The main loop of every node."""
+"""The main loop of every node: plan a step, compute it, account for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pd.core.exit import STUCK_PREFIX
 from pd.scheduling.step import LaunchedStep, Work, launch
 
 if TYPE_CHECKING:
-    from pd.node.node import Node
+    from pd.scheduling.combined import CombinedScheduler
+    from pd.scheduling.core import NodeCore
 
 logger = logging.getLogger(__name__)
 
@@ -21,18 +22,19 @@ _IDLE_WAIT = 0.05
 STEP_LIMIT_SECONDS = 300.0
 
 
-class Scheduler(threading.Thread):
+class StepLoop(threading.Thread):
     """Plans a step under the node's lock, computes it without, accounts for it under the lock.
 
     With overlap, the next step is planned and launched before the last one is accounted for, as
-    long as the node says that it may be (:meth:`pd.node.node.Node.may_plan_ahead`): while the GPU
-    computes one step the CPU is busy with its neighbours. At most two steps are launched.
+    long as :meth:`CombinedScheduler.may_plan_ahead` allows: while the GPU computes one step the CPU
+    is busy with its neighbours. At most two steps are launched.
     """
 
-    def __init__(self, node: Node, *, overlap: bool) -> None:
+    def __init__(self, core: NodeCore, scheduler: CombinedScheduler) -> None:
         super().__init__(name="scheduler", daemon=True)
-        self._node = node
-        self._overlap = overlap
+        self._core, self._scheduler = core, scheduler
+        self._engine, self._events, self._rooms = core.engine, core.events, core.rooms
+        self._overlap = core.engine.overlaps(core.config.overlap_schedule)
         self._launched: LaunchedStep | None = None
         # When the steps that are under way began, or the older of them.
         self._busy_since: float | None = None
@@ -46,13 +48,13 @@ class Scheduler(threading.Thread):
 
     @property
     def broken(self) -> bool:
-        """It gave up."""
+        """Nothing will be computed any more."""
         return self._broken
 
     def stop(self) -> None:
         """End after the present step, unless that may never end."""
         self._stopping = True
-        self._node.work_available.set()
+        self._events.work_available.set()
         if self.is_alive():
             self.join(timeout=1 if self._broken else 30)
             if self.is_alive():
@@ -60,42 +62,48 @@ class Scheduler(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._node.engine.activate()
+            self._engine.activate()
             while not (self._stopping or self._broken):
                 self._step()
             if self._launched is not None:
                 self._account(self._launched)
         except Exception as error:
-            # The node's books are wrong and nothing here can mend them.
+            # The node's state is wrong and nothing here can mend it.
             logger.critical("the scheduler failed", exc_info=True)
-            self._give_up(f"the scheduler failed: {error!r}")
+            self._break(f"the scheduler failed: {error!r}")
 
     def check_progress(self, now: float) -> None:
-        """Give up if a step has been under way for so long that it will not end. Any thread."""
+        """Fail all requests if a step has been under way for so long that it will not end. Any
+        thread."""
         since = self._busy_since
         if since is not None and now - since > STEP_LIMIT_SECONDS and not self._broken:
             self.engine_failed(f"a step has not ended within {STEP_LIMIT_SECONDS:g} s")
 
     def engine_failed(self, reason: str) -> None:
-        """Nothing can be computed any more. May be called from any thread, during a step too."""
+        """Fail all requests: nothing can be computed any more. Any thread, during a step too."""
         logger.critical("the engine failed: %s", reason)
-        self._give_up(f"the engine failed: {reason}")
+        self._break(f"the engine failed: {reason}")
 
-    def _give_up(self, reason: str) -> None:
+    def _break(self, reason: str) -> None:
         """Fail all requests; the node is not ready any more."""
         self._broken = True
-        self._fail_all(NodeFailedError(reason))
+        with self._events.event():
+            for request in self._rooms:
+                try:
+                    self._rooms.fail(request, NodeFailedError(reason))
+                except Exception:  # whatever is wrong with one, the others must end too
+                    logger.exception("cannot end room %s", request.room.hex())
 
     def _step(self) -> None:
-        node, last = self._node, self._launched
+        events, last = self._events, self._launched
         works: list[Work] = []
-        with node.event():
+        with events.event():
             # NOTE: before the look: what comes after it is not missed.
-            node.work_available.clear()
-            if last is None or node.may_plan_ahead(last.works):
-                works = node.plan()
+            events.work_available.clear()
+            if last is None or self._scheduler.may_plan_ahead(last.works):
+                works = self._scheduler.plan()
         if not works and last is None:
-            node.work_available.wait(_IDLE_WAIT)
+            events.work_available.wait(_IDLE_WAIT)
             return
         began = time.monotonic()
         self._busy_since = self._busy_since or began
@@ -108,52 +116,46 @@ class Scheduler(threading.Thread):
             self._launched = self._busy_since = None
 
     def _launch(self, works: list[Work], last: LaunchedStep | None) -> LaunchedStep | None:
-        node, engine = self._node, self._node.engine
+        engine = self._engine
         try:
-            return launch(engine.runner, engine.sampler, works, node.on_layers_done(works), last)
+            layers_done = self._scheduler.on_layers_done(works)
+            return launch(engine.runner, engine.sampler, works, layers_done, last)
         except Exception as error:
+            # Any error of a kernel or of torch. It concerns this step's requests only.
             logger.exception("a step failed")
             self._step_failed(works, NodeFailedError(f"the step failed: {error}"))
             return None
 
     def _account(self, step: LaunchedStep) -> None:
-        node = self._node
         try:
             step.complete()
         except Exception as error:
+            # An error of a kernel, which the host learns of late.
             logger.exception("a step failed")
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
-        with node.event():
-            if self._broken:  # what the step left behind need not be its result
+        with self._events.event():
+            if self._broken:  # the pool need not hold the step's result
                 self._forget(step.works)
             else:
-                node.process(step.works)
-            node.closing.look_after_step()
-            node.outbox.flush()
+                self._scheduler.process(step.works)
+            self._rooms.closing.look_after_step()
+            self._rooms.outputs.flush()
 
     def _step_failed(self, works: list[Work], error: NodeFailedError) -> None:
         """Requests of a step that could not be computed fail; the node goes on."""
         # NOTE: before any page changes its owner. On a GPU that is broken this raises, and the node
         # is not ready any more.
-        self._node.engine.synchronize()
-        with self._node.event():
+        self._engine.synchronize()
+        with self._events.event():
             self._forget(works)
             for work in works:
-                self._node.fail(work.sequence.request, error)
-            self._node.closing.look_after_step()
+                self._rooms.fail(work.sequence.request, error)
+            self._rooms.closing.look_after_step()
 
     @staticmethod
     def _forget(works: list[Work]) -> None:
-        """A step is over, and of no use."""
+        """Mark works of a step as over; their results are not used."""
         for work in works:
             if work.sequence.launched is work:
                 work.sequence.launched = None
-
-    def _fail_all(self, error: NodeFailedError) -> None:
-        with self._node.event():
-            for request in list(self._node.requests.values()):
-                try:
-                    self._node.fail(request, error)
-                except Exception:  # whatever is wrong with one, the others must hear of it
-                    logger.exception("cannot end room %s", request.room.hex())

@@ -1,9 +1,9 @@
-"""What a prefill node knows of one room's hand-off."""
+"""State of one hand-off on the node that sends the KV."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.scheduling.metrics import TransferTimes
@@ -11,7 +11,8 @@ from pd.scheduling.metrics import TransferTimes
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from pd.core.messages import FirstToken, Reservation
+    from pd.core.messages import Reservation
+    from pd.core.request import Request
     from pd.transfer.base import Sender
 
 
@@ -22,20 +23,20 @@ _MAX_GROUPS = 32
 
 
 def layers_per_group(num_layers: int) -> int:
-    """How many layers' KV is sent together: of 4, fewer in shallow models (at most four groups) and
-    more in models so deep that 4 would make more than 32 groups."""
+    """How many layers' KV is sent together: 4; fewer in shallow models (at most four groups), more
+    in models so deep that 4 would make more than 32 groups."""
     return max(min(_LAYER_GROUP, -(-num_layers // 4)), -(-num_layers // _MAX_GROUPS))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """What the tokens of a prompt cost.
+    """Cost of a prompt's tokens, to compute and to send.
 
     Attributes:
-        num_layers: that they go through.
-        kv_bytes: of one, to send, of all layers.
-        token_flops: of one, for the products with the layers' weights, on each of the GPUs.
-        pair_flops: of one's attention to one before it, likewise.
+        num_layers: layers of the model.
+        kv_bytes: bytes of one token's K and V in all layers.
+        token_flops: operations on each GPU for the products of one token with the layers' weights.
+        pair_flops: operations on each GPU for the attention of one token to one before it.
     """
 
     num_layers: int
@@ -44,33 +45,36 @@ class PromptCost:
     pair_flops: float
 
     def flops(self, start: int, stop: int, layers_done: int = 0) -> float:
-        """What is left to compute of tokens ``[start, stop)``, of the last layer hardly more than
-        its K and V. Below 0 where more layers are said to be done."""
+        """Operations that are left for tokens ``[start, stop)`` when ``layers_done`` layers are
+        computed. The last layer counts as none, since hardly more than its K and V are computed;
+        so the result is below 0 when all are done."""
         pairs = (stop - start) * (stop + start) / 2
         whole = (stop - start) * self.token_flops + pairs * self.pair_flops
         return whole * (self.num_layers - 1 - layers_done) / self.num_layers
 
 
 @dataclass(eq=False, slots=True)
-class Outgoing:
-    """State of the hand-off, on ``Request.hand_off``.
+class OutgoingRoom:
+    """State of the hand-off of one request, from its arrival until its pages are released.
 
     Attributes:
-        cost: of the prompt's tokens.
-        pushed: leading tokens whose KV of all layers was given to the sender (or is D's already).
-        first_tokens: token 1 of each choice once sampled.
-        parked: computed, then evicted for others before D reserved; computed again when it does.
-        digest: being computed since the whole prompt is here and D has reserved.
-        reserved_at, computed_at, first_sent, sent, complete: when D's reservation came, the prompt
-            was computed (token 1 known), KV first went out, the last byte had left, and the digest
-            was known too.
+        cost: cost of the prompt's tokens.
+        reservation: the peer's, once it came.
+        pushed: leading tokens whose KV of all layers was given to the sender (or is the peer's
+            already).
+        parked: whether the computed prompt was evicted for others before the peer reserved; it is
+            computed again when it does.
+        digest: being computed since the whole prompt is here and the peer has reserved.
+        reserved_at, computed_at: when the reservation came; when token 1 was known.
+        first_sent, sent: when KV first went out; when the last byte had left.
+        complete: when the digest was known, too.
     """
 
+    request: Request
     cost: PromptCost
     reservation: Reservation | None = None
     sender: Sender | None = None
     pushed: int = 0
-    first_tokens: list[FirstToken] = field(default_factory=list)
     parked: bool = False
     digest: Future[bytes] | None = None
     commit_sent: float | None = None
@@ -89,19 +93,19 @@ class Outgoing:
         self.sender.send(token_start, token_stop, layer_start, layer_stop)
 
     def may_wait(self, unsent: float, ahead: float) -> bool:
-        """Whether the KV of ``unsent`` tokens had better be sent later: every use of the link costs
-        the forward pass something, and ``ahead`` operations (:meth:`PromptCost.flops`) are left to
-        send it behind."""
+        """Whether the KV of ``unsent`` tokens should be sent later, since every use of the link
+        costs the forward pass something and the ``ahead`` operations that are left (see
+        :meth:`PromptCost.flops`) still hide it."""
         assert self.sender is not None
         hidden = unsent * self.cost.kv_bytes * self.sender.flops_per_byte
         return 0 < hidden <= ahead
 
-    def times(self, arrived: float) -> TransferTimes:
-        """What it took, once everything is complete; ``arrived``: when the request came."""
+    def times(self) -> TransferTimes:
+        """Durations of the transfer, once everything is complete."""
         assert self.sent is not None and self.complete is not None
         wire = 0.0 if self.first_sent is None else self.sent - self.first_sent
         return TransferTimes(
-            wait=max(0.0, self.reserved_at - arrived),
+            wait=max(0.0, self.reserved_at - self.request.times.arrived),
             wire=wire,
             exposed=max(0.0, self.complete - self.computed_at),
         )
@@ -109,23 +113,26 @@ class Outgoing:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """Tokens ``[start, stop)`` of a prompt of ``num_tokens``, on their way through the layers.
+    """Tokens ``[start, stop)`` of a prompt of ``num_tokens``, while a step computes them.
 
     Attributes:
-        sent: layers of it that the sender was given.
+        sent: leading layers of the chunk that the sender was given.
     """
 
-    outgoing: Outgoing
+    outgoing: OutgoingRoom
     start: int
     stop: int
     num_tokens: int
     sent: int = 0
 
     def layers_done(self, first: int, stop: int) -> None:
-        """The KV of layers ``[first, stop)`` is in the pool, or queued on the current stream, like
-        that of the layers before and of the tokens before. Send what was not sent when a group is
-        complete, unless that may wait for the next (of this chunk or of the next one); what waited
-        is sent after any layer, so as not to leave early."""
+        """Send what is due, now that the KV of layers ``[first, stop)`` is in the pool or queued on
+        the current stream, like that of the layers before and of the tokens before.
+
+        A group of layers is sent when it is complete, unless it may wait for the next group, of
+        this chunk or of the next one. KV that waited is sent after any layer, so that it does not
+        leave earlier than it must.
+        """
         outgoing = self.outgoing
         if outgoing.sender is None or outgoing.pushed >= self.stop:
             return
@@ -134,7 +141,7 @@ class Chunk:
         in_groups = self.sent > 0 or outgoing.sender.flops_per_byte == 0
         if in_groups and stop % group and stop < num_layers:
             return
-        # When this is called next and something may be sent.
+        # Layers that are done when this is called next and something may be sent.
         then = stop + max(stop - first, group if in_groups else 1)
         earlier, new = self.start - outgoing.pushed, self.stop - max(self.start, outgoing.pushed)
         unsent = max(0, earlier) + new * (then - self.sent) / num_layers

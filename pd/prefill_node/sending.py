@@ -1,4 +1,4 @@
-"""P's half of a hand-off: from the reservation to the acknowledged commit (queue "in flight")."""
+"""Sending end of hand-offs: from the reservation to the acknowledged commit (queue "in flight")."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from pd.core.messages import (
     LEASE_SECONDS,
     AbortRoom,
     Commit,
+    CommitAck,
     Drained,
     ErrorInfo,
+    PeerHeartbeat,
     Reservation,
 )
 from pd.core.request import RequestState
 from pd.engine.digests import Digests
-from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
+from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
 from pd.prefill_node.peers import DecodePeers
+from pd.scheduling.transfer_end import PromptSender
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd.core.node_info import NodeInfo
-    from pd.core.request import Request
-    from pd.prefill_node.node import PrefillNode
+    from pd.core.request import Request, Sequence
+    from pd.scheduling.core import NodeCore
+    from pd.scheduling.handlers import Handlers
     from pd.scheduling.step import Work
     from pd.transfer.base import Sender, TransferManager
 
@@ -43,109 +47,145 @@ logger = logging.getLogger(__name__)
 FINISHED = "finished"
 
 
-class HandOff:
-    """All rooms that P hands to decode nodes. The caller holds the node's lock."""
+class SendingEnd(PromptSender):
+    """All rooms whose KV this node sends to decode nodes. The caller holds the node's lock.
+
+    Args:
+        resume: puts a parked request back into the waiting queue.
+        forget: called with a decode node that is dropped, so that it may shake hands again.
+        digests: computes the digests that commits carry; None without ``--kv-digest``.
+    """
 
     def __init__(
-        self, node: PrefillNode, transfer: TransferManager, resume: Callable[[Request], None]
+        self,
+        core: NodeCore,
+        transfer: TransferManager,
+        *,
+        resume: Callable[[Request], None],
+        forget: Callable[[str], None] = lambda instance: None,
+        digests: Digests | None = None,
     ) -> None:
-        self._node = node
-        self._transfer = transfer
-        self._resume = resume
-        model, layout = node.engine.model_config, node.engine.layout
+        self._core, self._rooms, self._transfer = core, core.rooms, transfer
+        self._resume, self._forget, self._digests = resume, forget, digests
+        model, layout = core.engine.model_config, core.engine.layout
         self._cost = PromptCost(
             layout.num_layers,
             layout.token_bytes,
             model.token_flops / layout.tp_size,
             model.pair_flops / layout.tp_size,
         )
-        self._digests: Digests | None = None
-        if node.config.kv_digest:
-            self._digests = Digests(node.engine.pool, done=node.control.wake)
         self._patience = transfer.patience
-        self.peers = DecodePeers(node.instance_id, node.control.post, self._patience)
+        self.decode_peers = DecodePeers(core.instance_id, core.post, self._patience)
         # Reservations whose requests have not come yet, by room and sender, and when they came.
         self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
-        self.in_flight: list[Request] = []
+        self.in_flight: list[OutgoingRoom] = []
+
+    def register(self, handlers: Handlers) -> None:
+        handlers.on(Reservation, self._on_reservation)
+        handlers.on(CommitAck, self._on_commit_ack)
+        handlers.on(AbortRoom, self._on_abort_room)
+        handlers.on(PeerHeartbeat, self._on_peer_heartbeat)
+
+    def _outgoing(self) -> Iterator[OutgoingRoom]:
+        return (r.outgoing for r in self._rooms if r.outgoing is not None)
 
     # ---- peers
 
     def add_peer(self, peer: NodeInfo) -> None:
-        """A decode node shook hands."""
-        self._transfer.connect(peer)
-        if peer.instance_id not in self.peers:
-            backend = self._transfer.backend_of(peer.instance_id)
-            logger.info("KV for decode node %s travels by %s", peer.instance_id, backend)
-        self.peers.add(peer)
+        """Take a decode node that shook hands as a peer. Any thread."""
+        with self._core.events.event():
+            self._transfer.connect(peer)
+            if peer.instance_id not in self.decode_peers:
+                backend = self._transfer.backend_of(peer.instance_id)
+                logger.info("KV for decode node %s travels by %s", peer.instance_id, backend)
+            self.decode_peers.add(peer)
 
-    def lose_peer(self, instance: str, why: str) -> None:
-        """A decode node is gone: what it had is lost, nothing else."""
-        if not self.peers.drop(instance):
-            return
-        logger.warning("decode node %s lost: %s", instance, why)
-        if self._node.registry is not None:
-            self._node.registry.forget(instance)
-        self._transfer.disconnect(instance)
-        self._early = {key: early for key, early in self._early.items() if key[1] != instance}
-        error = NodeFailedError(f"decode node {instance} failed: {why}")
-        for request in [r for r in self._node.requests.values() if r.peer == instance]:
-            self._node.fail(request, error)
-        self.peers.drop(instance)  # there is no point in telling it later
+    def drop_peer(self, instance: str, why: str) -> bool:
+        """Forget a decode node: requests for it fail, everything else goes on. Any thread."""
+        with self._core.events.event():
+            if not self.decode_peers.drop(instance):
+                return False
+            logger.warning("decode node %s lost: %s", instance, why)
+            self._forget(instance)
+            self._transfer.disconnect(instance)
+            self._early = {key: early for key, early in self._early.items() if key[1] != instance}
+            error = NodeFailedError(f"decode node {instance} failed: {why}")
+            for outgoing in self._outgoing():
+                if outgoing.request.peer == instance:
+                    self._rooms.fail(outgoing.request, error)
+            self.decode_peers.drop(instance)  # with the aborts that it would be sent later
+            return True
 
-    # ---- the way of a room
+    def peers(self) -> list[NodeInfo]:
+        return self.decode_peers.infos()
 
-    def accept(self, request: Request) -> None:
-        """A new request; its reservation may have come first."""
-        request.hand_off = Outgoing(self._cost)
-        if not request.peer:
-            return
-        early = self._early.pop((request.room, request.peer), None)
-        if early is not None:
-            self.reserve(request, early[1])
+    def _on_peer_heartbeat(self, identity: bytes, message: PeerHeartbeat) -> None:
+        self._patience.heard(message.sender, message.run_delay)
+        if not self.decode_peers.renew(message.sender):
+            # The node stood still for longer than its lease. Refused now, it shakes hands again
+            # before its next reservation, whose request would fail.
+            self._refuse_unknown(message.sender)
 
-    def refuse_stranger(self, sender: str, room: bytes = b"", epoch: int = 0) -> None:
-        """Tell a decode node that is not known, or not any more, to shake hands (again)."""
+    def _refuse_unknown(self, sender: str, room: bytes = b"", epoch: int = 0) -> None:
+        """Have a decode node that is not known, or not any more, shake hands (again)."""
         logger.warning("%s is not known here", sender)
         error = ErrorInfo(HandshakeError.kind, f"{sender} did not shake hands")
-        self.peers.send(self._abort(sender, room, epoch, error))
+        self.decode_peers.send(self._abort(sender, room, epoch, error))
 
-    def on_reservation(self, message: Reservation) -> None:
-        """D reserved slots, for a room that may be known, unknown yet, or gone."""
-        if not self.peers.heard_from(message.sender):
-            self.refuse_stranger(message.sender, message.room, message.epoch)
+    def heartbeat(self) -> None:
+        self.decode_peers.heartbeat()
+
+    # ---- reservations
+
+    def accept(self, request: Request) -> None:
+        """Take a new request, whose reservation may have come first."""
+        request.state = RequestState.BOOTSTRAPPING
+        request.outgoing = outgoing = OutgoingRoom(request, self._cost)
+        early = self._early.pop((request.room, request.peer), None)
+        if early is not None:
+            self.reserve(outgoing, early[1])
+
+    def _on_reservation(self, identity: bytes, message: Reservation) -> None:
+        """The peer reserved slots, for a room that may be known, unknown yet, or ended."""
+        self._core.events.work_available.set()
+        if not self.decode_peers.renew(message.sender):
+            self._refuse_unknown(message.sender, message.room, message.epoch)
             return
-        request = self._node.requests.get(message.room)
+        request = self._rooms.get(message.room)
         if request is None:
-            if self._node.is_buried(message.room):
+            if self._rooms.has_tombstone(message.room):
                 self._refuse(message, ErrorInfo(FINISHED, "the room has ended"))
             else:
                 self._early[message.room, message.sender] = (time.monotonic(), message)
             return
-        first = request.hand_off.reservation
-        if message.sender != request.peer:
+        outgoing = request.outgoing
+        if outgoing is None or message.sender != request.peer:
             self._refuse(message, ErrorInfo("node_failed", "the room is for another node"))
-        elif first is not None and first.epoch != message.epoch:
+            return
+        first = outgoing.reservation
+        if first is not None and first.epoch != message.epoch:
             self._refuse(message, ErrorInfo("node_failed", "the room has a reservation already"))
         elif request.state.terminal:
             error = _reason(request)
             if first is None:
                 self._refuse(message, error)
-            else:  # its release says when it has drained
-                self.peers.tell(self._abort(message.sender, message.room, message.epoch, error))
+            else:  # Drained follows when its pages are released
+                abort = self._abort(message.sender, message.room, message.epoch, error)
+                self.decode_peers.send_when_reached(abort)
         elif first is None:
-            self.reserve(request, message)
+            self.reserve(outgoing, message)
         else:
             logger.warning("dropped a repeated reservation of room %s", message.room.hex())
 
-    def reserve(self, request: Request, reservation: Reservation) -> None:
-        """Open the sender and push what is computed already."""
-        outgoing: Outgoing = request.hand_off
+    def reserve(self, outgoing: OutgoingRoom, reservation: Reservation) -> None:
+        """Take the reservation of a room; open the sender and push what is computed already."""
+        request = outgoing.request
         if not 0 <= reservation.cached_prefix_len <= len(request.prompt):
             error = TransferError(
                 f"decode node {request.peer} claims {reservation.cached_prefix_len} cached tokens "
                 f"of a prompt of {len(request.prompt)}"
             )
-            self._node.fail(request, error)
+            self._rooms.fail(request, error)
             return
         outgoing.reservation = reservation
         outgoing.reserved_at = time.monotonic()
@@ -154,113 +194,143 @@ class HandOff:
             request.state = RequestState.WAITING
         if outgoing.parked:
             outgoing.parked = False
-            self.in_flight.remove(request)
+            self.in_flight.remove(outgoing)
             request.state = RequestState.WAITING
             self._resume(request)
         elif request.state in (RequestState.RUNNING, RequestState.SENDING):
-            self.open(request)
+            self._open(outgoing)
+
+    def will_leave(self, request: Request) -> bool:
+        """Whether a request, once computed, waits for no memory of another node."""
+        if request.outgoing is None:
+            return request.params.max_tokens <= 1
+        return request.outgoing.reservation is not None
+
+    # ---- sending
 
     def open(self, request: Request) -> None:
-        """Begin to send, if D has reserved; pushes what is in the pool and may not wait for what is
-        not launched yet."""
-        outgoing: Outgoing = request.hand_off
+        if request.outgoing is not None:
+            self._open(request.outgoing)
+
+    def _open(self, outgoing: OutgoingRoom) -> None:
+        """Begin to send, if the peer has reserved; pushes KV that is in the pool and may not wait
+        for what is not launched yet."""
         if outgoing.reservation is None or outgoing.sender is not None:
             return
+        request = outgoing.request
         sequence = request.sequence
         try:
             outgoing.sender = self._transfer.sender(
                 request.peer, outgoing.reservation, sequence.pages, len(request.prompt)
             )
         except Exception as error:
-            # A PDError, or whatever torch raises without memory.
+            # A PDError, or any error that torch raises without memory.
             if not isinstance(error, PDError):
                 logger.exception("cannot open a transfer to %s", request.peer)
                 error = TransferError(f"cannot open a transfer to {request.peer}: {error}")
-            self._node.fail(request, error)
+            self._rooms.fail(request, error)
             return
         launched = sequence.num_computed if sequence.launched is None else sequence.launched.stop
         ahead = outgoing.cost.flops(launched, len(request.prompt))
         if not outgoing.may_wait(sequence.num_computed - outgoing.pushed, ahead):
-            self._push(request)
+            self._push(outgoing)
 
-    def _push(self, request: Request) -> None:
-        outgoing, computed = request.hand_off, request.sequence.num_computed
+    def _push(self, outgoing: OutgoingRoom) -> None:
+        """Send all that is computed and not sent."""
         if outgoing.sender is None:
             return
+        request, engine = outgoing.request, self._core.engine
+        computed = request.sequence.num_computed
         if computed > outgoing.pushed:
-            layers = self._node.engine.layout.num_layers
-            with self._node.engine.beside_steps():
-                outgoing.send(outgoing.pushed, computed, 0, layers)
+            with engine.beside_steps():
+                outgoing.send(outgoing.pushed, computed, 0, engine.layout.num_layers)
             outgoing.pushed = computed
         if request.state is RequestState.SENDING:
             outgoing.sender.finish()
-            with self._node.engine.beside_steps():
-                self._start_digest(request)
+            with engine.beside_steps():
+                self._start_digest(outgoing)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """For one step: pushes its chunks while their layers are computed, and what D's reservation
-        came too late for, also if that comes during the step. The returned callback acquires the
-        node's lock."""
-        chunks = [
-            Chunk(request.hand_off, work.start, work.stop, len(request.prompt))
-            for work in works
-            if (request := work.sequence.request).peer
-        ]
+        """A function for one step: it pushes the step's chunks while their layers are computed, and
+        tokens before them for which the reservation came too late, also if that comes during the
+        step. It acquires the node's lock, as this method does."""
+        with self._core.events.lock:
+            chunks = [
+                Chunk(outgoing, work.start, work.stop, len(outgoing.request.prompt))
+                for work in works
+                if (outgoing := work.sequence.request.outgoing) is not None
+            ]
         if not chunks:
             return None
 
         def layers_done(first: int, stop: int) -> None:
-            with self._node.event():
+            with self._core.events.event():
                 for chunk in chunks:
                     chunk.layers_done(first, stop)
 
         return layers_done
 
-    def computed(self, work: Work) -> None:
-        """A chunk is in the pool; push it unless the forward pass did, or it may wait."""
-        request = work.sequence.request
-        outgoing: Outgoing = request.hand_off
-        if outgoing.sender is None:
+    def chunk_computed(self, work: Work) -> None:
+        """Push a chunk that is in the pool, unless the forward pass did, or it may wait."""
+        outgoing = work.sequence.request.outgoing
+        if outgoing is None or outgoing.sender is None:
             return
-        ahead = outgoing.cost.flops(work.stop, len(request.prompt))
+        ahead = outgoing.cost.flops(work.stop, len(outgoing.request.prompt))
         if not outgoing.may_wait(work.stop - outgoing.pushed, ahead):
-            self._push(request)
+            self._push(outgoing)
 
-    def completed(self, request: Request) -> None:
-        """The whole prompt is computed and token 1 is known."""
+    def prompt_computed(self, request: Request) -> None:
+        outgoing = request.outgoing
+        assert outgoing is not None
         request.state = RequestState.SENDING
-        request.hand_off.computed_at = time.monotonic()
-        self.in_flight.append(request)
-        self._push(request)
+        outgoing.computed_at = time.monotonic()
+        self.in_flight.append(outgoing)
+        self._push(outgoing)
+
+    def park(self, pages: int) -> None:
+        """Free pages of computed requests that have no reservation yet, youngest first.
+
+        They would otherwise wait for the decode node's memory, while that waits for prefills that
+        wait for theirs. Their KV stays cached as long as no other request needs the pages.
+        """
+        memory = self._core.memory
+        for outgoing in reversed(self.in_flight):
+            if memory.available >= pages:
+                return
+            if outgoing.reservation is None and not outgoing.parked:
+                outgoing.parked = True
+                memory.release(outgoing.request.sequence)
+
+    # ---- commits
 
     def poll(self) -> bool:
-        """Commit what is complete; True while a transfer is about to be."""
+        """Commit transfers that are complete; True while one is about to be."""
         busy = False
         now = time.monotonic()
-        for request in list(self.in_flight):
-            outgoing: Outgoing = request.hand_off
+        for outgoing in list(self.in_flight):
             if outgoing.sender is None:
                 continue
-            state = self._check(request, outgoing.sender)
+            state = self._check(outgoing, outgoing.sender)
             if state is TransferState.DONE:
                 outgoing.sent = outgoing.sent or now
                 if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
-                    self._commit(request, now)
+                    self._commit(outgoing, outgoing.sender, now)
             elif state is TransferState.ACTIVE:
                 busy = True
         return busy
 
-    def _check(self, request: Request, sender: Sender) -> TransferState:
-        """What became of its transfer; if that failed, the request ends."""
+    def _check(self, outgoing: OutgoingRoom, sender: Sender) -> TransferState:
+        """State of the transfer; if that failed, the request ends."""
         state = sender.poll()
         if state is TransferState.FAILED:
-            self._node.fail(request, sender.error or TransferError("the transfer failed"))
+            error = sender.error or TransferError("the transfer failed")
+            self._rooms.fail(outgoing.request, error)
         return state
 
-    def _commit(self, request: Request, now: float) -> None:
-        """All bytes left for good: say so, once the digest is known too."""
-        outgoing: Outgoing = request.hand_off
-        assert outgoing.reservation is not None and outgoing.sender is not None
+    def _commit(self, outgoing: OutgoingRoom, sender: Sender, now: float) -> None:
+        """Send the commit: all bytes have left for good. Waits for the digest, if there is one."""
+        request = outgoing.request
+        assert outgoing.reservation is not None
         digest = b""
         if outgoing.digest is not None:
             if not outgoing.digest.done():
@@ -268,154 +338,159 @@ class HandOff:
             try:
                 digest = Digests.result(outgoing.digest)
             except TransferError as error:
-                self._node.fail(request, error)
+                self._rooms.fail(request, error)
                 return
         outgoing.complete = outgoing.complete or now
         outgoing.commit_sent = now
-        times = outgoing.times(request.times.arrived)
+        times = outgoing.times()
         message = Commit(
             to=request.peer,
-            sender=self._node.instance_id,
+            sender=self._core.instance_id,
             room=request.room,
             epoch=outgoing.reservation.epoch,
-            num_bytes=outgoing.sender.bytes_sent,
-            first_tokens=outgoing.first_tokens,
+            num_bytes=sender.bytes_sent,
+            first_tokens=request.progress.first_tokens,
             digest=digest,
             wire_seconds=times.wire,
             exposed_seconds=times.exposed,
         )
-        self.peers.send(message)
+        self.decode_peers.send(message)
 
-    def _start_digest(self, request: Request) -> None:
-        """Beside the last of the transfer: everything it reads is computed."""
-        outgoing: Outgoing = request.hand_off
+    def _start_digest(self, outgoing: OutgoingRoom) -> None:
+        """Compute the digest beside the last of the transfer; all that it reads is computed."""
         if self._digests is None or outgoing.digest is not None:
             return
         assert outgoing.reservation is not None
-        start = outgoing.reservation.cached_prefix_len
+        start, request = outgoing.reservation.cached_prefix_len, outgoing.request
         outgoing.digest = self._digests.start(request.sequence.pages, start, len(request.prompt))
 
-    def on_commit_ack(self, peer: str, room: bytes, epoch: int) -> None:
-        """D has it all."""
-        request = self._node.requests.get(room)
+    def _on_commit_ack(self, identity: bytes, message: CommitAck) -> None:
+        """The peer has committed: the request is done here."""
+        peer, request = message.sender, self._rooms.get(message.room)
         if request is None or request.state is not RequestState.SENDING or request.peer != peer:
             return
-        outgoing: Outgoing = request.hand_off
-        if outgoing.commit_sent is None or outgoing.reservation is None:
+        outgoing = request.outgoing
+        if outgoing is None or outgoing.commit_sent is None or outgoing.reservation is None:
             return
-        if outgoing.reservation.epoch == epoch:
+        if outgoing.reservation.epoch == message.epoch:
             outgoing.acknowledged = True
-            metrics = self._node.metrics
-            num_bytes = outgoing.sender.bytes_sent if outgoing.sender else 0
-            metrics.transferred_bytes.inc(num_bytes)
-            backend = self._transfer.backend_of(peer)
-            metrics.transfers.observe(backend, num_bytes, outgoing.times(request.times.arrived))
-            metrics.observe("transfer", time.monotonic() - (request.times.first_token or 0.0))
-            self._node.finish(request)
+            self._count(outgoing)
+            self._rooms.finish(request)
 
-    def on_abort(self, message: AbortRoom) -> None:
-        """D gave the room up, or repeats that it waits for our drain."""
-        known = self.peers.heard_from(message.sender)
+    def _count(self, outgoing: OutgoingRoom) -> None:
+        request, metrics = outgoing.request, self._core.metrics
+        num_bytes = outgoing.sender.bytes_sent if outgoing.sender else 0
+        metrics.transferred_bytes.inc(num_bytes)
+        metrics.transfers.observe(
+            self._transfer.backend_of(request.peer), num_bytes, outgoing.times()
+        )
+        metrics.observe("transfer", time.monotonic() - (request.times.first_token or 0.0))
+
+    # ---- the end of a room
+
+    def _on_abort_room(self, identity: bytes, message: AbortRoom) -> None:
+        """The peer ended the room, or repeats that it waits for the drain."""
+        known = self.decode_peers.renew(message.sender)
         self._early.pop((message.room, message.sender), None)
-        request = self._node.requests.get(message.room)
+        request = self._rooms.get(message.room)
         if request is None and known:
-            self._node.bury(message.room)
-        mine = request is not None and request.peer == message.sender
-        reservation = request.hand_off.reservation if request is not None and mine else None
+            self._rooms.add_tombstone(message.room)
+        outgoing = None
+        if request is not None and request.peer == message.sender:
+            outgoing = request.outgoing
+        reservation = None if outgoing is None else outgoing.reservation
         if reservation is None or reservation.epoch != message.epoch:
             # Nothing was ever sent for this epoch, or all of it has landed.
             self._post_drained(message.sender, message.room, message.epoch)
-        if request is None or not mine or request.state.terminal:
-            return  # where something may still land, the release answers
+        if outgoing is None or outgoing.request.state.terminal:
+            return  # where something may still land, Drained follows the release of the pages
         if reservation is not None and reservation.epoch != message.epoch:
             logger.warning("dropped an abort of room %s: wrong epoch", message.room.hex())
             return
         error = error_from_kind(message.error.kind, message.error.message)
-        self._node.fail(request, error, tell_proxy=message.error.kind != "aborted")
+        self._rooms.fail(outgoing.request, error, tell_proxy=message.error.kind != "aborted")
 
-    # ---- the end
-
-    def ended(self, request: Request) -> None:
-        """Stop the transfer of a terminal request and tell D."""
-        outgoing: Outgoing = request.hand_off
-        if request in self.in_flight:
-            self.in_flight.remove(request)
-        if outgoing.acknowledged or not request.peer:
+    def ended(self, request: Request, before: RequestState) -> None:
+        outgoing = request.outgoing
+        if outgoing is None:
+            return
+        if outgoing in self.in_flight:
+            self.in_flight.remove(outgoing)
+        if outgoing.acknowledged:
             return
         if outgoing.sender is not None:
             outgoing.sender.abort()
         epoch = outgoing.reservation.epoch if outgoing.reservation else 0
-        self.peers.tell(self._abort(request.peer, request.room, epoch, _reason(request)))
+        abort = self._abort(request.peer, request.room, epoch, _reason(request))
+        self.decode_peers.send_when_reached(abort)
 
     def may_release(self, request: Request) -> bool:
-        """Whether the sender and the digest have let go of the source pages."""
-        outgoing: Outgoing = request.hand_off
-        sender = outgoing.sender
-        return Digests.over(outgoing.digest) and (sender is None or bool(sender.drained()))
+        """Whether neither the sender nor the digest reads the source pages any more."""
+        outgoing = request.outgoing
+        if outgoing is None or not Digests.over(outgoing.digest):
+            return outgoing is None
+        return outgoing.sender is None or outgoing.sender.drained()
 
     def released(self, request: Request) -> None:
-        """Tell D that nothing of the epoch can land any more."""
-        outgoing: Outgoing = request.hand_off
-        if outgoing.reservation is not None and not outgoing.acknowledged:
-            self._post_drained(request.peer, request.room, outgoing.reservation.epoch)
-
-    def park(self, pages: int) -> None:
-        """Free pages of computed requests that D has not reserved for, youngest first.
-
-        They would otherwise wait for D's memory while D's memory waits for prefills that wait for
-        theirs. Their KV stays cached as long as nobody needs the room.
-        """
-        memory = self._node.memory
-        for request in reversed(self.in_flight):
-            if memory.available >= pages:
-                return
-            outgoing: Outgoing = request.hand_off
-            if outgoing.reservation is None and not outgoing.parked:
-                outgoing.parked = True
-                memory.release(request.sequence)
+        """Tell the peer that nothing of the epoch can land any more."""
+        outgoing = request.outgoing
+        if outgoing is None or outgoing.reservation is None or outgoing.acknowledged:
+            return
+        self._post_drained(request.peer, request.room, outgoing.reservation.epoch)
 
     def sweep(self, now: float) -> None:
-        """End what waited longer than a lease for a peer."""
-        for instance in self.peers.expired(now):
-            self.lose_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
+        for instance in self.decode_peers.expired(now):
+            self.drop_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
         # NOTE: both wait for something of the proxy too, so the most delayed of all others counts.
         for key, (came, reservation) in list(self._early.items()):
             if self._patience.is_over(came, LEASE_SECONDS):
                 del self._early[key]
                 self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
-        for request in list(self._node.requests.values()):
-            sender = request.hand_off.sender
-            if request.state is RequestState.RUNNING and sender is not None:
-                self._check(request, sender)
-            is_met = not request.peer or request.peer in self.peers
-            if not is_met and self._patience.is_over(request.times.arrived, LEASE_SECONDS):
+        for outgoing in self._outgoing():
+            request = outgoing.request
+            if request.state is RequestState.RUNNING and outgoing.sender is not None:
+                self._check(outgoing, outgoing.sender)
+            if request.peer not in self.decode_peers and self._patience.is_over(
+                request.times.arrived, LEASE_SECONDS
+            ):
                 error = NodeFailedError(f"decode node {request.peer} did not shake hands")
-                self._node.fail(request, error)
+                self._rooms.fail(request, error)
+
+    # ---- administration
+
+    def queued(self) -> Iterator[Sequence]:
+        return (outgoing.request.sequence for outgoing in self.in_flight)
+
+    def queues(self) -> dict[str, int]:
+        waiting = sum(o.request.state is RequestState.BOOTSTRAPPING for o in self._outgoing())
+        return {"bootstrap": waiting, "in_flight": len(self.in_flight)}
 
     def close(self) -> None:
         """Stop computing digests."""
         if self._digests is not None:
             self._digests.close()
 
+    # ---- messages
+
     def _refuse(self, reservation: Reservation, error: ErrorInfo) -> None:
         to, room, epoch = reservation.sender, reservation.room, reservation.epoch
-        self.peers.tell(self._abort(to, room, epoch, error))
+        self.decode_peers.send_when_reached(self._abort(to, room, epoch, error))
         self._post_drained(to, room, epoch)
 
     def _abort(self, to: str, room: bytes, epoch: int, error: ErrorInfo) -> AbortRoom:
-        own = self._node.instance_id
+        own = self._core.instance_id
         return AbortRoom(to=to, sender=own, room=room, epoch=epoch, error=error)
 
     def _post_drained(self, to: str, room: bytes, epoch: int) -> None:
-        # NOTE: what is on its way to a peer that was disconnected may still land, and only that
+        # NOTE: bytes on their way to a peer that was disconnected may still land, and only that
         # peer's own disconnect ends it.
-        if to in self.peers:
-            own = self._node.instance_id
-            self.peers.send(Drained(to=to, sender=own, room=room, epoch=epoch))
+        if to in self.decode_peers:
+            own = self._core.instance_id
+            self.decode_peers.send(Drained(to=to, sender=own, room=room, epoch=epoch))
 
 
 def _reason(request: Request) -> ErrorInfo:
-    """Why a terminal request ended."""
+    """Cause of the end of a terminal request."""
     if request.error is None:
         return ErrorInfo(FINISHED, "token 1 ended the request")
     return ErrorInfo(request.error.kind, request.error.message)

@@ -17,12 +17,12 @@ from pd.scheduling.reserve import DecodeReserve
 from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
-    from pd.core.messages import Finish, FirstToken
+    from pd.core.messages import Finish, FirstToken, TokenLogprobs
     from pd.core.request import Request
     from pd.engine.saved_pages import SavedPages
-    from pd.node.node import Node
+    from pd.scheduling.core import NodeCore
 
 # Tokens of one sequence that are computed again per step when its KV was lost.
 RECOMPUTE_CHUNK = 512
@@ -37,28 +37,39 @@ class HostKV(NamedTuple):
     pages: SavedPages
 
 
-class DecodeManager:
+class DecodeScheduler:
     """Runs sequences whose prompt is in the pool. The caller holds the node's lock."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._memory = node.memory
-        self._page_bytes = node.engine.pool.page_bytes(node.engine.layout)
-        self._model = node.engine.model_config
-        self._max_running = node.config.max_running_requests
-        self._host_limit = node.config.retraction_host_memory
+    def __init__(self, core: NodeCore) -> None:
+        self._engine, self._memory, self._rooms = core.engine, core.memory, core.rooms
+        self._metrics = core.metrics
+        self._page_bytes = core.engine.pool.page_bytes(core.engine.layout)
+        self._model = core.engine.model_config
+        self._max_running = core.config.max_running_requests
+        self._host_limit = core.config.retraction_host_memory
         self._host_used = 0
-        self.reserve = DecodeReserve(node.config.reserved_decode_tokens)
+        self.reserve = DecodeReserve(core.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
         self.retracted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        # Somebody here waits for pages: what comes free is not for new requests.
+        # Whether a sequence here waits for pages: those that come free are not for new requests.
         self.lacks_memory = False
 
     @property
-    def growth(self) -> int:
-        """Pages that the sequences here are expected to take still."""
-        live = [*self.running, *self.waiting, *self.retracted]
+    def needs_memory(self) -> bool:
+        """Whether no new request may be given pages, since a sequence here waits for some."""
+        return self.lacks_memory or bool(self.retracted)
+
+    def headroom(self, sequence: Sequence, others: Collection[Sequence]) -> int:
+        """Pages that must stay available when a new sequence is given its pages, for all to grow;
+        none when nobody else is here, so that all make progress.
+
+        Args:
+            others: sequences that hold pages and will come here.
+        """
+        if not others and not self.running and not self.waiting:
+            return 0
+        live = [*others, sequence, *self.running, *self.waiting, *self.retracted]
         return self.reserve.growth(live, self._memory.page_size)
 
     def queued(self) -> Iterator[Sequence]:
@@ -90,21 +101,22 @@ class DecodeManager:
             self._begin(sequence, token, repeat)
         if not request.sequences:
             request.sequences = [prompt_sequence]
-            self._node.finish(request)
+            self._rooms.finish(request)
 
     def _begin(self, sequence: Sequence, token: FirstToken, repeat: bool) -> None:
         request = sequence.request
         if request.sequences:
-            sequence.sampling = request.sequences[0].sampling.fork(token.index)
+            sampling = request.sequences[0].choice.fork(token.index)
         else:
-            sequence.sampling = SamplingState(
+            sampling = SamplingState(
                 request.params,
                 request.prompt,
                 self._model.eos_token_ids,
                 self._model.vocab_size,
                 seed=choice_seed(request.params.seed, token.index),
             )
-        sequence.sampling.observe(token.token_id)
+        sequence.sampling = sampling
+        sampling.observe(token.token_id)
         sequence.append(token.token_id)
         request.sequences.append(sequence)
         self.waiting.append(sequence)
@@ -130,16 +142,16 @@ class DecodeManager:
 
     def _next(self, sequence: Sequence) -> Work | None:
         """What to compute of a sequence; None if it may end with what is launched already."""
-        launched: Work | None = sequence.launched
+        launched = sequence.launched
         if launched is None:
             stop = min(sequence.num_tokens, sequence.num_computed + RECOMPUTE_CHUNK)
-            samples = [sequence.sampling] if stop == sequence.num_tokens else []
+            samples = [sequence.choice] if stop == sequence.num_tokens else []
             return Work(sequence, sequence.num_computed, stop, samples)
         limit = sequence.request.params.max_tokens
-        if sequence.finished or sequence.sampling.num_output_tokens + 1 >= limit:
+        if sequence.finished or sequence.choice.num_output_tokens + 1 >= limit:
             return None
         start = launched.stop
-        return Work(sequence, start, start + 1, [sequence.sampling], follows=launched)
+        return Work(sequence, start, start + 1, [sequence.choice], follows=launched)
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
@@ -149,7 +161,7 @@ class DecodeManager:
             return False
         if not all(work.is_decode for work in launched):
             return False
-        return not any(sequence.sampling.has_penalties for sequence in self.running)
+        return not any(sequence.choice.has_penalties for sequence in self.running)
 
     def _admit(self) -> None:
         """Start sequences that have their pages or get them, retracted ones first.
@@ -220,11 +232,11 @@ class DecodeManager:
         self.running.remove(sequence)
         self.retracted.append(sequence)
         self.reserve.retracted()
-        self._node.metrics.retractions.inc()
+        self._metrics.retractions.inc()
         count = self._memory.pages_for(sequence.num_computed)
         size = count * self._page_bytes
         if self._host_used + size <= self._host_limit:
-            pages = self._node.engine.save_pages(sequence.pages[:count])
+            pages = self._engine.save_pages(sequence.pages[:count])
             sequence.host_kv = HostKV(sequence.num_computed, count, pages)
             self._host_used += size
         self._memory.cache(sequence)
@@ -254,10 +266,10 @@ class DecodeManager:
     def _take_token(self, sequence: Sequence, work: Work) -> None:
         sampled = work.sampled[0]
         if sampled.error is not None:
-            self._node.fail(sequence.request, NodeFailedError(sampled.error))
+            self._rooms.fail(sequence.request, NodeFailedError(sampled.error))
             return
         sequence.append(sampled.token_id)
-        finish = sequence.sampling.observe(sampled.token_id)
+        finish = sequence.choice.observe(sampled.token_id)
         self._emit(sequence, sampled.token_id, finish, sampled.logprobs)
         if finish is not None:
             sequence.finished = True
@@ -265,7 +277,7 @@ class DecodeManager:
                 self._leave(sequence)
 
     def _emit(
-        self, sequence: Sequence, token: int, finish: Finish | None, logprobs: object
+        self, sequence: Sequence, token: int, finish: Finish | None, logprobs: TokenLogprobs | None
     ) -> None:
         request = sequence.request
         output = Output(
@@ -278,15 +290,16 @@ class DecodeManager:
         )
         times = request.times
         if times.reserved is not None and output.position == 0 and times.committed is not None:
-            if sequence is request.sequences[0]:  # the choices share one transfer
-                output.transferred_bytes = request.hand_off.num_bytes
+            if sequence is request.sequences[0] and request.incoming is not None:
+                # The choices share one transfer.
+                output.transferred_bytes = request.incoming.num_bytes
             output.stages = Stages(
                 bootstrap=times.reserved - times.arrived, transfer=times.committed - times.reserved
             )
         if finish is not None and times.committed is not None:
             output.stages = Stages(decode=time.monotonic() - times.committed)
-            self._node.metrics.observe("decode", output.stages.decode or 0.0)
-        self._node.emit(request, output)
+            self._metrics.observe("decode", output.stages.decode or 0.0)
+        self._rooms.emit(request, output)
 
     # ---- out
 
@@ -298,10 +311,12 @@ class DecodeManager:
         self._memory.cache(sequence)
         self._memory.release(sequence)
         if all(other.finished and not other.in_step for other in sequence.request.sequences):
-            self._node.finish(sequence.request)
+            self._rooms.finish(sequence.request)
 
     def _drop(self, sequence: Sequence) -> None:
-        for queue in (self.running, self.waiting, self.retracted):
+        queues: tuple[list[Sequence] | deque[Sequence], ...]
+        queues = (self.running, self.waiting, self.retracted)
+        for queue in queues:
             if sequence in queue:
                 queue.remove(sequence)
         self._drop_host_kv(sequence)
@@ -309,7 +324,7 @@ class DecodeManager:
     def end_choice(self, request: Request, index: int) -> bool:
         """The proxy found a stop string in a choice; False if the choice has not begun here."""
         for sequence in request.sequences:
-            if sequence.index == index and sequence.sampling is not None:
+            if sequence.index == index and sequence.decodes:
                 if not sequence.finished:
                     sequence.finished = True
                     if not sequence.in_step:
@@ -318,6 +333,6 @@ class DecodeManager:
         return False
 
     def remove(self, request: Request) -> None:
-        """Forget a request that ended; its pages are released by the node."""
+        """Take a request that ended out of all queues; the node releases its pages."""
         for sequence in request.sequences:
             self._drop(sequence)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from pd.core.request import Request, RequestState
 from pd.engine.sampler import SamplingState
 from pd.scheduling.step import Work
-from pd.scheduling.waiting_queue import WINDOW, WaitingQueue, reusable_tokens
+from pd.scheduling.waiting_queue import WINDOW, reusable_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd.core.config import NodeConfig
     from pd.core.request import Sequence
     from pd.engine.engine import Engine
     from pd.scheduling.memory import Memory
+    from pd.scheduling.waiting_queue import WaitingQueue
 
 # Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
 MAX_LOGPROB_CHUNK = 512
@@ -55,38 +55,42 @@ class _Step:
         return taken
 
 
-class PrefillManager:
+class PrefillScheduler:
     """Queues "waiting" and "running" of prefill. The caller holds the node's lock.
 
     Args:
-        will_leave: whether a request, once computed, waits for nobody (its decode node holds memory
-            for it already). Such requests run even while others lack memory, since they give
-            theirs back. None if no request is like that.
+        waiting: requests that wait, none of them yet.
+        will_leave: whether a request, once computed, waits for no other (its decode node holds
+            memory for it already). Such requests run even while others lack memory, since they
+            release theirs soon. None if no request is like that.
         reclaim: called when one of these lacks this many pages; frees what it can.
         headroom: pages that must stay available after the admission of a request.
     """
 
     def __init__(
         self,
-        config: NodeConfig,
         engine: Engine,
         memory: Memory,
+        waiting: WaitingQueue,
         *,
         will_leave: Callable[[Request], bool] | None = None,
         reclaim: Callable[[int], None] = lambda pages: None,
         headroom: Callable[[Request], int] = lambda request: 0,
     ) -> None:
-        self._config = config
         self._model = engine.model_config
         self._memory = memory
         self._will_leave = will_leave
         self._reclaim = reclaim
         self._headroom = headroom
-        self.waiting = WaitingQueue(config.schedule_policy, memory.radix, config.max_overtakes)
+        self.waiting = waiting
         self.running: list[Request] = []
 
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self.waiting.add(request)
+
     def remove(self, request: Request) -> None:
-        """Forget a request that ended or moved on."""
+        """Take a request that ended out of both queues."""
         self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
@@ -188,8 +192,8 @@ class PrefillManager:
         request.state = RequestState.RUNNING
         if request.times.admitted is None:
             request.times.admitted = time.monotonic()
-            request.cached_tokens = sequence.num_computed
-        if not request.choices:
+            request.progress.cached_tokens = sequence.num_computed
+        if not request.progress.choices:
             self._make_choices(request)
         return True
 
@@ -197,11 +201,12 @@ class PrefillManager:
         first = SamplingState(
             request.params, request.prompt, self._model.eos_token_ids, self._model.vocab_size
         )
-        request.choices = [first, *(first.fork(index) for index in range(1, request.params.n))]
+        others = [first.fork(index) for index in range(1, request.params.n)]
+        request.progress.choices = [first, *others]
 
     def _left(self, request: Request) -> int:
         """Tokens of a running prompt that no launched step computes."""
-        launched: Work | None = request.sequence.launched
+        launched = request.sequence.launched
         done = request.sequence.num_computed if launched is None else launched.stop
         return len(request.prompt) - done
 
@@ -230,9 +235,10 @@ class PrefillManager:
         if logprobs_from is not None:
             logprobs_from = min(logprobs_from, length)
         # A parked request computes its prompt again but has its token 1.
-        samples = request.choices if stop == length and not request.times.first_token else []
-        sequence.launched = Work(sequence, start, stop, list(samples), logprobs_from)
-        step.works.append(sequence.launched)
+        ends = stop == length and not request.times.first_token
+        samples = list(request.progress.choices) if ends else []
+        sequence.launched = work = Work(sequence, start, stop, samples, logprobs_from)
+        step.works.append(work)
 
     def process(self, works: list[Work]) -> list[Work]:
         """Account for a completed step; returns the works that completed a prompt."""
@@ -245,7 +251,7 @@ class PrefillManager:
                 continue
             sequence.num_computed = work.stop
             self._memory.cache(sequence)
-            request.prompt_logprobs += work.prompt_logprobs
+            request.progress.logprobs += work.prompt_logprobs
             if work.stop == len(request.prompt):
                 self.running.remove(request)
                 completed.append(work)

@@ -14,13 +14,15 @@ import torch
 
 from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import to_device
-from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.model_runner import ForwardItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.request import Sequence
+    from pd.engine.model_runner import ModelRunner
     from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples, SamplingState
+    from pd.engine.tensor_parallel.leader import LeadingRunner
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +60,7 @@ class Work:
     def is_decode(self) -> bool:
         """Whether it brings a running sequence one token further."""
         is_last = self.stop - self.start == 1 and bool(self.samples)
-        return is_last and self.sequence.sampling is not None
+        return is_last and self.sequence.decodes
 
     @property
     def item(self) -> ForwardItem:
@@ -95,7 +97,7 @@ class LaunchedStep:
 
 
 def launch(
-    runner: ModelRunner,
+    runner: ModelRunner | LeadingRunner,
     sampler: Sampler,
     works: list[Work],
     on_layers_done: Callable[[int, int], None] | None = None,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pd.core.config import NodeConfig
     from pd.core.request import Request
     from pd.radix import RadixCache
 
@@ -43,6 +44,11 @@ class WaitingQueue:
         # A dict for its order and its removal in constant time.
         self._requests: dict[bytes, Request] = {}
 
+    @classmethod
+    def of(cls, config: NodeConfig, radix: RadixCache) -> WaitingQueue:
+        """The queue that a node's configuration asks for."""
+        return cls(config.schedule_policy, radix, config.max_overtakes)
+
     def __len__(self) -> int:
         return len(self._requests)
 
@@ -59,7 +65,7 @@ class WaitingQueue:
 
     def is_overdue(self, request: Request) -> bool:
         """Whether nobody may overtake the request any more."""
-        return request.overtaken >= self._max_overtakes
+        return request.progress.overtaken >= self._max_overtakes
 
     def remove(self, request: Request) -> None:
         """Take a request out, if it is in."""
@@ -70,7 +76,7 @@ class WaitingQueue:
         for other in self:
             if other is request:
                 break
-            other.overtaken += 1
+            other.progress.overtaken += 1
         del self._requests[request.room]
 
     def candidates(self) -> Iterator[Request]:

@@ -28,7 +28,7 @@ def server() -> Iterator[NodeServer]:
 def decode(server: NodeServer) -> Iterator[NodeServer]:
     """Idle and consistent after each test."""
     yield server
-    with server.node.event():
+    with server.node.core.events.event():
         server.node.abort(None)
     wait_until(lambda: is_idle(server), 10, server.node.server_info)
     server.node.check()

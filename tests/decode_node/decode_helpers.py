@@ -21,8 +21,8 @@ def lose(decode: NodeServer, peer: PrefillPeer) -> None:
     """As if its lease had ended."""
 
     def on_control_thread() -> None:
-        with decode.node.event():
-            decode.node.peers.lose(peer.name, "the test said so")
+        with decode.node.core.events.event():
+            decode.node.receiving.drop_peer(peer.name, "the test said so")
 
     decode.node.control.call(on_control_thread)
 
@@ -51,4 +51,4 @@ def handled(decode: NodeServer) -> None:
 
 
 def state_of(decode: NodeServer, room: bytes) -> RequestState:
-    return decode.node.requests[room].state
+    return decode.node.rooms.get(room).state

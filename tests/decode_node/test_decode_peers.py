@@ -45,7 +45,7 @@ def test_a_silent_prefill_node_fails_what_it_had_not_committed_and_nothing_else(
         def is_dead() -> bool:
             proxy.beat()
             other.live()
-            return receiving not in decode.node.requests
+            return receiving not in decode.node.rooms
 
         wait_until(is_dead, 5)
         failed = proxy.receive(Failed)
@@ -60,7 +60,7 @@ def test_a_silent_prefill_node_fails_what_it_had_not_committed_and_nothing_else(
         return proxy.receive(StepOutputs).outputs[0].finish is not None
 
     wait_until(has_finished, 10)
-    assert committed not in decode.node.requests or is_idle(decode)
+    assert committed not in decode.node.rooms or is_idle(decode)
 
 
 def test_after_a_loss_the_next_request_shakes_hands_again(
@@ -112,7 +112,7 @@ def test_a_receiver_that_cannot_be_made_fails_its_request_only(
         raise TransferError("no receiver today")
 
     monkeypatch.setattr(decode.node.transfer, "receiver", broken)
-    with decode.node.lock:
+    with decode.node.core.events.lock:
         rooms = [ask(proxy, decode, prefill, [number] * 8) for number in (1, 2)]
     failed = proxy.receive(Failed)
     assert (failed.room, failed.error.message) == (rooms[0], "no receiver today")
@@ -157,13 +157,13 @@ def test_an_endpoint_that_is_no_address_fails_the_request(
 def test_nodes_that_are_met_before_a_request_names_them_are_bounded(
     decode: NodeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers, asked = decode.node.peers, []
+    peers, asked = decode.node.receiving.prefill_peers, []
     monkeypatch.setattr(peers, "want", lambda url, instance, then, ahead: asked.append(instance))
     for turn in range(3):
         names = {f"{turn}-{number}": "http://127.0.0.1:9" for number in range(MAX_MEETINGS - 1)}
-        with decode.node.event():
+        with decode.node.core.events.event():
             peers.meet(names, 1000.0)
     assert len(asked) == len(set(asked)) == MAX_MEETINGS
-    with decode.node.event():
+    with decode.node.core.events.event():
         peers.meet({"later": "http://127.0.0.1:9"}, 1100.0)
     assert asked[-1] == "later"

@@ -39,7 +39,7 @@ def scattered_pages(cluster: Cluster, node: int = -1) -> list[int]:
 
 
 def retractions(cluster: Cluster) -> float:
-    return cluster.nodes[-1].node.metrics.retractions._value.get()
+    return cluster.nodes[-1].node.core.metrics.retractions._value.get()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -56,7 +56,7 @@ def test_kv_of_retracted_sequences_comes_back_from_host_memory(
         assert retractions(cluster) > 0
         assert sum(returned) > 0
         cluster.wait_idle()
-        assert cluster.nodes[-1].node.decode._host_used == 0
+        assert cluster.nodes[-1].node.scheduler.decode._host_used == 0
 
 
 @pytest.mark.parametrize("limit", [0, 30 * TOKEN_BYTES])
@@ -64,7 +64,7 @@ def test_kv_beyond_the_host_memory_cap_is_computed_again(limit: int) -> None:
     prompts = list(random_prompts(2, [20, 21, 22, 23]))
     expected = expected_tokens(prompts, 60)
     with tiny_cluster(**POOL, retraction_host_memory=limit) as cluster:
-        decode = cluster.decode[0].node.decode
+        decode = cluster.decode[0].node.scheduler.decode
         used = []
         retract = decode._retract
 
@@ -104,7 +104,7 @@ def test_retracted_sequences_resume_before_anything_new_gets_memory() -> None:
         receiver = node.transfer.receiver
 
         def watching(*args: Any) -> Any:
-            reserved.append(len(node.decode.retracted))
+            reserved.append(len(node.scheduler.decode.retracted))
             return receiver(*args)
 
         node.transfer.receiver = watching

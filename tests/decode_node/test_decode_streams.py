@@ -123,19 +123,19 @@ def test_each_choice_is_what_its_own_seed_gives_alone(
 def test_choices_share_the_prompt_and_its_transfer(cluster: Cluster) -> None:
     (prompt,) = random_prompts(13, [43])
     decode = cluster.decode[0].node
-    before = decode.metrics.transferred_bytes._value.get()
+    before = decode.core.metrics.transferred_bytes._value.get()
     pages: list[int] = []
     process = decode.process
 
     def watching(works: Any) -> None:
-        pages.append(decode.memory.counts()["locked"])
+        pages.append(decode.core.memory.counts()["locked"])
         process(works)
 
     decode.process = watching
     request = choices_of(cluster, cluster.pair, prompt, n=8, max_tokens=4)
     decode.process = process
     assert request.transferred_bytes == 43 * TOKEN_BYTES
-    assert decode.metrics.transferred_bytes._value.get() - before == 43 * TOKEN_BYTES
+    assert decode.core.metrics.transferred_bytes._value.get() - before == 43 * TOKEN_BYTES
     # 10 whole pages of the prompt are shared; each choice has one or two of its own.
     assert 8 < max(pages) <= 10 + 8 * 2
 
@@ -171,8 +171,8 @@ def test_when_the_proxy_ended_every_choice_nothing_is_left_and_the_answer_is_cac
     assert request.error is None
     node = nodes[-1].node
     conversation = np.array([*prompt, *list(request.choices[0].tokens.values())[:20]], np.int32)
-    assert node.memory.radix.peek(conversation) == 40
-    assert node.metrics.failed.labels("aborted")._value.get() == 0
+    assert node.core.memory.radix.peek(conversation) == 40
+    assert node.core.metrics.failed.labels("aborted")._value.get() == 0
 
 
 # ---- the next turn

@@ -45,7 +45,7 @@ class Zombies:
 
 def quarantined(decode: NodeServer) -> int:
     decode.node.check()
-    return decode.node.memory.counts()["quarantined"]
+    return decode.node.core.memory.counts()["quarantined"]
 
 
 def serve(decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, first: int) -> None:
@@ -61,7 +61,7 @@ def serve(decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, first: int) 
     def finished() -> bool:
         proxy.beat()
         prefill.live()
-        return room not in decode.node.requests
+        return room not in decode.node.rooms
 
     wait_until(finished, 5)
 

@@ -32,24 +32,24 @@ def test_2000_waiting_rooms_that_get_no_receiver_end_one_after_the_other(
 
     monkeypatch.setattr(decode.node.transfer, "receiver", no_receiver)
     node, receiving = decode.node, decode.node.receiving
-    with node.lock:
-        allocator = node.memory.allocator
+    with node.core.events.lock:
+        allocator = node.core.memory.allocator
         hole = allocator.allocate(allocator.count(PageState.FREE), PageState.LOCKED)
     rooms = [ask(proxy, decode, prefill, PROMPT) for _ in range(ROOMS)]
 
     def all_connected() -> bool:
-        with node.lock:
+        with node.core.events.lock:
             waiting = list(receiving.preallocation)
-        return len(waiting) == ROOMS and all(r.hand_off.connected for r in waiting)
+        return len(waiting) == ROOMS and all(r.connected for r in waiting)
 
     wait_until(all_connected, 30)
-    with node.lock:
+    with node.core.events.lock:
         allocator.free(hole, PageState.LOCKED)
     failed = [proxy.receive(Failed, 30) for _ in rooms]
     assert {message.room for message in failed} == set(rooms)
     assert {message.error.message for message in failed} == {"no receiver today"}
     wait_until(lambda: is_idle(decode), 5, node.server_info)
-    assert node.memory.counts()["free"] == node.memory.num_pages
+    assert node.core.memory.counts()["free"] == node.core.memory.num_pages
     node.check()
 
 

@@ -48,7 +48,7 @@ def test_a_dead_prefill_node_does_not_hold_up_requests_of_others(
     proxy: RawPeer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode.node.peers._directory, "_timeout", 60.0)
+    monkeypatch.setattr(decode.node.receiving.prefill_peers._directory, "_timeout", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # connects, never answers
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         dead = make_generate(
@@ -59,10 +59,10 @@ def test_a_dead_prefill_node_does_not_hold_up_requests_of_others(
             peer_bootstrap=url,
         )
         proxy.send(dead)
-        wait_until(lambda: dead.room in decode.node.requests, 5)
+        wait_until(lambda: dead.room in decode.node.rooms, 5)
         room = ask(proxy, decode, prefill, [2] * 8)
         assert prefill.receive(Reservation, SOON).room == room
-        assert dead.room in decode.node.requests
+        assert dead.room in decode.node.rooms
     failed = proxy.receive(Failed)  # hung up
     assert (failed.room, "dead-prefill-node" in failed.error.message) == (dead.room, True)
 
@@ -195,8 +195,8 @@ def test_an_abort_during_the_handshake_leaves_nothing() -> None:
                 [1] * 8, to=decode.instance_id, sender=proxy.name, peer="p", peer_bootstrap=url
             )
             proxy.send(message)
-            wait_until(lambda: message.room in decode.node.requests, 5)
-            with decode.node.event():
+            wait_until(lambda: message.room in decode.node.rooms, 5)
+            with decode.node.core.events.event():
                 decode.node.abort(None)
             assert is_idle(decode)
             assert proxy.receive(Failed).error.kind == "aborted"

@@ -44,9 +44,9 @@ def test_kv_is_used_only_after_commit_and_token_1_is_repeated(
     sender = prefill.push(reservation, len(PROMPT))
     handled(decode)
     assert state_of(decode, room) is RequestState.RECEIVING
-    assert decode.node.memory.counts()["reserved"] == 6
-    assert decode.node.memory.radix.peek(np.array(PROMPT, np.int32)) == 0
-    pages = decode.node.requests[room].sequence.pages.copy()
+    assert decode.node.core.memory.counts()["reserved"] == 6
+    assert decode.node.core.memory.radix.peek(np.array(PROMPT, np.int32)) == 0
+    pages = decode.node.rooms.get(room).sequence.pages.copy()
     prefill.commit(reservation, sender.bytes_sent)
     assert prefill.receive(CommitAck).epoch == reservation.epoch
     (output,) = proxy.receive(StepOutputs).outputs
@@ -79,7 +79,7 @@ def test_choices_that_ended_with_token_1_or_at_the_proxy_do_not_run(
     room = ask(proxy, decode, prefill, params={"n": 4, "max_tokens": 6})
     reservation = prefill.receive(Reservation)
     proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room, index=2))
-    wait_until(lambda: decode.node.requests[room].ended_choices == {2}, 5)
+    wait_until(lambda: decode.node.rooms.get(room).ended_choices == {2}, 5)
     sender = prefill.push(reservation, len(PROMPT))
     stopped = FirstToken(1, 8, finish=Finish("stop", 8))
     tokens = [FirstToken(0, 7), stopped, FirstToken(2, 9), FirstToken(3, 10)]
@@ -238,7 +238,7 @@ def test_another_prefill_node_cannot_end_a_room(
         assert other.receive(AbortRoom).room == room
         assert state_of(decode, room) is RequestState.RECEIVING
         other.give_up(mine, 0)
-        wait_until(lambda: mine not in decode.node.requests, 5)
+        wait_until(lambda: mine not in decode.node.rooms, 5)
         lose(decode, other)
     sender = prefill.push(reservation, len(PROMPT))
     prefill.commit(reservation, sender.bytes_sent)
@@ -252,21 +252,23 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
     room = ask(proxy, decode, prefill, params={"max_tokens": 200})
     reservation = prefill.receive(Reservation)
     if stage == "preallocating":
-        with decode.node.lock:  # memory for the second comes only when the first is gone
-            taken = decode.node.memory.allocator.count(PageState.FREE)
-            hole = decode.node.memory.allocator.allocate(taken, PageState.LOCKED)
+        with (
+            decode.node.core.events.lock
+        ):  # memory for the second comes only when the first is gone
+            taken = decode.node.core.memory.allocator.count(PageState.FREE)
+            hole = decode.node.core.memory.allocator.allocate(taken, PageState.LOCKED)
         room = ask(proxy, decode, prefill, [1] * 40)
-        wait_until(lambda: room in decode.node.requests, 5)
+        wait_until(lambda: room in decode.node.rooms, 5)
     if stage == "running":
         sender = prefill.push(reservation, len(PROMPT))
         prefill.commit(reservation, sender.bytes_sent)
         proxy.receive(StepOutputs)
     handled(decode)
     proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room))
-    wait_until(lambda: room not in decode.node.requests, SOON)
+    wait_until(lambda: room not in decode.node.rooms, SOON)
     if stage == "preallocating":
         assert prefill.receive(AbortRoom, SOON).epoch == 0
-        decode.node.memory.allocator.free(hole, PageState.LOCKED)
+        decode.node.core.memory.allocator.free(hole, PageState.LOCKED)
     elif stage == "receiving":
         assert prefill.receive(AbortRoom, SOON).epoch == reservation.epoch
     else:

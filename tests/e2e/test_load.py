@@ -103,8 +103,8 @@ def two_hundred_streams(model: Path, seed: int, backend: str | None) -> None:
                 wrong.append((index, tokens))
         canceller.join()
         cluster.wait_idle(30)
-        metrics = nodes[-1].node.metrics
-        evicted = nodes[0].node.memory.radix.evicted_pages
+        metrics = nodes[-1].node.core.metrics
+        evicted = nodes[0].node.core.memory.radix.evicted_pages
         retracted = metrics.retractions._value.get()
     assert not wrong
     assert evicted > 0, "the pool was large enough for everything"

@@ -100,10 +100,10 @@ class TestNode:
 
         node.engine.pool.scatter_pages = counting
         assert answers(cluster, requests) == expected
-        assert node.metrics.retractions._value.get() > 0
+        assert node.core.metrics.retractions._value.get() > 0
         assert sum(returned) > 0
         cluster.wait_idle()
-        assert node.decode._host_used == 0
+        assert node.scheduler.decode._host_used == 0
 
     def test_server_info_says_so(self, cluster: Cluster) -> None:
         assert cluster.unified[0].node.server_info()["tp_size"] == 2

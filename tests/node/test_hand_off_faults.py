@@ -16,7 +16,7 @@ from raw_peer import SOON
 from tiny import tiny_cluster
 
 from pd.core.errors import TransferError
-from pd.prefill_node.sending import HandOff
+from pd.prefill_node.sending import SendingEnd
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,9 +87,9 @@ def test_a_transfer_that_fails_ends_a_prompt_that_is_being_computed() -> None:
 
         node.engine.runner.forward = slow
         request = sent(cluster, [i % 250 for i in range(800)])
-        wait_until(lambda: request.room in node.requests, 5)
-        wait_until(lambda: node.requests[request.room].hand_off.sender is not None, 5)
-        node.requests[request.room].hand_off.sender.fail(TransferError("the link was lost"))
+        wait_until(lambda: request.room in node.rooms, 5)
+        wait_until(lambda: node.rooms.get(request.room).outgoing.sender is not None, 5)
+        node.rooms.get(request.room).outgoing.sender.fail(TransferError("the link was lost"))
         assert request.done.wait(SOON)
         assert "the link was lost" in str(request.error)
         cluster.wait_idle()
@@ -158,7 +158,7 @@ def test_an_abort_told_to_one_node_ends_the_room_on_both(
         cluster.client.abort(request)
 
         def ended(node: Any) -> bool:
-            found = node.requests.get(request.room)
+            found = node.rooms.get(request.room)
             return found is None or found.state.terminal
 
         for server in cluster.pair:
@@ -169,7 +169,7 @@ def test_an_abort_told_to_one_node_ends_the_room_on_both(
             gate.open()
         cluster.client.abort(request)
         for server in cluster.pair:
-            with server.node.event():
+            with server.node.core.events.event():
                 server.node.abort(None)
         cluster.wait_idle()
 
@@ -194,7 +194,7 @@ def test_an_abort_told_to_one_node_ends_the_room_over_every_backend(
     monkeypatch: pytest.MonkeyPatch, backend: Backend, stage: str, told: str
 ) -> None:
     backend.require()
-    monkeypatch.setattr(HandOff, "open", held_transfers.open_held)
+    monkeypatch.setattr(SendingEnd, "_open", held_transfers.open_held)
     (held, whole) = random_prompts(25, [held_transfers.HELD[stage], 300])
     with tiny_cluster(transfer_backend=backend.flag, chunked_prefill_size=128) as cluster:
         expected = sent(cluster, whole, max_tokens=4).tokens()
@@ -204,12 +204,12 @@ def test_an_abort_told_to_one_node_ends_the_room_over_every_backend(
         request.nodes = [prefill if told == "prefill" else decode]
         cluster.client.abort(request)
         for server in cluster.pair:
-            found = server.node.requests.get(request.room)
+            found = server.node.rooms.get(request.room)
             wait_until(lambda one=found: one is None or one.state.terminal, SOON)
         # Its pages serve others, and nothing of it lands in them.
         again = sent(cluster, whole, max_tokens=4, namespace="another")
         assert again.tokens() == expected
-        with decode.node.lock, prefill.node.lock:
+        with decode.node.core.events.lock, prefill.node.core.events.lock:
             for server in cluster.pair:
                 server.node.check()
         cluster.client.abort(request)
@@ -218,7 +218,7 @@ def test_an_abort_told_to_one_node_ends_the_room_over_every_backend(
 
 def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
     with tiny_cluster(kv_cache_tokens=120, reserved_decode_tokens=1) as cluster:
-        decode = cluster.decode[0].node.decode
+        decode = cluster.decode[0].node.scheduler.decode
         resume, aborted = decode._resume, []
         # Whoever is retracted stays it until the test has seen it.
         decode._resume = lambda one: (aborted or one not in decode.retracted) and resume(one)
@@ -246,7 +246,7 @@ def test_quarantine_is_visible_while_the_drain_is_outstanding_and_ends_after(
         prefill, decode = cluster.pair
         request = sent(cluster)
         wait_until(lambda: queues(prefill)["in_flight"] and pages(decode)["reserved"], 5)
-        outgoing = prefill.node.requests[request.room].hand_off
+        outgoing = prefill.node.rooms.get(request.room).outgoing
         wait_until(lambda: outgoing.first_sent is not None, 1)
         cluster.client.abort(request)
         wait_until(lambda: pages(decode)["quarantined"] == 10, 1.8, lambda: pages(decode))
@@ -328,7 +328,7 @@ def test_a_parked_prefill_is_computed_again_and_handed_over(tmp_path: Path) -> N
         parked: list[Pending] = []
         first = sent(cluster, prompts[0], max_tokens=8)
         wait_until(lambda: first.choices[0].tokens, 5)
-        outgoing = cluster.prefill[0].node.requests[first.room].hand_off
+        outgoing = cluster.prefill[0].node.rooms.get(first.room).outgoing
         second = sent(cluster, prompts[1], max_tokens=8)
         wait_until(lambda: outgoing.parked or (not parked and first.done.is_set()), 5)
         assert outgoing.parked
@@ -365,9 +365,9 @@ def test_stopping_a_node_tells_proxy_and_peer() -> None:
         request = sent(cluster)
         assert gate.entered.wait(5)
         wait_until(lambda: queues(cluster.decode[0])["transfer"] == 1, 5)
-        with cluster.prefill[0].node.event():
-            for waiting in list(cluster.prefill[0].node.requests.values()):
-                cluster.prefill[0].node.fail(waiting, TransferError("stopped"))
+        with cluster.prefill[0].node.core.events.event():
+            for waiting in list(cluster.prefill[0].node.rooms):
+                cluster.prefill[0].node.rooms.fail(waiting, TransferError("stopped"))
         wait_until(lambda: is_idle(cluster.decode[0]), SOON)
         with pytest.raises(TransferError, match="stopped"):
             request.tokens(1)

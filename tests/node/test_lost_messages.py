@@ -42,7 +42,7 @@ def relayed() -> Iterator[tuple[Cluster, Relay]]:
     with tiny_cluster() as cluster:
         node = cluster.prefill[0].node
         relay = Relay(node.control.port)
-        registry = node.registry
+        registry = cluster.prefill[0]._registry
         endpoint = f"tcp://127.0.0.1:{relay.address()['port']}"
         registry.own = msgspec.structs.replace(registry.own, endpoint=endpoint)
         cluster.client.generate([1, 2, 3], cluster.pair, max_tokens=2).tokens()
@@ -124,14 +124,14 @@ def test_a_node_gives_up_a_proxy_of_which_it_lacks_messages_and_says_so() -> Non
 
             before = proxy.beat()
             kept = generate()
-            wait_until(lambda: kept in server.node.requests, 5)
+            wait_until(lambda: kept in server.node.rooms, 5)
             assert proxy.beat() == before
             lost = make_generate(range(9), to=server.instance_id, sender=peer.name)
             proxy.send(lost, lost=True)
             assert proxy.beat() == before + 1
             wait_until(lambda: is_idle(server), 5)
             again = generate()
-            wait_until(lambda: again in server.node.requests, 5)
+            wait_until(lambda: again in server.node.rooms, 5)
             assert proxy.beat() == before + 1
             # A new stream: the proxy forgot what it had here.
             proxy.sent = Sent()
@@ -149,7 +149,7 @@ def test_a_proxy_that_was_silent_for_a_lease_hears_that_its_requests_are_gone() 
             before = proxy.beat()
             message = endless(server, peer)
             proxy.send(message)
-            wait_until(lambda: message.room in server.node.requests, 5)
+            wait_until(lambda: message.room in server.node.rooms, 5)
             wait_until(lambda: is_idle(server), LEASE_SECONDS + 2)
             assert proxy.beat() == before + 1
     finally:
@@ -177,11 +177,11 @@ def test_the_heartbeat_thread_of_a_proxy_keeps_its_requests_while_its_loop_is_bu
         with proxy_of(server) as peer, proxy_of(server, heartbeat_identity(peer.name)) as thread:
             message = endless(server, peer)
             peer.send(message)
-            wait_until(lambda: message.room in server.node.requests, 5)
+            wait_until(lambda: message.room in server.node.rooms, 5)
             for _ in range(10):
                 time.sleep(0.3)
                 thread.beat()
-            assert not server.node.requests[message.room].state.terminal
+            assert not server.node.rooms.get(message.room).state.terminal
             assert not thread.answers(NodeHeartbeat, 0.1)
             wait_until(lambda: is_idle(server), 5)  # the thread fell silent too
             peer.beat()

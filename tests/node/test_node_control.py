@@ -25,6 +25,7 @@ from pd.core.messages import (
     encode,
 )
 from pd.node.control import ControlThread
+from pd.scheduling.handlers import Handlers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +84,7 @@ def test_a_message_for_another_instance_is_dropped(unified: NodeServer) -> None:
         peer.beat()
         peer.receive(NodeHeartbeat)
         assert all(isinstance(answer, NodeHeartbeat) for answer in peer.seen)
-    assert message.room not in unified.node.requests
+    assert message.room not in unified.node.rooms
 
 
 def test_a_message_that_claims_another_sender_is_dropped(unified: NodeServer) -> None:
@@ -92,7 +93,7 @@ def test_a_message_that_claims_another_sender_is_dropped(unified: NodeServer) ->
         peer.send(message)
         peer.beat()
         peer.receive(NodeHeartbeat)
-    assert message.room not in unified.node.requests
+    assert message.room not in unified.node.rooms
 
 
 def test_a_socket_without_identity_cannot_speak_for_anybody(unified: NodeServer) -> None:
@@ -124,7 +125,7 @@ def test_nobody_speaks_in_the_name_of_a_connected_prefill_node(
         with RawPeer(decode.node.endpoint, prefill.instance_id) as liar:
             liar.send(Abort(to=decode.instance_id, sender=prefill.instance_id, room=b"r" * 16))
             wait_until(lambda: "claims another sender" in caplog.text, 5)
-        assert not decode.node.is_buried(b"r" * 16)
+        assert not decode.node.rooms.has_tombstone(b"r" * 16)
         cluster.client.generate(range(9), cluster.pair).tokens()
 
 
@@ -143,8 +144,8 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        control = ControlThread(Handler(), "decode", "127.0.0.1", None)
-        control.start()
+        control = ControlThread("decode", "127.0.0.1", None)
+        control.serve(Handler())
         endpoint = f"tcp://127.0.0.1:{port}"
         control.call(lambda: control.connect(b"prefill-1", endpoint))
         control.post(b"prefill-1", ProxyHeartbeat(to="", sender="decode"))
@@ -196,14 +197,16 @@ def test_a_pair_with_a_cluster_key_works() -> None:
 def test_a_handler_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     server = tiny_node("unified")
     try:
-        abort = server.node._handlers[Abort]
-        server.node._handlers[Abort] = lambda identity, message: 1 / 0
+        handlers = server.node.handlers
+        server.node.handlers = Handlers()
+        server.node.handlers.on(Abort, lambda identity, message: 1 / 0)
+        server.node.handlers.on(ProxyHeartbeat, server.node._on_proxy_heartbeat)
         with proxy_of(server) as peer:
             peer.send(Abort(to=server.instance_id, sender=peer.name, room=b"r" * 16))
             peer.beat()
             peer.receive(NodeHeartbeat)
         assert "ZeroDivisionError" in caplog.text
-        server.node._handlers[Abort] = abort
+        server.node.handlers = handlers
     finally:
         server.stop()
 
@@ -222,4 +225,4 @@ def test_what_is_posted_before_the_stop_is_sent_and_later_calls_do_nothing() -> 
     for _ in range(100):
         server.node.control.call(lambda: None)
     assert threading.active_count() == before
-    assert server.node.control._waker.fileno() == -1
+    assert server.node.control._wakeup.fileno() == -1

@@ -59,8 +59,8 @@ def test_a_node_that_computes_a_digest_answers_and_computes(role: str) -> None:
         assert digest.entered.wait(5)
         before = len(streaming.choices[0].tokens)
         wait_until(lambda: len(streaming.choices[0].tokens) > before + 20, 5)
-        assert server.node.lock.acquire(timeout=SOON), "the node's lock is held"
-        server.node.lock.release()
+        assert server.node.core.events.lock.acquire(timeout=SOON), "the node's lock is held"
+        server.node.core.events.lock.release()
         assert list(request.choices[0].tokens) == [0], "token 1 did not wait"
         digest.open()
         assert len(request.tokens(5)) == 4
@@ -75,14 +75,14 @@ def test_an_abort_while_the_digest_is_computed_keeps_the_pages_until_its_end(rol
         running = cluster.client.generate(PROMPTS[0], cluster.pair)
         assert digest.entered.wait(5)
         waiting = cluster.client.generate(PROMPTS[1], cluster.pair)
-        wait_until(lambda: server.node.requests.get(waiting.room) and waiting.choices[0].tokens, 5)
-        with server.node.event():
+        wait_until(lambda: server.node.rooms.get(waiting.room) and waiting.choices[0].tokens, 5)
+        with server.node.core.events.event():
             assert server.node.abort(None) == 2
         for request in (running, waiting):
             with pytest.raises(AbortedError):
                 request.tokens(SOON)
         state = "locked" if role == "prefill" else "quarantined"
-        wait_until(lambda: waiting.room not in server.node.requests, SOON)
+        wait_until(lambda: waiting.room not in server.node.rooms, SOON)
         assert pages(server)[state] >= len(PROMPTS[0]) // 4, "the digest still reads them"
         server.node.check()
         digest.open()
@@ -113,11 +113,11 @@ def test_the_loss_of_the_peer_while_the_digest_is_computed_fails_the_request(rol
         request = cluster.client.generate(PROMPTS[0], cluster.pair)
         assert digest.entered.wait(5)
         node = server.node
-        lose = node.lose_peer if role == "prefill" else node.peers.lose
+        lose = node.sending.drop_peer if role == "prefill" else node.receiving.drop_peer
         on_control = threading.Event()
 
         def gone() -> None:
-            with node.event():
+            with node.core.events.event():
                 lose(other.instance_id, "the test said so")
             on_control.set()
 

@@ -16,7 +16,7 @@ from tiny import CONTEXT, VOCAB_SIZE, tiny_cluster, tiny_node
 
 from pd.core.errors import AbortedError, DeadlineExceededError, NodeFailedError, UnavailableError
 from pd.core.messages import Abort, Failed, NodeHeartbeat, StepOutputs
-from pd.node import scheduler
+from pd.node import step_loop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,10 +186,10 @@ def test_a_duplicate_of_a_finished_room_is_not_computed_again(
 ) -> None:
     message = ask(proxy, unified, params={"max_tokens": 1})
     assert proxy.receive(StepOutputs).outputs[0].finish is not None
-    wait_until(lambda: not unified.node.requests, 5)
+    wait_until(lambda: not len(unified.node.rooms), 5)
     proxy.send(message)
     answered(proxy)
-    assert not unified.node.requests
+    assert not len(unified.node.rooms)
 
 
 def test_a_room_of_another_proxy_is_refused_and_unharmed(
@@ -202,20 +202,20 @@ def test_a_room_of_another_proxy_is_refused_and_unharmed(
         assert "is in use" in intruder.receive(Failed).error.message
         abort(intruder, unified, message.room)
         answered(intruder)
-    assert not unified.node.requests[message.room].state.terminal
+    assert not unified.node.rooms.get(message.room).state.terminal
     abort(proxy, unified, message.room)
 
 
 def test_an_abort_that_comes_first_leaves_a_tombstone_for_a_lease(
     unified: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.node.node.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("pd.scheduling.rooms.LEASE_SECONDS", 0.3)
     room = b"never seen yet.."
     abort(proxy, unified, room)
     ask(proxy, unified, room=room)
     answered(proxy)
-    assert room not in unified.node.requests
-    wait_until(lambda: not unified.node.is_buried(room), 5)
+    assert room not in unified.node.rooms
+    wait_until(lambda: not unified.node.rooms.has_tombstone(room), 5)
     ask(proxy, unified, room=room)
     proxy.receive(StepOutputs)
     assert not [seen for seen in proxy.seen if isinstance(seen, Failed)]
@@ -224,14 +224,16 @@ def test_an_abort_that_comes_first_leaves_a_tombstone_for_a_lease(
 def test_tombstones_do_not_pile_up(
     unified: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.node.node.LEASE_SECONDS", 0.2)
+    monkeypatch.setattr("pd.scheduling.rooms.LEASE_SECONDS", 0.2)
     rooms = [number.to_bytes(16, "big") for number in range(50)]
     for room in rooms:
         abort(proxy, unified, room)
     abort(proxy, unified, b"not a room")
     answered(proxy)
-    assert unified.node.is_buried(rooms[0]) and not unified.node.is_buried(b"not a room")
-    wait_until(lambda: not any(map(unified.node.is_buried, rooms)), 5)
+    assert unified.node.rooms.has_tombstone(rooms[0]) and not unified.node.rooms.has_tombstone(
+        b"not a room"
+    )
+    wait_until(lambda: not any(map(unified.node.rooms.has_tombstone, rooms)), 5)
 
 
 def test_an_abort_is_silent_and_frees_everything(unified: NodeServer, proxy: RawPeer) -> None:
@@ -252,7 +254,7 @@ def test_an_abort_of_a_choice_that_does_not_exist_is_dropped(
     for _ in range(3):
         abort(proxy, unified, message.room, index)
     answered(proxy)
-    request = unified.node.requests[message.room]
+    request = unified.node.rooms.get(message.room)
     assert not request.state.terminal and not request.ended_choices
     abort(proxy, unified, message.room)
 
@@ -282,14 +284,14 @@ def test_requests_of_a_silent_proxy_are_aborted_and_those_of_others_go_on(
             return step(*args)
 
         monkeypatch.setattr(unified.node.engine.runner, "forward", slowly)
-        wait_until(lambda: len(unified.node.requests) == 2, 5)
+        wait_until(lambda: len(unified.node.rooms) == 2, 5)
 
         def is_dead() -> bool:
             proxy.beat()
-            return dead.room not in unified.node.requests
+            return dead.room not in unified.node.rooms
 
         wait_until(is_dead, 5)
-        assert not unified.node.requests[alive.room].state.terminal
+        assert not unified.node.rooms.get(alive.room).state.terminal
         abort(proxy, unified, alive.room)
 
 
@@ -299,7 +301,7 @@ def test_abort_request_tells_the_proxy_and_counts_what_lived(
     ask(proxy, unified, params=LONG, rid="one")
     ask(proxy, unified, params=LONG, rid="two")
     answered(proxy)
-    with unified.node.event():
+    with unified.node.core.events.event():
         assert unified.node.abort("one") == 1
         assert unified.node.abort("one") == 0
         assert unified.node.abort(None) == 1
@@ -338,7 +340,7 @@ def test_logits_that_are_no_numbers_fail_the_request_not_the_node(
 def test_a_step_that_never_ends_fails_its_requests_and_the_node_is_not_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "STEP_LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(step_loop, "STEP_LIMIT_SECONDS", 0.5)
     server = tiny_node("unified")
     gate = Gate(server)
     try:
@@ -358,7 +360,7 @@ def test_a_broken_scheduler_fails_its_requests_and_is_not_ready() -> None:
         with proxy_of(server) as proxy:
             ask(proxy, server, params=LONG)
             proxy.receive(StepOutputs)
-            server.node.plan = lambda: 1 / 0
+            server.node.scheduler.plan = lambda: 1 / 0
             failed = proxy.receive(Failed)
             assert failed.error.kind == NodeFailedError.kind
             assert "the scheduler failed" in failed.error.message
@@ -375,7 +377,7 @@ def test_outputs_of_one_step_travel_in_one_message_per_proxy() -> None:
         server = cluster.unified[0]
         posted: list[tuple[int, bytes]] = []
         steps = 0
-        post, process = server.node.outbox._post, server.node.process
+        post, process = server.node.rooms.outputs._post, server.node.scheduler.process
 
         def count_step(works: Any) -> None:
             nonlocal steps
@@ -386,7 +388,7 @@ def test_outputs_of_one_step_travel_in_one_message_per_proxy() -> None:
             posted.append((steps, identity))
             post(identity, message)
 
-        server.node.process, server.node.outbox._post = count_step, watch
+        server.node.scheduler.process, server.node.rooms.outputs._post = count_step, watch
         prompts = list(random_prompts(0, [8, 9, 10, 11]))
         sent = [cluster.client.generate(p, cluster.unified, max_tokens=20) for p in prompts]
         ask(other, server, np.arange(12), params={"max_tokens": 20})

@@ -51,7 +51,7 @@ def unused_by_steps(act: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def watch_owners(cluster: Cluster) -> None:
     """No page is given up while a launched step uses it."""
     for server in cluster.nodes:
-        memory = server.node.memory
+        memory = server.node.core.memory
         memory.release = unused_by_steps(memory.release)
         memory.quarantine = unused_by_steps(memory.quarantine)
 

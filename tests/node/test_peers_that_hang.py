@@ -94,9 +94,8 @@ def test_streams_of_other_peers_go_on_while_a_peer_that_hangs_is_given_up(
         given_up = threading.Event()
 
         def give_up() -> None:
-            lose = node.node.lose_peer if role == "prefill" else node.node.peers.lose
-            with node.node.event():
-                lose(peer.instance_id, "the test said so")
+            (end,) = node.node.ends
+            end.drop_peer(peer.instance_id, "the test said so")
             given_up.set()
 
         before = len(stream.choices[0].tokens)

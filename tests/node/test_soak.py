@@ -69,7 +69,7 @@ class Soak:
             self.rng.choice(self.cluster.decode),
         )
         if self.rng.random() < 0.5:
-            prefill.node.lose_peer(decode.instance_id, "the soak test said so")
+            prefill.node.sending.drop_peer(decode.instance_id, "the soak test said so")
         else:
             decode.node.control.call(lambda: lose(decode, prefill))
 
@@ -102,8 +102,8 @@ class Soak:
 
 
 def lose(decode: NodeServer, prefill: NodeServer) -> None:
-    with decode.node.event():
-        decode.node.peers.lose(prefill.instance_id, "the soak test said so")
+    with decode.node.core.events.event():
+        decode.node.receiving.drop_peer(prefill.instance_id, "the soak test said so")
 
 
 # Tokens computed while the KV of one is sent: see pd/prefill_node/outgoing.py.

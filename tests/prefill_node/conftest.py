@@ -27,11 +27,11 @@ def server() -> Iterator[NodeServer]:
 def prefill(server: NodeServer) -> Iterator[NodeServer]:
     """Idle and consistent after each test."""
     yield server
-    with server.node.event():
+    with server.node.core.events.event():
         server.node.abort(None)
     wait_until(lambda: is_idle(server), 10, server.node.server_info)
     server.node.check()
-    assert not server.node.hand_off._early
+    assert not server.node.sending._early
     server.node.flush_cache()
 
 
@@ -45,4 +45,4 @@ def proxy(prefill: NodeServer) -> Iterator[RawPeer]:
 def decode(prefill: NodeServer) -> Iterator[DecodePeer]:
     with DecodePeer(prefill) as peer:
         yield peer
-    prefill.node.lose_peer(peer.name, "the test is over")
+    prefill.node.sending.drop_peer(peer.name, "the test is over")

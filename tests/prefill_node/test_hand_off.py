@@ -62,7 +62,7 @@ def test_token_1_goes_to_the_proxy_though_nothing_is_reserved(
     room = ask(proxy, prefill, decode)
     computed(proxy)
     wait_until(lambda: prefill.node.queues()["in_flight"] == 1, 5)
-    assert prefill.node.requests[room].hand_off.reservation is None
+    assert prefill.node.rooms.get(room).outgoing.reservation is None
 
 
 def test_a_commit_is_repeated_until_it_is_acknowledged(
@@ -134,7 +134,7 @@ def test_a_reservation_of_a_stranger_is_refused(
         )
         refusal = stranger.receive(AbortRoom)
         assert (refusal.epoch, refusal.error.kind) == (1, "handshake")
-    assert prefill.node.requests[room].hand_off.reservation is None
+    assert prefill.node.rooms.get(room).outgoing.reservation is None
 
 
 @pytest.mark.usefixtures("unstarved")
@@ -160,7 +160,7 @@ def test_a_reservation_of_another_decode_node_is_refused_and_changes_nothing(
         assert receiver.bytes_received == 0
         mine, _ = decode.reserve(room, len(PROMPT))
         assert decode.receive(Commit).epoch == mine
-        prefill.node.lose_peer(other.name, "the test is over")
+        prefill.node.sending.drop_peer(other.name, "the test is over")
 
 
 def test_a_second_reservation_is_refused_and_a_repeated_one_dropped(
@@ -197,7 +197,7 @@ def test_a_starved_proxy_may_be_late_with_the_request_of_a_reservation(
 ) -> None:
     monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.2)
     patience = FakePatience()
-    monkeypatch.setattr(prefill.node.hand_off, "_patience", patience)
+    monkeypatch.setattr(prefill.node.sending, "_patience", patience)
     epoch, _ = decode.reserve(b"nobody asked yet", 8)
     wait_until(lambda: patience.asked, 10)
     assert not [seen for seen in decode.seen if isinstance(seen, AbortRoom)]
@@ -235,9 +235,9 @@ def test_only_the_peers_acknowledgement_of_this_epoch_counts(
     with DecodePeer(prefill, "decode-2") as other:
         other.acknowledge(room, epoch)
         handled(other)
-        prefill.node.lose_peer(other.name, "the test is over")
+        prefill.node.sending.drop_peer(other.name, "the test is over")
     handled(decode)
-    assert prefill.node.requests[room].state is RequestState.SENDING
+    assert prefill.node.rooms.get(room).state is RequestState.SENDING
     decode.acknowledge(room, epoch)
     wait_until(lambda: is_idle(prefill), 5)
 
@@ -274,7 +274,7 @@ def test_an_abort_of_another_epoch_is_drained_and_changes_nothing(
     decode.receive(Commit)
     decode.give_up(room, epoch + 5)
     assert decode.receive(Drained).epoch == epoch + 5
-    assert prefill.node.requests[room].state is RequestState.SENDING
+    assert prefill.node.rooms.get(room).state is RequestState.SENDING
     decode.acknowledge(room, epoch)
 
 
@@ -286,7 +286,7 @@ def test_an_abort_of_an_unknown_room_is_drained_at_once_and_remembered(
     assert decode.receive(Drained, SOON).epoch == 3
     ask(proxy, prefill, decode, room=room)
     handled(proxy)
-    assert room not in prefill.node.requests
+    assert room not in prefill.node.rooms
 
 
 def test_an_abort_of_a_stranger_does_nothing(
@@ -306,8 +306,8 @@ def test_an_abort_of_a_stranger_does_nothing(
             stranger.send(message)
         handled(stranger)
         assert not any(isinstance(seen, Drained) for seen in stranger.seen)
-    assert not prefill.node.requests[room].state.terminal
-    assert not prefill.node.is_buried(b"an unknown room.")
+    assert not prefill.node.rooms.get(room).state.terminal
+    assert not prefill.node.rooms.has_tombstone(b"an unknown room.")
 
 
 @pytest.mark.parametrize("reserved", [False, True])
@@ -331,7 +331,7 @@ def test_an_abort_waits_until_d_can_hear_it(prefill: NodeServer, proxy: RawPeer)
     with DecodePeer(prefill, "slow to connect", silent=True) as decode:
         room = ask(proxy, prefill, decode)
         proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
-        wait_until(lambda: prefill.node.is_buried(room), 5)
+        wait_until(lambda: prefill.node.rooms.has_tombstone(room), 5)
         decode.live()
         assert decode.receive(AbortRoom, SOON).room == room
-        prefill.node.lose_peer(decode.name, "the test is over")
+        prefill.node.sending.drop_peer(decode.name, "the test is over")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost, layers_per_group
+from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost, layers_per_group
 
 LAYERS = 8
 REPORTS = tuple((layer, layer + 1) for layer in range(LAYERS))
@@ -42,7 +42,8 @@ def prefill(
     """All chunks of a prompt, as the node goes through them; ``opened``: the token and the layer
     from which on there is a sender."""
     recorder: Any = Recorder(pace)
-    outgoing = Outgoing(PromptCost(LAYERS, 1, 1.0, pair_flops), pushed=cached)
+    request: Any = None
+    outgoing = OutgoingRoom(request, PromptCost(LAYERS, 1, 1.0, pair_flops), pushed=cached)
     for start in range(0, prompt, chunk):
         part = Chunk(outgoing, start, min(start + chunk, prompt), prompt)
         for first, stop in REPORTS:

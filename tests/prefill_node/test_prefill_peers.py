@@ -28,32 +28,32 @@ def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
         dead = ask(proxy, prefill, silent)
         alive = ask(proxy, prefill, decode)
         silent.reserve(dead, len(PROMPT))
-        wait_until(lambda: {dead, alive} <= set(prefill.node.requests), 5)
+        wait_until(lambda: {dead, alive} <= {request.room for request in prefill.node.rooms}, 5)
 
         def is_dead() -> bool:
             proxy.beat()
             decode.live()
-            return dead not in prefill.node.requests
+            return dead not in prefill.node.rooms
 
         wait_until(is_dead, 5)
         failed = proxy.receive(Failed)
         assert failed.room == dead
         assert "decode node silent failed: no heartbeat" in failed.error.message
-        assert not prefill.node.requests[alive].state.terminal
+        assert not prefill.node.rooms.get(alive).state.terminal
         assert prefill.node.ready
         assert not silent.answers(Drained, 0.2), "only its own disconnect protects its pages now"
         silent.reserve(b"a later room....", 8)
         assert silent.receive(AbortRoom).error.kind == "handshake"
         silent.live()
         assert silent.receive(AbortRoom).error.kind == "handshake", "before it reserves again"
-        assert not prefill.node.hand_off._early, "it must shake hands again first"
+        assert not prefill.node.sending._early, "it must shake hands again first"
         silent.shake_hands()
         epoch, _ = silent.reserve(room := ask(proxy, prefill, silent), len(PROMPT))
         while silent.receive(Commit).epoch != epoch:
             pass  # of the room that is dead
         silent.acknowledge(room, epoch)
         handled(silent)
-        prefill.node.lose_peer(silent.name, "the test is over")
+        prefill.node.sending.drop_peer(silent.name, "the test is over")
 
 
 @pytest.mark.usefixtures("unstarved")
@@ -74,7 +74,7 @@ def test_a_starved_decode_node_may_be_late_to_shake_hands(
     """P has not met it, so the delay of whoever P knows counts."""
     monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.3)
     patience = FakePatience()
-    monkeypatch.setattr(prefill.node.hand_off, "_patience", patience)
+    monkeypatch.setattr(prefill.node.sending, "_patience", patience)
     room = b"a starved peer's"
     proxy.send(
         make_generate(
@@ -83,7 +83,7 @@ def test_a_starved_decode_node_may_be_late_to_shake_hands(
     )
     wait_until(lambda: patience.asked, 10)
     time.sleep(0.6)
-    assert room in prefill.node.requests
+    assert room in prefill.node.rooms
     patience.starved = False
     assert "did not shake hands" in proxy.receive(Failed).error.message
     assert patience.asked == {(0.3, None)}
@@ -103,9 +103,9 @@ def test_a_lost_decode_nodes_abort_ends_its_room_without_a_drain(
     prefill: NodeServer, proxy: RawPeer, decode: DecodePeer
 ) -> None:
     handled(decode)
-    prefill.node.lose_peer(decode.name, "the test said so")
+    prefill.node.sending.drop_peer(decode.name, "the test said so")
     room = ask(proxy, prefill, decode)
-    wait_until(lambda: room in prefill.node.requests, 5)
+    wait_until(lambda: room in prefill.node.rooms, 5)
     decode.give_up(room, 0)
     assert proxy.receive(Failed).room == room
     assert not decode.answers(Drained, 0.2)

@@ -14,7 +14,7 @@ import pytest
 from pd.core.request import RequestState
 from pd.core.starvation import Patience
 from pd.prefill_node.outgoing import PromptCost
-from pd.prefill_node.sending import HandOff
+from pd.prefill_node.sending import SendingEnd
 from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
@@ -85,19 +85,20 @@ class Node:
         self.is_beside = False
         layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
         model = SimpleNamespace(token_flops=flops, pair_flops=rng.choice([0.0, 0.1]) * flops)
-        node: Any = SimpleNamespace(
+        events = SimpleNamespace(event=threading.RLock, lock=threading.RLock())
+        core: Any = SimpleNamespace(
             engine=SimpleNamespace(layout=layout, model_config=model, beside_steps=self.beside),
-            config=SimpleNamespace(kv_digest=False),
-            control=SimpleNamespace(post=None, wake=None),
+            rooms=None,
+            post=None,
             instance_id="prefill",
-            event=threading.RLock,
+            events=events,
         )
         transfer: Any = SimpleNamespace(
             sender=lambda _, reservation, *__: reservation.prompt, patience=Patience()
         )
-        self.hand_off = HandOff(node, transfer, resume=lambda _: None)
+        self.sending = SendingEnd(core, transfer, resume=lambda _: None)
         for prompt in self.prompts:
-            self.hand_off.accept(prompt)
+            self.sending.accept(prompt)
         self.waiting = list(self.prompts)
 
     @contextmanager
@@ -110,12 +111,12 @@ class Node:
         self.ticks += 1
         for prompt in self.prompts:
             late = self.ticks >= prompt.reserved_at and self.rng.random() < 0.5
-            if late and prompt.hand_off.reservation is None:
+            if late and prompt.outgoing.reservation is None:
                 self.reserve(prompt)
 
     def reserve(self, prompt: Any) -> None:
         reservation: Any = SimpleNamespace(prompt=prompt, cached_prefix_len=prompt.cached_by_d)
-        self.hand_off.reserve(prompt, reservation)
+        self.sending.reserve(prompt.outgoing, reservation)
 
     def plan(self) -> list[Work]:
         while self.waiting and self.rng.random() < 0.7:
@@ -134,11 +135,11 @@ class Node:
                 works.append(sequence.launched)
                 budget -= stop - start
         for work in works:
-            self.hand_off.open(work.sequence.request)
+            self.sending.open(work.sequence.request)
         return works
 
     def launch(self, works: list[Work]) -> None:
-        layers_done = self.hand_off.layer_sender(works)
+        layers_done = self.sending.layer_sender(works)
         assert layers_done is not None
         for first, stop in self.rng.choice([EACH, EACH, WHOLE]):
             for work in works:
@@ -155,9 +156,9 @@ class Node:
                 sequence.launched = None
             sequence.num_computed = work.stop
             if work.stop < len(sequence.request.prompt):
-                self.hand_off.computed(work)
+                self.sending.chunk_computed(work)
             else:
-                self.hand_off.completed(sequence.request)
+                self.sending.prompt_computed(sequence.request)
         self.tick()
 
     def run(self) -> None:
@@ -173,7 +174,7 @@ class Node:
                 self.process(launched)
                 launched = []
         for prompt in self.prompts:
-            if prompt.hand_off.reservation is None:
+            if prompt.outgoing.reservation is None:
                 self.reserve(prompt)
             prompt.check()
 
@@ -198,7 +199,7 @@ def test_what_the_last_chunk_hides_waits_for_it(seed: int, overlap: bool, reserv
     prompt.prompt, prompt.queued = np.zeros(60, dtype=np.int32), [0] * 60
     prompt.cached = prompt.cached_by_d = 0
     prompt.reserved_at = reserved_at
-    prompt.hand_off.cost = PromptCost(LAYERS, 1, 1e9, 0.0)
+    prompt.outgoing.cost = PromptCost(LAYERS, 1, 1e9, 0.0)
     prompt.flops_per_byte = 1e8
     send, layers_queued = prompt.send, []
 

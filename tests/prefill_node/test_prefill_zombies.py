@@ -31,7 +31,7 @@ def serve(prefill: NodeServer, decode: DecodePeer, proxy: RawPeer) -> None:
     def finished() -> bool:
         proxy.beat()
         decode.live()
-        return room not in prefill.node.requests
+        return room not in prefill.node.rooms
 
     wait_until(finished, 5)
 
@@ -52,20 +52,20 @@ def test_pages_of_a_lost_peer_stay_locked_while_it_comes_back_and_works(
     decode.reserve(room, len(PROMPT))
     computed(proxy)
     decode.receive(Commit)
-    prefill.node.lose_peer(decode.name, "the test said so")
+    prefill.node.sending.drop_peer(decode.name, "the test said so")
     assert proxy.receive(Failed).room == room
     monkeypatch.setattr(prefill.node.transfer, "sender", make)
 
     def held() -> list[int]:
         prefill.node.check()
-        with prefill.node.lock:
-            return prefill.node.requests[room].sequence.pages.tolist()
+        with prefill.node.core.events.lock:
+            return prefill.node.rooms.get(room).sequence.pages.tolist()
 
     before = held()
     assert len(before) == -(-len(PROMPT) // 4)
     with DecodePeer(prefill, "another") as other:
         serve(prefill, other, proxy)
-        prefill.node.lose_peer(other.name, "the test is over")
+        prefill.node.sending.drop_peer(other.name, "the test is over")
     decode.shake_hands()  # the same instance
     serve(prefill, decode, proxy)
     assert held() == before
@@ -73,4 +73,4 @@ def test_pages_of_a_lost_peer_stay_locked_while_it_comes_back_and_works(
     assert held() == before
     assert prefill.node.ready
     drained.set()
-    wait_until(lambda: room not in prefill.node.requests, 2)
+    wait_until(lambda: room not in prefill.node.rooms, 2)

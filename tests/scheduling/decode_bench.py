@@ -1,4 +1,4 @@
-"""A decode manager with a pool but without a model: steps take no time."""
+"""A decode scheduler with a pool but without a model: steps take no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd.core.messages import FirstToken
 from pd.core.request import RequestState
 from pd.engine.page_allocator import PageState
 from pd.radix import RadixCache
-from pd.scheduling.decode import DecodeManager
+from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.memory import Memory
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class DecodeBench:
         pool = SimpleNamespace(page_bytes=lambda layout: 1)
         model = SimpleNamespace(eos_token_ids=(), vocab_size=1 << 20)
         saved = SimpleNamespace(restore=lambda pages, first: None)
-        node: Any = SimpleNamespace(
+        core: Any = SimpleNamespace(
             memory=self.memory,
             engine=SimpleNamespace(
                 pool=pool, layout=None, model_config=model, save_pages=lambda pages: saved
@@ -52,10 +52,9 @@ class DecodeBench:
             metrics=SimpleNamespace(
                 retractions=SimpleNamespace(inc=lambda: None), observe=lambda *_: None
             ),
-            emit=lambda *_: None,
-            finish=self._finish,
+            rooms=SimpleNamespace(emit=lambda *_: None, finish=self._finish),
         )
-        self.manager = DecodeManager(node)
+        self.scheduler = DecodeScheduler(core)
 
     def _finish(self, request: Request) -> None:
         request.state = RequestState.DONE
@@ -70,17 +69,17 @@ class DecodeBench:
         self.memory.commit(sequence)
         sequence.num_computed = prompt_len
         self.memory.cache(sequence)
-        self.manager.add(request, [FirstToken(0, TOKEN)], repeat=False)
+        self.scheduler.add(request, [FirstToken(0, TOKEN)], repeat=False)
         self.requests.append(request)
         return sequence
 
     def step(self) -> int:
         """Plan a step, as if it had been computed at once; returns the size of the batch."""
-        works = self.manager.plan()
+        works = self.scheduler.plan()
         for work in works:
             token = SimpleNamespace(error=None, token_id=TOKEN, logprobs=None)
             work.sampled = [token for _ in work.samples]
-        self.manager.process(works)
+        self.scheduler.process(works)
         self.memory.check([s for r in self.requests for s in r.sequences], [])
         self.batches.append(len(works))
         return len(works)

@@ -1,4 +1,4 @@
-"""A prefill manager with a pool but without a model: steps take no time."""
+"""A prefill scheduler with a pool but without a model: steps take no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pd.core.config import NodeConfig
 from pd.core.request import RequestState
 from pd.radix import RadixCache
 from pd.scheduling.memory import Memory
-from pd.scheduling.prefill import PrefillManager
+from pd.scheduling.prefill import PrefillScheduler
+from pd.scheduling.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -51,7 +52,8 @@ class PrefillBench:
         model = SimpleNamespace(eos_token_ids=(), vocab_size=1 << 30)
         self.memory = Memory(pages, page_size, RadixCache(page_size))
         engine: Any = SimpleNamespace(model_config=model)
-        self.manager = PrefillManager(config, engine, self.memory, will_leave=will_leave)
+        waiting = WaitingQueue.of(config, self.memory.radix)
+        self.scheduler = PrefillScheduler(engine, self.memory, waiting, will_leave=will_leave)
         self.budget, self.max_running, self.keep = budget, max_running, keep
         self.admitted: list[Request] = []
         self.computed: list[Request] = []
@@ -60,7 +62,7 @@ class PrefillBench:
     def add(self, tokens: Iterable[int], **fields: Any) -> Request:
         request = make_request(list(tokens), **fields)
         request.state = RequestState.WAITING
-        self.manager.waiting.add(request)
+        self.scheduler.waiting.add(request)
         return request
 
     def cache(self, tokens: Iterable[int]) -> None:
@@ -74,11 +76,11 @@ class PrefillBench:
 
     def step(self) -> list[Work]:
         """Plan a step, as if it had been computed at once."""
-        before = list(self.manager.running)
-        works = self.manager.plan(self.budget, self.max_running)
-        self.admitted += [r for r in self.manager.running if r not in before]
+        before = list(self.scheduler.running)
+        works = self.scheduler.plan(self.budget, self.max_running)
+        self.admitted += [r for r in self.scheduler.running if r not in before]
         self.computed_tokens += sum(work.stop - work.start for work in works)
-        for work in self.manager.process(works):
+        for work in self.scheduler.process(works):
             request = work.sequence.request
             self.computed.append(request)
             if not self.keep:
@@ -90,9 +92,9 @@ class PrefillBench:
         """Step until nobody waits or runs; returns the order of admission."""
         for _ in range(steps):
             self.step()
-            if not self.manager.running and not len(self.manager.waiting):
+            if not self.scheduler.running and not len(self.scheduler.waiting):
                 return self.admitted
-        raise AssertionError(f"{len(self.manager.waiting)} still wait after {steps} steps")
+        raise AssertionError(f"{len(self.scheduler.waiting)} still wait after {steps} steps")
 
     def _sequences(self) -> list[Any]:
-        return [r.sequence for r in (*self.manager.running, *self.computed)]
+        return [r.sequence for r in (*self.scheduler.running, *self.computed)]

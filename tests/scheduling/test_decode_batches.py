@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 def test_who_holds_its_pages_runs_while_a_large_retracted_sequence_waits_for_some() -> None:
     bench = DecodeBench(pages=64)
-    manager = bench.manager
+    manager = bench.scheduler
     first = bench.add(prompt_len=120, max_tokens=100)
     large = bench.add(prompt_len=80, max_tokens=60)
     while not manager.retracted:
@@ -29,7 +29,7 @@ def test_who_holds_its_pages_runs_while_a_large_retracted_sequence_waits_for_som
 
 def test_memory_that_comes_free_is_the_retracted_sequences_first() -> None:
     bench = DecodeBench(pages=40, max_running=8)
-    manager = bench.manager
+    manager = bench.scheduler
     first = bench.add(prompt_len=76, max_tokens=60)
     second = bench.add(prompt_len=40, max_tokens=60)
     while not manager.retracted:
@@ -53,7 +53,7 @@ def test_memory_that_comes_free_is_the_retracted_sequences_first() -> None:
 )
 def test_everybody_ends(sizes: list[tuple[int, int]], pages: int, max_running: int) -> None:
     bench = DecodeBench(pages=pages, max_running=max_running)
-    manager, left = bench.manager, list(sizes)
+    manager, left = bench.scheduler, list(sizes)
     for _ in range(2000):
         # As on a node: no request is given memory while somebody here waits for some.
         while left and not manager.retracted and not manager.lacks_memory:

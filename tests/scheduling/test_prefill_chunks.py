@@ -164,12 +164,12 @@ def test_every_prompt_gets_on_and_a_short_one_waits_for_short_ones_only(
             if length <= budget:
                 backlog += length
                 short[name] = (step, backlog)
-        oldest = next(iter(bench.manager.running), None)
+        oldest = next(iter(bench.scheduler.running), None)
         before = oldest.sequence.num_computed if oldest is not None else 0
         works = bench.step()
         given_out = sum(work.stop - work.start for work in works)
         assert given_out <= budget
-        if bench.manager.running or len(bench.manager.waiting):
+        if bench.scheduler.running or len(bench.scheduler.waiting):
             assert given_out == budget, "a step is full while anything is left"
         if oldest is not None:
             got = sum(w.stop - w.start for w in works if w.sequence.request is oldest)
@@ -197,7 +197,7 @@ def test_a_wave_computes_its_shared_prefix_once() -> None:
     wave = [bench.add([*SHARED, number]) for number in range(6)]
     assert bench.run() == wave
     assert bench.computed_tokens == len(SHARED) + len(wave)
-    assert [request.cached_tokens for request in wave] == [0, *[len(SHARED)] * 5]
+    assert [request.progress.cached_tokens for request in wave] == [0, *[len(SHARED)] * 5]
 
 
 def test_those_who_share_nothing_do_not_wait_for_a_leader() -> None:
@@ -222,9 +222,9 @@ def test_when_the_leader_is_aborted_a_follower_takes_over() -> None:
     bench = PrefillBench(budget=16)
     leader, *followers = [bench.add([*SHARED, number]) for number in range(4)]
     bench.step()
-    assert bench.manager.running == [leader]
+    assert bench.scheduler.running == [leader]
     leader.state, leader.error = RequestState.ABORTED, AbortedError("test")
-    bench.manager.remove(leader)
+    bench.scheduler.remove(leader)
     bench.memory.release(leader.sequence)
     bench.run()
     assert bench.admitted == [leader, *followers]
@@ -249,7 +249,7 @@ def test_prompt_logprobs_limit_what_may_come_from_the_cache(
     request = bench.add([*SHARED, 1], params={"prompt_logprobs_start": start})
     assert reusable_tokens(request) == reusable
     bench.step()
-    assert request.cached_tokens == reusable // 4 * 4
+    assert request.progress.cached_tokens == reusable // 4 * 4
 
 
 def test_chunks_with_prompt_logprobs_are_bounded() -> None:
@@ -305,7 +305,7 @@ def test_a_real_follower_takes_over_from_an_aborted_leader() -> None:
     (shared,) = random_prompts(4, [800])
     with tiny_cluster(chunked_prefill_size=8) as cluster:
         leader = cluster.client.generate([*shared, 1], cluster.pair, max_tokens=4)
-        running = cluster.prefill[0].node.prefill.running
+        running = cluster.prefill[0].node.scheduler.prefill.running
         wait_until(lambda: running, 5)
         followers = [
             cluster.client.generate([*shared, number], cluster.pair, max_tokens=4)

@@ -114,7 +114,7 @@ def steps_until_lonely_runs(max_overtakes: int, steps: int = 60) -> int | None:
         bench.add([*DOCUMENT, 100 + number])
         bench.step()
         if lonely in bench.admitted:
-            assert bench.admitted.index(lonely) == lonely.overtaken
+            assert bench.admitted.index(lonely) == lonely.progress.overtaken
             return number
     return None
 
@@ -153,7 +153,7 @@ def test_who_is_overdue_gets_the_memory_that_comes_free() -> None:
         bench.step()
         if big in bench.admitted:
             return
-    raise AssertionError(f"overtaken {big.overtaken} times")
+    raise AssertionError(f"overtaken {big.progress.overtaken} times")
 
 
 @settings(max_examples=25, deadline=None)
@@ -209,7 +209,7 @@ def test_requests_with_memory_at_their_decode_node_run_though_many_older_ones_ca
     # P's memory is full of prompts that wait for D, and D's of rooms that P has yet to compute.
     reserved = []
     bench = PrefillBench(pages=8, keep=True, will_leave=lambda request: request in reserved)
-    bench.manager._reclaim = lambda pages: [
+    bench.scheduler._reclaim = lambda pages: [
         bench.memory.release(bench.computed.pop().sequence) for _ in range(2)
     ]
     for number in range(WINDOW + 10):

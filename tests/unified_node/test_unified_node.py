@@ -103,7 +103,7 @@ def test_prompts_leave_room_for_answers_to_grow() -> None:
         prompts = list(random_prompts(4, [30] * 8))
         sent = [cluster.client.generate(p, cluster.unified, max_tokens=40) for p in prompts]
         assert [len(request.tokens(30)) for request in sent] == [40] * 8
-        assert node.metrics.retractions._value.get() == 0
+        assert node.core.metrics.retractions._value.get() == 0
         cluster.wait_idle()
 
 
@@ -130,6 +130,6 @@ def test_many_streams_with_retraction_and_aborts_lose_nothing(page_size: int, se
         for index, request in enumerate(sent):
             if index % 10:
                 assert request.tokens(60) == expected[index]
-        assert node.metrics.retractions._value.get() > 0
+        assert node.core.metrics.retractions._value.get() > 0
         cluster.wait_idle()
-        assert node.decode._host_used == 0
+        assert node.scheduler.decode._host_used == 0

@@ -1,0 +1,138 @@
+"""From a proxy's message to a request that waits in the right queue, or is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pd.core.errors import AbortedError, InvalidRequestError, PDError, UnavailableError
+from pd.core.messages import Abort, Generate
+from pd.core.request import RequestState
+from pd.node.validation import check_length, request_from
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.node_info import Role
+    from pd.core.request import Request
+    from pd.node.proxies import Proxies
+    from pd.scheduling.combined import CombinedScheduler
+    from pd.scheduling.core import NodeCore
+    from pd.scheduling.handlers import Handlers
+    from pd.scheduling.transfer_end import PromptReceiver, PromptSender
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Handles ``Generate`` and ``Abort``. The caller holds the node's lock, in an event.
+
+    The request and the parts of the node decide where a request begins. One that names a registry
+    receives its KV from a peer, where there is a receiving end. Any other is computed here; if it
+    names a peer, its KV is sent there, where there is a sending end.
+
+    Args:
+        ready: whether the node accepts requests.
+    """
+
+    def __init__(
+        self,
+        core: NodeCore,
+        role: Role,
+        scheduler: CombinedScheduler,
+        sending: PromptSender | None,
+        receiving: PromptReceiver | None,
+        proxies: Proxies,
+        ready: Callable[[], bool],
+    ) -> None:
+        self._core, self._role, self._scheduler = core, role, scheduler
+        self._sending, self._receiving = sending, receiving
+        self._proxies, self._ready = proxies, ready
+
+    def register(self, handlers: Handlers) -> None:
+        """Register the handlers of messages from proxies."""
+        handlers.on(Generate, self._on_generate)
+        handlers.on(Abort, self._on_abort)
+
+    def _on_generate(self, identity: bytes, message: Generate) -> None:
+        rooms = self._core.rooms
+        self._proxies.renew(identity)
+        if rooms.has_tombstone(message.room):
+            return
+        existing = rooms.get(message.room)
+        if existing is not None:
+            logger.warning("dropped a duplicate of room %s", message.room.hex())
+            if existing.proxy != identity:
+                error = InvalidRequestError(f"room {message.room.hex()} is in use")
+                rooms.outputs.failed(identity, message.room, error)
+            return
+        try:
+            if not self._ready():
+                name = f"{self._role} node {self._core.instance_id}"
+                raise UnavailableError(f"{name} takes no requests")
+            request = request_from(message, identity, self._core.engine.model_config.vocab_size)
+            self._check(request)
+        except PDError as error:
+            rooms.outputs.failed(identity, message.room, error)
+            return
+        rooms.add(request)
+        self._accept(request)
+        self._core.events.work_available.set()
+
+    def _receives(self, request: Request) -> bool:
+        """Whether the request's KV comes from a peer."""
+        if self._receiving is None:
+            return False
+        return self._scheduler.prefill is None or bool(request.peer_bootstrap)
+
+    def _sends(self, request: Request) -> bool:
+        """Whether the request's KV goes to a peer."""
+        return self._sending is not None and bool(request.peer) and not self._receives(request)
+
+    def _check(self, request: Request) -> None:
+        """Raise InvalidRequestError for a request that could never be served here."""
+        sends, max_tokens = self._sends(request), request.params.max_tokens
+        decodes = self._scheduler.decode is not None and not sends
+        # The last token is generated, but its KV is never needed.
+        needed = len(request.prompt) + (max_tokens - 1 if decodes else 0)
+        memory = self._core.memory
+        pool = memory.num_pages * memory.page_size
+        check_length(request, needed, self._core.engine.context_length, pool, self._role)
+        if not (sends or decodes) and max_tokens > 1:
+            raise InvalidRequestError("more than one token needs a decode node")
+        if self._receives(request) and not (request.peer and request.peer_bootstrap):
+            raise InvalidRequestError("a decode node needs the prefill node's address")
+
+    def _accept(self, request: Request) -> None:
+        """Queue a new request."""
+        if self._receiving is not None and self._receives(request):
+            self._receiving.accept(request)
+            return
+        request.state = RequestState.WAITING
+        if self._sending is not None and self._sends(request):
+            self._sending.accept(request)
+        if not request.state.terminal:
+            assert self._scheduler.prefill is not None
+            self._scheduler.prefill.add(request)
+
+    def _on_abort(self, identity: bytes, message: Abort) -> None:
+        rooms = self._core.rooms
+        request = rooms.get(message.room)
+        if request is None:
+            rooms.add_tombstone(message.room)
+            return
+        if request.state.terminal:
+            return
+        if request.proxy != identity:
+            logger.warning("dropped an abort of room %s by another proxy", message.room.hex())
+            return
+        if message.index is not None:
+            if not 0 <= message.index < request.params.n:
+                logger.warning("dropped an abort of choice %d of %s", message.index, request.rid)
+                return
+            request.ended_choices.add(message.index)
+            if self._scheduler.end_choice(request, message.index):
+                return
+            if len(request.ended_choices) < request.params.n:
+                return
+        rooms.fail(request, AbortedError(message.reason), tell_proxy=False)

@@ -1,0 +1,67 @@
+"""Gauges of a node, read when its metrics are scraped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pd.core.starvation import RUN_DELAY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd.scheduling.core import NodeCore
+    from pd.transfer.base import TransferManager
+
+
+class NodeGauges(Collector):
+    """Pages, queues and the prefix cache of a node at the moment of a scrape.
+
+    Args:
+        queues: requests by queue; called with the node's lock held.
+        transfer: None on a node that exchanges no KV.
+    """
+
+    def __init__(
+        self,
+        core: NodeCore,
+        queues: Callable[[], dict[str, int]],
+        transfer: TransferManager | None,
+    ) -> None:
+        self._core, self._queues, self._transfer = core, queues, transfer
+        core.metrics.registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Metrics that are read when the registry asks for them."""
+        memory = self._core.memory
+        with self._core.events.lock:
+            pages, queues = memory.counts(), self._queues()
+            del pages["total"]  # their sum
+            slots = self._transfer.quarantined_slots if self._transfer else 0
+            lookups = {"looked_up": memory.radix.lookup_tokens, "hit": memory.radix.hit_tokens}
+        yield _gauge("pd_pages", "Pages by owner", "state", pages)
+        yield GaugeMetricFamily(
+            "pd_transfer_quarantined_slots",
+            "Staging slots that a transfer of a lost link may still touch",
+            value=slots,
+        )
+        yield CounterMetricFamily(
+            "pd_run_delay_seconds",
+            "Time in which the most delayed thread was ready to run and got no CPU",
+            value=RUN_DELAY.total,
+        )
+        yield _gauge("pd_queue_length", "Requests by queue", "queue", queues)
+        yield _gauge("pd_radix_tokens", "Tokens looked up and found cached", "kind", lookups)
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Nothing: the gauges exist only once the node does."""
+        return []
+
+
+def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

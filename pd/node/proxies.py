@@ -1,0 +1,61 @@
+"""The proxies whose requests a node serves: their leases, and how often their requests ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.errors import AbortedError
+from pd.core.leases import Leases
+
+if TYPE_CHECKING:
+    from pd.scheduling.rooms import Rooms
+
+# Proxies to remember.
+_MAX_LOSSES = 1024
+
+
+class Proxies:
+    """Ends the requests of proxies that are gone, or that do not know their requests any more. The
+    caller holds the node's lock, in an event."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._leases: Leases[bytes] = Leases()
+        self._losses: dict[bytes, int] = {}
+
+    def renew(self, proxy: bytes) -> None:
+        """Renew the lease of a proxy of which a message came."""
+        self._leases.renew(proxy)
+
+    def losses(self, proxy: bytes) -> int:
+        """How often requests of a proxy were ended that it may still wait for."""
+        return self._losses.get(proxy, 0)
+
+    def messages_lost(self, proxy: bytes) -> None:
+        """End the requests of a proxy of which messages were lost, and count that it may wait for
+        requests that it does not know of."""
+        self._abort_all(proxy, "messages of its proxy were lost")
+        self._count_loss(proxy)
+
+    def began_anew(self, proxy: bytes) -> None:
+        """End the requests of a proxy that dropped all that it had here."""
+        self._abort_all(proxy, "its proxy gave it up")
+
+    def sweep(self, now: float) -> None:
+        """Drop proxies that were silent for a lease, and end their requests."""
+        for proxy in self._leases.expired(now):
+            self._leases.drop(proxy)
+            if self._abort_all(proxy, "its proxy is gone"):
+                self._count_loss(proxy)  # should it only have stood still
+
+    def _abort_all(self, proxy: bytes, why: str) -> bool:
+        """End the requests of a proxy; whether there were any."""
+        found = [request for request in self._rooms.live() if request.proxy == proxy]
+        for request in found:
+            self._rooms.fail(request, AbortedError(why), tell_proxy=False)
+        return bool(found)
+
+    def _count_loss(self, proxy: bytes) -> None:
+        while len(self._losses) >= _MAX_LOSSES:
+            del self._losses[next(iter(self._losses))]
+        self._losses[proxy] = self._losses.get(proxy, 0) + 1

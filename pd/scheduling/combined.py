@@ -1,0 +1,186 @@
+"""Prefill and decode scheduling over one pool: what the step loop of a node drives."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pd.core.errors import NodeFailedError
+from pd.core.messages import FirstToken, Output, Stages
+from pd.core.request import RequestState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd.core.request import Request, Sequence
+    from pd.scheduling.core import NodeCore
+    from pd.scheduling.decode import DecodeScheduler
+    from pd.scheduling.prefill import PrefillScheduler
+    from pd.scheduling.step import Work
+    from pd.scheduling.transfer_end import PromptSender
+
+
+class CombinedScheduler:
+    """Composes a prefill scheduler, a decode scheduler, or both. The caller holds the node's lock.
+
+    A step is the decode batch and, with the tokens of its budget that are left, chunks of prompts.
+    A prompt that is complete goes to the peer of its request, or is decoded here.
+
+    Args:
+        sending: the end that hands KV to peers; None on a node that keeps all.
+    """
+
+    def __init__(
+        self,
+        core: NodeCore,
+        prefill: PrefillScheduler | None,
+        decode: DecodeScheduler | None,
+        sending: PromptSender | None = None,
+    ) -> None:
+        assert prefill is not None or decode is not None
+        self._core = core
+        self.prefill, self.decode, self._sending = prefill, decode, sending
+
+    # ---- a step
+
+    def plan(self) -> list[Work]:
+        """What to compute next; empty when there is nothing."""
+        batch = [] if self.decode is None else self.decode.plan()
+        if self.prefill is None:
+            return batch
+        config = self._core.config
+        running = 0 if self.decode is None else len(self.decode.running)
+        budget = max(config.chunked_prefill_size - len(batch), 1)
+        chunks = self.prefill.plan(budget, config.max_running_requests - running)
+        if self._sending is not None:
+            for work in chunks:
+                self._sending.open(work.sequence.request)
+        return batch + chunks
+
+    def may_plan_ahead(self, launched: list[Work]) -> bool:
+        """Whether :meth:`plan` may be called while a step is launched and not accounted for. It may
+        for chunks of prompts, whose results are known when they are launched."""
+        return self.decode is None or self.decode.may_plan_ahead(self._split(launched)[1])
+
+    def on_layers_done(self, works: list[Work]) -> Callable[[int, int], None] | None:
+        """What the forward pass calls when the KV of some layers is in the pool."""
+        return None if self._sending is None else self._sending.layer_sender(works)
+
+    def process(self, works: list[Work]) -> None:
+        """Account for a completed step."""
+        # NOTE: before anything is accounted for, which makes a complete prompt a running sequence.
+        chunks, batch = self._split(works)
+        self._core.events.want_pump()
+        if self.decode is not None:
+            self.decode.process(batch)
+        if self.prefill is None:
+            return
+        completed = self.prefill.process(chunks)
+        if self._sending is not None:
+            for work in chunks:
+                if work not in completed and not work.sequence.request.state.terminal:
+                    self._sending.chunk_computed(work)
+        for work in completed:
+            self._prompt_computed(work)
+
+    def _split(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
+        """Chunks of prompts, and the decode batch."""
+        if self.prefill is None:
+            return [], works
+        if self.decode is None:
+            return works, []
+        chunks = [work for work in works if not work.sequence.decodes]
+        return chunks, [work for work in works if work.sequence.decodes]
+
+    def _prompt_computed(self, work: Work) -> None:
+        """Deliver token 1 of every choice of a complete prompt, and pass the request on."""
+        request = work.sequence.request
+        progress = request.progress
+        if not progress.first_tokens:
+            progress.first_tokens = self._first_tokens(work)
+        if request.state.terminal:
+            return
+        if all(token.finish for token in progress.first_tokens):
+            self._core.rooms.finish(request)
+        elif request.outgoing is None:
+            assert self.decode is not None
+            self.decode.add(request, progress.first_tokens, repeat=False)
+        else:
+            assert self._sending is not None
+            self._sending.prompt_computed(request)
+
+    def _first_tokens(self, work: Work) -> list[FirstToken]:
+        """Token 1 of each choice, emitted; the request fails if the model gave no number."""
+        request, rooms, metrics = work.sequence.request, self._core.rooms, self._core.metrics
+        times = request.times
+        times.first_token = time.monotonic()
+        admitted = times.admitted or times.arrived
+        stages = Stages(queue=admitted - times.arrived, prefill=times.first_token - admitted)
+        metrics.observe("queue", stages.queue or 0.0)
+        metrics.observe("prefill", stages.prefill or 0.0)
+        tokens: list[FirstToken] = []
+        choices = zip(request.progress.choices, work.sampled, strict=True)
+        for index, (state, sampled) in enumerate(choices):
+            if sampled.error is not None:
+                rooms.fail(request, NodeFailedError(sampled.error))
+                return tokens
+            finish = state.observe(sampled.token_id)
+            tokens.append(FirstToken(index, sampled.token_id, sampled.logprobs, finish))
+            output = Output(
+                room=request.room,
+                index=index,
+                position=0,
+                token_ids=[sampled.token_id],
+                finish=finish,
+                logprobs=None if sampled.logprobs is None else [sampled.logprobs],
+                cached_tokens=request.progress.cached_tokens,
+                stages=stages,
+            )
+            if index == 0 and request.params.prompt_logprobs_start is not None:
+                output.prompt_logprobs = request.progress.logprobs
+            rooms.emit(request, output)
+        return tokens
+
+    # ---- requests
+
+    def remove(self, request: Request) -> None:
+        """Take a request that ended out of all queues."""
+        if self.prefill is not None:
+            self.prefill.remove(request)
+        if self.decode is not None:
+            self.decode.remove(request)
+
+    def end_choice(self, request: Request, index: int) -> bool:
+        """End one choice of a request; False if it is not decoded here (yet)."""
+        self._core.events.want_pump()
+        return self.decode is not None and self.decode.end_choice(request, index)
+
+    # ---- administration
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        return 0 if self.prefill is None else self.prefill.queued_tokens
+
+    def queued(self) -> Iterator[Sequence]:
+        """The sequences in all queues, one for each place in one."""
+        if self.prefill is not None:
+            yield from self.prefill.queued()
+        if self.decode is not None:
+            yield from self.decode.queued()
+
+    def queues(self) -> dict[str, int]:
+        """Requests by queue, as ``/server_info`` shows them. Where both schedulers are, prompts
+        that are computed are in a queue of their own."""
+        queues: dict[str, int] = {"waiting": 0}
+        if self.decode is not None:
+            queues |= {
+                "waiting": len(self.decode.waiting),
+                "running": len(self.decode.running),
+                "retracted": len(self.decode.retracted),
+            }
+        if self.prefill is not None:
+            waiting = sum(r.state is RequestState.WAITING for r in self.prefill.waiting)
+            queues["waiting"] += waiting
+            queues["running" if self.decode is None else "prefill"] = len(self.prefill.running)
+        return queues

@@ -1,0 +1,37 @@
+"""What all parts of one node share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.core.config import NodeConfig
+    from pd.core.messages import Message
+    from pd.engine.engine import Engine
+    from pd.scheduling.events import Events
+    from pd.scheduling.memory import Memory
+    from pd.scheduling.metrics import RequestMetrics
+    from pd.scheduling.rooms import Rooms
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCore:
+    """Given to schedulers and transfer ends when they are built, so that none needs the node.
+
+    Attributes:
+        post: sends a message to the process with an identity; any thread.
+        wake: has transfers polled soon; any thread.
+    """
+
+    config: NodeConfig
+    instance_id: str
+    engine: Engine
+    memory: Memory
+    events: Events
+    rooms: Rooms
+    metrics: RequestMetrics
+    post: Callable[[bytes, Message], None]
+    wake: Callable[[], None]
