@@ -1,12 +1,14 @@
-"""Fail when a room imports from a room it must not know (imports run downwards only)."""
+"""Fail when a room imports from a room it must not know (imports run downwards only), or when
+modules import one another in a circle."""
 
 from __future__ import annotations
 
 import ast
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-NODE = {"core", "engine", "radix", "bootstrap", "transfer", "scheduling", "node"}
+ENDS = {"core", "engine", "radix", "bootstrap", "transfer", "scheduling"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "models": {"core", "kernels"},
@@ -15,39 +17,125 @@ ALLOWED: dict[str, set[str]] = {
     "radix": {"core"},
     "bootstrap": {"core"},
     "transfer": {"core", "kernels"},
-    "scheduling": NODE,
-    "node": NODE - {"node"},
-    "prefill_node": NODE,
-    "decode_node": NODE,
-    "unified_node": NODE | {"prefill_node", "decode_node"},
+    "scheduling": {"core", "engine", "radix"},
+    "prefill_node": ENDS,
+    "decode_node": ENDS,
+    "node": ENDS | {"prefill_node", "decode_node"},
+    "unified_node": {"core", "scheduling", "node"},
     "proxy": {"core", "radix"},
 }
+# A request names, for types only, the classes of other rooms that it carries.
+TYPES_OF_OTHER_ROOMS = {Path("pd/core/request.py")}
 # The proxy and what it is made of must start without torch.
 NO_TORCH = {"core", "radix", "proxy", "bootstrap"}
 
 
-def imported_modules(path: Path) -> list[tuple[int, str]]:
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+class Import(NamedTuple):
+    """One imported module.
+
+    ``names``: what a ``from`` import takes from it. ``for_types``: under ``if TYPE_CHECKING``.
+    ``at_start``: executed when the importing module is.
+    """
+
+    line: int
+    module: str
+    names: tuple[str, ...]
+    for_types: bool
+    at_start: bool
+
+
+def imports_of(source: str) -> list[Import]:
+    found: list[Import] = []
+
+    def visit(node: ast.AST, for_types: bool, at_start: bool) -> None:
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append((node.lineno, node.module))
+            line = node.lineno
+            found.extend(Import(line, a.name, (), for_types, at_start) for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = tuple(alias.name for alias in node.names)
+            found.append(Import(node.lineno, node.module, names, for_types, at_start))
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for child in node.body:
+                visit(child, True, False)
+            for child in node.orelse:
+                visit(child, for_types, at_start)
+        else:
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                visit(child, for_types, at_start and not is_function)
+
+    visit(ast.parse(source), False, True)
     return found
 
 
+def room_errors(path: Path, imports: list[Import]) -> list[str]:
+    """Imports of a module that its room must not make."""
+    room, errors = path.parts[1], []
+    for found in imports:
+        parts = found.module.split(".")
+        if parts[0] == "torch" and room in NO_TORCH:
+            errors.append(f"{path}:{found.line}: {room} must not import torch")
+        if parts[0] != "pd" or room not in ALLOWED:
+            continue
+        if found.for_types and path in TYPES_OF_OTHER_ROOMS:
+            continue
+        # ``from pd import engine`` names rooms, too.
+        rooms = {parts[1]} if len(parts) > 1 else set(found.names)
+        errors += [
+            f"{path}:{found.line}: {room} must not import pd.{other}"
+            for other in sorted(rooms - {room} - ALLOWED[room])
+            if other in ALLOWED
+        ]
+    return errors
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules each of which reaches every other one of its group."""
+    reached = {module: _reachable(graph, module) for module in graph}
+    groups = {
+        tuple(sorted({module, *(m for m in reached[module] if module in reached[m])}))
+        for module in graph
+        if module in reached[module]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    left = [start]
+    while left:
+        for module in graph[left.pop()] - found:
+            found.add(module)
+            left.append(module)
+    return found
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def runtime_graph(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
+    """Which modules of ours each module imports when it is imported itself."""
+    graph: dict[str, set[str]] = {}
+    for module, found in imports.items():
+        targets: set[str] = set()
+        for one in found:
+            if one.at_start:
+                submodules = {f"{one.module}.{name}" for name in one.names} & imports.keys()
+                # A package that only leads to its own modules is no end of the import.
+                targets |= submodules
+                if one.module in imports and len(submodules) < max(1, len(one.names)):
+                    targets.add(one.module)
+        graph[module] = targets
+    return graph
+
+
 def main() -> int:
-    errors = []
-    for room, allowed in ALLOWED.items():
-        for path in sorted(Path("pd", room).rglob("*.py")):
-            for line, module in imported_modules(path):
-                parts = module.split(".")
-                if parts[0] == "torch" and room in NO_TORCH:
-                    errors.append(f"{path}:{line}: {room} must not import torch")
-                if parts[0] != "pd" or len(parts) < 2:
-                    continue
-                if parts[1] != room and parts[1] in ALLOWED and parts[1] not in allowed:
-                    errors.append(f"{path}:{line}: {room} must not import {module}")
+    imports = {path: imports_of(path.read_text()) for path in sorted(Path("pd").rglob("*.py"))}
+    errors = [error for path, found in imports.items() for error in room_errors(path, found)]
+    graph = runtime_graph({module_name(path): found for path, found in imports.items()})
+    errors += [f"import circle: {', '.join(circle)}" for circle in circles(graph)]
     print("\n".join(errors) or "imports run downwards")
     return bool(errors)
 

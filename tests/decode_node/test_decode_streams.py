@@ -125,15 +125,15 @@ def test_choices_share_the_prompt_and_its_transfer(cluster: Cluster) -> None:
     decode = cluster.decode[0].node
     before = decode.core.metrics.transferred_bytes._value.get()
     pages: list[int] = []
-    process = decode.process
+    process = decode.scheduler.process
 
     def watching(works: Any) -> None:
         pages.append(decode.core.memory.counts()["locked"])
         process(works)
 
-    decode.process = watching
+    decode.scheduler.process = watching
     request = choices_of(cluster, cluster.pair, prompt, n=8, max_tokens=4)
-    decode.process = process
+    decode.scheduler.process = process
     assert request.transferred_bytes == 43 * TOKEN_BYTES
     assert decode.core.metrics.transferred_bytes._value.get() - before == 43 * TOKEN_BYTES
     # 10 whole pages of the prompt are shared; each choice has one or two of its own.
