@@ -2,7 +2,7 @@
 
 Rank 0 is the node: it alone has requests, a scheduler and a sampler. The other ranks are workers
 (:mod:`pd.engine.tensor_parallel.worker`), each with a part of the weights and of every page of the
-KV cache; they compute what rank 0 tells them to (:mod:`pd.engine.tensor_parallel.leader`), over a
-socket pair that is all they listen to. What the ranks' devices exchange goes through
+KV cache; rank 0 (:mod:`pd.engine.tensor_parallel.leader`) sends them each step over a socket pair,
+the only input that they read. The ranks' devices exchange data through
 :mod:`pd.engine.tensor_parallel.group`.
 """

@@ -1,5 +1,5 @@
 """Sums and exchanges between the devices of the ranks: NCCL between GPUs, gloo between CPUs, and
-straight through peer memory what is small."""
+peer memory for small sums between GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from pd.models.tensor_parallel import TensorParallel
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Ranks may load their weights at very different speeds. A rank that ends is noticed otherwise.
+# Ranks may load their weights at very different speeds. The end of a rank is noticed by other
+# means.
 _TIMEOUT = timedelta(minutes=30)
 _MEETING = timedelta(minutes=1)
 _ABORT_SECONDS = 5.0
@@ -36,11 +37,12 @@ _ABORT_SECONDS = 5.0
 class ProcessGroup(TensorParallel):
     """Ranks that are processes of this host.
 
-    They meet in a file, so that nothing listens for strangers, and their connections are on
-    loopback. Blocks until all have come.
+    They find each other through a file, so that no port is open for others, and connect over
+    loopback. The constructor blocks until all ranks have connected.
 
     Args:
-        rendezvous: a file that does not exist yet, the same for all; to be kept until the end.
+        rendezvous: a file that does not exist yet, the same for all ranks; it must be kept until
+        the end.
         device: this rank's; a GPU becomes the calling thread's current one.
     """
 
@@ -63,7 +65,7 @@ class ProcessGroup(TensorParallel):
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
-        # The first exchange makes the connections: now, when nobody is busy with something else.
+        # The first exchange makes the connections: now, while no rank has other work.
         self.broadcast(torch.zeros(1, device=device))
         if device.type == "cuda":
             self._peers = peer_memory.connect(self, device)
@@ -98,7 +100,8 @@ class ProcessGroup(TensorParallel):
         _finish(self._group.broadcast([x], options))
 
     def abort(self) -> None:
-        """End what waits for other ranks, with whatever result. Returns within seconds."""
+        """End all work that waits for other ranks; its results are undefined. Returns within
+        seconds."""
         if self._device.type == "cuda":
             thread = threading.Thread(
                 target=self._abort, name=STUCK_PREFIX + "abort of a process group", daemon=True
@@ -109,7 +112,7 @@ class ProcessGroup(TensorParallel):
     def _abort(self) -> None:
         if self._peers is not None:
             self._peers.stop()
-        with contextlib.suppress(RuntimeError):  # it may have noticed by itself
+        with contextlib.suppress(RuntimeError):  # the group may have aborted by itself
             self._group.abort()
         if self._peers is not None:
             torch.cuda.synchronize(self._device)

@@ -1,4 +1,4 @@
-"""Rank 0's side: it starts the workers, tells them each step, and notices when one is gone."""
+"""The side of rank 0: starts the workers, sends them each step, and notices when one is gone."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
-# How long the news that a worker is gone may take, to come here and to be passed on.
+# Seconds that the end of a worker may take to be noticed, and its report to be handled.
 _NEWS_SECONDS = 1.0
-# Settings that do not concern an engine, or are secret.
+# Settings that an engine does not use, or that are secret.
 _NOT_FOR_WORKERS = ("cluster_key", "fake_script")
 
 
 class _Worker:
-    """A process and the messages that came from it; None after the last. ``memory``: a file that on
-    a CPU holds its KV pool."""
+    """A worker process. Its messages are in ``inbox``, None after the last. ``memory`` is a file
+    that holds its KV pool on a CPU."""
 
     def __init__(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -71,7 +71,7 @@ class _Worker:
         descriptors = [theirs.fileno(), self.memory]
         command = [sys.executable, "-m", "pd.engine.tensor_parallel.worker"]
         with theirs:
-            # Standard output is for the node's own words, and a terminal's Ctrl-C for the node.
+            # Standard output belongs to the node itself, and so does a terminal's Ctrl-C.
             self.process = subprocess.Popen(
                 [*command, *map(str, descriptors)],
                 pass_fds=descriptors,
@@ -81,14 +81,14 @@ class _Worker:
             )
 
     def close(self) -> None:
-        """After :meth:`stop`."""
+        """Close the channel and the memory. Called after :meth:`stop`."""
         self.channel.close()
         if self.memory >= 0:
             os.close(self.memory)
         self.memory = -1
 
     def stop(self) -> None:
-        """Its channel is closed, so it ends at once."""
+        """Wait until the process has ended; it ends because its channel is shut down."""
         try:
             self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -97,15 +97,15 @@ class _Worker:
 
 
 class Leader:
-    """The workers of one node, which end with it. One thread at a time tells them what to do.
+    """The workers of one node, which end with it. One thread at a time sends them steps.
 
     Attributes:
-        group: this rank among the others.
-        failure: why the group is of no use any more; None while it is.
+        group: the process group, as rank 0.
+        failure: the reason why the group cannot compute any more; None while it can.
         on_failure: called once, from any thread, with that reason.
 
     Raises:
-        SetupError: a worker could not begin.
+        SetupError: a worker could not start.
     """
 
     group: ProcessGroup
@@ -152,25 +152,26 @@ class Leader:
     # ---- building
 
     def agree_on_pages(self, num_pages: int) -> int:
-        """The least number of pages that a rank has memory for; ``num_pages`` is this one's."""
+        """Return the least number of pages that a rank has memory for; ``num_pages`` is that of
+        rank 0."""
         least = min(num_pages, *(self._receive(w, Capacity).num_pages for w in self._workers))
         for worker in self._workers:
             self._send(worker, Capacity(least))
         return least
 
     def wait_built(self) -> list[Built]:
-        """Return when all workers wait for steps."""
+        """Wait until all workers are ready for steps."""
         return [self._receive(worker, Built) for worker in self._workers]
 
     def map_pools(self, all_built: list[Built], buffer: torch.Tensor) -> list[int]:
         """Map the workers' KV pools.
 
         Args:
-            all_built: of :meth:`wait_built`.
+            all_built: result of :meth:`wait_built`.
             buffer: this rank's pool, of the same shape as theirs.
 
         Returns:
-            The address of each rank's pool, this one's first, valid until :meth:`close`.
+            The address of each rank's pool, that of rank 0 first, valid until :meth:`close`.
         """
         addresses = [buffer.data_ptr()]
         for worker, built in zip(self._workers, all_built, strict=True):
@@ -191,7 +192,7 @@ class Leader:
             worker.channel.send(message)
         except OSError as error:
             while worker.inbox.get() is not None:
-                pass  # its last word says more than that it is gone
+                pass  # its last message may give the reason
             raise SetupError(str(self.failure)) from error
 
     def _receive(self, worker: _Worker, kind: type[M]) -> M:
@@ -204,7 +205,7 @@ class Leader:
     # ---- steps
 
     def announce(self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None) -> None:
-        """Have the workers take part in a step that is about to be launched here.
+        """Send the workers a step that rank 0 is about to launch.
 
         Raises:
             NodeFailedError: a worker is gone.
@@ -215,22 +216,22 @@ class Leader:
             self.group.broadcast(previous_tokens)
 
     def save_pages(self, pages: IntArray) -> int:
-        """Have the workers copy pages to host memory; returns the key to them."""
+        """Let the workers copy pages to host memory; returns the key of the copies."""
         key = next(self._keys)
         self._tell(SavePages(key, packed(pages)))
         return key
 
     def restore_pages(self, key: int, pages: IntArray, first: int) -> None:
-        """Have them put these copies, from page ``first`` on, into ``pages``."""
+        """Let the workers write these copies, from page ``first`` on, into ``pages``."""
         self._tell(RestorePages(key, packed(pages), first))
 
     def forget_pages(self, key: int) -> None:
-        """Have them give these copies up, when they are told something the next time. May be called
-        from any thread, a finalizer too."""
+        """Let the workers drop these copies, with the next message that they get. May be called
+        from any thread and from a finalizer."""
         self._forgotten.append(key)
 
     def _tell(self, message: RankMessage) -> None:
-        """Send to all workers, which do what they are told in the order in which they are."""
+        """Send a message to all workers, which handle messages in order."""
         if self.failure is not None:
             raise NodeFailedError(self.failure)
         channel = self._workers[0].channel
@@ -246,14 +247,15 @@ class Leader:
     # ---- ends
 
     def fail(self, reason: str) -> None:
-        """Give the group up: the ranks do not do the same any more. The first reason counts."""
+        """End the group, because the ranks do not do the same any more. The first reason is
+        kept."""
         with self._lock:
             if self._closing or self.failure is not None:
                 return
             self.failure = reason
         self._failed.set()
-        # NOTE: before anything is aborted, so that nobody takes what an aborted step leaves behind
-        # for its result. It may wait for a lock whose holder waits for that step.
+        # NOTE: called before anything is aborted, so that the remains of an aborted step are not
+        # taken for its result. The callback may wait for a lock whose holder waits for that step.
         news = threading.Thread(target=self.on_failure, args=(reason,), daemon=True)
         news.start()
         news.join(_NEWS_SECONDS)
@@ -262,14 +264,13 @@ class Leader:
             self.group.abort()
 
     def step_failed(self, error: Exception) -> None:
-        """Give the group up after an error in a step, which may be that of a worker that is gone:
-        then that is the reason."""
+        """End the group after an error in a step. If a worker has ended, its end is the reason."""
         if not self._failed.wait(_NEWS_SECONDS):
-            # The workers compute a step that this rank takes no part in.
+            # The workers compute a step in which rank 0 does not take part.
             self.fail(f"rank 0 could not launch a step: {error}")
 
     def close(self) -> None:
-        """End the workers. Nothing may be launched any more, and nothing use their pools."""
+        """End the workers. No step may be launched and their pools may not be used any more."""
         with self._lock:
             self._closing = True
         self._hang_up()
@@ -324,7 +325,7 @@ class Leader:
 
 
 class LeadingRunner:
-    """Rank 0's :class:`pd.engine.model_runner.ModelRunner`: steps are computed by all ranks."""
+    """The :class:`pd.engine.model_runner.ModelRunner` of rank 0, whose steps all ranks compute."""
 
     def __init__(self, runner: ModelRunner, leader: Leader) -> None:
         self._runner, self._leader = runner, leader

@@ -1,4 +1,4 @@
-"""What rank 0 and its workers say to each other, over a socket pair that both have from birth."""
+"""Messages between rank 0 and its workers, over a socket pair that a worker inherits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Start(msgspec.Struct, tag=True):
-    """To a worker, first of all.
+    """First message to a worker.
 
     Attributes:
-        settings: of the node's configuration, those that an engine is built from.
+        settings: the settings of the node from which an engine is built, by name.
         rendezvous: file in a private directory, through which the devices find each other.
-        threads: for computing on a CPU.
-        log_level: of the root logger.
+        threads: number of threads that compute on a CPU.
+        log_level: level of the root logger.
     """
 
     settings: dict[str, object]
@@ -39,21 +39,22 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Joining(msgspec.Struct, tag=True):
-    """From a worker: it is about to meet the others."""
+    """A worker reports that it is about to join the process group."""
 
 
 class Capacity(msgspec.Struct, tag=True):
-    """From a worker the pages that it has memory for, to all what the least of them has."""
+    """A worker reports the pages that it has memory for; rank 0 answers with the least of all
+    ranks."""
 
     num_pages: int
 
 
 class Built(msgspec.Struct, tag=True):
-    """From a worker: it waits for steps.
+    """A worker reports that it is ready for steps.
 
     Attributes:
-        handle, offset: of its pool, for :class:`pd.kernels.cuda_ipc.CudaIpc`, if the node has
-            transfers; empty on a CPU, where the pool lies in the file that rank 0 made.
+        handle, offset: where its pool lies, for :class:`pd.kernels.cuda_ipc.CudaIpc`, if the node
+            has transfers; empty on a CPU, where the pool lies in the file that rank 0 made.
     """
 
     handle: bytes = b""
@@ -61,17 +62,18 @@ class Built(msgspec.Struct, tag=True):
 
 
 class RankFailed(msgspec.Struct, tag=True):
-    """From a worker, and the last: why it ends."""
+    """Last message of a worker that ends: the reason."""
 
     reason: str
 
 
 class ForwardStep(msgspec.Struct, tag=True):
-    """To all workers: a forward pass. Numbers are int32 arrays as bytes.
+    """A forward pass, for all workers. Numbers are int32 arrays as bytes.
 
     Attributes:
-        starts, lengths, num_logits: of each item; ``num_pages`` of its page table.
-        token_ids, pages: of all items, one after the other.
+        starts, lengths, num_logits: those of each item; ``num_pages`` is the size of its page
+        table.
+        token_ids, pages: those of all items, one item after the other.
         num_previous: tokens sampled before, which rank 0 broadcasts first; 0 if none are needed.
     """
 
@@ -85,7 +87,7 @@ class ForwardStep(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, items: Sequence[ForwardItem], page_size: int, num_previous: int) -> ForwardStep:
-        """Of the page tables, only what the step touches."""
+        """Pack a step, with the part of the page tables that it touches."""
         tables = [
             item.pages[: page_count(item.start + len(item.token_ids), page_size)] for item in items
         ]
@@ -100,7 +102,7 @@ class ForwardStep(msgspec.Struct, tag=True):
         )
 
     def items(self) -> list[ForwardItem]:
-        """What :meth:`of` was given."""
+        """Unpack the items that :meth:`of` packed."""
         token_ids, pages = unpacked(self.token_ids), unpacked(self.pages)
         lengths, num_pages = unpacked(self.lengths), unpacked(self.num_pages)
         token_ends, page_ends = np.cumsum(lengths).tolist(), np.cumsum(num_pages).tolist()
@@ -120,14 +122,14 @@ class ForwardStep(msgspec.Struct, tag=True):
 
 
 class SavePages(msgspec.Struct, tag=True):
-    """To all workers: copy pages to host memory."""
+    """Lets all workers copy pages to host memory."""
 
     key: int
     pages: bytes
 
 
 class RestorePages(msgspec.Struct, tag=True):
-    """To all workers: what was saved, from its page ``first`` on, belongs into ``pages``."""
+    """Lets all workers write saved pages, from the saved page ``first`` on, into ``pages``."""
 
     key: int
     pages: bytes
@@ -135,7 +137,7 @@ class RestorePages(msgspec.Struct, tag=True):
 
 
 class ForgetPages(msgspec.Struct, tag=True):
-    """To all workers: what was saved is not needed any more."""
+    """Lets all workers drop saved pages."""
 
     key: int
 
@@ -155,12 +157,12 @@ _decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
 def packed(values: npt.ArrayLike) -> bytes:
-    """int32 numbers as they travel."""
+    """Encode int32 numbers for a message."""
     return np.asarray(values, dtype="<i4").tobytes()
 
 
 def unpacked(data: bytes) -> npt.NDArray[np.int32]:
-    """See :func:`packed`; read-only."""
+    """Decode the result of :func:`packed`; the array is read-only."""
     return np.frombuffer(data, dtype="<i4")
 
 
@@ -173,20 +175,20 @@ class RankChannel:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: RankMessage) -> bytes:
-        """What :meth:`send_encoded` sends, for several channels."""
+        """Encode a message for :meth:`send_encoded`, which may send it over several channels."""
         body = self._encoder.encode(message)
         return _LENGTH.pack(len(body)) + body
 
     def send(self, message: RankMessage) -> None:
-        """Waits for room; raises OSError when the other end is gone."""
+        """Send a message, waiting for room; raises OSError when the other end is gone."""
         self.send_encoded(self.encode(message))
 
     def send_encoded(self, data: bytes) -> None:
-        """See :meth:`send`."""
+        """Send an encoded message as :meth:`send` does."""
         self.socket.sendall(data)
 
     def receive(self) -> RankMessage:
-        """The next message; raises EOFError when the other end is gone."""
+        """Return the next message; raises EOFError when the other end is gone."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         message: RankMessage = _decoder.decode(self._read(length))
         return message
@@ -205,5 +207,5 @@ class RankChannel:
         return data
 
     def close(self) -> None:
-        """The other end reads EOF."""
+        """Close the socket; the other end reads EOF."""
         self.socket.close()

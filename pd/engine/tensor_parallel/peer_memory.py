@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Up to here, divided by the ranks, one hop is faster than NCCL's ring (benchmarks/all_reduce.py).
+# Up to this size, divided by the ranks, one hop is faster than NCCL's ring
+# (benchmarks/all_reduce.py).
 _MAX_BYTES = 2 << 20
 _STEP_BYTES = 64 << 10  # whole blocks of the kernel, whatever the dtype
 _OFFSET_BYTES = 8
@@ -26,12 +27,13 @@ _CHECK_SECONDS = 60.0
 
 
 def max_bytes(ranks: int) -> int:
-    """Of numbers that are summed here, which each rank sends to every other."""
+    """Return the largest size that is summed here: each rank sends its numbers to every other
+    rank."""
     return _MAX_BYTES // ranks // _STEP_BYTES * _STEP_BYTES
 
 
 class PeerMemory:
-    """The mailboxes of all ranks, mapped here.
+    """The mailboxes of all ranks, mapped into this process.
 
     Args:
         tp: the ranks, for exchanging handles.
@@ -63,13 +65,13 @@ class PeerMemory:
         self._addresses = torch.tensor(self._map(handles), dtype=torch.int64, device=device)
 
     def _exchange(self, tp: TensorParallel, device: torch.device) -> list[bytes]:
-        """Every rank's handle and offset. Behind it, all mailboxes are zero."""
+        """Exchange handles and offsets of all ranks. After the exchange, all mailboxes are zero."""
         try:
             handle, offset = self._ipc.export(self._mailbox.data_ptr())
             mine = handle + offset.to_bytes(_OFFSET_BYTES, "little")
         except SetupError as error:
             logger.debug("this rank has no mailbox: %s", error)
-            mine = bytes(HANDLE_BYTES + _OFFSET_BYTES)  # the others wait for something
+            mine = bytes(HANDLE_BYTES + _OFFSET_BYTES)  # the other ranks wait for a message
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
         handles = [bytes(row) for row in tp.all_gather(sent[None]).view(tp.size, -1).tolist()]
         if not all(any(handle) for handle in handles):
@@ -88,9 +90,9 @@ class PeerMemory:
         return addresses
 
     def works(self) -> bool:
-        """Whether sums come, and are right: there are hosts on which GPUs map each other's memory
-        and what they write does not arrive. All ranks call this at the same time, and meet before
-        the next sum."""
+        """Whether sums are completed and right: on some hosts GPUs map each other's memory, but
+        their writes do not arrive. All ranks call this at the same time, and synchronize before the
+        next sum."""
         numbers = torch.arange(5000, device=self._device) % 10
         mine = ((self._rank + 1) * numbers).to(torch.bfloat16)
         sums = [self.all_reduce(mine) for _ in range(3)]
@@ -102,19 +104,19 @@ class PeerMemory:
                 self.stop()
                 return False
             time.sleep(0.001)
-        # Everything that was sent has arrived; the words to come may be of another size.
+        # All words have arrived; the next ones may have another size.
         self._mailbox.zero_()
         expected = self._size * (self._size + 1) // 2 * numbers
         return all(torch.equal(total, expected.to(torch.bfloat16)) for total in sums)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether :meth:`all_reduce` does this one, the same on all ranks."""
+        """Whether :meth:`all_reduce` can sum ``x``; the answer is the same on all ranks."""
         if self._dtype is None and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
             self._dtype = x.dtype  # words of another size would look like flags
         return x.dtype == self._dtype and 0 < x.nbytes <= self._max_bytes
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in new memory."""
+        """Return the sum over all ranks, in new memory."""
         out = torch.empty_like(x)
         capacity = self._max_bytes // x.element_size()
         self._kernel.all_reduce(
@@ -123,12 +125,12 @@ class PeerMemory:
         return out
 
     def stop(self) -> None:
-        """Whatever waits for another rank goes on, with wrong sums."""
+        """End the waiting for other ranks; sums under way are wrong."""
         with torch.cuda.stream(self._aside):
             self._stop.fill_(1)
 
     def close(self) -> None:
-        """Give the others' memory up. Nothing may be launched any more or wait."""
+        """Unmap the other ranks' memory. No sum may be launched or under way."""
         for address in self._mapped:
             self._ipc.close(address)
         self._mapped.clear()

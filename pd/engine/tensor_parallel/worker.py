@@ -1,8 +1,9 @@
-"""``python -m pd.engine.tensor_parallel.worker FD FD``: a rank that computes what rank 0 says.
+"""``python -m pd.engine.tensor_parallel.worker FD FD``: a rank that computes the steps that rank 0
+sends.
 
-The descriptors are of the connection to rank 0 and of a file for the KV pool of a CPU. It ends when
-rank 0 does, whatever it is doing, and heeds no signals that a terminal or a service
-manager sends to all processes: rank 0 drains first.
+The descriptors belong to the connection to rank 0 and to a file for the KV pool of a CPU. The
+process ends at once when rank 0 ends. It ignores the signals that a terminal or a service manager
+sends to all processes, because rank 0 drains first.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ def main() -> NoReturn:
     if reason:
         with contextlib.suppress(OSError):
             channel.send(RankFailed(reason))
-    # NOTE: without the usual end, in which CUDA waits for kernels that wait for other ranks.
+    # NOTE: not ``sys.exit``, during which CUDA would wait for kernels that wait for other ranks.
     os._exit(1 if reason else 0)
 
 
 def _end_with(connection: socket.socket) -> None:
     """End the process when the other end of the connection is closed."""
     poll = select.poll()
-    poll.register(connection, 0)  # a hang-up is reported unasked
+    poll.register(connection, 0)  # the end of the connection is reported without being asked for
     poll.poll()
     os._exit(0)
 
@@ -83,7 +84,7 @@ def _serve(channel: RankChannel) -> None:
     assert isinstance(start, Start)
     logging.basicConfig(
         stream=sys.stderr,
-        level=max(start.log_level, logging.WARNING),  # what rank 0 logs need not be repeated
+        level=max(start.log_level, logging.WARNING),  # rank 0 logs the same at lower levels
         format=f"%(asctime)s %(levelname)s rank {start.rank} %(name)s: %(message)s",
     )
     torch.set_num_threads(start.threads)
