@@ -163,7 +163,7 @@ class Attention(nn.Module):
         )
         if rows is not None and len(rows) == 0:
             # So that the K and V of all ranks are written before this layer is reported as done.
-            self._tp.meet(x.device)
+            self._tp.barrier(x.device)
             return x[:0]
         if rows is not None and attention.last is not None:
             attention = attention.last

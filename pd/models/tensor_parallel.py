@@ -38,7 +38,7 @@ class TensorParallel:
         """Put every rank's ``[rows, n]`` side by side: ``[rows, size * n]``."""
         return x
 
-    def meet(self, device: torch.device) -> None:
+    def barrier(self, device: torch.device) -> None:
         """Let work queued after this call begin only when all ranks have reached this call."""
 
     def broadcast(self, x: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Ranks may load their weights at very different speeds. The end of a rank is noticed by other
 # means.
 _TIMEOUT = timedelta(minutes=30)
-_MEETING = timedelta(minutes=1)
+_JOIN_TIMEOUT = timedelta(minutes=1)
 _ABORT_SECONDS = 5.0
 
 
@@ -52,7 +52,7 @@ class ProcessGroup(TensorParallel):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ[name] = "lo"
         store = FileStore(str(rendezvous), size)
-        store.set_timeout(_MEETING)
+        store.set_timeout(_JOIN_TIMEOUT)
         self._peers: peer_memory.PeerMemory | None = None
         # NOTE: not torch's default group, so that a process may be part of several.
         if device.type == "cuda":
@@ -91,7 +91,7 @@ class ProcessGroup(TensorParallel):
             _finish(self._group._allgather_base(gathered, x.contiguous(), options))
         return gathered.view(self.size, rows, columns).transpose(0, 1).flatten(1)
 
-    def meet(self, device: torch.device) -> None:
+    def barrier(self, device: torch.device) -> None:
         self._sum(torch.zeros(1, device=device))
 
     def broadcast(self, x: torch.Tensor) -> None:

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
 # Seconds that the end of a worker may take to be noticed, and its report to be handled.
-_NEWS_SECONDS = 1.0
+_NOTICE_SECONDS = 1.0
 # Settings that an engine does not use, or that are secret.
 _NOT_FOR_WORKERS = ("cluster_key", "fake_script")
 
@@ -211,26 +211,26 @@ class Leader:
             NodeFailedError: a worker is gone.
         """
         count = 0 if previous_tokens is None else len(previous_tokens)
-        self._tell(ForwardStep.of(items, self._page_size, count))
+        self._send_to_all(ForwardStep.of(items, self._page_size, count))
         if previous_tokens is not None:
             self.group.broadcast(previous_tokens)
 
     def save_pages(self, pages: IntArray) -> int:
         """Let the workers copy pages to host memory; returns the key of the copies."""
         key = next(self._keys)
-        self._tell(SavePages(key, packed(pages)))
+        self._send_to_all(SavePages(key, packed(pages)))
         return key
 
     def restore_pages(self, key: int, pages: IntArray, first: int) -> None:
         """Let the workers write these copies, from page ``first`` on, into ``pages``."""
-        self._tell(RestorePages(key, packed(pages), first))
+        self._send_to_all(RestorePages(key, packed(pages), first))
 
     def forget_pages(self, key: int) -> None:
         """Let the workers drop these copies, with the next message that they get. May be called
         from any thread and from a finalizer."""
         self._forgotten.append(key)
 
-    def _tell(self, message: RankMessage) -> None:
+    def _send_to_all(self, message: RankMessage) -> None:
         """Send a message to all workers, which handle messages in order."""
         if self.failure is not None:
             raise NodeFailedError(self.failure)
@@ -242,7 +242,7 @@ class Leader:
             try:
                 worker.channel.send_encoded(data)
             except OSError as error:
-                raise NodeFailedError(self._epitaph(worker)) from error
+                raise NodeFailedError(self._exit_reason(worker)) from error
 
     # ---- ends
 
@@ -256,16 +256,16 @@ class Leader:
         self._failed.set()
         # NOTE: called before anything is aborted, so that the remains of an aborted step are not
         # taken for its result. The callback may wait for a lock whose holder waits for that step.
-        news = threading.Thread(target=self.on_failure, args=(reason,), daemon=True)
-        news.start()
-        news.join(_NEWS_SECONDS)
-        self._hang_up()
+        callback = threading.Thread(target=self.on_failure, args=(reason,), daemon=True)
+        callback.start()
+        callback.join(_NOTICE_SECONDS)
+        self._shut_down_channels()
         if hasattr(self, "group"):
             self.group.abort()
 
     def step_failed(self, error: Exception) -> None:
         """End the group after an error in a step. If a worker has ended, its end is the reason."""
-        if not self._failed.wait(_NEWS_SECONDS):
+        if not self._failed.wait(_NOTICE_SECONDS):
             # The workers compute a step in which rank 0 does not take part.
             self.fail(f"rank 0 could not launch a step: {error}")
 
@@ -273,7 +273,7 @@ class Leader:
         """End the workers. No step may be launched and their pools may not be used any more."""
         with self._lock:
             self._closing = True
-        self._hang_up()
+        self._shut_down_channels()
         if hasattr(self, "group"):
             self.group.abort()
         for worker in self._workers:
@@ -287,7 +287,7 @@ class Leader:
             worker.close()
         self._directory.cleanup()
 
-    def _hang_up(self) -> None:
+    def _shut_down_channels(self) -> None:
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.channel.socket.shutdown(socket.SHUT_RDWR)
@@ -307,7 +307,7 @@ class Leader:
         try:
             message = worker.channel.receive()
         except EOFError:
-            self.fail(self._epitaph(worker))
+            self.fail(self._exit_reason(worker))
         else:
             if not isinstance(message, RankFailed):
                 worker.inbox.put(message)
@@ -316,11 +316,11 @@ class Leader:
         worker.inbox.put(None)
         return False
 
-    def _epitaph(self, worker: _Worker) -> str:
+    def _exit_reason(self, worker: _Worker) -> str:
         status: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = worker.process.wait(1.0)
-        how = "hung up" if status is None else f"ended with status {status}"
+        how = "closed its connection" if status is None else f"ended with status {status}"
         return f"tensor-parallel rank {worker.rank} (process {worker.process.pid}) {how}"
 
 
@@ -349,6 +349,6 @@ class LeadingRunner:
         try:
             self._leader.announce(items, previous_tokens)
             return self._runner.forward(items, on_layers_done, previous_tokens)
-        except Exception as error:
+        except Exception as error:  # after any error the ranks no longer do the same
             self._leader.step_failed(error)
             raise NodeFailedError(str(self._leader.failure)) from error

@@ -53,7 +53,7 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
-    threading.Thread(target=_end_with, args=(channel.socket,), daemon=True).start()
+    threading.Thread(target=_exit_on_close, args=(channel.socket,), daemon=True).start()
     reason = ""
     try:
         _serve(channel)
@@ -61,7 +61,7 @@ def main() -> NoReturn:
         pass
     except PDError as error:
         reason = error.message
-    except Exception as error:
+    except Exception as error:  # rank 0 gets the reason of any failure
         logger.exception("a tensor-parallel worker failed")
         reason = repr(error)
     if reason:
@@ -71,7 +71,7 @@ def main() -> NoReturn:
     os._exit(1 if reason else 0)
 
 
-def _end_with(connection: socket.socket) -> None:
+def _exit_on_close(connection: socket.socket) -> None:
     """End the process when the other end of the connection is closed."""
     poll = select.poll()
     poll.register(connection, 0)  # the end of the connection is reported without being asked for
