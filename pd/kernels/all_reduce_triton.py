@@ -3,7 +3,7 @@
 Every rank stores its numbers into a mailbox on each other GPU and adds up what lies in its own. As
 in NCCL's "LL" protocol a number travels together with a flag in one word, which arrives whole: so
 there are no fences and no second hop, at the price of twice the bytes. For the few kilobytes of a
-decode step that is what counts.
+decode step, the number of hops decides the time.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -47,10 +47,10 @@ def _all_reduce(
 
     A mailbox is ``[2, RANKS, capacity]`` words: by the epoch's parity, by sender. Epochs count the
     launches that a program took part in, which are the same on all ranks. A block is overwritten
-    two epochs later; its sender then has everybody's block of the epoch between, which a rank sends
-    in a launch after the one that read the first. Blocks travel whole, however much of the last
-    one is used: flags repeat after 32,768 epochs, and a word that was left out might have that of
-    one long past.
+    two epochs later; its sender then has the blocks of all ranks of the epoch between, which a rank
+    sends in a launch after the one that read the first. Blocks travel whole, however much of the
+    last one is used: flags repeat after 32,768 epochs, and a word that was left out might have the
+    flag of an epoch long past.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
@@ -85,7 +85,7 @@ def _all_reduce(
 
 
 def mailbox_words(ranks: int, capacity: int) -> int:
-    """Words of a mailbox for up to ``capacity`` numbers."""
+    """Return the words of a mailbox for up to ``capacity`` numbers."""
     return 2 * ranks * capacity
 
 
@@ -111,8 +111,8 @@ def all_reduce(
             numbers of 16 bits and int64 for those of 32.
         capacity: numbers that a mailbox takes, a multiple of ``BLOCK``.
         epochs: int32, one for each ``BLOCK`` of ``capacity``, this rank's, zero at first.
-        stop: int32 ``[1]``; once it is not zero nobody is waited for, and sums are wrong.
-        rank: this one.
+        stop: int32 ``[1]``; once it is not zero, no rank is waited for and sums are wrong.
+        rank: number of this rank.
     """
     assert x.is_contiguous() and out.is_contiguous()
     assert x.numel() <= capacity and not capacity % BLOCK
@@ -136,5 +136,5 @@ def all_reduce(
 
 
 def word_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of a mailbox for numbers of ``dtype``."""
+    """Return the dtype of the words of a mailbox for numbers of ``dtype``."""
     return _WORDS[dtype.itemsize]

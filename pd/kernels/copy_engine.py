@@ -1,9 +1,9 @@
 """Long runs of slots straight into another GPU's pool, by a copy engine.
 
-The kernel of :mod:`pd.kernels.kv_copy` finds rows wherever they lie, but while it stores it holds
+The kernel of :mod:`pd.kernels.kv_copy` copies rows wherever they lie, but while it stores it holds
 multiprocessors that a forward pass then lacks. A copy engine takes none, and costs the pass less
-(``benchmarks/sending.py``). It is told of each run of adjacent slots by a call: one two-dimensional
-copy moves it in all layers at once.
+(``benchmarks/sending.py``). Each run of adjacent slots takes one call: a two-dimensional copy moves
+it in all layers at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
 class Run(NamedTuple):
-    """``tokens`` tokens whose slots are adjacent in both pools, from these on."""
+    """Tokens whose slots are adjacent in both pools: ``tokens`` of them from ``slot`` and
+    ``peer_slot`` on."""
 
     slot: int
     peer_slot: int
@@ -50,11 +51,11 @@ class SlotRuns:
         self._breaks = np.flatnonzero((np.diff(slots, axis=1) != 1).any(axis=0)) + 1
 
     def count(self, start: int, stop: int) -> int:
-        """Of how many runs tokens ``[start, stop)`` are, which is at least one."""
+        """Count the runs of tokens ``[start, stop)``, at least one."""
         return len(self._between(start, stop)) + 1
 
     def within(self, start: int, stop: int) -> list[Run]:
-        """The runs of tokens ``[start, stop)``, in their order."""
+        """Return the runs of tokens ``[start, stop)``, in their order."""
         ends = np.concatenate(([start], self._between(start, stop), [stop]))
         slots, peer_slots = self._slots[:, ends[:-1]].tolist()
         return [Run(*run) for run in zip(slots, peer_slots, np.diff(ends).tolist(), strict=True)]
@@ -115,7 +116,7 @@ class CopyEngine:
         layer_stop: int,
         stream: int,
     ) -> None:
-        """Queue the copy of all runs on a stream; what it copies is not checked.
+        """Queue the copy of all runs on a stream. Slots and addresses are not checked.
 
         Args:
             peer: address of the other pool, which has the same layers and rows, valid for the

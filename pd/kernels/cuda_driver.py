@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that torch has no name for.
+"""Calls of the CUDA driver that torch does not offer.
 
 The driver is the library that torch has loaded already. Its calls work on the GPU's primary
 context, which is the one torch uses, so addresses and streams are the same here and there.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CudaError(Exception):
-    """A call of the driver failed; the message has its name and the driver's words."""
+    """A call of the driver failed; the message has the call's name and the driver's text."""
 
 
 class CudaDriver:
@@ -46,7 +46,8 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """The GPU is the calling thread's inside; threads start without one."""
+        """Make the GPU current for the calling thread inside the context; threads start without
+        one."""
         self.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield

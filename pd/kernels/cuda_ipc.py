@@ -30,7 +30,7 @@ class CudaIpc:
         self._driver = CudaDriver(ordinal)
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """A handle of the allocation that contains ``address``, and the offset in it.
+        """Return a handle of the allocation that contains ``address``, and the offset in it.
 
         Raises:
             SetupError: memory of this kind cannot be mapped by others (that of expandable
@@ -77,7 +77,8 @@ class CudaIpc:
         return address.value
 
     def close(self, address: int) -> None:
-        """Give up what :meth:`open` returned. No kernel may be using it. Raises TransferError."""
+        """Unmap the address that :meth:`open` returned. No kernel may be using it. Raises
+        TransferError."""
         try:
             with self._driver.current():
                 self._driver.call("cuIpcCloseMemHandle", ctypes.c_uint64(address))

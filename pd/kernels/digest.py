@@ -1,8 +1,8 @@
 """A digest of KV that does not depend on page size or sharding.
 
 Each (layer, K or V, token, head) vector is hashed with its coordinates; the digest is the sum of
-the hashes modulo 2**64. A sum has no order, so the parts of a prompt can be hashed wherever they
-are, in pages of any size, by any number of ranks, and added.
+the hashes modulo 2**64. A sum has no order, so parts of a prompt can be hashed where they lie, in
+pages of any size and by any number of ranks, and then added.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def token_digests(
     buffer: torch.Tensor, slots: Int64Array, token_start: int, *, first_head: int = 0
 ) -> Int64Array:
-    """Digest of each token's K and V in all layers. On a GPU it works on the current stream and
-    waits for it.
+    """Compute the digest of each token's K and V in all layers. On a GPU this uses the current
+    stream and waits for it.
 
     Args:
         buffer: pool ``[num_layers, 2, num_slots, num_kv_heads, head_dim]`` of a 2- or 4-byte dtype.
@@ -60,25 +60,25 @@ def token_digests(
 
 
 def _words(buffer: torch.Tensor) -> torch.Tensor:
-    """The pool as integers, as wide as a vector's size allows: fewer of them are faster."""
+    """View the pool as integers, as wide as a vector's size allows: fewer of them are faster."""
     row = buffer.shape[-1] * buffer.element_size()
     return buffer.view(torch.int64 if row % 8 == 0 else torch.int16)
 
 
 def _vectors(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One number per vector, int64 ``[2, tokens, heads]``; overwrites ``words`` where it can."""
+    """Reduce each vector to one number, int64 ``[2, tokens, heads]``. May overwrite ``words``."""
     words = words.to(torch.int64)
-    # NOTE: a product's bits depend on lower bits of its factors alone, so without this the top bit
-    # of each word would count only modulo 2.
+    # NOTE: the bits of a product depend only on lower bits of its factors. Without this line, the
+    # top bit of each word would count only modulo 2.
     words ^= words >> 32
     words *= weights
-    # NOTE: odd weights, so that a change of one word always changes the sum.
+    # NOTE: weights are odd, so that a change of one word always changes the sum.
     return words.sum(dim=-1)
 
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """Finalizer of splitmix64 (Steele, Lea, Flood, 2014) on int64, which wraps like uint64; works
-    in place."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood, 2014) in place, on int64, which wraps
+    like uint64."""
     x += _signed(_GOLDEN)
     x ^= _shift(x, 30)
     x *= _signed(0xBF58476D1CE4E5B9)
@@ -98,6 +98,6 @@ def _signed(value: int) -> int:
 
 
 def digest_bytes(digests: Int64Array) -> bytes:
-    """Digest of a range, 8 bytes: the sum of its tokens' digests."""
+    """Return the digest of a range, 8 bytes: the sum of its tokens' digests."""
     total: np.uint64 = np.asarray(digests).view(np.uint64).sum(dtype=np.uint64)
     return total.tobytes()

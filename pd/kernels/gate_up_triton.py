@@ -28,15 +28,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pd.kernels.activation_triton import gated
 from pd.kernels.triton_launch import launch
 
-# Of a tile: rows, columns of gate and as many of up, inputs at a time; and how many tiles of rows
-# share a column's weights before the next column.
+# A tile's rows, columns of gate (and as many of up) and inputs at a time, and the number of tiles
+# of rows that share a column's weights before the next column.
 _ROWS, _COLUMNS, _DEPTH, _GROUP = 128, 128, 64, 16
-# With fewer tiles for each program cuBLAS is faster more often than not: it has other tiles for
-# what would leave the last round half empty.
+# With fewer tiles for each program cuBLAS is usually faster: it has other tiles for a last round
+# that would be half empty.
 _MIN_TILES = 6
 
 
-# Otherwise it would be compiled again for numbers of rows that 16 divides.
+# Without this option the kernel would be compiled again for multiples of 16 rows.
 @triton.jit(do_not_specialize=("rows",))
 def _gate_up_silu(
     x,
@@ -69,7 +69,8 @@ def _gate_up_silu(
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """Multiprocessors of a GPU that has what the kernel is tuned for; 0 of others."""
+    """Return the multiprocessors of a GPU of the kind that the kernel is tuned for; 0 for
+    others."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     Planes = list[npt.NDArray[np.int8]]
 
-# On the CPU, this many adjacent slots are copied as one where a sequence's pages allow it.
+# Numbers of adjacent slots that the CPU copies as one where a sequence's pages allow it.
 _RUNS = (64, 16, 4)
 
 
 def row_bytes(buffer: torch.Tensor) -> int:
-    """Bytes of K or V of one token in one layer of a pool."""
+    """Return the bytes of K or V of one token in one layer of a pool."""
     return buffer.shape[3] * buffer.shape[4] * buffer.element_size()
 
 
@@ -113,7 +113,7 @@ def _copy_parts(
     *,
     into_pool: bool,
 ) -> None:
-    """A packed row is ``len(parts)`` rows of pools, one behind the other."""
+    """Copy packed rows, each of which is ``len(parts)`` rows of pools, one after another."""
     packed = _packed(buffer, slots, layer_start, layer_stop, data, len(parts))
     num_planes, width = 2 * (layer_stop - layer_start), row_bytes(buffer)
     for index, address in enumerate(parts):
@@ -143,7 +143,7 @@ def scatter(
     layer_stop: int,
     data: torch.Tensor,
 ) -> None:
-    """Put packed K and V into slots, the reverse of :func:`gather`; the arguments are the same.
+    """Write packed K and V into slots, the reverse of :func:`gather`, with the same arguments.
 
     Slots must differ from each other.
     """
@@ -210,8 +210,8 @@ def copy_to_peer(
 
 
 def prepare(buffer: torch.Tensor) -> None:
-    """Compile the kernel for a pool's rows now rather than during a request. Nothing to do on the
-    CPU; the pool itself is not touched."""
+    """Compile the kernel for a pool's rows now rather than during a request. The pool itself is not
+    touched; on the CPU nothing happens."""
     if not buffer.is_cuda:
         return
     with torch.cuda.device(buffer.device):
@@ -245,7 +245,7 @@ def _packed(
     data: torch.Tensor,
     num_parts: int = 1,
 ) -> torch.Tensor:
-    """The packed side as bytes."""
+    """Check the arguments and view the packed side as bytes."""
     _check(buffer, slots, layer_start, layer_stop)
     size = (layer_stop - layer_start) * 2 * len(slots) * row_bytes(buffer) * num_parts
     if not data.is_contiguous() or data.numel() * data.element_size() != size:
@@ -265,7 +265,7 @@ def _inside(slots: torch.Tensor, num_slots: int) -> npt.NDArray[np.int64]:
 
 
 def _planes(buffer: torch.Tensor, layer_start: int, layer_stop: int) -> Planes:
-    """The bytes ``[num_slots, row]`` of K and V of each layer."""
+    """Return the bytes ``[num_slots, row]`` of K and V of each layer."""
     layers = buffer[layer_start:layer_stop].view(-1).view(torch.int8).numpy()
     return list(layers.reshape(2 * (layer_stop - layer_start), buffer.shape[2], row_bytes(buffer)))
 
@@ -277,7 +277,7 @@ def _packed_planes(packed: torch.Tensor, planes: Planes, slots: torch.Tensor) ->
 
 
 def _coarse(rows: npt.NDArray[np.int8], run: int) -> npt.NDArray[np.void]:
-    """``[slots, row]`` as ``[slots // run]`` opaque items, so that each is one memory copy."""
+    """View ``[slots, row]`` as ``[slots // run]`` opaque items, so that each is one memory copy."""
     whole = rows[: len(rows) // run * run]
     return whole.reshape(-1, run * rows.shape[1]).view(f"V{run * rows.shape[1]}")[:, 0]
 
@@ -285,7 +285,7 @@ def _coarse(rows: npt.NDArray[np.int8], run: int) -> npt.NDArray[np.void]:
 def _stretches(
     slots: npt.NDArray[np.int64],
 ) -> Iterator[tuple[npt.NDArray[np.int64], slice, int]]:
-    """Parts of the slots as (index in units of ``run`` slots, which tokens, run)."""
+    """Divide the slots into parts: (index in units of ``run`` slots, slice of tokens, run)."""
     for run in _RUNS:
         head = int(-slots[0] % run) if len(slots) else 0
         body = (len(slots) - head) // run * run

@@ -27,7 +27,7 @@ _MIN_CHUNK = 16
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How the kernel is spread over the GPU.
+    """The distribution of the kernel's work over the GPU.
 
     Attributes:
         programs: size of the grid; each program walks over many tiles, so that a few
@@ -163,8 +163,8 @@ def _copy_rows(
             FROM_SLOTS,
             TO_SLOTS,
         )
-        # NOTE: made from ``tile`` again, not carried along: the compiler must see that 16 bytes
-        # lie together, or it stores them one word at a time.
+        # NOTE: computed from ``tile`` again, not carried along: the compiler must see that 16 bytes
+        # are adjacent, or it stores them one word at a time.
         columns = tile % chunks * CHUNK + tl.arange(0, CHUNK)
         mask = (rows >= 0)[:, None]
         if ROW % CHUNK != 0:
@@ -179,7 +179,7 @@ class Side:
     """One end of a copy: planes of rows in memory that the device can reach.
 
     Attributes:
-        address: of plane 0.
+        address: address of plane 0.
         first: the first plane that takes part.
         stride: rows of a plane.
         slots: the row of each token; None where token t is row t.
@@ -199,7 +199,8 @@ def part_of_rows(packed: torch.Tensor, slots: torch.Tensor, index: int, parts: i
 
 
 class _Pointer:
-    """An address as an argument of a kernel, which knows tensors by these two names."""
+    """An address as an argument of a kernel: it has the two members of a tensor that a launch
+    uses."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self._address, self.dtype = address, dtype
@@ -252,7 +253,8 @@ def copy_rows(
 
 def _tile(row: int, tile_words: int) -> tuple[int, int]:
     """Words and tokens of a tile, both powers of two. A row is cut where that leaves no thread
-    without work. Whatever the number of tokens is: it must not make another kernel."""
+    without work. The tile does not depend on the number of tokens, which must not need another
+    kernel."""
     even = row & -row
     chunk = even if even >= _MIN_CHUNK else triton.next_power_of_2(row)
     chunk = min(chunk, tile_words)

@@ -11,15 +11,15 @@ from torch.nn import functional
 from pd.kernels.activation import silu_and_mul
 from pd.kernels.dispatch import use_triton
 
-# Rows for which packed weights are laid out. They serve other numbers of rows as well: with this
-# layout 1 row and 256 are as fast as with one made for them, 4 to 32 half as fast again.
+# Number of rows for which packed weights are laid out. Products of other numbers of rows use the
+# same layout: 1 row and 256 are as fast as with a layout made for them, 4 to 32 half as fast again.
 _PACKED_ROWS = 16
 # With so few rows, cuBLASLt chooses faster kernels than cuBLAS for matrices with no more outputs
-# than inputs (seen on an H200). Torch asks it where there is a bias.
+# than inputs (seen on an H200). Torch calls cuBLASLt where there is a bias.
 _LT_ROWS = 64
 # Torch and oneDNN keep what they prepared for each number of rows, by default for 1,024 of them
-# each, which makes a process grow that computes prompts of many lengths. They look here when they
-# are first used.
+# each, which makes a process grow that computes prompts of many lengths. They read these variables
+# when they are first used.
 for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 
@@ -28,8 +28,8 @@ def _has_onednn() -> bool:
     """Whether this build of torch has oneDNN's float32 inner product.
 
     ``functional.linear`` calls MKL, which does not use AVX-512 on processors that are not Intel's;
-    there oneDNN is twice as fast. Its operators are those that ``torch.compile`` emits for frozen
-    weights, and take plain weights or packed ones.
+    there oneDNN is twice as fast. ``torch.compile`` emits the same operators for frozen weights;
+    they take plain weights or packed ones.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -46,10 +46,10 @@ _ONEDNN = _has_onednn()
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight in the layout that :func:`linear` likes best, or the same tensor.
+    """Return a weight in the layout with which :func:`linear` is fastest, or the same tensor.
 
     Args:
-        weight: ``[outputs, inputs]``. What is returned may be of use to :func:`linear` alone.
+        weight: ``[outputs, inputs]``. Only :func:`linear` may use the result.
     """
     if _ONEDNN and weight.dtype == torch.float32 and weight.device.type == "cpu":
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)

@@ -1,9 +1,9 @@
 """Products of a few rows with a matrix: streams of weights (the kernels behind
 :mod:`pd.kernels.linear`).
 
-With so few rows the time is that of reading the weights once, and what counts is that enough reads
-are under way at every moment, also while one kernel follows another: each program asks for some of
-its weights before it waits for the kernel that computes ``x``.
+With so few rows the time is that of reading the weights once. Enough reads must be under way at
+every moment, also while one kernel follows another: each program requests some of its weights
+before it waits for the kernel that computes ``x``.
 
 There is no splitting of the inputs over programs, so a row's result does not depend on the other
 rows, except on whether there are any.
@@ -38,7 +38,7 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """How a kernel is launched.
+    """The tile of a program, and its launch.
 
     Attributes:
         outputs: rows of the weight that a program computes (when gated, of gate and of up).
@@ -52,11 +52,11 @@ class LinearShape:
     num_stages: int
 
 
-# Up to this many outputs that are not gated, the kernel for few rows is the faster for one, too
-# (benchmarks/results/kernels_gpu.json: output and down).
+# Up to this many outputs that are not gated, the kernel for few rows is also the faster one for a
+# single row (benchmarks/results/kernels_gpu.json: output and down).
 _NARROW = 4096
-# By the most rows: gated, then not gated with at most 4096 outputs, 8192, and more. Tuned on an
-# H200 with Llama-3.1-8B's matrices; those for 16 rows with a loop that read no tile early.
+# Keys are the most rows. Values: gated; not gated with at most 4096 outputs, 8192, and more. Tuned
+# on an H200 with Llama-3.1-8B's matrices; those for 16 rows with a loop that read no tile early.
 _SHAPES = {
     1: (LinearShape(4, 1024, 4, 4), None, LinearShape(16, 512, 4, 5), LinearShape(8, 1024, 4, 4)),
     16: (

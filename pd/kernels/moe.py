@@ -11,7 +11,7 @@ from pd.kernels.linear import gate_up_silu, linear
 def route(
     router_logits: torch.Tensor, top_k: int, normalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token.
+    """Choose the experts of each token.
 
     Args:
         router_logits: ``[tokens, experts]``.
@@ -40,7 +40,7 @@ def moe_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, ``down(silu(gate(x)) * up(x))`` each.
+    """Compute the weighted sum of each token's experts, ``down(silu(gate(x)) * up(x))`` each.
 
     Args:
         x: ``[tokens, hidden]``.

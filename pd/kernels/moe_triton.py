@@ -36,7 +36,7 @@ class _Tile:
 
 
 def _tile(rows_per_expert: float, dtype: torch.dtype) -> _Tile:
-    """By how many rows an expert has: with few the product is a stream of weights."""
+    """Choose a tile by the rows of an expert: with few rows the product is a stream of weights."""
     if dtype == torch.float32:
         return _Tile(16, 32, 32, 4, 2)
     if rows_per_expert <= 16:

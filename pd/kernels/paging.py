@@ -1,4 +1,4 @@
-"""Where tokens lie in a paged KV pool.
+"""Pages and slots of tokens in a paged KV pool.
 
 A pool has a slot for each token that it can hold, and ``page_size`` adjacent slots are a page. Page
 ``p`` is slots ``[p * page_size, (p + 1) * page_size)``. The page table of a sequence lists the
@@ -17,15 +17,15 @@ Tokens = TypeVar("Tokens", int, Int64Array)
 
 
 def page_count(num_tokens: Tokens, page_size: int) -> Tokens:
-    """Pages that ``num_tokens`` tokens need from the beginning of a page on: one number, or those
-    of several sequences."""
+    """Return the pages that ``num_tokens`` tokens need from the beginning of a page on, for one
+    sequence or for several."""
     return -(-num_tokens // page_size)
 
 
 def token_slots(
     pages: npt.NDArray[np.integer], positions: npt.NDArray[np.integer], page_size: int
 ) -> Int64Array:
-    """Slots of tokens of a sequence.
+    """Return the slots of tokens of a sequence.
 
     Args:
         pages: page table ``[n]``.

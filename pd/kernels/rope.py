@@ -20,7 +20,8 @@ def inverse_frequencies(
     high_freq_factor: float = 4.0,
     original_context: int = 8192,
 ) -> torch.Tensor:
-    """Radians per token of each pair of dimensions, float32 ``[head_dim / 2]`` on the CPU.
+    """Return the radians per token of each pair of dimensions, float32 ``[head_dim / 2]`` on the
+    CPU.
 
     ``linear`` divides all by ``factor`` (Chen et al., 2023). ``llama3`` (Llama 3.1's release)
     leaves short wavelengths, divides long ones and blends between ``original_context /
@@ -42,7 +43,7 @@ def inverse_frequencies(
 
 
 def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Cosine and sine of each position's angles.
+    """Compute cosine and sine of each position's angles.
 
     Args:
         positions: int64 ``[tokens]``.
@@ -92,7 +93,7 @@ def rotate_and_store(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What lies between the fused projection and attention: the RMS norm of each head of q and k
+    """Do the work between the fused projection and attention: the RMS norm of each head of q and k
     where the model has one (Qwen3), their rotation, and the write of k and v into the pool.
 
     Args:
@@ -102,7 +103,7 @@ def rotate_and_store(
         keys, values: a layer's pool, contiguous ``[slots, num_kv_heads, head_dim]``.
         slots: int64 ``[tokens]``, each inside the pool (on a GPU that is not checked).
         q_weight, k_weight: ``[head_dim]``, both or neither.
-        eps: of the norm.
+        eps: epsilon of the norm.
 
     Returns:
         q ``[tokens, num_heads, head_dim]``, k and v ``[tokens, num_kv_heads, head_dim]``, of which

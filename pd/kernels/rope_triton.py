@@ -15,7 +15,7 @@ from pd.kernels.triton_launch import launch, start_next, wait_for_previous
 _HEADS = 8
 
 
-# A value of 1 would be a constant, and others be compiled for again by their factors.
+# Without this option the kernel would be compiled again for 1 token and for multiples of 16.
 @triton.jit(do_not_specialize=("tokens",))
 def _rotations(positions, frequencies, out, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)

@@ -82,7 +82,7 @@ def filter_threshold(
 ) -> torch.Tensor:
     """The smallest logit that top-k and then top-p keep in each row.
 
-    Top-p keeps the smallest set of likeliest tokens whose mass, of what top-k kept, reaches
+    Top-p keeps the smallest set of likeliest tokens whose share of the mass that top-k kept reaches
     ``top_p``. Tokens equal to the threshold are all kept, so ties need no order.
 
     Args:
@@ -107,7 +107,7 @@ def filter_threshold(
 def _threshold(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds from each row's ``width`` likeliest tokens, and whether these were enough.
+    """Compute thresholds from each row's ``width`` likeliest tokens, and whether these were enough.
 
     Masses are running sums from the likeliest down, so that they do not depend on ``width``.
     """
@@ -125,7 +125,7 @@ def _threshold(
     in_top_k = torch.arange(width, device=logits.device) < top_k[:, None]
     count = (in_top_k & (before < limit[:, None])).sum(-1).clamp_(min=1)
     is_final = (count < width) | (top_k <= width) | (width == vocab_size)
-    # A row that only keeps everything needs no sorting to find its smallest logit.
+    # A row that keeps everything has no threshold to find.
     keeps_all = (top_k >= vocab_size) & (top_p >= 1)
     threshold = values.gather(1, count[:, None] - 1)
     return threshold.masked_fill_(keeps_all[:, None], float("-inf")), is_final | keeps_all
@@ -144,8 +144,8 @@ def sample_rows(
     """Sample a token for each row; on a GPU nothing waits for it.
 
     Logits are divided by the temperature; top-k, then top-p (see :func:`filter_threshold`), and
-    min-p exclude tokens; of the others the one whose logit plus :func:`gumbel_noise` is the
-    largest is taken, the first of several. At temperature 0 it is the largest logit.
+    min-p exclude tokens; the remaining token with the largest sum of logit and :func:`gumbel_noise`
+    is taken, the first of several. At temperature 0 the largest logit is taken.
 
     Args:
         logits: float32 or bfloat16 ``[rows, vocab_size]``, left as they are. Tokens that must not
@@ -161,7 +161,7 @@ def sample_rows(
 
     Returns:
         tokens, int64 ``[rows]``, always inside the vocabulary; and bool ``[rows]``: False where the
-        row has a NaN, +inf, or nothing above -inf, so that its token means nothing.
+        row has a NaN, +inf, or nothing above -inf, so that its token is undefined.
     """
     if use_triton(logits):
         from pd.kernels import sampling_triton
@@ -182,7 +182,7 @@ def sample_rows(
 def _filter(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> None:
-    """In place: what top-k, top-p and min-p exclude becomes -inf."""
+    """Set logits that top-k, top-p and min-p exclude to -inf, in place."""
     is_cut = (top_k < scaled.shape[1]) | (top_p < 1)
     rows = torch.nonzero(is_cut | (min_p > 0)).flatten()
     if len(rows) == 0:

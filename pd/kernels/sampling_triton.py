@@ -172,7 +172,7 @@ def _largest_enough(
     num_low, num_high, above = num_finite, 0, 0.0
     step = 0
     while (num_low - num_high > CANDIDATES) & (high - low > 1):
-        # By value as long as that helps: by bits, half of all steps would go to tiny numbers.
+        # The first steps bisect by value: by bits, half of all steps would go to tiny numbers.
         middle = (low + high) >> 1
         if step < 12:
             between = _order(0.5 * _value(low) + 0.5 * _value(high - 1)).to(tl.int64)
@@ -184,7 +184,7 @@ def _largest_enough(
             high, num_high, above = middle, count, amount
         step += 1
     if high - low != 1:
-        # Those in question side by side in memory, then in registers.
+        # The tokens in question are packed in memory, then kept in registers.
         filled = 0
         for start in range(0, vocab_size, BLOCK):
             tokens = start + tl.arange(0, BLOCK)
@@ -276,7 +276,7 @@ def _thresholds(
                 )
                 threshold = tl.maximum(threshold, _value(order))
             if limit_p < 1.0:
-                # Of tokens equal to the last of the top k, only as many count as make k.
+                # Among tokens equal to the last of the top k, only enough to make k count.
                 total, count = _amounts(scaled, vocab_size, order, best, True, BLOCK)
                 if limit_k < count:
                     total -= (count - limit_k).to(tl.float32) * tl.exp(_value(order) - best)

@@ -1,4 +1,4 @@
-"""Host arrays to a device in one copy that nothing waits for."""
+"""Copies several host arrays to a device at once, without waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = npt.NDArray[np.generic]
 
-# What vector loads of a kernel like, and a multiple of the size of every dtype.
+# Alignment for vector loads of kernels; a multiple of the size of every dtype.
 ALIGNMENT = 16
 
 
@@ -40,7 +40,7 @@ class PinnedStaging:
         Args:
             arrays: any shapes and dtypes that torch has.
             out: uint8 memory on the device, at least :func:`packed_bytes` of it, that begins at a
-                multiple of 16. Arrays lie in it one behind the other, so equal sizes mean equal
+                multiple of 16. Arrays lie in it one after another, so equal sizes mean equal
                 addresses. By default new memory.
 
         Returns:
@@ -63,21 +63,22 @@ class PinnedStaging:
 
 
 class GraphMemory:
-    """Memory on the device that CUDA graphs share: what one's uploads wrote is the next one's to
-    overwrite, in the order of the stream."""
+    """Memory on the device that CUDA graphs share: uploads of one graph overwrite those of another,
+    in the order of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def __call__(self, size: int) -> torch.Tensor:
-        """uint8, at least ``size`` bytes, zero at first. Graphs that have a smaller one keep it."""
+        """Return uint8 memory of at least ``size`` bytes, zero at first. Graphs that use a smaller
+        memory keep it."""
         if len(self._memory) < size:
             self._memory = torch.zeros(size, dtype=torch.uint8, device=self._memory.device)
         return self._memory
 
 
 class _Buffer:
-    """Host memory and the event that says when its last copy has been done."""
+    """Host memory and the event that its last copy records."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +86,7 @@ class _Buffer:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
-        """At least ``size`` bytes to write, once nothing reads them any more."""
+        """Wait until the last copy is done, and return at least ``size`` bytes to write."""
         if self._copied is not None:
             self._copied.synchronize()
         if len(self._memory) < size:
@@ -101,7 +102,7 @@ class _Buffer:
 
 
 def packed_bytes(arrays: Sequence[Array]) -> int:
-    """Bytes that :meth:`PinnedStaging.upload` takes for these arrays."""
+    """Return the bytes that :meth:`PinnedStaging.upload` needs for these arrays."""
     return sum(_aligned(array.nbytes) for array in arrays)
 
 

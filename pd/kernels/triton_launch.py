@@ -1,10 +1,9 @@
-"""How Triton kernels are launched: at little cost for the host, and those of a layer so that they
-overlap with their neighbours.
+"""Launches Triton kernels at little cost for the host, and lets the kernels of a layer overlap.
 
 On GPUs from Hopper on, kernels are launched with programmatic dependent launch (CUDA programming
 guide, "Programmatic Dependent Launch"): a kernel's programs start once all programs of the one
 before it have called :func:`start_next` or ended, and run up to :func:`wait_for_previous`, which
-returns when that one has completed and its results can be read. So launching, and asking for
+returns when that one has completed and its results can be read. So launching, and requesting
 weights, costs no time of its own.
 
 Every kernel launched this way must wait before it reads or writes anything that another kernel
@@ -57,22 +56,22 @@ class Kernel(Protocol):
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """The next kernel's programs may take what room this one leaves on the GPU."""
+    """Let the next kernel's programs use the room that this one leaves on the GPU."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Until all kernels launched before have completed."""
+    """Wait until all kernels launched before have completed."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def zero_after_previous(PDL: tl.constexpr):
-    """:func:`wait_for_previous`, and then 0, which the compiler does not know to be that: an
-    address to which it is added cannot be read ahead of the wait."""
+    """Do :func:`wait_for_previous` and return 0, as a value that is not a constant for the
+    compiler: an address to which it is added cannot be read before the wait."""
     if PDL:
         return tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;",
@@ -100,10 +99,10 @@ def launch(
     host longer than the launch itself. Here that is done once for each kind of arguments.
 
     Args:
-        args: the kernel's arguments up to the first ``tl.constexpr``: tensors or what else has
-            their ``data_ptr`` and ``dtype``, descriptors of tensors, and numbers.
-        overlaps: False if no kernel after this one is to begin before it ends. Of no concern to
-            kernels without the argument ``PDL``, which is given here.
+        args: the kernel's arguments up to the first ``tl.constexpr``: tensors or other pointers,
+            descriptors of tensors, and numbers.
+        overlaps: False if no kernel after this one is to begin before it ends. Ignored for kernels
+            without the argument ``PDL``, which is set here.
         settings: all other arguments by name, and Triton's own, such as ``num_warps``.
     """
     names = kernel.arg_names[len(args) :]

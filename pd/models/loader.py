@@ -36,7 +36,7 @@ _DUMMY_BLOCK = 4_194_301
 
 
 class _Part(Protocol):
-    """A tensor of a safetensors file whose data is read when it is indexed."""
+    """A tensor of a safetensors file; indexing it reads its data."""
 
     def get_shape(self) -> list[int]: ...
 

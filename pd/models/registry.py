@@ -25,7 +25,7 @@ class Listed(NamedTuple):
     location: str
 
 
-# By ``model_type``.
+# Keys are the ``model_type``.
 ARCHITECTURES: dict[str, Listed] = {
     "llama": Listed("LlamaForCausalLM", "pd.models.llama:Llama"),
     "mistral": Listed("MistralForCausalLM", "pd.models.mistral:Mistral"),

@@ -1,6 +1,6 @@
 """Radix cache: which KV pages hold which token prefixes. No torch, no device memory.
 
-The cache only knows page *ids*. Who uses it allocates the pages, writes them and decides when to
+The cache handles page *ids* alone. Its caller allocates the pages, writes them and decides when to
 evict; see :class:`RadixCache`.
 """
 

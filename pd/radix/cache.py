@@ -35,7 +35,7 @@ class MatchResult(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """What became of an insert.
+    """The result of an insert.
 
     ``existing_pages``: how many leading pages were cached before. The caller keeps its own
     ``pages[:existing_pages]`` where they differ from the cached ones; the cache took the rest.
@@ -132,7 +132,7 @@ class RadixCache:
     ) -> InsertResult:
         """Cache ``pages`` (int32 ``[n]``) as holding ``tokens`` (int32 ``[n * page_size]``).
 
-        Counts as use of the whole key. See `InsertResult` for who owns which page afterwards.
+        Counts as use of the whole key. See `InsertResult` for the owners of the pages afterwards.
         The cache keeps the array ``pages`` itself: do not write to it afterwards.
         Raises ValueError unless the tokens fill the pages exactly, TypeError unless both are
         int32 arrays.
@@ -224,7 +224,7 @@ class RadixCache:
     def check(self, *, unique_pages: bool = True) -> None:
         """Prove all invariants, or raise AssertionError saying which one fails. O(size).
 
-        ``unique_pages=False`` for a tree whose page ids mean nothing and may repeat.
+        Pass ``unique_pages=False`` for a tree whose page ids are arbitrary and may repeat.
         """
         check_invariants(self, unique_pages=unique_pages)
 
@@ -239,8 +239,8 @@ class RadixCache:
     def _walk(self, data: bytes, namespace: str) -> tuple[list[TreeNode], int, int]:
         """Follow ``data`` down from the root.
 
-        Returns the nodes on its way (without the root), how many bytes of ``data`` they match, and
-        how many of these lie in the last node if that matches only partly (else 0).
+        Returns the nodes on the path (without the root), the number of bytes of ``data`` that they
+        match, and how many of these lie in the last node if that matches only partly (else 0).
         """
         path: list[TreeNode] = []
         position, end, page_bytes = 0, len(data), self._page_bytes

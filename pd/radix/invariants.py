@@ -1,4 +1,4 @@
-"""Proof that a radix cache is consistent. Reads everything, changes nothing, trusts no counter."""
+"""Checks that a radix cache is consistent: reads everything, changes nothing, trusts no counter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_invariants(cache: RadixCache, *, unique_pages: bool) -> None:
 
 
 def _expect(holds: bool, problem: str) -> None:
-    # Not an assert statement: the proof must also work under `python -O`.
+    # Not an assert statement, so that the check also works under `python -O`.
     if not holds:
         raise AssertionError(f"radix cache: {problem}")
 
@@ -108,5 +108,5 @@ def _check_order(cache: RadixCache, nodes: list[TreeNode]) -> None:
     for node in nodes:
         _expect(
             node.order_key is None or id(node) in ordered,
-            "a node believes to be in the eviction order and is not",
+            "a node has a key of the eviction order and is not in it",
         )

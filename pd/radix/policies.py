@@ -19,9 +19,9 @@ PROTECTED_FLOOR = 1 << _TICK_BITS
 """Under slru, keys from here on belong to the protected segment."""
 
 PROTECTED_SHARE = 0.8
-"""Under slru, the part of all cached pages that the protected segment may hold before it has to
-give up its own oldest. Without a bound, pages that were hit once long ago would fill the cache and
-new ones would be evicted before they ever had a chance of a hit."""
+"""Under slru, the part of all cached pages that the protected segment may hold before its own
+oldest leaves are evicted. Without a bound, pages that were hit once long ago would fill the cache
+and new ones would be evicted before they ever had a chance of a hit."""
 
 
 def _lru(node: TreeNode) -> int:

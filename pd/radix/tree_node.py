@@ -10,8 +10,8 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.int32]
 
 Edge: TypeAlias = bytes | tuple[str, bytes]
-"""What a parent finds a child by: the memory of the child's first page of tokens. Below the root
-the namespace is part of it, so tenants share nothing but the root."""
+"""The key of a child in its parent: the memory of the child's first page of tokens. Below the root
+it includes the namespace, so tenants share only the root."""
 
 
 class TreeNode:
@@ -53,5 +53,5 @@ class TreeNode:
         self.hits = 0
         self.priority = 0
 
-        # Where the node stands in the eviction order; None unless it is an unlocked leaf.
+        # The node's key in the eviction order; None unless it is an unlocked leaf.
         self.order_key: int | None = None

@@ -1,4 +1,4 @@
-"""What every attention backend offers."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class PagedKV(Protocol):
-    """The KV pool as attention sees it.
+    """The part of the KV pool's interface that attention uses.
 
     :mod:`pd.kernels.paging` defines in which slot a token lies. At the end of every layer lies one
     page more than callers may use, page ``num_pages``: padding is written there, and nothing but
@@ -42,8 +42,9 @@ class AttentionBatch:
 
     Attributes:
         starts: tokens of each sequence whose KV is in the pool already; int64 ``[sequences]``.
-        lengths: new tokens of each, at least 1; int64 ``[sequences]``.
-        pages: page table of each, int32, covering ``starts[i] + lengths[i]`` tokens at least.
+        lengths: new tokens of each sequence, at least 1; int64 ``[sequences]``.
+        pages: page table of each sequence, int32, covering at least ``starts[i] + lengths[i]``
+            tokens.
     """
 
     starts: Int64Array
@@ -52,15 +53,15 @@ class AttentionBatch:
 
 
 class PlannedAttention(ABC):
-    """Causal grouped-query attention of one planned step: what a model's forward pass gets.
+    """Causal grouped-query attention of one planned step, an argument of a model's forward pass.
 
     Per layer, write the step's new keys and values into ``pool`` at ``slots``, then call
     :meth:`attend`; layers in any order.
 
     Attributes:
-        slots: where each new token's K and V go, int64 ``[tokens]`` on the pool's device.
-        last: attention of those tokens alone, in their order, whose results are wanted behind the
-            last layer; None if only that of all tokens is planned.
+        slots: slots of the new tokens' K and V, int64 ``[tokens]`` on the pool's device.
+        last: attention of only the tokens whose results are wanted after the last layer, in their
+            order; None if only attention of all tokens is planned.
     """
 
     pool: PagedKV
@@ -74,7 +75,8 @@ class PlannedAttention(ABC):
         Args:
             q: ``[tokens, heads, head_dim]``, rotated, in the pool's dtype and on its device; the
                 last two dimensions contiguous (so a slice of fused projections will do).
-            k, v: the new tokens', ``[tokens, kv_heads, head_dim]``, likewise; already in the pool.
+            k, v: keys and values of the new tokens, ``[tokens, kv_heads, head_dim]``, likewise;
+                already in the pool.
 
         Returns:
             ``[tokens, heads, head_dim]``, contiguous: softmax(q·kᵀ / √head_dim)·v.
@@ -86,8 +88,8 @@ class DecodeAttention(PlannedAttention):
 
     Everything :meth:`attend` touches on the device keeps its address, and it neither waits for the
     GPU nor launches differently from one plan to the next: captured once, replayed after every
-    :meth:`plan`. All of one backend share memory, so a plan is for the replay that follows it on
-    the same stream.
+    :meth:`plan`. All graphs of a backend share memory, so a plan is for the replay that follows it
+    on the same stream.
     """
 
     @abstractmethod
@@ -107,8 +109,8 @@ class DecodeAttention(PlannedAttention):
 class ChunkAttention(PlannedAttention):
     """A chunk of up to a fixed number of tokens of one sequence, for a CUDA graph.
 
-    As with :class:`DecodeAttention`, addresses stay and a plan is for the replay that follows it;
-    but :meth:`plan` may wait for the GPU.
+    Addresses stay the same and a plan is for the replay that follows it, as with
+    :class:`DecodeAttention`; but :meth:`plan` may wait for the GPU.
     """
 
     @abstractmethod
@@ -117,8 +119,8 @@ class ChunkAttention(PlannedAttention):
 
         Args:
             start: tokens in the pool already.
-            length: new tokens, at least 1. Those behind them up to the fixed number are padding:
-                they are written to the pool's extra page, and what comes out of them means nothing.
+            length: new tokens, at least 1. Tokens after them, up to the fixed number, are padding:
+                they are written to the pool's extra page, and their results are undefined.
             pages: page table, int32, covering ``start + length`` tokens at least.
         """
 
@@ -127,7 +129,7 @@ class AttentionBackend(PlannedAttention):
     """Attention of batches of any shape over one pool: ``plan`` once per step.
 
     Attributes:
-        scratch_bytes: memory that a layer may take for sequences behind long prefixes, at most.
+        scratch_bytes: most memory that a layer may take for sequences with long prefixes.
     """
 
     name: str
@@ -139,16 +141,17 @@ class AttentionBackend(PlannedAttention):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare whatever does not depend on the layer.
+        """Prepare everything that does not depend on the layer.
 
-        The page of a sequence's last new token must be that sequence's alone: slots behind the
+        The page of a sequence's last new token must belong to that sequence alone: slots after the
         token may be cleared.
         """
 
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention | None:
         """Attention for a CUDA graph over ``rows`` sequences, or None if this backend has none.
 
-        Graphs share buffers as large as the largest asked for so far; ask for the largest first.
+        Graphs share buffers, which are as large as the largest graph so far needs: make the largest
+        first.
 
         Args:
             max_context: tokens of a sequence, the new one included.

@@ -1,4 +1,4 @@
-"""What ``auto`` means where FlashInfer and Triton both work."""
+"""The backend that ``auto`` chooses where FlashInfer and Triton both work."""
 
 from __future__ import annotations
 

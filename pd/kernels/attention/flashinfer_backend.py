@@ -55,13 +55,13 @@ class FlashInferAttention(AttentionBackend):
     """Single tokens and short chunks go through fa2, which splits keys among programs; long chunks
     through fa3 where the GPU is a Hopper, with K and V gathered from their pages before each layer
     unless the pages are adjacent: fa3 loads contiguous rows by the tensor memory accelerator,
-    faster than it finds pages one by one. What the gathering costs is a hundredth of the attention
-    of a chunk of 8,192 tokens, an eighth of that of 512. Sequences for which a step has no memory
-    left to gather go through fa2.
+    faster than it finds pages one by one. Gathering costs a hundredth of the attention of a chunk
+    of 8,192 tokens, an eighth of that of 512. Sequences for which a step has no memory left to
+    gather go through fa2.
 
     FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
-    copy of the last, which is over soon after the step before it began. What else it copies is
-    given to it in pinned memory, since copies from other memory wait for the whole step before.
+    copy of the last, which is over soon after the step before it began. Its other inputs are in
+    pinned memory, since copies from other memory wait for the whole step before.
     """
 
     name = "flashinfer"
@@ -119,7 +119,8 @@ class FlashInferAttention(AttentionBackend):
             self._parts.append(_Part(prefill, where if isinstance(where, slice) else next(at)))
 
     def _through_fa2(self, batch: AttentionBatch, tables: PageTables) -> npt.NDArray[np.bool_]:
-        """Short chunks, and of long ones behind prefixes those for which there is no memory."""
+        """Choose the sequences for fa2: short chunks, and long ones with prefixes for which a step
+        has no memory left to gather."""
         short = (batch.lengths <= _SHORT) | (self._long is self._short)
         long = np.flatnonzero(~short)
         totals = (batch.starts + batch.lengths)[long]
@@ -151,7 +152,7 @@ class FlashInferAttention(AttentionBackend):
         return FlashInferChunk(self, tokens, max_context)
 
     def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer as ``[pages, page_size, kv_heads, head_dim]``."""
+        """Return K and V of a layer as ``[pages, page_size, kv_heads, head_dim]``."""
         _, kv_heads, head_dim = self.heads
         shape = (-1, self.pool.page_size, kv_heads, head_dim)
         return self.pool.key(layer).view(shape), self.pool.value(layer).view(shape)
@@ -175,7 +176,7 @@ class FlashInferAttention(AttentionBackend):
 
 
 class _Prefill:
-    """A wrapper and what keeps its pinned workspace from being overwritten too early."""
+    """A wrapper, and the event before which its pinned workspace may not be overwritten."""
 
     def __init__(
         self, backend: FlashInferAttention, wrapper: BatchPrefillWithPagedKVCacheWrapper
@@ -207,12 +208,12 @@ class _Prefill:
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """``q`` and ``out`` are those of the planned sequences."""
+        """Attend with ``q`` and ``out`` of the planned sequences."""
         self.wrapper.run(q, self._backend.paged(layer), out=out)
 
 
 class _Contiguous:
-    """A ragged wrapper over K and V that are contiguous: the new ones, those of adjacent pages, or
+    """A ragged wrapper over contiguous K and V: those of the new tokens, of adjacent pages, or
     gathered."""
 
     def __init__(
@@ -221,7 +222,7 @@ class _Contiguous:
         self._wrapper = wrapper
         self._backend = backend
         self._copied = torch.cuda.Event()
-        # Those of all tokens; None where all are new.
+        # Slots of all tokens; None where all tokens are new.
         self._slots: torch.Tensor | slice | None = None
 
     def plan(
@@ -250,7 +251,7 @@ class _Contiguous:
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """``q``, ``k``, ``v`` and ``out`` are those of the planned sequences' new tokens."""
+        """Attend with ``q``, ``k``, ``v`` and ``out`` of the planned sequences' new tokens."""
         if self._slots is not None:
             pool = self._backend.pool
             k, v = (_rows_of(x, self._slots) for x in (pool.key(layer), pool.value(layer)))
@@ -266,7 +267,7 @@ class _Part:
 
 
 def _all_slots(tables: PageTables, members: Int64Array, totals: Int64Array) -> Int64Array:
-    """Those of the members' tokens, one sequence behind the other."""
+    """Return the slots of the members' tokens, one sequence after another."""
     return tables.slots(members, np.zeros(len(members), np.int64), totals)
 
 
@@ -275,7 +276,7 @@ def _adjacent(tables: PageTables, members: Int64Array, totals: Int64Array) -> bo
 
 
 def _ranges(firsts: Int64Array, counts: Int64Array, members: Int64Array) -> Int64Array:
-    """The members' ranges ``[first, first + count)`` one behind the other."""
+    """Return the members' ranges ``[first, first + count)``, one after another."""
     counts = counts[members]
     skipped = np.cumsum(counts) - counts
     indices: Int64Array = np.arange(counts.sum()) + np.repeat(firsts[members] - skipped, counts)
@@ -287,7 +288,7 @@ def _rows_of(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
 
 
 def _rows(lengths: Int64Array, members: Int64Array) -> slice | Int64Array:
-    """The members' rows among the step's tokens, as a slice if they lie together."""
+    """Return the members' rows among the step's tokens, as a slice if they are adjacent."""
     firsts = np.cumsum(lengths) - lengths
     rows = _ranges(firsts, lengths, members)
     together = rows[-1] - rows[0] + 1 == len(rows)

@@ -68,7 +68,7 @@ class FlashInferDecode(DecodeAttention):
             "kv_data_type": backend.dtype,
         }
         ones = np.ones(rows, np.int64)
-        # Finds the kernels; the plans that follow only compute.
+        # The first plan finds the kernels; later ones only compute.
         self._wrapper.plan(
             offsets(ones),
             torch.full((rows,), self.pool.num_pages, dtype=torch.int32),
@@ -162,16 +162,16 @@ class FlashInferChunk(ChunkAttention):
 
 
 def offsets(counts: Int64Array) -> torch.Tensor:
-    """Where each of ``n`` runs of ``counts[i]`` begins, and the end: int32 ``[n + 1]`` in pinned
-    memory."""
+    """Return where each of ``n`` adjacent runs of ``counts[i]`` begins, and the end of the last:
+    int32 ``[n + 1]`` in pinned memory."""
     return pinned(np.concatenate(([0], np.cumsum(counts))))
 
 
 def last_page_lengths(totals: Int64Array, page_size: int) -> torch.Tensor:
-    """Tokens in each sequence's last page, int32 in pinned memory."""
+    """Return the tokens in each sequence's last page, int32 in pinned memory."""
     return pinned((totals - 1) % page_size + 1)
 
 
 def pinned(values: Int64Array) -> torch.Tensor:
-    """int32 in pinned memory, which torch keeps until copies from it are done."""
+    """Copy to int32 in pinned memory, which torch keeps until copies from it are done."""
     return torch.from_numpy(values.astype(np.int32)).pin_memory()

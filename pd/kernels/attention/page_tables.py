@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class PageTables:
-    """The pages that each sequence's tokens need, one behind the other.
+    """The pages that each sequence's tokens need, one sequence after another.
 
     Attributes:
-        flat: int32, the tables.
+        flat: int32, all tables.
         counts: pages of each sequence, int64.
         offsets: where each sequence's pages begin in ``flat``, int64.
     """
 
     def __init__(self, pages: Sequence[IntArray], totals: Int64Array, page_size: int) -> None:
-        """``totals``: tokens of each sequence, at least 1; pages behind them are left out."""
+        """``totals``: tokens of each sequence, at least 1; pages after them are left out."""
         self.page_size = page_size
         self.counts = page_count(totals, page_size)
         self.offsets = np.cumsum(self.counts) - self.counts
@@ -32,7 +32,8 @@ class PageTables:
         self.flat: IntArray = np.concatenate(trimmed, dtype=np.int32)
 
     def slots(self, sequences: Int64Array, starts: Int64Array, lengths: Int64Array) -> Int64Array:
-        """Slots of positions ``[starts[i], starts[i] + lengths[i])`` of each sequence."""
+        """Return the slots of positions ``[starts[i], starts[i] + lengths[i])`` of each
+        sequence."""
         skipped = np.cumsum(lengths) - lengths
         # Positions as if all tables were that of one sequence.
         firsts = self.offsets[sequences] * self.page_size + starts
@@ -40,8 +41,8 @@ class PageTables:
         return token_slots(self.flat, positions, self.page_size)
 
     def padded(self, sequences: Int64Array) -> Int64Array:
-        """The pages of each sequence as rows of one matrix, filled up with its first page: what is
-        read there is hidden by a mask, but must be the sequence's own."""
+        """Return the pages of each sequence as rows of a matrix, filled up with its first page: a
+        mask hides what is read there, but it must belong to the sequence."""
         counts = self.counts[sequences]
         columns = np.arange(counts.max())
         columns = np.where(columns < counts[:, None], columns, 0)
@@ -49,7 +50,7 @@ class PageTables:
         return pages
 
     def table(self, sequence: int) -> Int64Array:
-        """The pages of one sequence."""
+        """Return the pages of one sequence."""
         offset = self.offsets[sequence]
         return self.flat[offset : offset + self.counts[sequence]].astype(np.int64)
 
@@ -57,10 +58,11 @@ class PageTables:
 def padded_decode(
     pool: PagedKV, rows: int, starts: Int64Array, pages: Sequence[IntArray]
 ) -> tuple[Int64Array, PageTables]:
-    """``rows`` sequences of one new token each: those given, then padding in the pool's extra page.
+    """Plan ``rows`` sequences of one new token each: those given, then padding in the pool's extra
+    page.
 
     Returns:
-        Tokens in the pool of each, int64 ``[rows]``, and the tables that cover one more.
+        int64 ``[rows]``, the tokens of each in the pool, and the tables that cover one token more.
     """
     missing = rows - len(starts)
     assert missing >= 0, "more sequences than the graph has rows"

@@ -80,8 +80,8 @@ class TorchAttention(AttentionBackend):
         self.slots = self._tensor(tables.slots(everyone, batch.starts, batch.lengths))
         single = batch.lengths == 1
         decode = np.flatnonzero(single)
-        # The rest of a last page is hidden by the mask, but what an earlier owner left there may
-        # be infinite or NaN, which a weight of zero does not hide.
+        # The mask hides the rest of a last page, but values of an earlier owner there may be
+        # infinite or NaN, which a weight of zero does not hide.
         stale = tables.slots(decode, totals[decode], -totals[decode] % tables.page_size)
         self._stale = self._tensor(stale) if len(stale) else None
         self._buckets = [
@@ -176,14 +176,15 @@ class TorchAttention(AttentionBackend):
             # In the shared mask, the last column that row i may see is i + width - QUERY_BLOCK.
             left = self._causal.shape[1] - QUERY_BLOCK - chunk.start - first
             mask = self._causal[: stop - first, left : left + seen]
-            if mask.is_cuda:  # whose kernels need a mask that begins at a multiple of 16 bytes
+            if mask.is_cuda:  # CUDA's kernels need a mask that begins at a multiple of 16 bytes
                 mask = mask.clone(memory_format=torch.contiguous_format)
             result[:, :, first:stop] = scaled_dot_product_attention(
                 query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
             )
 
     def _causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
-        """One additive mask ``[QUERY_BLOCK, width]`` of which every block's is a slice."""
+        """Make one additive mask ``[QUERY_BLOCK, width]``; the mask of every block is a slice of
+        it."""
         if not chunks:
             return None
         blocks = [-(-(chunk.stop - chunk.first) // QUERY_BLOCK) for chunk in chunks]
@@ -206,7 +207,7 @@ class TorchAttention(AttentionBackend):
 
 
 def _per_group(x: torch.Tensor, group: int) -> torch.Tensor:
-    """``[tokens, kv_heads, head_dim]`` as ``[kv_heads, group, tokens, head_dim]``, not copied."""
+    """View ``[tokens, kv_heads, head_dim]`` as ``[kv_heads, group, tokens, head_dim]``."""
     return x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
 

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TileShape:
-    """How a program works.
+    """The amount of work of a program, and its launch.
 
     Attributes:
-        rows: of the query tile, at least; a power of two.
-        keys: of a K or V tile.
+        rows: least rows of the query tile; a power of two.
+        keys: keys of a K or V tile.
         num_warps, num_stages: see Triton.
         programs: work items per multiprocessor and KV head when keys are split.
         min_tiles: K tiles of the smallest split.
@@ -57,10 +57,10 @@ _FEW = 32
 
 
 def decode_shape(dtype: torch.dtype, head_dim: int, num_sequences: int) -> TileShape:
-    """For one query token of each sequence, which is all about reading K and V.
+    """Return the shape for one query token of each sequence, whose time is that of reading K and V.
 
-    With few sequences, what counts is how soon a program has its keys; with many, how many programs
-    a multiprocessor has room for.
+    With few sequences, the time until a program has its keys decides; with many, the number of
+    programs that a multiprocessor has room for.
     """
     if head_dim * dtype.itemsize > 256:
         return TileShape(16, 32, 4, 2, programs=4, min_tiles=2)
@@ -70,7 +70,8 @@ def decode_shape(dtype: torch.dtype, head_dim: int, num_sequences: int) -> TileS
 
 
 def chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) -> TileShape:
-    """For many query tokens, which is all about arithmetic; float32 has none but plain.
+    """Return the shape for many query tokens, whose time is that of arithmetic. float32 has no
+    tensor cores here.
 
     ``shared_memory``: bytes that a program may have.
     """
@@ -84,12 +85,12 @@ def chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) -> TileSh
 
 
 class _Kernel:
-    """:func:`paged_attention` with one tile shape, and the memory in which splits meet."""
+    """:func:`paged_attention` with one tile shape, and the memory for partial results of splits."""
 
     def __init__(
         self, pool: PagedKV, num_heads: int, shape: TileShape, one_token: bool = False
     ) -> None:
-        """``one_token``: tiles hold no more than that."""
+        """``one_token``: a tile holds one token."""
         sample = pool.key(0)
         device, (_, kv_heads, head_dim) = sample.device, sample.shape
         self._pool, self._shape, self._one_token = pool, shape, one_token
@@ -140,7 +141,7 @@ class _Kernel:
             PRECISION=precision,
             num_warps=self._shape.num_warps,
             num_stages=self._shape.num_stages,
-            # Of use where the product that comes next overlaps too.
+            # An overlap helps where the product that follows overlaps too.
             overlaps=self._one_token and len(q) <= MAX_ROWS,
         )
 
@@ -229,7 +230,7 @@ class TritonAttention(AttentionBackend):
 class TritonDecode(DecodeAttention):
     """The decode kernel over buffers of a fixed size.
 
-    The grid is as large as any plan's work; programs beyond this plan's end at once.
+    The grid is as large as the work of any plan; programs without a work item end at once.
     """
 
     def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:

@@ -45,8 +45,8 @@ def _attend_range(
 ):
     """Online softmax over the keys ``[first, stop)``.
 
-    With MASKED, row i sees keys up to ``reach[i]`` and none from ``end`` on, which are not even
-    loaded: what lies there may be NaN. Without, every row sees all of them.
+    With MASKED, row i sees keys up to ``reach[i]`` and none from ``end`` on, which are not loaded,
+    since they may be NaN. Without, every row sees all of them.
     """
     for start in tl.range(first, stop, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -187,7 +187,7 @@ def paged_attention(
     start_next(PDL)
     head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
-    # NOTE: the fields are read before it is known that they matter, to wait once and not twice;
+    # NOTE: the fields are read before the item is known to exist, to wait once and not twice;
     # callers give the grid no more items than there is memory for.
     fields = items + item * NUM_FIELDS
     row = tl.load(fields).to(tl.int64)

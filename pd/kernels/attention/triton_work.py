@@ -50,7 +50,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class SplitPolicy:
-    """How a step's keys are shared out.
+    """The division of a step's keys into splits.
 
     Attributes:
         items: work items that keep the device busy.
