@@ -193,7 +193,16 @@ def commands_in(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_published_commands_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_commands_are_understood(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The package whose backend docs/extending.md chooses.
+    information = tmp_path / "pd_mailbox-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: pd-mailbox\nVersion: 1.0\n")
+    entry_point = "[pd.transfer]\nmailbox = pd_mailbox:MailboxBackend\n"
+    (information / "entry_points.txt").write_text(entry_point)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)
     for command in commands_in(path):
         if command[0] != "--help" and command[1:] != ["--help"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -80,3 +81,52 @@ def test_links_lead_somewhere() -> None:
                 titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
                 anchors = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
                 assert anchor in anchors, f"{page.name}: {target}#{anchor}"
+
+
+# Stand for whatever the reader calls it.
+PLACEHOLDER = re.compile("NAME|squared_relu:")
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module of pd or an attribute of one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for attribute in parts[length:]:
+                found = getattr(found, attribute)
+        except AttributeError:
+            # Fields of a dataclass without a default are no attributes of the class.
+            return parts[-1] in getattr(found, "__annotations__", {})
+        return True
+    return False
+
+
+def test_files_and_names_in_extending_are_there() -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs/extending.md").read_text(), flags=re.M | re.S)
+    quoted = {name for name in re.findall(r"`([^`\n]+)`", text) if not PLACEHOLDER.search(name)}
+    files = {name for name in quoted if re.match(r"(pd|tests|benchmarks)/", name)}
+    names = {m[0] for name in quoted if (m := re.match(r"pd(\.\w+)+", name))} - {"pd.transfer"}
+    assert len(files) > 30 and len(names) > 10
+    assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
+    assert [name for name in sorted(names) if not resolves(name)] == []
+
+
+def test_tables_and_tests_in_extending_are_there() -> None:
+    """Names in capitals, functions that start with ``test_``, and methods, wherever they are."""
+    text = (ROOT / "docs/extending.md").read_text()
+    code = "\n".join(
+        path.read_text() for path in [*ROOT.glob("pd/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    )
+    listed = re.findall(r"`(_?[A-Z]{2,}(?:_[A-Z]+)*)`", text)
+    for name in listed:
+        if name not in ("NAME", "PDL", "KERNELS"):
+            assert re.search(rf"^{name}\b", code, re.M), name
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in code, name
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        assert re.search(rf"class {owner}\b", code), owner
+        assert re.search(rf"def {name}\(", code), name
