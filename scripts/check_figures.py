@@ -123,7 +123,7 @@ def quotes() -> list[Quote]:
             page,
             "NIXL writes blocks of 32 KiB (a page of 16 tokens in one layer) at {page} GB/s, of "
             "2 MiB (the same page in all layers, which could not leave before the last one is "
-            "computed) at {layers} GB/s, and of a slot's 128 MiB at {slot} GB/s "
+            "computed) at {layers} GB/s, and of a buffer's 128 MiB at {slot} GB/s "
             "(`nixl_blocks_gpu`".format(**blocks),
         ),
         Quote(

@@ -39,6 +39,41 @@ class SenderLink(Protocol):
     def patience(self) -> Patience: ...
 
 
+class BlockQueue:
+    """Blocks in the order in which they were queued, to be taken in parts.
+
+    Args:
+        split: divides a block when its first part is taken.
+
+    Attributes:
+        cells: tokens times layers of all that is queued.
+    """
+
+    def __init__(self, split: Callable[[Block], Iterator[Block]]) -> None:
+        self._split = split
+        self._blocks: deque[Block] = deque()
+        self._parts: Iterator[Block] = iter(())
+        self.cells = 0
+
+    def put(self, block: Block) -> None:
+        self._blocks.append(block)
+        self.cells += block.cells
+
+    def take(self) -> Block | None:
+        """The next part; None if nothing is queued."""
+        while self.cells:
+            part = next(self._parts, None)
+            if part is not None:
+                self.cells -= part.cells
+                return part
+            self._parts = self._split(self._blocks.popleft())
+        return None
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._parts, self.cells = iter(()), 0
+
+
 class QueuedSender(Sender):
     """A queue of blocks, which a link empties.
 
@@ -85,10 +120,7 @@ class QueuedSender(Sender):
         self._state = TransferState.ACTIVE
         self._finished = False
         self._bytes = self._computing = 0
-        # Queued blocks and the parts of the block before them; ``_cells`` counts both.
-        self._blocks: deque[Block] = deque()
-        self._parts: Iterator[Block] = iter(())
-        self._cells = 0
+        self._queue = BlockQueue(self._split)
 
     # ---- Sender: any thread
 
@@ -139,8 +171,7 @@ class QueuedSender(Sender):
         with self._changed:
             if self.active:
                 self._state, self.error = TransferState.FAILED, error
-                self._blocks.clear()
-                self._parts, self._cells = iter(()), 0
+                self._queue.clear()
                 self._leave_link()
 
     # ---- for the link, with the lock
@@ -148,19 +179,15 @@ class QueuedSender(Sender):
     @property
     def queued(self) -> bool:
         """Whether :meth:`take` would return a block."""
-        return self._cells > 0
+        return self._queue.cells > 0
 
     def take(self) -> Block | None:
         """The next block, which counts as being read and sent; None if none is queued."""
-        while self._cells:
-            block = next(self._parts, None)
-            if block is not None:
-                self._cells -= block.cells
-                self.reading += 1
-                self.sending += 1
-                return block
-            self._parts = self._split(self._blocks.popleft())
-        return None
+        block = self._queue.take()
+        if block is not None:
+            self.reading += 1
+            self.sending += 1
+        return block
 
     def was_read(self) -> None:
         """The pages of a taken block are not read any more."""
@@ -207,7 +234,7 @@ class QueuedSender(Sender):
 
     def _settle(self) -> None:
         """DONE when nothing is left to send."""
-        left = self._computing or self._cells or self.sending
+        left = self._computing or self.queued or self.sending
         if self.active and self._finished and not left and self._is_quiet():
             self._state = TransferState.DONE
             self._leave_link()
@@ -219,8 +246,7 @@ class QueuedSender(Sender):
             if reason:
                 self.fail(TransferError(f"the KV to be sent was not computed: {reason}"))
             elif self.active:
-                if not self._cells:
+                if not self.queued:
                     self.waiting_since = time.monotonic()
-                self._blocks.append(block)
-                self._cells += block.cells
+                self._queue.put(block)
                 self._enqueue()

@@ -109,12 +109,15 @@ class TcpInbox:
             "data connection",
             self._welcome,
         )
-        self.port = self._acceptor.port
         self._waker = Waker(self._selector)
         self._thread = threading.Thread(target=self._run, name="pd-tcp-inbox", daemon=True)
         self._thread.start()
 
     # ---- called by any thread
+
+    @property
+    def port(self) -> int:
+        return self._acceptor.port
 
     def add(self, receiver: TcpReceiver) -> None:
         with self._lock:

@@ -69,6 +69,30 @@ class DialEvents(ChannelEvents, Protocol):
         made."""
 
 
+class MessageReader:
+    """Takes a stream of bytes apart into messages, each behind its length."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._decoder = decoder
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Messages that are complete with these bytes. Raises ValueError if they are none."""
+        self._data += data
+        messages, start = [], 0
+        while len(self._data) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._data, start)
+            if size > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {size} bytes, more than {MAX_MESSAGE_BYTES}")
+            stop = start + _LENGTH.size + size
+            if stop > len(self._data):
+                break
+            messages.append(self._decoder.decode(self._data[start + _LENGTH.size : stop]))
+            start = stop
+        del self._data[:start]
+        return messages
+
+
 class Channel:
     """One connection. Made by :class:`pd.transfer.wire.hub.ChannelHub`, which reads it.
 
@@ -94,12 +118,11 @@ class Channel:
         self.origin = f"{address[0]}:{address[1]}"
         self.sock = sock
         self.events: ChannelEvents | None = None
-        self._decoder, self._attend = decoder, attend
+        self._reader, self._attend = MessageReader(decoder), attend
         # Guards the sending half and what was seen of errors: an error is reported only once, to
         # whichever call comes first, and later reads look like a proper end.
         self._lock = threading.Lock()
         self._output = bytearray()
-        self._input = bytearray()
         self._mute = False
         self._doubt = ""
         self.failure = ""
@@ -174,8 +197,7 @@ class Channel:
         Raises ValueError (or a kind of it, from msgspec) when the data are no message.
         """
         data, end = self._receive()
-        self._input += data
-        return self._parse(), end
+        return self._reader.feed(data), end
 
     def discard(self) -> str:
         """Drop what comes after a failure; returns the reason if the stream has ended."""
@@ -217,20 +239,6 @@ class Channel:
                 self._note(error)
                 data = b""
             return data, "" if data else self._doubt or "closed by the peer"
-
-    def _parse(self) -> list[Any]:
-        messages, start, data = [], 0, self._input
-        while len(data) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(data, start)
-            if size > MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {size} bytes, more than {MAX_MESSAGE_BYTES}")
-            stop = start + _LENGTH.size + size
-            if stop > len(data):
-                break
-            messages.append(self._decoder.decode(data[start + _LENGTH.size : stop]))
-            start = stop
-        del data[:start]
-        return messages
 
     # ---- with the lock held
 
