@@ -6,7 +6,6 @@ Partitions, which need two hosts, are in ``test_hosts.py``.
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import socket
@@ -24,10 +23,9 @@ from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_until
 from pd.core.messages import LEASE_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from _pytest.mark import ParameterSet
     from backends import Backend
     from processes import Process
 
@@ -99,31 +97,20 @@ def assert_works(running: Deployment) -> None:
     running.wait_idle()
 
 
-def faults_of_a_hand_off() -> list[ParameterSet]:
-    """Every backend, stage, victim and kind of fault; a few sharp ones in ``make test``."""
-    sample = {
+def in_sample(params: Mapping[str, object]) -> bool:
+    """A few sharp cells of all backends, stages, victims and kinds of fault."""
+    cell = (params["pair_of_decoders"], params["stage"], params["victim"], params["fault"])
+    return cell in {
         (TCP, "during", "prefill", "killed"),
         (NIXL, "during", "decode", "killed"),
         (MOONCAKE, "during", "prefill", "stopped"),
     }
-    cells = itertools.product(
-        PROCESSES, held_transfers.HELD, ("prefill", "decode"), ("killed", "stopped")
-    )
-    return [
-        pytest.param(
-            *cell,
-            id="-".join(map(str, cell)),
-            marks=() if cell in sample else pytest.mark.full,
-        )
-        for cell in cells
-    ]
 
 
-@pytest.mark.parametrize(
-    ("pair_of_decoders", "stage", "victim", "fault"),
-    faults_of_a_hand_off(),
-    indirect=["pair_of_decoders"],
-)
+@pytest.mark.sample(cells=in_sample)
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("stage", held_transfers.HELD)
 def test_a_node_is_lost_during_a_hand_off(
     pair_of_decoders: Deployment, stage: str, victim: str, fault: str
 ) -> None:
