@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One worker per core; a file stays on one worker, for its fixtures.
+# One worker per core; most files stay on one worker, for their fixtures (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile
 
 # Installed again whenever the project's requirements change.
@@ -20,7 +20,11 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	@sh scripts/system_packages.sh
-	$(BIN)/python -m pytest $(PARALLEL) -m "not starved"
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(PARALLEL) -m "not full and not starved"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+	$(BIN)/python -m pytest $(PARALLEL) -m "full and not starved"
 	$(BIN)/python -m pytest -m starved
 
 check: $(VENV)/.installed

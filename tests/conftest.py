@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cpu_costs import CpuCosts
@@ -12,6 +12,37 @@ from cpu_costs import CpuCosts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+# Files of long tests, each of which makes the costly part of its fixtures for itself: workers of
+# pytest-xdist share them test by test. Every other file stays on one worker, for its fixtures.
+SHARED_BY_WORKERS = (
+    "tests/assets/test_embedded_model.py",
+    "tests/e2e/test_hosts.py",
+    "tests/e2e/test_load.py",
+    "tests/e2e/test_recall.py",
+    "tests/e2e/test_ucx_tcp.py",
+    "tests/security/test_one_client.py",
+    "tests/transfer/test_transfer_late_writes.py",
+    "tests/transfer/test_transfer_nixl.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, but for :data:`SHARED_BY_WORKERS`.
+
+    Files of many tests come first and single tests last, so that both workers end at about the same
+    time.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file in SHARED_BY_WORKERS else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
