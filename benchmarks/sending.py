@@ -33,7 +33,7 @@ from pd.core.config import NodeConfig
 from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem, ModelRunner
 from pd.kernels.paging import token_slots
-from pd.prefill_node.outgoing import Chunk, Outgoing, PromptCost
+from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
 from pd.transfer.computed import Computed
 from pd.transfer.nvlink.device import CudaLane
 from pd.transfer.ranges import Block
@@ -154,7 +154,8 @@ class Prefill:
         assert isinstance(runner, ModelRunner)
         table = self._tables[way.scattered]
         store = Store(self._lane, self._computed, table, self._peer, way)
-        outgoing = Outgoing(self._cost)
+        request: Any = None  # needed for the times of a real hand-off only
+        outgoing = OutgoingRoom(request, self._cost)
         if way.flops_per_byte is not None:
             outgoing.sender = _as_sender(store)
         begin, end, stored = (torch.cuda.Event(enable_timing=True) for _ in range(3))

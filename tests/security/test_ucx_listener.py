@@ -90,7 +90,7 @@ def test_a_stranger_writes_anywhere_through_the_port_that_ucx_opens(
 def ports_of(server: Any) -> set[int]:
     """Those that a node opens itself; each asks for the cluster key, or is HTTP."""
     node = server.node
-    urls = [server.url, node.endpoint, *([node.bootstrap_url] if node.bootstrap_url else [])]
+    urls = [server.url, node.endpoint, *([server.bootstrap_url] if server.bootstrap_url else [])]
     data = [int(address["port"]) for address in node.transfer.addresses().values()]
     return {urlsplit(url).port or 0 for url in urls} | set(data)
 
