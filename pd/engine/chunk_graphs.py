@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pd.engine.cuda_graphs import GraphRecorder
     from pd.engine.model_runner import ForwardItem
     from pd.kernels.attention import AttentionBackend, ChunkAttention
-    from pd.models.layers import CausalLM
+    from pd.models.causal_lm import CausalLM
 
 # Tokens of the chunks that are captured. Longer ones gain little: the GPU is busy for almost as
 # long as the host takes to launch them, and behind long prefixes attention is slower in a graph.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pd.engine.model_runner import ForwardItem
     from pd.kernels.attention import AttentionBackend, DecodeAttention
-    from pd.models.layers import CausalLM
+    from pd.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 

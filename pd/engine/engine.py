@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.engine.footprint import Footprint
-    from pd.models.layers import CausalLM
+    from pd.models.causal_lm import CausalLM
 
     IntArray = npt.NDArray[np.int32]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.node_info import KVLayout
     from pd.kernels.attention import AttentionBackend
-    from pd.models.layers import CausalLM
+    from pd.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 

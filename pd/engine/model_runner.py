@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd.engine.cuda_graphs import DecodeGraphs
     from pd.engine.kv_pool import KVPool
     from pd.kernels.attention import AttentionBackend
-    from pd.models.layers import CausalLM
+    from pd.models.causal_lm import CausalLM
 
     IntArray = npt.NDArray[np.int32]
 

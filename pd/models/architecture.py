@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
-    from pd.models.layers import CausalLM
     from pd.models.settings import Settings
     from pd.models.tensor_parallel import TensorParallel
 
@@ -55,6 +55,6 @@ class Architecture:
         Args:
             config: of the rank's part (:meth:`pd.models.config.ModelConfig.divided`).
         """
-        from pd.models.layers import CausalLM
+        from pd.models.causal_lm import CausalLM
 
         return CausalLM(config, tp)

@@ -18,24 +18,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from pd.kernels.linear import gate_up_silu, linear, pack_weight
 from pd.kernels.moe import moe_mlp, route
 from pd.kernels.norm import add_rms_norm, rms_norm
-from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
-from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
+from pd.kernels.rope import rotate_and_store
+from pd.models.tensor_parallel import Place, TensorParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pd.kernels.attention import PlannedAttention
     from pd.models.config import ModelConfig
 
 NamedPlaces: TypeAlias = Iterator[tuple[str, Place]]
-
-# Names of the tensors that every checkpoint has.
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -176,8 +170,8 @@ class Attention(nn.Module):
         yield from self.qkv.checkpoint_tensors()
         yield from self.output.checkpoint_tensors()
         if self.q_norm is not None and self.k_norm is not None:
-            yield from _within("q_norm", self.q_norm.checkpoint_tensors())
-            yield from _within("k_norm", self.k_norm.checkpoint_tensors())
+            yield from within("q_norm", self.q_norm.checkpoint_tensors())
+            yield from within("k_norm", self.k_norm.checkpoint_tensors())
 
 
 class MLP(nn.Module):
@@ -261,156 +255,7 @@ class SparseMoE(MLP):
             yield f"experts.{expert}.{self._names.down}.weight", Place(down, 1)
 
 
-class DecoderLayer(nn.Module):
-    """Attention and an MLP, each normalized before and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: MLP) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        update: torch.Tensor | None,
-        cos_sin: torch.Tensor,
-        attention: PlannedAttention,
-        rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the last layer's ``update`` to the residual stream ``hidden`` in place, then this
-        layer's attention.
-
-        Args:
-            rows: int64, the tokens that are wanted after this layer; None for all. K and V are
-                written for all of them.
-
-        Returns:
-            The residual stream and the MLP's update, which the next layer adds, of these rows.
-        """
-        x = self.attention_norm.after_add(hidden, update)
-        attended = self.attention(x, cos_sin, attention, rows)
-        if rows is not None:
-            hidden = hidden.index_select(0, rows)
-            if len(rows) == 0:
-                return hidden, attended
-        return hidden, self.mlp(self.mlp_norm.after_add(hidden, attended))
-
-    def checkpoint_tensors(self) -> NamedPlaces:
-        yield from _within("input_layernorm", self.attention_norm.checkpoint_tensors())
-        yield from _within("self_attn", self.attention.checkpoint_tensors())
-        yield from _within("post_attention_layernorm", self.mlp_norm.checkpoint_tensors())
-        yield from _within(self.mlp.checkpoint_name, self.mlp.checkpoint_tensors())
-
-
-def default_mlp(config: ModelConfig, tp: TensorParallel) -> MLP:
-    """Make the MLP of one layer: a mixture of experts where the configuration has experts."""
-    return SparseMoE(config, tp) if config.num_experts else GatedMLP(config, tp)
-
-
-class CausalLM(nn.Module):
-    """Embedding, decoder layers, norm, output head.
-
-    Args:
-        make_attention: makes the attention of one layer from configuration, index and ranks.
-        make_mlp: makes the MLP of one layer from configuration and ranks.
-
-    Attributes:
-        config: configuration of this rank's part (:meth:`pd.models.config.ModelConfig.divided`).
-        tp: the ranks. Each has the whole embedding, and a part of the head's vocabulary.
-    """
-
-    head: torch.Tensor
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TensorParallel = SINGLE,
-        *,
-        make_attention: Callable[[ModelConfig, int, TensorParallel], Attention] = Attention,
-        make_mlp: Callable[[ModelConfig, TensorParallel], MLP] = default_mlp,
-    ) -> None:
-        super().__init__()
-        self.config, self.tp = config, tp
-        self.embedding = empty_parameter(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, make_attention(config, layer, tp), make_mlp(config, tp))
-            for layer in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if not config.tie_word_embeddings:
-            self.head = empty_parameter(config.vocab_size // tp.size, config.hidden_size)
-        elif tp.size == 1:
-            self.head = self.embedding
-        else:
-            self.head = self.embedding[tp.part(config.vocab_size)]
-        rope = config.rope
-        self._frequencies = inverse_frequencies(
-            config.head_dim,
-            rope.theta,
-            rope.type,
-            rope.factor,
-            rope.low_freq_factor,
-            rope.high_freq_factor,
-            rope.original_context,
-        ).to(self.embedding.device)
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: PlannedAttention,
-        layer_done: Callable[[int], None] | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute hidden states ``[rows, hidden_size]`` before the last norm.
-
-        Args:
-            token_ids, positions: int64 ``[tokens]``.
-            attention: planned for exactly these tokens.
-            layer_done: called with the index of each layer after that layer is launched.
-            rows: int64, the tokens whose hidden states are wanted; None for all. In the last
-                layer only the KV of the other tokens is computed.
-        """
-        hidden = functional.embedding(token_ids, self.embedding)
-        cos_sin = rotations(positions, self._frequencies)
-        update = None
-        for index, layer in enumerate(self.layers):
-            wanted = rows if index == len(self.layers) - 1 else None
-            hidden, update = layer(hidden, update, cos_sin, attention, wanted)
-            if layer_done is not None:
-                layer_done(index)
-        return hidden if update is None else hidden.add_(update)
-
-    def prepare(self) -> None:
-        """Lay the weights out for the kernels. Called once, after loading; afterwards no weight may
-        be read or written by name.
-
-        One weight at a time exists twice meanwhile.
-        """
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepare()
-        if not self.config.tie_word_embeddings:
-            self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute ``[rows, vocab_size]`` in the model's dtype from rows of the result of
-        :meth:`forward`."""
-        return self.tp.all_gather(linear(self.norm(hidden), self.head))
-
-    def checkpoint_tensors(self) -> NamedPlaces:
-        """List every tensor that a checkpoint must hold, and the memory to read it into."""
-        yield EMBEDDING, Place(self.embedding)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            yield from _within(f"model.layers.{index}", layer.checkpoint_tensors())
-        yield from _within("model.norm", self.norm.checkpoint_tensors())
-        if not self.config.tie_word_embeddings:
-            yield HEAD, Place(self.head, 0)
-
-
-def _within(prefix: str, places: NamedPlaces) -> NamedPlaces:
+def within(prefix: str, places: NamedPlaces) -> NamedPlaces:
+    """Put ``prefix`` and a dot before the names of places."""
     for name, place in places:
         yield f"{prefix}.{name}", place

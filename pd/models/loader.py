@@ -16,16 +16,16 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from pd.core.errors import UsageError
+from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.config import find_checkpoint
-from pd.models.layers import EMBEDDING, HEAD
 from pd.models.registry import find_architecture
 from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
-    from pd.models.layers import CausalLM
 
 INDEX = "model.safetensors.index.json"
 # Rotary frequencies, which older checkpoints carry and which are computed here.

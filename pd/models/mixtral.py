@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from pd.models.architecture import Architecture
 
 if TYPE_CHECKING:
+    from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
-    from pd.models.layers import CausalLM
     from pd.models.settings import Settings
     from pd.models.tensor_parallel import TensorParallel
 
@@ -28,7 +28,8 @@ class Mixtral(Architecture):
     has_experts = True
 
     def make_model(self, config: ModelConfig, tp: TensorParallel) -> CausalLM:
-        from pd.models.layers import CausalLM, ExpertNames, SparseMoE
+        from pd.models.causal_lm import CausalLM
+        from pd.models.layers import ExpertNames, SparseMoE
 
         names = ExpertNames(mlp="block_sparse_moe", gate="w1", up="w3", down="w2")
         return CausalLM(config, tp, make_mlp=functools.partial(SparseMoE, names=names))

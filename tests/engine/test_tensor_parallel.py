@@ -125,7 +125,7 @@ class TestWeights:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Put together, the parts are the tensors that a single rank has."""
-        monkeypatch.setattr("pd.models.layers.CausalLM.prepare", lambda model: None)
+        monkeypatch.setattr("pd.models.causal_lm.CausalLM.prepare", lambda model: None)
         # Small, so that parts begin anywhere in a block, and end in others.
         monkeypatch.setattr("pd.models.loader._DUMMY_BLOCK", 997)
         path = checkpoint(architecture)

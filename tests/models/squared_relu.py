@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from torch.nn import functional
 
 from pd.models.architecture import Architecture
-from pd.models.layers import MLP, CausalLM, Linear, NamedPlaces, ReducedLinear
+from pd.models.causal_lm import CausalLM
+from pd.models.layers import MLP, Linear, NamedPlaces, ReducedLinear
 
 if TYPE_CHECKING:
     import torch

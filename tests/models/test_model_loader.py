@@ -14,7 +14,7 @@ from checkpoints import ARCHITECTURES, SHARDED, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from pd.core.errors import UsageError
-from pd.models import layers, loader
+from pd.models import causal_lm, layers, loader
 from pd.models.config import ModelConfig
 from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE, Place
@@ -22,7 +22,7 @@ from pd.models.tensor_parallel import SINGLE, Place
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.models.layers import CausalLM
+    from pd.models.causal_lm import CausalLM
 
     Checkpoint = Callable[[str], Path]
 
@@ -32,7 +32,7 @@ SHARD = "model.safetensors"
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay in the layout of the checkpoint, so that tests can look at them."""
-    monkeypatch.setattr(layers.CausalLM, "prepare", lambda model: None)
+    monkeypatch.setattr(causal_lm.CausalLM, "prepare", lambda model: None)
 
 
 def load(path: Path, **settings: Any) -> CausalLM:
@@ -116,7 +116,8 @@ class TestMemory:
             return wrapper
 
         monkeypatch.setattr(loader, "_copy", measured(loader._copy))
-        monkeypatch.setattr(layers, "pack_weight", measured(layers.pack_weight))
+        for module in (layers, causal_lm):
+            monkeypatch.setattr(module, "pack_weight", measured(layers.pack_weight))
         before = anonymous_memory()
         model = load(path)
         sizes = [parameter.numel() * 4 for parameter in model.parameters()]
