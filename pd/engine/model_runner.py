@@ -68,6 +68,7 @@ class PlannedLate(PlannedAttention):
         self.last = None if last is None else last[0]
         self._backend, self._batch, self._last = backend, batch, last
 
+    # The base class has an attribute; here its first use plans.
     @cached_property
     def slots(self) -> torch.Tensor:  # type: ignore[override]
         self._backend.plan(self._batch)

@@ -35,7 +35,7 @@ _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 _DUMMY_BLOCK = 4_194_301
 
 
-class _Part(Protocol):
+class _LazyTensor(Protocol):
     """A tensor of a safetensors file; indexing it reads its data."""
 
     def get_shape(self) -> list[int]: ...
@@ -46,7 +46,7 @@ class _Part(Protocol):
 class _Stored(Protocol):
     """The methods of an open safetensors file, which has no types, that are used here."""
 
-    def get_slice(self, name: str) -> _Part: ...
+    def get_slice(self, name: str) -> _LazyTensor: ...
 
     def get_tensor(self, name: str) -> torch.Tensor: ...
 

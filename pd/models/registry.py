@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pd.models.settings import Settings
 
 
-class Listed(NamedTuple):
+class ListedArchitecture(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -26,13 +26,13 @@ class Listed(NamedTuple):
 
 
 # Keys are the ``model_type``.
-ARCHITECTURES: dict[str, Listed] = {
-    "llama": Listed("LlamaForCausalLM", "pd.models.llama:Llama"),
-    "mistral": Listed("MistralForCausalLM", "pd.models.mistral:Mistral"),
-    "qwen2": Listed("Qwen2ForCausalLM", "pd.models.qwen2:Qwen2"),
-    "qwen3": Listed("Qwen3ForCausalLM", "pd.models.qwen3:Qwen3"),
-    "mixtral": Listed("MixtralForCausalLM", "pd.models.mixtral:Mixtral"),
-    "qwen3_moe": Listed("Qwen3MoeForCausalLM", "pd.models.qwen3_moe:Qwen3Moe"),
+ARCHITECTURES: dict[str, ListedArchitecture] = {
+    "llama": ListedArchitecture("LlamaForCausalLM", "pd.models.llama:Llama"),
+    "mistral": ListedArchitecture("MistralForCausalLM", "pd.models.mistral:Mistral"),
+    "qwen2": ListedArchitecture("Qwen2ForCausalLM", "pd.models.qwen2:Qwen2"),
+    "qwen3": ListedArchitecture("Qwen3ForCausalLM", "pd.models.qwen3:Qwen3"),
+    "mixtral": ListedArchitecture("MixtralForCausalLM", "pd.models.mixtral:Mixtral"),
+    "qwen3_moe": ListedArchitecture("Qwen3MoeForCausalLM", "pd.models.qwen3_moe:Qwen3Moe"),
 }
 
 

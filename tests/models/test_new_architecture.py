@@ -40,7 +40,7 @@ CONFIG = {
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line in the table."""
-    line = registry.Listed("SquaredReluForCausalLM", "squared_relu:SquaredRelu")
+    line = registry.ListedArchitecture("SquaredReluForCausalLM", "squared_relu:SquaredRelu")
     monkeypatch.setitem(registry.ARCHITECTURES, "squared_relu", line)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pd.kernels.attention.base import AttentionBackend, PagedKV
 
 
-class Listed(NamedTuple):
+class ListedBackend(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -32,18 +32,20 @@ class Listed(NamedTuple):
 
 
 # The best first. ``pd.core.config.ATTENTION_BACKENDS`` has the same names for the command line.
-BACKENDS: dict[str, Listed] = {
-    "flashinfer": Listed(
+BACKENDS: dict[str, ListedBackend] = {
+    "flashinfer": ListedBackend(
         "pd.kernels.attention.flashinfer_backend:FlashInferAttention",
         library="flashinfer",
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 128, 256),
     ),
-    "triton": Listed("pd.kernels.attention.triton_backend:TritonAttention", library="triton"),
-    "torch": Listed("pd.kernels.attention.torch_backend:TorchAttention"),
+    "triton": ListedBackend(
+        "pd.kernels.attention.triton_backend:TritonAttention", library="triton"
+    ),
+    "torch": ListedBackend("pd.kernels.attention.torch_backend:TorchAttention"),
 }
 # Chosen by ``auto`` where FlashInfer and Triton are both usable.
-_FASTEST = Listed("pd.kernels.attention.fastest:FastestAttention")
+_FASTEST = ListedBackend("pd.kernels.attention.fastest:FastestAttention")
 
 
 def find_attention_backend(
@@ -77,13 +79,15 @@ def make_attention_backend(name: str, pool: PagedKV, num_heads: int) -> Attentio
     return backend(pool, num_heads)
 
 
-def _load(listed: Listed) -> type[AttentionBackend]:
+def _load(listed: ListedBackend) -> type[AttentionBackend]:
     module, _, name = listed.location.partition(":")
     found: type[AttentionBackend] = getattr(importlib.import_module(module), name)
     return found
 
 
-def _obstacle(listed: Listed, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def _obstacle(
+    listed: ListedBackend, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str:
     """Say why a backend cannot be used; an empty string if it can."""
     if not listed.library:
         return ""
