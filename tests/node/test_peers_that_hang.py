@@ -26,8 +26,8 @@ HELD = {
     ("decode", "mooncake"): "_incoming.land",
     ("prefill", "tcp"): "sender",
     ("prefill", "fake"): "sender",
-    ("prefill", "nixl"): "_outgoing._take",
-    ("prefill", "mooncake"): "_outgoing._take",
+    ("prefill", "nixl"): "_outgoing.thread._begin",
+    ("prefill", "mooncake"): "_outgoing.thread._begin",
 }
 HELD_SECONDS = 5.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,10 +26,10 @@ from transfer_helpers import (
 from pd.core.errors import TransferError
 from pd.transfer.base import TransferState
 from pd.transfer.ranges import Block
+from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged import incoming_link as staging_in
 from pd.transfer.staged import incoming_links as staging_scatter
-from pd.transfer.staged import outgoing_link as staging_out
-from pd.transfer.staged import outgoing_links as staging_gather
+from pd.transfer.staged import outgoing_links, outgoing_peer
 from pd.transfer.staged.incoming_link import IncomingLink
 from pd.transfer.staged.manager import StagedManager
 from pd.transfer.staged.sender import pieces
@@ -102,7 +103,7 @@ def test_p_s_slot_is_free_when_it_is_written(pair, monkeypatch) -> None:
     for layer in range(3):
         sender.send(0, 16, layer, layer + 1)
         wait_until(lambda: len(nodes.out.written) == begun + layer + 1, "a write")  # noqa: B023
-        wait_until(lambda: not sender.unsaid, "its note")
+        wait_until(lambda: not sender.sending, "its note")
     assert len(set(nodes.out.sources[begun:])) == 1
     assert len({slot for slot, _ in nodes.out.written[begun:]}) == 3
     read.set()
@@ -207,7 +208,7 @@ def test_slots_of_a_gpu_are_free_at_once_when_the_peer_says_that_it_drained(pair
 def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiting(
     pair, monkeypatch
 ) -> None:
-    monkeypatch.setattr(staging_out, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.2)
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
@@ -224,9 +225,9 @@ def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiti
     for call in calls:
         call("")
     hand_off(late, receiver)
-    failing, receiver, _ = nodes.room()
     with monkeypatch.context() as held:
         held.setattr(nodes.p._computed, "then", calls.append)
+        failing, receiver, _ = nodes.room()
         failing.send(0, TOKENS, 0, 3)
     calls[-1]("an illegal memory access was encountered")
     assert failing.poll() is TransferState.FAILED
@@ -247,7 +248,9 @@ def lose_links(nodes: Pair) -> None:
         sender.send(0, 16, 0, 1)
         wait_until(lambda: nodes.out.paths[-1].flying, "the write")
         nodes.out.paths[-1].poll = lambda: []
-        nodes.p._outgoing.link("D").end("the link to D was lost: a test")
+        link = nodes.p._outgoing.link("D")
+        nodes.p._outgoing.thread.post(partial(link.end, "the link to D was lost: a test"))
+        assert settled(sender) is TransferState.FAILED
 
 
 def let_go(nodes: Pair) -> None:
@@ -332,7 +335,7 @@ def test_a_link_that_cannot_be_opened_is_tried_again_for_its_rooms(pair, side) -
 
 
 def test_a_library_that_cannot_make_slots_for_long_is_reported(pair, monkeypatch) -> None:
-    monkeypatch.setattr(staging_gather, "OPENING_SECONDS", 0.3)
+    monkeypatch.setattr(outgoing_peer, "OPENING_SECONDS", 0.3)
     nodes = pair()
     nodes.into.refuses = "no memory can be registered"
     nodes.introduce()
@@ -364,7 +367,7 @@ def test_nodes_that_meet_prepare_their_link_and_take_slots_for_the_first_room(pa
     wait_until(lambda: nodes.d.is_linked("P"), "the link")
     assert (nodes.out.prepared, nodes.into.prepared) == (1, 1)
     assert nodes.d.counters.links == 1
-    assert nodes.p._outgoing.link("D").slots is None
+    assert nodes.p._outgoing.link("D").writes is None
     assert not nodes.into.targets and not nodes.out.paths
     nodes.transfer()
     assert nodes.d.counters.links == 1, "the first room opens no connection"
@@ -375,7 +378,7 @@ def test_nodes_that_meet_prepare_their_link_and_take_slots_for_the_first_room(pa
 def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
     pair, monkeypatch, side
 ) -> None:
-    module = staging_gather if side == "P" else staging_scatter
+    module = outgoing_links if side == "P" else staging_scatter
     monkeypatch.setattr(module, "MAX_LINKS", 1)
     nodes = pair()
     nodes.introduce()
@@ -404,34 +407,32 @@ def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
         other.close()
 
 
-def test_a_link_does_not_give_way_while_a_room_comes(pair, monkeypatch) -> None:
+def test_a_room_that_comes_while_its_link_gives_way_is_sent_over_the_next(
+    pair, monkeypatch
+) -> None:
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
-    monkeypatch.setattr(staging_gather, "MAX_LINKS", 1)
+    monkeypatch.setattr(outgoing_links, "MAX_LINKS", 1)
     outgoing = nodes.p._outgoing
-    find = outgoing.link
-    wait_until(lambda: find("D").idle, "the slots to be given back")
+    first = outgoing.link("D")
+    wait_until(lambda: first.idle, "the buffers to be given back")
+    opening = outgoing.open
 
-    def make_room() -> None:
-        with outgoing.changed:
-            outgoing.make_room()
+    def open_late(sender) -> None:
+        outgoing.thread.post(outgoing.make_room)
+        wait_until(lambda: not first.idle, "the link to give way")
+        opening(sender)
 
-    def find_and_make_room(peer: str):
-        link = find(peer)
-        other = threading.Thread(target=make_room)
-        other.start()
-        other.join(0.2)  # which ends the link, unless the lock is held
-        return link
-
-    monkeypatch.setattr(outgoing, "link", find_and_make_room)
+    monkeypatch.setattr(outgoing, "open", open_late)
     nodes.transfer()
+    assert outgoing.link("D") is not first
 
 
 @pytest.mark.usefixtures("unstarved")
 def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> None:
     """Each step has a lease of time, not all of them together."""
-    monkeypatch.setattr(staging_out, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 1.0)
     nodes = pair()
     nodes.out.slow = nodes.into.slow = 0.6
     nodes.introduce()
@@ -440,7 +441,7 @@ def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> Non
 
 @pytest.mark.usefixtures("unstarved")
 def test_a_link_that_does_not_open_fails_its_rooms(pair, monkeypatch) -> None:
-    monkeypatch.setattr(staging_out, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.2)
     nodes = pair()
     nodes.into.slow = 1.0
     nodes.introduce()

@@ -21,7 +21,7 @@ from pd.transfer.staged.messages import (
     VERSION,
     BuffersReady,
     Filled,
-    FilledSlots,
+    FilledBuffers,
     Freed,
     Open,
     Refused,
@@ -53,7 +53,7 @@ class RawP:
 
     def filled(self, slot: int, epoch: int, block: Block, room: bytes = bytes(16)) -> None:
         ends = (block.token_start, block.token_stop, block.layer_start, block.layer_stop)
-        self.send(FilledSlots([Filled(slot, room, epoch, *ends)]))
+        self.send(FilledBuffers([Filled(slot, room, epoch, *ends)]))
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_repeated_and_unknown_blocks_are_discarded_and_acknowledged(raw) -> None
     ("slot", "block", "reason"),
     [
         (SLOTS, Block(0, 1, 0, 1), f"slot {SLOTS} is not P's to fill"),
-        (0, Block(0, 17, 0, 1), "17 tokens of 1 layers do not fit in a slot"),
+        (0, Block(0, 17, 0, 1), "17 tokens of 1 layers do not fit in a buffer"),
         (0, Block(0, 1, 2, 4), "are no block of 3 layers"),
         (0, Block(4, 4, 0, 1), "are no block of 3 layers"),
         (0, Block(60, 65, 0, 1), "tokens [60, 65) are outside the reserved [0, 64)"),
@@ -120,7 +120,7 @@ def test_a_slot_cannot_be_filled_again_before_it_was_freed(raw) -> None:
     nodes, p = raw
     receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), 0, TOKENS)
     one = Filled(0, bytes(16), 1, 0, 16, 0, 1)
-    p.send(FilledSlots([one, one]))
+    p.send(FilledBuffers([one, one]))
     assert settled(receiver) is TransferState.FAILED
     assert "slot 0 is not P's to fill" in str(receiver.error)
     p.sock.close()

@@ -34,7 +34,6 @@ from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.nvlink import sender as nvlink_sender
 from pd.transfer.rooms import receiver as counted_receiver
 from pd.transfer.rooms import sender as rooms_sender
-from pd.transfer.staged import outgoing_link as staging_out
 from pd.transfer.staged.messages import decoder
 from pd.transfer.tcp import lane as tcp_lane
 from pd.transfer.tcp.manager import TcpManager
@@ -105,7 +104,7 @@ def test_a_receiver_waits_for_what_a_starved_peer_committed(stuck_tcp) -> None:
 
 
 def test_a_staged_link_waits_for_a_starved_peer_to_free_slots(pair, monkeypatch) -> None:
-    monkeypatch.setattr(staging_out, "LEASE_SECONDS", LIMIT)
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", LIMIT)
     patience = FakePatience()
     nodes = pair(patience=patience)
     nodes.introduce()

@@ -122,7 +122,7 @@ class _Node:
 
     def owed(self) -> int:
         """Slots of a staged backend that decode nodes have not given back after use."""
-        return sum(len(link._held) for link in self.manager._outgoing._links.values())
+        return self.manager._outgoing.held
 
     def cpu_seconds(self) -> float:
         return time.process_time()

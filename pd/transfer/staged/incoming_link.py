@@ -12,7 +12,7 @@ from pd.core.exit import STUCK_PREFIX
 from pd.transfer.staged.messages import (
     VERSION,
     BuffersReady,
-    FilledSlots,
+    FilledBuffers,
     Freed,
     Leaving,
     LinkDrained,
@@ -135,7 +135,7 @@ class IncomingLink:
     # ---- the hub's thread
 
     def message(self, channel: Channel, message: Any) -> None:
-        if isinstance(message, FilledSlots):
+        if isinstance(message, FilledBuffers):
             self._filled(message.notes)
         elif isinstance(message, Waiting):
             self._peer_waits = message.waits
@@ -178,10 +178,10 @@ class IncomingLink:
                 raise ValueError("slots were filled before there were any")
             filled: set[int] = set()
             for note in notes:
-                if note.slot >= len(self.slots) or note.slot in self.landing | filled:
-                    raise ValueError(f"slot {note.slot} is not P's to fill")
+                if note.buffer >= len(self.slots) or note.buffer in self.landing | filled:
+                    raise ValueError(f"slot {note.buffer} is not P's to fill")
                 note.check(incoming.copier.num_layers, self.max_cells)
-                filled.add(note.slot)
+                filled.add(note.buffer)
             # NOTE: all or none, since nothing of a bad message lands.
             self.landing |= filled
         incoming.land(self, notes)

@@ -200,7 +200,7 @@ class IncomingLinks:
             # Say a CUDA error: it ends this link only.
             logger.exception("failed to take a block of %s", link.peer)
             link.reject(str(error))
-        link.done_reading(note.slot)
+        link.done_reading(note.buffer)
         return None
 
     def _begin(self, link: IncomingLink, note: Filled) -> _Scatter | None:
@@ -214,10 +214,10 @@ class IncomingLinks:
             self.counters.duplicate_frames += not good
         if not good or not views or receiver is None or not receiver.enter():
             self._turned_away(link, note)
-            link.done_reading(note.slot)
+            link.done_reading(note.buffer)
             return None
         try:
-            ticket = self.copier.scatter(receiver.table, block, views[note.slot])
+            ticket = self.copier.scatter(receiver.table, block, views[note.buffer])
         except BaseException:
             receiver.leave(0)
             raise
@@ -235,7 +235,7 @@ class IncomingLinks:
             arrived = 0
         finally:
             scatter.receiver.leave(arrived)
-            scatter.link.done_reading(scatter.note.slot)
+            scatter.link.done_reading(scatter.note.buffer)
 
     def _turned_away(self, link: IncomingLink, note: Filled) -> None:
         self.counters.discarded_frames += 1
@@ -256,7 +256,7 @@ class IncomingLinks:
         """Slots as the peer wishes, if that is not more than our own shape."""
         own = self.shape
         count = min(wishes.count, own.count)
-        size = max(min(wishes.slot_bytes, own.slot_bytes), self.copier.cell_bytes)
+        size = max(min(wishes.buffer_bytes, own.buffer_bytes), self.copier.cell_bytes)
         device = own.device and wishes.device and own.host == wishes.host
         if not device and (own.device or wishes.device):
             # Sized for another path.

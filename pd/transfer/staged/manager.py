@@ -36,7 +36,7 @@ from pd.transfer.copier import copier_for
 from pd.transfer.host_id import host_id
 from pd.transfer.ranges import wanted_tokens
 from pd.transfer.staged.incoming_links import IncomingLinks
-from pd.transfer.staged.messages import MAX_SLOT_BYTES, decoder
+from pd.transfer.staged.messages import MAX_BUFFER_BYTES, decoder
 from pd.transfer.staged.outgoing_links import OutgoingLinks, StagingShape
 from pd.transfer.staged.pump import Pump
 from pd.transfer.staged.receiver import StagedReceiver
@@ -88,7 +88,7 @@ class StagedManager(TransferManager):
         self._copier = copier_for(pool)
         self._computed = Computed(pool.buffer.device, self.name)
         device = mover.device_slots and pool.buffer.device.type == "cuda"
-        size = min(MAX_SLOT_BYTES, max(slot_bytes, self._copier.cell_bytes))
+        size = min(MAX_BUFFER_BYTES, max(slot_bytes, self._copier.cell_bytes))
         self._shape = StagingShape(slots, size, device, host_id() if device else "")
         self._pump = Pump(f"pd-{self.name}-pump")
         self._incoming = IncomingLinks(self._copier, mover, self._pump, self._shape, self.patience)
@@ -101,7 +101,7 @@ class StagedManager(TransferManager):
             self._incoming.accept,
             self.patience,
         )
-        self._outgoing = OutgoingLinks(self._copier, mover, self._pump, self._hub, self._shape)
+        self._outgoing = OutgoingLinks(self._copier, mover, self._hub, self._shape)
         self.counters = self._incoming.counters
 
     @property
@@ -124,12 +124,9 @@ class StagedManager(TransferManager):
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
     ) -> Sender:
         tokens = wanted_tokens(reservation, num_tokens)
-        # NOTE: in one go, since an idle link may end at any moment, and one with a room does not.
-        with self._outgoing.changed:
-            link = self._outgoing.link(peer)
-            sender = StagedSender(link, self._copier, self._computed, reservation, pages, tokens)
-            link.open(sender)
-        self._outgoing.work()
+        to = self._outgoing.peer(peer)
+        sender = StagedSender(to, self._copier, self._computed, reservation, pages, tokens)
+        self._outgoing.open(sender)
         return sender
 
     def receiver(

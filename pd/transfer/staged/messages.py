@@ -1,4 +1,5 @@
-"""What the two ends of a staged link say to each other over their channel."""
+"""Messages between the two ends of a staged link, over its channel. A class whose name differs from
+its tag keeps the tag of the wire."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from pd.transfer.ranges import Block
 from pd.transfer.wire.errors import PeerDataError
 
 VERSION = 3
-MAX_SLOTS = 256
-MAX_SLOT_BYTES = 256 << 20
+MAX_BUFFERS = 256
+MAX_BUFFER_BYTES = 256 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-_Slots = Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
-_SlotBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOT_BYTES)]
-_Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SLOTS)]
+_Buffers = Annotated[int, msgspec.Meta(ge=1, le=MAX_BUFFERS)]
+_BufferBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BUFFER_BYTES)]
+_Buffer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_BUFFERS)]
 _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -29,35 +30,35 @@ class _Note(msgspec.Struct, tag=True, forbid_unknown_fields=True, array_like=Tru
 
 
 class Open(_Note):
-    """Make me slots.
+    """P asks for staging buffers.
 
     Attributes:
-        count, slot_bytes: how many and how large they would best be.
+        count, buffer_bytes: how many P would like, and of which size.
         device: P's pool lies in CUDA memory.
         host: P's host, see :func:`pd.transfer.host_id.host_id`.
     """
 
     version: int
-    count: _Slots
-    slot_bytes: _SlotBytes
+    count: _Buffers
+    buffer_bytes: _BufferBytes
     device: bool
     host: _Text
 
 
 class Prepared(_Note):
-    """P has ready what slots need besides memory, and opens the link when a room is there."""
+    """P has prepared all that buffers need besides memory. It opens the link for the first room."""
 
 
 class Waiting(_Note):
-    """The library on P may need D's to go on; until ``waits`` is False."""
+    """P's library may need D's to be driven, until ``waits`` is False."""
 
     waits: bool
 
 
 class Filled(_Note):
-    """A slot holds a block, whose bytes have all arrived."""
+    """A buffer of D holds a block, all of whose bytes have arrived."""
 
-    slot: _Slot
+    buffer: _Buffer
     room: Annotated[bytes, msgspec.Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
     epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     token_start: _Count
@@ -78,17 +79,17 @@ class Filled(_Note):
                 f"{self.layer_stop}) are no block of {num_layers} layers"
             )
         if tokens * layers > max_cells:
-            raise PeerDataError(f"{tokens} tokens of {layers} layers do not fit in a slot")
+            raise PeerDataError(f"{tokens} tokens of {layers} layers do not fit in a buffer")
 
 
-class FilledSlots(_Note):
-    """Several at once."""
+class FilledBuffers(_Note, tag="FilledSlots"):
+    """Buffers that were filled since the last message."""
 
-    notes: Annotated[list[Filled], msgspec.Meta(min_length=1, max_length=MAX_SLOTS)]
+    notes: Annotated[list[Filled], msgspec.Meta(min_length=1, max_length=MAX_BUFFERS)]
 
 
 class Leaving(_Note):
-    """P gave the link up; the channel's end follows when nothing can land any more.
+    """P ends the link; the channel's end follows when nothing can land any more.
 
     ``returns``: rooms of which nothing was sent will be sent over another link.
     """
@@ -105,33 +106,33 @@ class LinkDrained(_Note, tag="Drained"):
 
 
 class BuffersReady(_Note, tag="Ready"):
-    """The slots are there.
+    """D's buffers are registered.
 
     Attributes:
-        count, slot_bytes: at most what was asked for.
+        count, buffer_bytes: at most what P asked for.
         device: they lie in CUDA memory, and so must P's.
-        description: for the library.
+        description: of the buffers, for P's library.
     """
 
-    count: _Slots
-    slot_bytes: _SlotBytes
+    count: _Buffers
+    buffer_bytes: _BufferBytes
     device: bool
     description: Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
 
 
 class Refused(_Note):
-    """There will be no slots; try again later."""
+    """D makes no buffers; P may try again later."""
 
     reason: _Text
 
 
 class Freed(_Note):
-    """These slots may be written again."""
+    """D has read these buffers, which may be written again."""
 
-    slots: Annotated[list[_Slot], msgspec.Meta(min_length=1, max_length=MAX_SLOTS)]
+    buffers: Annotated[list[_Buffer], msgspec.Meta(min_length=1, max_length=MAX_BUFFERS)]
 
 
-ToDecode: TypeAlias = Open | Prepared | Waiting | FilledSlots | Leaving | LinkDrained
+ToDecode: TypeAlias = Open | Prepared | Waiting | FilledBuffers | Leaving | LinkDrained
 ToPrefill: TypeAlias = BuffersReady | Refused | Freed
 decoder: msgspec.msgpack.Decoder[ToDecode | ToPrefill] = msgspec.msgpack.Decoder(
     ToDecode | ToPrefill

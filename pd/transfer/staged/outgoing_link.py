@@ -1,56 +1,46 @@
-"""P's end of a staged link."""
+"""Sending side of a link that goes through staging buffers."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from pd.core.errors import TransferError
 from pd.core.exit import STUCK_PREFIX
-from pd.core.messages import LEASE_SECONDS
 from pd.transfer.staged.messages import (
     BuffersReady,
-    Filled,
-    FilledSlots,
+    FilledBuffers,
     Freed,
     Leaving,
     LinkDrained,
     Prepared,
+    Refused,
     Waiting,
 )
 from pd.transfer.staged.mover import MoverError
+from pd.transfer.staged.outgoing_writes import OutgoingWrites, StagedBlock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from pd.transfer.ranges import Block
+    from pd.core.errors import TransferError
     from pd.transfer.staged.mover import Path
     from pd.transfer.staged.outgoing_links import OutgoingLinks
-    from pd.transfer.staged.sender import StagedSender
+    from pd.transfer.staged.outgoing_peer import OutgoingPeer
     from pd.transfer.wire.channel import Channel
     from pd.transfer.wire.hub import Dial
 
 logger = logging.getLogger(__name__)
 
-# After this long without D's help a write is taken to need it.
-_ALONE_SECONDS = 1e-3
 
-
-class BufferPair(NamedTuple):
-    """P's, and D's, to which it is written."""
-
-    source: int
-    target: int
-
-
-class OutState(IntEnum):
-    """States of the sending link. CONNECTED has no slots, which are taken for the first room. Rooms
-    send only while it is UP. It stays ENDING until nothing can land at D."""
+class OutgoingState(IntEnum):
+    """States of the sending link. It is CONNECTED, without buffers, until the first room asks for
+    some. Rooms send only while it is UP. It stays ENDING until no write can reach the decode node
+    any more."""
 
     DIALLING = 0
     CONNECTED = 1
@@ -61,433 +51,350 @@ class OutState(IntEnum):
 
 
 class OutgoingLink:
-    """The slots of one link, what lies in them, and the rooms that wait for one.
+    """State machine of one link, driven by the :class:`LinkThread` alone.
 
-    A slot of P (``_own``) and one of D (``_free``) are taken together. P's is free again when the
-    library has written it, D's later, when D, which holds it until then, has read it; so whenever D
-    has a free one, P has. Of either the one that was freed last is taken first: it is still in the
-    cache. ``progress`` is when something of that, or a step of the link's opening, was last seen.
-    ``changed`` guards this and the senders. ``views`` are the slots as the copier wants them.
+    The hub's thread and threads that call the library for long post to it (the methods below "any
+    thread"); metrics read ``state`` and counts of buffers.
+
+    Attributes:
+        to: the peer and its rooms, which may outlive the link.
+        writes: buffers and the library's writes; None before the first room and at the end.
     """
 
-    def __init__(self, outgoing: OutgoingLinks, peer: str, address: tuple[str, int]) -> None:
-        self.peer, self.address = peer, address
-        self.changed = outgoing.changed
-        self.state = OutState.DIALLING
-        self.refusal: TransferError | None = None
-        self.progress = self.up_since = time.monotonic()
-        self.gathering = 0
-        self.slots: torch.Tensor | None = None
-        self.views: list[Any] = []
-        self.max_cells = 1
-        self._outgoing = outgoing
+    def __init__(self, links: OutgoingLinks, to: OutgoingPeer) -> None:
+        self.to, self.name = to, to.peer
+        self.state = OutgoingState.DIALLING
+        self.writes: OutgoingWrites | None = None
+        self.up_since = time.monotonic()
+        self._links, self._thread = links, links.thread
         self._dial: Dial | None = None
         self._channel: Channel | None = None
-        self._path: Path | None = None
         self._setting_up = False
         self._prepared = threading.Event()
-        self._senders: set[StagedSender] = set()
-        self._queue: deque[StagedSender] = deque()
-        self._own: list[int] = []
-        self._free: list[int] = []
-        self._filled: deque[tuple[BufferPair, StagedSender, Block]] = deque()
-        self._flying: dict[int, tuple[BufferPair, StagedSender, Block] | None] = {}
-        self._held: set[int] = set()
-        self._flying_since = 0.0
-        # D helps from the start until it is told that nothing is waited for.
-        self._said_waiting = True
-        self._library = threading.Lock()
-        self._to_probe = True
+        # D's library is driven from the start until D is told that nothing waits for it.
+        self._helped = True
+        self._broken = False
 
     # ---- any thread
 
+    def opened(self, channel: Channel) -> None:
+        self._post(lambda: self._on_opened(channel))
+
+    def unreachable(self, error: TransferError, final: bool) -> None:
+        self.to.unreachable(error, final=final)
+
+    def message(self, channel: Channel, message: Any) -> None:
+        if isinstance(message, Freed):
+            self._post(lambda: self._on_freed(message))
+        elif isinstance(message, BuffersReady):
+            self._post(lambda: self._on_buffers_ready(message))
+        elif isinstance(message, Refused):
+            logger.warning("%s refused a link: %s", self.name, message.reason)
+            reason = f"{self.name} refused a link: {message.reason}"
+            self._post(lambda: self._not_opened(reason))
+        else:
+            raise ValueError(f"a decode node does not send {type(message).__name__}")
+
+    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+        lost = f"the link to {self.name} was lost: {reason}"
+        self._post(lambda: self.end(lost, move=True))
+
+    def _post(self, event: Callable[[], None]) -> None:
+        """Have the link thread call something."""
+        self._thread.post(lambda: self._guarded(event))
+
+    @property
+    def quarantined(self) -> int:
+        """Buffers that the library may still read although the link has ended."""
+        writes = self.writes
+        return writes.pool.flying if self.state is OutgoingState.ENDING and writes else 0
+
+    # ---- the link thread: opening
+
     def start(self, delay: float = 0.0) -> None:
         """Open the channel. A node that only receives needs none."""
-        with self.changed:
-            if self._dial is None and self.state is OutState.DIALLING:
-                hub = self._outgoing.hub
-                self._dial = hub.dial(self.peer, self.address, self, delay)
+        if self._dial is None and self.state is OutgoingState.DIALLING:
+            self._dial = self._links.hub.dial(self.name, self.to.address, self, delay)
 
-    def open(self, sender: StagedSender) -> None:
+    def ask(self) -> None:
+        """Ask for buffers, when there is a room to send."""
+        if not self.to.has_rooms:
+            return
         self.start()
-        with self.changed:
-            if self.refusal is not None:
-                raise self.refusal
-            if self.state >= OutState.ENDING:
-                raise TransferError(f"{self.peer} is not connected")
-            self._senders.add(sender)
-            self._ask()
+        if self.state is OutgoingState.CONNECTED:
+            assert self._channel is not None
+            self._links.make_room()
+            self.state = OutgoingState.OPENING
+            self.to.progressed()
+            self._channel.send(self._links.wishes())
 
-    def adopt(self, sender: StagedSender, *, queued: bool) -> None:
-        """A room that waited for the last link."""
-        since = sender.waiting_since
-        self._senders.add(sender)
-        if queued:
-            self.enqueue(sender)
-            sender.waiting_since = since
-        self._ask()
+    def _on_opened(self, channel: Channel) -> None:
+        if self.state is not OutgoingState.DIALLING:
+            channel.close()
+            return
+        self.state, self._channel = OutgoingState.CONNECTED, channel
+        self.to.progressed()
+        self._spawn("preparation", self._prepare)
+        self.ask()
 
-    def enqueue(self, sender: StagedSender) -> None:
-        if sender not in self._queue:
-            self._queue.append(sender)
-            sender.waiting_since = time.monotonic()
-            self.changed.notify_all()
+    def _on_buffers_ready(self, ready: BuffersReady) -> None:
+        if self.state is OutgoingState.ENDING:
+            return
+        if self.state is not OutgoingState.OPENING or self._setting_up:
+            self._reject("buffers that were not asked for")
+            return
+        self._setting_up = True
+        self.to.progressed()
+        self._spawn("set-up", lambda: self._set_up(ready))
 
-    def queued(self, sender: StagedSender) -> bool:
-        return sender in self._queue
+    def _on_path(self, buffers: torch.Tensor, path: Path) -> None:
+        self._setting_up = False
+        self.writes = OutgoingWrites(buffers, path, self._links.copier)
+        self.to.progressed()
+        if self.state is OutgoingState.OPENING:
+            # Rooms send when a first write has shown that the way is open.
+            self._guarded(self.writes.probe)
+        self.drive()
 
-    def forget(self, sender: StagedSender) -> None:
-        self._senders.discard(sender)
-        with contextlib.suppress(ValueError):
-            self._queue.remove(sender)
+    def _on_no_path(self, reason: str, *, lasting: bool) -> None:
+        self._setting_up = False
+        if self.state is OutgoingState.ENDING:
+            self._finish()
+        self._not_opened(reason, lasting=lasting)
 
-    def check_progress(self, sender: StagedSender) -> None:
-        with self.changed:
-            if sender not in self._queue and not sender.unsaid:
-                return
-            refused = self._outgoing.opening_refused(self.peer, sender.waiting_since)
-            if refused:
-                sender.fail(TransferError(refused))
-                return
-            since = max(self.progress, sender.waiting_since)
-            if self._outgoing.hub.patience.is_over(since, LEASE_SECONDS, self.peer):
-                idle = time.monotonic() - since
-                sender.fail(
-                    TransferError(f"no KV data could be sent to node {self.peer} for {idle:.1f} s")
-                )
+    def _not_opened(self, reason: str, *, lasting: bool = False) -> None:
+        """The rooms wait for another link, unless that would end the same way."""
+        self.to.link_not_opened(reason)
+        self.end(reason, move=not lasting)
+
+    def _came_up(self, max_cells: int) -> None:
+        if self.state is OutgoingState.OPENING:
+            self.state, self.up_since = OutgoingState.UP, time.monotonic()
+            self.to.link_opened(max_cells)
+            self._thread.link_up(self)
+            logger.info("the %s link to %s is up", self._links.mover.name, self.name)
+
+    # ---- threads of their own, since libraries take their time
+
+    def _spawn(self, what: str, run: Callable[[], None]) -> None:
+        name = f"{STUCK_PREFIX}{what} of a link"
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _prepare(self) -> None:
+        try:
+            self._links.mover.prepare()
+        except MoverError as error:
+            # The set-up for the first room reports it.
+            logger.warning("cannot prepare a link to %s: %s", self.name, error)
+        finally:
+            self._prepared.set()
+        self._post(self._on_prepared)
+
+    def _on_prepared(self) -> None:
+        if self._channel is not None and self.state < OutgoingState.ENDING:
+            self._channel.send(Prepared())
+
+    def _set_up(self, ready: BuffersReady) -> None:
+        links = self._links
+        self._prepared.wait()
+        try:
+            buffers = links.make_buffers(ready)
+            path = links.mover.path(buffers, ready.description, self.name, self._wake)
+        except Exception as error:
+            # MoverError, or whatever a library and torch raise without memory.
+            unknown = not isinstance(error, MoverError)
+            logger.error("cannot open a link to %s: %s", self.name, error, exc_info=unknown)
+            reason = f"cannot open a link to {self.name}: {error}"
+            lasting = isinstance(error, MoverError) and error.lasting
+            self._post(lambda: self._on_no_path(reason, lasting=lasting))
+            return
+        self._post(lambda: self._on_path(buffers, path))
+
+    def _wake(self) -> None:
+        self._post(self.drive)
+
+    # ---- the link thread: sending
+
+    @property
+    def can_take(self) -> bool:
+        writes = self.writes
+        return writes is not None and writes.pool.free > 0 and self.to.has_blocks
+
+    @property
+    def writing(self) -> bool:
+        """The library has something to do."""
+        return self.writes is not None and self.writes.pool.flying > 0
+
+    def view(self, source: int) -> Any:
+        """A buffer of P as the copier wants it."""
+        assert self.writes is not None
+        return self.writes.views[source]
+
+    def take(self) -> StagedBlock | None:
+        """The next block and buffers for it, until :meth:`gathered`. Only while the link is UP."""
+        if not self.can_take:
+            return None
+        taken = self.to.take()
+        if taken is None:
+            return None
+        assert self.writes is not None
+        return StagedBlock(*taken, self.writes.pool.take())
+
+    def gathered(self, staged: StagedBlock) -> None:
+        """The pool is not read any more; a room that ended meanwhile needs no write."""
+        writes, sender, to = self.writes, staged.sender, self.to
+        assert writes is not None
+        with to.changed:
+            sender.was_read()
+            to.progress = time.monotonic()
+            wanted = sender.active and self.state is OutgoingState.UP
+            if not wanted:
+                sender.was_sent()
+        if not wanted:
+            writes.pool.put_back(staged.pair)
+        elif self._guarded(lambda: writes.write(staged)):
+            self.drive()
+            return
+        if self.state is OutgoingState.ENDING:
+            self.drive()
+
+    def drive(self) -> None:
+        """See which writes are over, and close an ending link after the last one."""
+        if self._broken or self.writes is None:
+            return
+        if self._guarded(self._poll) and self.writes is not None:
+            self._thread.drive_in(self, self.writes.pause())
+
+    def _guarded(self, call: Callable[[], object]) -> bool:
+        """Whether a call did not raise.
+
+        If it did, a library broke its promise, or we ours. What is still written is unknown, so the
+        channel stays open and the buffers are never used again.
+        """
+        try:
+            call()
+        except Exception as error:
+            # An error ends its link, not the thread that serves the others.
+            logger.exception("the link to %s failed", self.name)
+            self._broken = True
+            self._thread.drive_in(self, None)
+            self.end(f"the link to {self.name} failed: {error}")
+            return False
+        return True
+
+    def _poll(self) -> None:
+        writes = self.writes
+        assert writes is not None
+        arrived, probed, error = writes.poll()
+        if probed:
+            self._came_up(writes.max_cells)
+        if arrived:
+            self._announce(arrived)
+        self._ask_for_help(writes)
+        if error:
+            self.end(f"the link to {self.name} was lost: {error}", move=True)
+        elif self.state is not OutgoingState.ENDING:
+            self._check_stall(writes)
+        if self.state is OutgoingState.ENDING and writes.quiet:
+            self._close(writes)
+
+    def _announce(self, arrived: list[StagedBlock]) -> None:
+        """Notify D of filled buffers."""
+        assert self._channel is not None
+        self._channel.send(FilledBuffers([staged.note() for staged in arrived]))
+        with self.to.changed:
+            self.to.progress = time.monotonic()
+            for staged in arrived:
+                staged.sender.was_sent()
+
+    def _on_freed(self, freed: Freed) -> None:
+        writes = self.writes
+        if writes is None:
+            if self.state < OutgoingState.ENDING:
+                self._reject("it freed buffers before there were any")
+            return
+        try:
+            writes.pool.release(freed.buffers)
+        except ValueError as error:
+            self._reject(str(error))
+            return
+        self.to.progressed()
+
+    def _reject(self, reason: str) -> None:
+        """D broke the rules; the hub reports the end of the channel."""
+        assert self._channel is not None
+        self._channel.give_up(reason)
+
+    def _ask_for_help(self, writes: OutgoingWrites) -> None:
+        """Have D do its part of the library's work, in case there is one."""
+        helped = writes.needs_peer(helped=self._helped)
+        if helped != self._helped:
+            assert self._channel is not None
+            self._channel.send(Waiting(helped))
+            self._helped = helped
+
+    def _check_stall(self, writes: OutgoingWrites) -> None:
+        """End the link when the library, which is more patient, completes nothing."""
+        limit = writes.path.stall_seconds
+        if limit is None or not writes.pool.flying:
+            return
+        if self.to.patience.is_over(writes.moved_at, limit, self.name):
+            stuck = f"nothing was written for {writes.stuck():.1f} s"
+            self.end(f"the link to {self.name} was lost: {stuck}", move=True)
+
+    # ---- the link thread: the end
+
+    @property
+    def holds_buffers(self) -> bool:
+        """Buffers were asked for and are not given up."""
+        return self.state in (OutgoingState.OPENING, OutgoingState.UP)
+
+    @property
+    def idle(self) -> bool:
+        """It has buffers and no room that needs them."""
+        writes = self.writes
+        if self.state is not OutgoingState.UP or writes is None:
+            return False
+        return writes.quiet and not writes.pool.held and not self.to.has_rooms
 
     def end(self, reason: str, *, move: bool = False) -> None:
         """Stop issuing; the link is over when nothing of it can land any more.
 
         ``move``: rooms of which nothing was begun wait for the next link instead of failing.
         """
-        with self.changed:
-            if self.state >= OutState.ENDING:
-                return
-            self.state = OutState.ENDING
-            if self._dial is not None:
-                self._dial.cancel()
-            next_link = self._outgoing.ending(self)
-            for sender in list(self._senders):
-                if move and next_link is not None and not sender.begun:
-                    self.forget(sender)
-                    sender.move(next_link)
-                else:
-                    sender.fail(TransferError(reason))
-            self.changed.notify_all()
-            if self._channel is not None:
-                self._channel.send(Leaving(reason[:1000], move and next_link is not None))
-            if self._path is None and not self._setting_up:
-                self._finish()
-        self._outgoing.pump.wake()
-
-    @property
-    def holds_slots(self) -> bool:
-        """Slots were asked for and are not given up."""
-        return self.state in (OutState.OPENING, OutState.UP)
-
-    @property
-    def idle(self) -> bool:
-        """With the lock: it has slots and no room that needs them."""
-        busy = self._senders or self._filled or self._flying or self._held or self.gathering
-        return self.state is OutState.UP and not busy
-
-    @property
-    def quarantined(self) -> int:
-        """Slots of a link that lost its peer while they were being written."""
-        return len(self._flying) if self.state is OutState.ENDING else 0
-
-    # ---- the hub's thread
-
-    def opened(self, channel: Channel) -> None:
-        with self.changed:
-            if self.state is not OutState.DIALLING:
-                channel.close()
-                return
-            self.state, self._channel = OutState.CONNECTED, channel
-            self.progress = time.monotonic()
-        name = STUCK_PREFIX + "preparation of a link"
-        threading.Thread(target=self._prepare, name=name, daemon=True).start()
-        with self.changed:
-            self._ask()
-
-    def unreachable(self, error: TransferError, final: bool) -> None:
-        """Who waits for the peer ends now: an instance listens as long as it lives."""
-        with self.changed:
-            if final:
-                self.refusal = error
-            for sender in list(self._senders if final else self._queue):
-                sender.fail(error)
-
-    def message(self, channel: Channel, message: Any) -> None:
-        if isinstance(message, Freed):
-            self._freed(message.slots)
-        elif isinstance(message, BuffersReady):
-            with self.changed:
-                if self.state is not OutState.OPENING or self._setting_up:
-                    raise ValueError("slots that were not asked for")
-                self._setting_up, self.progress = True, time.monotonic()
-            name = STUCK_PREFIX + "set-up of a link"
-            threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
-        else:
-            reason = getattr(message, "reason", "")
-            if not reason:
-                raise ValueError(f"a decode node does not send {type(message).__name__}")
-            logger.warning("%s refused a link: %s", self.peer, reason)
-            self._not_opened(f"{self.peer} refused a link: {reason}")
-
-    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
-        self.end(f"the link to {self.peer} was lost: {reason}", move=True)
-
-    def _freed(self, slots: list[int]) -> None:
-        with self.changed:
-            if not self._held.issuperset(slots) or len(set(slots)) < len(slots):
-                raise ValueError(f"it freed slots {slots} of which it holds only {self._held}")
-            self._held.difference_update(slots)
-            self._free.extend(slots)
-            self.progress = time.monotonic()
-            self.changed.notify_all()
-
-    def _set_up(self, ready: BuffersReady) -> None:
-        """On a thread of its own, since libraries take their time."""
-        outgoing = self._outgoing
-        self._prepared.wait()
-        try:
-            slots = outgoing.make_slots(ready)
-            path = outgoing.mover.path(slots, ready.description, self.peer, outgoing.pump.wake)
-        except Exception as error:
-            # MoverError, or whatever a library and torch raise without memory.
-            unknown = not isinstance(error, MoverError)
-            logger.error("cannot open a link to %s: %s", self.peer, error, exc_info=unknown)
-            with self.changed:
-                self._setting_up = False
-                if self.state is OutState.ENDING:
-                    self._finish()
-            lasting = isinstance(error, MoverError) and error.lasting
-            self._not_opened(f"cannot open a link to {self.peer}: {error}", lasting=lasting)
+        if self.state >= OutgoingState.ENDING:
             return
-        with self.changed:
-            self.slots, self._path, self._setting_up = slots, path, False
-            self.views = [outgoing.copier.view(slot) for slot in slots]
-            self.progress = time.monotonic()
-            self.max_cells = slots.shape[1] // outgoing.copier.cell_bytes
-        outgoing.pump.add(self)
-
-    def _prepare(self) -> None:
-        """On a thread of its own, since libraries take their time."""
-        try:
-            self._outgoing.mover.prepare()
-        except MoverError as error:
-            # The first room hears of it.
-            logger.warning("cannot prepare a link to %s: %s", self.peer, error)
-        finally:
-            self._prepared.set()
-        with self.changed:
-            if self._channel is not None and self.state < OutState.ENDING:
-                self._channel.send(Prepared())
-
-    def _not_opened(self, reason: str, *, lasting: bool = False) -> None:
-        """The rooms wait for another link, unless that would end the same way."""
-        self._outgoing.not_opened(self.peer, reason)
-        self.end(reason, move=not lasting)
-
-    # ---- the gatherer's thread, with the lock
-
-    def take(self) -> tuple[StagedSender, Block, BufferPair] | None:
-        """The next block and slots for it, until :meth:`gathered`."""
-        while self.state is OutState.UP and self._free and self._queue:
-            sender = self._queue.popleft()
-            block = sender.next_block(self.max_cells)
-            if block is None:
-                sender.settle()
-                continue
-            self._queue.append(sender)
-            sender.reading += 1
-            sender.unsaid += 1
-            self.gathering += 1
-            return sender, block, BufferPair(self._own.pop(), self._free.pop())
-        return None
-
-    def gathered(
-        self, sender: StagedSender, block: Block, slots: BufferPair, *, good: bool
-    ) -> None:
-        """The pool is not read any more; a room that ended meanwhile needs no write."""
-        self.gathering -= 1
-        sender.reading -= 1
-        self.progress = time.monotonic()
-        if good and sender.active and self.state is OutState.UP:
-            self._filled.append((slots, sender, block))
-        else:
-            self._own.append(slots.source)
-            self._free.append(slots.target)
-            sender.said()
-        if self.state is OutState.ENDING:
-            self._outgoing.pump.wake()
-
-    # ---- the gatherer's thread, without the lock
-
-    @property
-    def writing(self) -> bool:
-        """The library has something to do."""
-        return bool(self._flying)
-
-    def push(self) -> None:
-        """Begin the writes of what was gathered, and see which are over already."""
-        with self._library:
-            path = self._path
-            if path is None or self.state is not OutState.UP:
-                return
-            self._write(path)
-            self._collect(path)
-            flying = bool(self._flying)
-        if flying:
-            self._outgoing.pump.wake()
-
-    # ---- the pump's thread
-
-    def drive(self) -> float | None:
-        with self._library:
-            return self._drive()
-
-    def _drive(self) -> float | None:
-        path = self._path
-        assert path is not None
-        if self._to_probe and self.state is OutState.OPENING:
-            # A first write, of which D is not told, shows that the way is open.
-            self._to_probe, self._flying_since = False, time.monotonic()
-            self._flying[0] = None
-            path.write(0, 0, 1)
-        if self.state is OutState.UP:
-            self._write(path)
-        self._collect(path)
-        self._ask_for_help(path)
-        self._check_stall(path)
-        if self.state is OutState.ENDING:
-            with self.changed:
-                idle = not self._flying and not self.gathering
-                if idle:
-                    self._drop_filled()
-            if idle:
-                self._close(path)
-                return None
-        if not self._flying or path.poll_seconds is None:
-            return None
-        return path.poll_seconds * (1 + min(100.0, 20.0 * self._stuck()))
-
-    def failed(self, error: Exception) -> None:
-        """The library broke a promise: what it still does is unknown, so the channel stays open
-        and the slots are never used again."""
-        self.end(f"the link to {self.peer} failed: {error}")
-
-    def _stuck(self) -> float:
-        return time.monotonic() - self._flying_since
-
-    def _write(self, path: Path) -> None:
-        while self._filled:
-            slots, sender, block = self._filled.popleft()
-            if not self._flying:
-                self._flying_since = time.monotonic()
-            self._flying[slots.target] = (slots, sender, block)
-            num_bytes = block.cells * self._outgoing.copier.cell_bytes
-            path.write(slots.source, slots.target, num_bytes)
-
-    def _collect(self, path: Path) -> None:
-        """Tell D of what has arrived."""
-        notes, told, errors = [], [], []
-        for written in path.poll():
-            job = self._flying.pop(written.target)
-            self._flying_since = time.monotonic()
-            if written.error:
-                errors.append(written.error)
-            elif job is None:
-                self._came_up()
-            else:
-                slots, sender, block = job
-                told.append((sender, slots))
-                notes.append(
-                    Filled(
-                        slots.target,
-                        sender.room,
-                        sender.epoch,
-                        block.token_start,
-                        block.token_stop,
-                        block.layer_start,
-                        block.layer_stop,
-                    )
-                )
-        if notes:
-            self._tell(notes, told)
-        if errors:
-            self.end(f"the link to {self.peer} was lost: {errors[0]}", move=True)
-
-    def _came_up(self) -> None:
-        with self.changed:
-            assert self.slots is not None
-            self._own = list(reversed(range(len(self.slots))))
-            self._free = list(self._own)
-            self._outgoing.opened(self.peer)
-            if self.state is OutState.OPENING:
-                self.state, self.progress = OutState.UP, time.monotonic()
-                self.up_since = self.progress
-            self.changed.notify_all()
-        logger.info("the %s link to %s is up", self._outgoing.mover.name, self.peer)
-
-    def _tell(self, notes: list[Filled], told: list[tuple[StagedSender, BufferPair]]) -> None:
-        assert self._channel is not None
-        with self.changed:
-            self._held.update(slots.target for _, slots in told)
-            self._own.extend(slots.source for _, slots in told)
-        self._channel.send(FilledSlots(notes))
-        with self.changed:
-            self.progress = time.monotonic()
-            for sender, _ in told:
-                sender.said()
-
-    def _ask_for_help(self, path: Path) -> None:
-        """D's part of the library's work, in case it has one."""
-        waits = path.needs_peer and bool(self._flying)
-        waits = waits and (self._said_waiting or self._stuck() > _ALONE_SECONDS)
-        if waits != self._said_waiting:
-            assert self._channel is not None
-            self._channel.send(Waiting(waits))
-            self._said_waiting = waits
-
-    def _check_stall(self, path: Path) -> None:
-        """Give the link up when the library, which is more patient, completes nothing."""
-        limit, since = path.stall_seconds, self._flying_since
-        if limit is None or not self._flying or self.state is OutState.ENDING:
-            return
-        if self._outgoing.hub.patience.is_over(since, limit, self.peer):
-            stuck = f"nothing was written for {self._stuck():.1f} s"
-            self.end(f"the link to {self.peer} was lost: {stuck}", move=True)
-
-    def _drop_filled(self) -> None:
-        while self._filled:
-            _, sender, _ = self._filled.popleft()
-            sender.said()
-
-    def _close(self, path: Path) -> None:
-        self._outgoing.pump.remove(self)
-        path.close()
-        with self.changed:
-            self._path = self.slots = None
-            self.views = []
+        self.state = OutgoingState.ENDING
+        self._thread.link_down(self)
+        if self._dial is not None:
+            self._dial.cancel()
+        moves = self._links.renew(self) and move
+        self.to.link_lost(reason, keep_waiting=moves)
+        if self._channel is not None:
+            self._channel.send(Leaving(reason[:1000], moves))
+        if self.writes is not None:
+            self._thread.drive_in(self, 0.0)
+        elif not self._setting_up:
             self._finish()
 
-    # ---- with the lock
+    def _close(self, writes: OutgoingWrites) -> None:
+        self.writes = None
+        self._thread.drive_in(self, None)
 
-    def _ask(self) -> None:
-        """Ask for slots, when there is a room to send."""
-        if self.state is OutState.CONNECTED and self._senders:
-            assert self._channel is not None
-            self._outgoing.make_room()
-            self.state, self.progress = OutState.OPENING, time.monotonic()
-            self._channel.send(self._outgoing.wishes())
+        def close() -> None:
+            try:
+                writes.path.close()
+            except Exception:
+                # Nothing is known of its buffers then: the link is never over.
+                logger.exception("cannot close a link to %s", self.name)
+                return
+            self._post(self._finish)
+
+        self._spawn("end", close)
 
     def _finish(self) -> None:
         """Nothing can land any more, which closing the channel says."""
-        self.state = OutState.OVER
+        self.state = OutgoingState.OVER
         if self._channel is not None:
             self._channel.close(LinkDrained())
-        self._outgoing.over(self)
-        self.changed.notify_all()
+        self._links.over(self)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pd.core.errors import PDError, TransferError
-from pd.transfer.base import Sender, TransferState
-from pd.transfer.ranges import Block, check_pages, checked_block
+from pd.core.errors import TransferError
+from pd.transfer.ranges import Block
+from pd.transfer.rooms.sender import QueuedSender
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray
     from pd.transfer.computed import Computed
     from pd.transfer.copier import Copier
-    from pd.transfer.staged.outgoing_link import OutgoingLink
+    from pd.transfer.staged.outgoing_peer import OutgoingPeer
 
 
 def pieces(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
@@ -42,131 +40,51 @@ def pieces(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
             start = stop
 
 
-class StagedSender(Sender):
-    """A queue of blocks that take turns with those of other rooms.
-
-    Args:
-        computed: delays blocks until they are there.
+class StagedSender(QueuedSender):
+    """A block is read from the pool by its copy into a staging buffer. It has left when D was
+    notified that its buffer of the pair is filled.
 
     Attributes:
-        reading: blocks whose copy from the pool into a slot is under way.
-        unsaid: blocks that were taken from the queue and of which D was not told yet.
+        to: the decode node.
         table: the pages, as the copier wants them.
+        begun: something was taken, so the room ends with the link that took it.
     """
 
     def __init__(
         self,
-        link: OutgoingLink,
+        to: OutgoingPeer,
         copier: Copier,
         computed: Computed,
         reservation: Reservation,
         pages: IntArray,
         tokens: range,
     ) -> None:
-        check_pages(pages, copier.page_size, copier.num_slots, tokens.start, tokens.stop)
-        self.room, self.epoch = reservation.room, reservation.epoch
-        self.error: PDError | None = None
-        self.reading = self.unsaid = 0
-        self.waiting_since = 0.0
-        self._link, self._copier, self._computed = link, copier, computed
-        self._changed = link.changed
-        self._tokens = tokens
-        self.table = copier.table(pages, tokens.stop)
-        self._computing = 0
-        self._ranges: deque[Block] = deque()
-        self._blocks: Iterator[Block] = iter(())
-        self._state = TransferState.ACTIVE
-        self._finished = self._begun = False
-        self._bytes = 0
+        super().__init__(to, copier, computed.then, reservation, pages, tokens)
+        self.table: Any = copier.table(pages, tokens.stop)
+        self.begun = False
+        self.to, self._page_size = to, copier.page_size
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._bytes
+    # ---- with the lock
 
-    @property
-    def active(self) -> bool:
-        return self._state is TransferState.ACTIVE
+    def _enqueue(self) -> None:
+        self.to.enqueue(self)
 
-    def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        block = checked_block(
-            self._tokens, self._copier.num_layers, token_start, token_stop, layer_start, layer_stop
-        )
-        if not block.cells or not self.active:
-            return
-        with self._changed:
-            if not self.active:
-                return
-            assert not self._finished, "send after finish"
-            self._bytes += block.cells * self._copier.cell_bytes
-            self._computing += 1
-        self._computed.then(lambda reason: self._is_there(block, reason))
+    def _leave_link(self) -> None:
+        self.to.remove(self)
 
-    def _is_there(self, block: Block, reason: str) -> None:
-        with self._changed:
-            self._computing -= 1
-            if reason:
-                self.fail(TransferError(f"the KV to be sent was not computed: {reason}"))
-            elif self.active:
-                self._ranges.append(block)
-                self._link.enqueue(self)
+    def _split(self, block: Block) -> Iterator[Block]:
+        self.begun = True
+        return pieces(block, self.to.max_cells, self._page_size)
 
-    def finish(self) -> None:
-        with self._changed:
-            self._finished = True
-            self.settle()
+    def _stalled_since(self) -> float | None:
+        if not self.queued and not self.sending:
+            return None
+        return max(self.to.progress, self.waiting_since)
 
-    def poll(self) -> TransferState:
-        if self.active:
-            self._link.check_progress(self)
-        return self._state
-
-    def abort(self) -> None:
-        self.fail(TransferError("aborted"))
-
-    def drained(self) -> bool:
-        with self._changed:
-            return not self.active and not self.reading
-
-    def fail(self, error: PDError) -> None:
-        """Record the first error and drop what is queued."""
-        with self._changed:
-            if self.active:
-                self._state, self.error = TransferState.FAILED, error
-                self._ranges.clear()
-                self._blocks = iter(())
-                self._link.forget(self)
-
-    # ---- called by the link and the gatherer, with the lock
-
-    @property
-    def begun(self) -> bool:
-        """Something of it was taken by its link."""
-        return self._begun
-
-    def move(self, link: OutgoingLink) -> None:
-        """Wait for another link; nothing was begun on the last."""
-        self._link = link
-        link.adopt(self, queued=bool(self._ranges))
-
-    def next_block(self, max_cells: int) -> Block | None:
-        while True:
-            block = next(self._blocks, None)
-            if block is not None:
-                self._begun = True
-                return block
-            if not self._ranges:
-                return None
-            self._blocks = pieces(self._ranges.popleft(), max_cells, self._copier.page_size)
-
-    def said(self) -> None:
-        """D was told of a block, or it was dropped."""
-        self.unsaid -= 1
-        self.waiting_since = time.monotonic()
-        self.settle()
-
-    def settle(self) -> None:
-        """DONE when nothing is left to send."""
-        under_way = self._computing or self.unsaid or self._link.queued(self)
-        if self.active and self._finished and not under_way:
-            self._state = TransferState.DONE
-            self._link.forget(self)
+    def _check_stall(self) -> None:
+        waits = self._stalled_since() is not None
+        failure = self.to.opening_failure(self.waiting_since) if waits else ""
+        if failure:
+            self.fail(TransferError(failure))
+        else:
+            super()._check_stall()

@@ -1,0 +1,126 @@
+"""P's staging buffers of one link and the library's writes from them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd.transfer.staged.buffer_pool import BufferPair, BufferPool
+from pd.transfer.staged.messages import Filled
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd.transfer.copier import Copier
+    from pd.transfer.ranges import Block
+    from pd.transfer.staged.mover import Path
+    from pd.transfer.staged.sender import StagedSender
+
+# A write that is under way for longer is taken to need D's library.
+_ALONE_SECONDS = 1e-3
+
+
+@dataclass(slots=True)
+class StagedBlock:
+    """A block of a room and the buffers that it goes through."""
+
+    sender: StagedSender
+    block: Block
+    pair: BufferPair
+
+    def note(self) -> Filled:
+        """The message for D, once the block has arrived."""
+        sender, block = self.sender, self.block
+        return Filled(
+            self.pair.target,
+            sender.room,
+            sender.epoch,
+            block.token_start,
+            block.token_stop,
+            block.layer_start,
+            block.layer_stop,
+        )
+
+
+class OutgoingWrites:
+    """Staging buffers of P, their owners, and the writes under way; for one thread.
+
+    Args:
+        buffers: uint8 ``[count, buffer_bytes]``.
+        path: the library's way from them to D's; closed by the caller.
+
+    Attributes:
+        views: each buffer in the form that the copier wants.
+        max_cells: (layer, token) cells that fit in one buffer.
+    """
+
+    def __init__(self, buffers: torch.Tensor, path: Path, copier: Copier) -> None:
+        self.buffers, self.path = buffers, path
+        self.views: list[Any] = [copier.view(buffer) for buffer in buffers]
+        self.max_cells: int = buffers.shape[1] // copier.cell_bytes
+        self.pool = BufferPool(len(buffers))
+        self._cell_bytes = copier.cell_bytes
+        self._blocks: dict[int, StagedBlock] = {}
+        self._moved_at = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        """Neither a copy from the pool nor the library uses a buffer of P."""
+        return not self.pool.taken and not self.pool.flying
+
+    def probe(self) -> None:
+        """Write a byte, of which D is not notified: it shows that the way is open."""
+        self._write(self.pool.take(), 1)
+
+    def write(self, staged: StagedBlock) -> None:
+        """Begin to write a gathered block."""
+        self._blocks[staged.pair.target] = staged
+        self._write(staged.pair, staged.block.cells * self._cell_bytes)
+
+    def poll(self) -> tuple[list[StagedBlock], bool, str]:
+        """Writes that are over since the last call.
+
+        Returns:
+            blocks that arrived, in buffers that D holds from now on; whether the probe arrived;
+            why a write failed, empty if none did.
+        """
+        arrived, probed, error = [], False, ""
+        for written in self.path.poll():
+            self._moved_at = time.monotonic()
+            self.pool.end_write(written.target)
+            staged = self._blocks.pop(written.target, None)
+            if written.error:
+                error = error or written.error
+            elif staged is not None:
+                arrived.append(staged)
+            else:
+                self.pool.release([written.target])
+                probed = True
+        return arrived, probed, error
+
+    def needs_peer(self, *, helped: bool) -> bool:
+        """Whether D's library should be driven; ``helped``: it is already."""
+        if not self.path.needs_peer or not self.pool.flying:
+            return False
+        return helped or self.stuck() > _ALONE_SECONDS
+
+    def stuck(self) -> float:
+        """Seconds since a write last ended, or began when none was under way."""
+        return time.monotonic() - self._moved_at
+
+    @property
+    def moved_at(self) -> float:
+        return self._moved_at
+
+    def pause(self) -> float | None:
+        """In how many seconds to poll again; None if there is no need."""
+        if not self.pool.flying or self.path.poll_seconds is None:
+            return None
+        return self.path.poll_seconds * (1 + min(100.0, 20.0 * self.stuck()))
+
+    def _write(self, pair: BufferPair, num_bytes: int) -> None:
+        if not self.pool.flying:
+            self._moved_at = time.monotonic()
+        self.pool.begin_write(pair)
+        self.path.write(pair.source, pair.target, num_bytes)
