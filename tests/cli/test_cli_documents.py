@@ -73,7 +73,7 @@ def test_python(served: Deployment) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+    for page in [*ROOT.glob("*.md"), ROOT / "training/README.md", *ROOT.glob("docs/*.md")]:
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             linked = (page.parent / target) if target else page
             assert linked.exists(), f"{page.name}: {target}"
@@ -81,6 +81,13 @@ def test_links_lead_somewhere() -> None:
                 titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
                 anchors = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
                 assert anchor in anchors, f"{page.name}: {target}#{anchor}"
+
+
+def test_files_of_the_reading_order_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = set(re.findall(r"`((?:pd|tests|scripts|docs|benchmarks)/[\w./]*)`", text))
+    assert len(files) > 40
+    assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
 
 
 # Stand for whatever the reader calls it.
