@@ -138,10 +138,7 @@ class Prefill:
         self._lane = CudaLane(self._pool)
         self._computed = Computed(self._pool.device, "nvlink")
         self._tables = [
-            self._lane.table(
-                np.stack(2 * [token_slots(pages, np.arange(args.tokens), PAGE).astype(np.int32)])
-            )
-            for pages in self._pages
+            self._lane.table(np.stack(2 * [_slots(pages, args.tokens)])) for pages in self._pages
         ]
         layout, model = self._engine.layout, self._engine.model_config
         self._cost = PromptCost(
@@ -190,7 +187,7 @@ def _whole(chunk: Chunk) -> Any:
 
 
 def _slots(pages: Any, num_tokens: int) -> Any:
-    """int32, of the tokens of one sequence."""
+    """int32 slots of the tokens of one sequence."""
     return token_slots(pages, np.arange(num_tokens), PAGE).astype(np.int32)
 
 
