@@ -62,7 +62,7 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
 def make_core(
     config: NodeConfig, engine: Engine, instance_id: str, control: ControlThread
 ) -> NodeCore:
-    """What the parts of a node share."""
+    """Build the objects that the parts of a node share."""
     radix = RadixCache(config.page_size, policy=config.eviction_policy)
     events, metrics = Events(), RequestMetrics()
     return NodeCore(

@@ -1,4 +1,4 @@
-"""Who has given a sign of life lately."""
+"""Processes of which a message came lately."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 Name = TypeVar("Name", str, bytes)
 
 # Leases are looked at ten times a second. After a pause this long it was this process that stood
-# still, and what the others said meanwhile lies unread in the sockets.
+# still, and the others' messages lie unread in the sockets.
 _STALL = 2 * HEARTBEAT_INTERVAL
 _GRACE = 2 * HEARTBEAT_INTERVAL
 
 
 class Leases(Generic[Name]):
-    """Processes that are believed to live. Under the node's lock."""
+    """Processes that are believed to live. The caller holds the node's lock."""
 
     def __init__(self) -> None:
         self._seen: dict[Name, float] = {}
@@ -43,7 +43,8 @@ class Leases(Generic[Name]):
         return self._seen.pop(name, None) is not None
 
     def expired(self, now: float) -> list[Name]:
-        """Who was silent for longer than a lease. To be asked often."""
+        """Processes that were silent for longer than a lease. Call it often: after a
+        long pause, in which this process stood still itself, the others get grace."""
         if now > self._looked + _STALL:
             earliest = now + _GRACE - LEASE_SECONDS
             self._seen = {name: max(seen, earliest) for name, seen in self._seen.items()}

@@ -1,4 +1,4 @@
-"""Digests of KV (``--kv-digest``), computed where they hold nobody up."""
+"""Digests of KV (``--kv-digest``), computed by a thread of their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Digests:
     """One thread that hashes pages of the pool, in the order asked for.
 
     It takes no lock of the node, and on a GPU it works on a stream of its own, so neither messages
-    nor steps wait for it. Whoever asks keeps the pages until :meth:`over`.
+    nor steps wait for it. The caller keeps the pages until :meth:`over`.
 
     Args:
         done: called, by any thread, when an answer is there.

@@ -1,1 +1,1 @@
-"""What every node process has: sockets, leases, page accounting, steps, administration."""
+"""The process of a node: message sockets, main loop, administration."""

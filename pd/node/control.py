@@ -35,7 +35,7 @@ _MAX_STREAMS = 4096
 
 
 class ControlHandler(Protocol):
-    """What the control thread calls; all calls come from that one thread."""
+    """Receives the calls of the control thread; no other thread calls these."""
 
     def on_message(self, identity: bytes, message: AnyMessage) -> None:
         """A message from the process with this identity."""
@@ -44,7 +44,7 @@ class ControlHandler(Protocol):
         """Messages of this process were lost before the one that comes next."""
 
     def on_anew(self, identity: bytes) -> None:
-        """This process gave up what it had with us and begins anew."""
+        """This process dropped all that it had here and begins anew."""
 
     def on_tick(self) -> None:
         """About ten times a second."""
@@ -156,7 +156,7 @@ class ControlThread(threading.Thread):
         """Send to a connected process. Lost when it is gone: leases find that out."""
         frame = encode(message)
         if len(frame) > MAX_MESSAGE_BYTES:
-            # The receiver would give up the connection. The gap tells it that something is missing.
+            # The receiver would close the connection. The gap tells it that something is missing.
             kind = type(message).__name__
             logger.error("%s for %.64r is too large: %d bytes", kind, identity, len(frame))
             frame = b""
@@ -187,7 +187,7 @@ class ControlThread(threading.Thread):
             dealer.close()
             raise HandshakeError(f"cannot connect to endpoint {endpoint!r}: {error}") from error
         self._dealers[identity] = dealer
-        # NOTE: the peer's own stream goes on; what it said to the last socket is not missed.
+        # NOTE: the peer's own stream goes on; its messages to the last socket are not missed.
         self._sent[identity], self._received[identity] = Sent(), Received(whole=False)
         self._poller.register(dealer, zmq.POLLIN)
 
@@ -256,14 +256,14 @@ class ControlThread(threading.Thread):
             self._guarded(self._handler.on_message, identity, message)
 
     def _identity(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bytes | None:
-        """Who sent a message; None if nobody may send it this way."""
+        """The sender of a message; None if it may not come through this socket."""
         if socket is not self._router:
             return next((name for name, dealer in self._dealers.items() if dealer is socket), None)
         # A prefill node speaks through the socket that was opened to it, so this is not the one.
         return None if frames[0] in self._dealers else frames[0]
 
     def _check(self, identity: bytes, number: bytes) -> None:
-        """Whether this message is the one that should come next."""
+        """Note the number of a message, and tell the handler of messages that are missing."""
         received = self._received.get(identity)
         if received is None:
             _forget_some(self._received)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.responses import Response
@@ -15,6 +15,8 @@ from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 LIMITS = ConnectionLimits(
@@ -44,9 +46,9 @@ class Deferred:
     """An application that answers 503 until there is one."""
 
     def __init__(self) -> None:
-        self.app: Any = None
+        self.app: ASGIApp | None = None
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         starting = Response(status_code=503, headers={"Retry-After": "1"})
         await (self.app or starting)(scope, receive, send)
 
@@ -54,7 +56,7 @@ class Deferred:
 class HttpServers(threading.Thread):
     """Serves several applications from one thread."""
 
-    def __init__(self, apps: Sequence[tuple[Any, socket.socket]]) -> None:
+    def __init__(self, apps: Sequence[tuple[ASGIApp, socket.socket]]) -> None:
         super().__init__(name="http", daemon=True)
         self._servers = []
         self._sockets = [sock for _, sock in apps]

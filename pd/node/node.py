@@ -139,7 +139,7 @@ class Node:
 
     @property
     def engine(self) -> Engine:
-        """What computes."""
+        """The engine that computes the node's steps."""
         return self.core.engine
 
     @property

@@ -1,4 +1,4 @@
-"""What a node says to its proxies."""
+"""Messages of a node to its proxies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Outbox:
         self._outputs.clear()
 
     def failed(self, proxy: bytes, room: bytes, error: PDError) -> None:
-        """Say that a room ended without success."""
+        """Tell a proxy that a room ended without success."""
         # NOTE: outputs collected before the failure go first, so that nothing comes after the end.
         self.flush()
         info = ErrorInfo(error.kind, error.message, error.param)

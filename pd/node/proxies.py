@@ -28,7 +28,7 @@ class Proxies:
         self._leases.renew(proxy)
 
     def losses(self, proxy: bytes) -> int:
-        """How often requests of a proxy were ended that it may still wait for."""
+        """Number of times that requests were ended for which the proxy may still wait."""
         return self._losses.get(proxy, 0)
 
     def messages_lost(self, proxy: bytes) -> None:

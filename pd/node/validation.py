@@ -1,5 +1,5 @@
-"""What a node checks of a request before it takes it. The proxy checks the same; a node trusts
-nobody."""
+"""Checks of a request before a node accepts it. The proxy checks the same, but a node trusts no
+sender."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def request_from(message: Generate, proxy: bytes, vocab_size: int) -> Request:
 
 
 def check_length(request: Request, num_tokens: int, context: int, pool: int, role: str) -> None:
-    """Refuse what could never be computed. Raises InvalidRequestError.
+    """Raise InvalidRequestError for a request that could never be computed.
 
     Args:
-        num_tokens: whose KV this node must hold at once for the request.
-        context: of the model, in tokens.
+        num_tokens: tokens whose KV this node must hold at once for the request.
+        context: context length of the model, in tokens.
         pool: tokens that the node's pool holds.
     """
     length = len(request.prompt)

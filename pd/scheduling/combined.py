@@ -1,4 +1,4 @@
-"""Prefill and decode scheduling over one pool: what the step loop of a node drives."""
+"""Prefill and decode scheduling over one pool, as the step loop of a node drives them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CombinedScheduler:
     # ---- a step
 
     def plan(self) -> list[Work]:
-        """What to compute next; empty when there is nothing."""
+        """The works of the next step; empty when there is nothing to compute."""
         batch = [] if self.decode is None else self.decode.plan()
         if self.prefill is None:
             return batch
@@ -63,7 +63,7 @@ class CombinedScheduler:
         return self.decode is None or self.decode.may_plan_ahead(self._split(launched)[1])
 
     def on_layers_done(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """What the forward pass calls when the KV of some layers is in the pool."""
+        """A function that the forward pass calls when KV of layers is in the pool, or None."""
         return None if self._sending is None else self._sending.layer_sender(works)
 
     def process(self, works: list[Work]) -> None:

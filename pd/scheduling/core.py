@@ -1,4 +1,4 @@
-"""What all parts of one node share."""
+"""Objects that all parts of one node share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The decode side of a scheduler: continuous batching, retraction, resume (queues "waiting",
-"running", "retracted")."""
+"""Decode scheduling: continuous batching, retraction, resume (queues "waiting", "running",
+"retracted")."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DecodeScheduler:
 
     def headroom(self, sequence: Sequence, others: Collection[Sequence]) -> int:
         """Pages that must stay available when a new sequence is given its pages, for all to grow;
-        none when nobody else is here, so that all make progress.
+        none when no other sequence is here, so that all make progress.
 
         Args:
             others: sequences that hold pages and will come here.
@@ -126,7 +126,7 @@ class DecodeScheduler:
     # ---- a step
 
     def plan(self) -> list[Work]:
-        """One token of every running sequence, after admitting who fits."""
+        """Plan one token of every running sequence, after admitting sequences that fit."""
         self._admit()
         works: dict[Sequence, Work] = {}
         retracted = len(self.retracted)
@@ -141,7 +141,7 @@ class DecodeScheduler:
         return list(works.values())
 
     def _next(self, sequence: Sequence) -> Work | None:
-        """What to compute of a sequence; None if it may end with what is launched already."""
+        """The next work of a sequence; None if it may end with the launched one."""
         launched = sequence.launched
         if launched is None:
             stop = min(sequence.num_tokens, sequence.num_computed + RECOMPUTE_CHUNK)
@@ -155,8 +155,8 @@ class DecodeScheduler:
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
-        works brings one token that nothing but the next forward pass needs to know, and nobody has
-        to be retracted."""
+        works brings one token that nothing but the next forward pass needs to know, and no
+        sequence has to be retracted."""
         if self.retracted or self._memory.available < len(self.running):
             return False
         if not all(work.is_decode for work in launched):
@@ -219,7 +219,7 @@ class DecodeScheduler:
         """Pages for ``num_tokens``, retracting others as needed; False if it has to wait."""
         while not self._memory.grow(sequence, num_tokens):
             if any(other.in_step for other in self.running):
-                return False  # once the launched step is accounted for, somebody may be retracted
+                return False  # until the launched step is accounted for, none may be retracted
             victim = min(self.running, key=lambda other: (other.num_computed, -other.num_tokens))
             self._retract(victim)
             works.pop(victim, None)

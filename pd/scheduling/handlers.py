@@ -1,4 +1,4 @@
-"""Which functions handle a message, by its type."""
+"""Handlers of messages, by type of message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefill side of a scheduler: waiting requests become chunks, chunks become first tokens."""
+"""Prefill scheduling: waiting requests become chunks, chunks become first tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pages running requests will still need, so that admission does not starve them."""
+"""Estimates how many pages running requests will still need, so that admission leaves them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class DecodeReserve:
         self.expected = float(limit)
 
     def finished(self, output_tokens: int) -> None:
-        """A sequence ended with this many output tokens."""
+        """Note that a sequence ended with this many output tokens."""
         self.expected += _ADAPTATION * (min(output_tokens, self._limit) - self.expected)
 
     def retracted(self) -> None:
-        """Memory ran out."""
+        """Note that memory ran out."""
         self.expected = min(self._limit, max(1.0, 2 * self.expected))
 
     def growth(self, sequences: Iterable[Sequence], page_size: int) -> int:
-        """Pages that the sequences will still take."""
+        """Pages that the sequences are expected to take still."""
         pages = 0
         for sequence in sequences:
             produced = sequence.num_tokens - len(sequence.request.prompt)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ProxyOutputs(Protocol):
-    """Where answers go: :class:`pd.node.outbox.Outbox`."""
+    """Delivers answers to proxies: :class:`pd.node.outbox.Outbox`."""
 
     def add(self, proxy: bytes, output: Output) -> None:
         """Keep new tokens until :meth:`flush`."""
@@ -37,9 +37,10 @@ class Rooms:
     """Requests from their arrival until nothing can touch their pages. The caller holds the node's
     lock.
 
-    A request ends by :meth:`fail` or :meth:`finish`, in an event. Both only mark it, inform
-    those who subscribed, and put it into the closing queue; when the event settles the node closes
-    it. The first cause wins, so that an abort outranks every later success.
+    A request ends by :meth:`fail` or :meth:`finish`, in an event. Both only mark it, call the
+    functions given to :meth:`when_ended`, and put it into the closing queue; when the event
+    settles, the node closes it. The first cause wins, so that an abort outranks every later
+    success.
 
     Attributes:
         closing: requests that ended and are not closed yet.
@@ -108,7 +109,7 @@ class Rooms:
 
     def _end(self, request: Request, state: RequestState) -> None:
         before = request.state
-        assert self._events.under_way, "requests end in events only: else nobody would close them"
+        assert self._events.under_way, "requests end in events only, since those close them"
         assert not before.terminal, f"room {request.room.hex()} ends twice"
         request.state = state
         self.add_tombstone(request.room)

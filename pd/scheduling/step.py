@@ -30,11 +30,12 @@ class Work:
     """Tokens ``[start, stop)`` of one sequence, to be computed in one step.
 
     Attributes:
-        samples: who draws a token from the last position; empty for a chunk that does not end
-            what is known of the sequence.
+        samples: sampling states that draw a token from the last position; empty for a chunk that
+            does not end at the last known token.
         logprobs_from: prompt log probabilities are wanted of tokens from this position on.
-        follows: launched before and not accounted for: the one token to compute is what it samples.
-        row: of the step's samples, which is the first of this work's; set when launched.
+        follows: a work that is launched and not accounted for, whose sample is the one token to
+            compute; None where the tokens are known.
+        row: index of this work's first sample among the step's; set when launched.
         sampled: result, one per entry of ``samples``.
         prompt_logprobs: result, of tokens ``max(start + 1, logprobs_from) .. stop`` of the prompt.
     """
@@ -64,7 +65,7 @@ class Work:
 
     @property
     def item(self) -> ForwardItem:
-        """What the model runner computes."""
+        """The work as the model runner takes it."""
         sequence = self.sequence
         if self.follows is None:
             token_ids = sequence.tokens[self.start : self.stop]
@@ -79,8 +80,8 @@ class LaunchedStep:
 
     Attributes:
         works: not to be changed until :meth:`complete` has returned.
-        samples: of all works, in their order.
-        prompt_logprobs: of works that want them.
+        samples: samples of all works, in their order.
+        prompt_logprobs: log probabilities of works that want them.
     """
 
     works: list[Work]
@@ -130,15 +131,15 @@ def launch(
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
     for work in works:
         work.follows = None  # else each keeps all that came before it
-    # NOTE: also where nobody samples: pages must not change their owner before its result is here.
+    # NOTE: also where no work samples: pages must not change their owner before its result is here.
     return LaunchedStep(works, sampler.launch(logits, draw), prompt_logprobs)
 
 
 def _prompt_logprobs(
     sampler: Sampler, works: list[Work], items: list[ForwardItem], logits: torch.Tensor
 ) -> list[tuple[Work, PromptLogprobs]]:
-    """Of works that want them. Of one of ``n`` logits, row r of its rows predicts the token after
-    position ``stop - n + r``."""
+    """Launch the log probabilities of the works that want them. Row r of a work's ``n`` rows of
+    logits predicts the token after position ``stop - n + r``."""
     launched = []
     offset = 0
     for work, item in zip(works, items, strict=True):

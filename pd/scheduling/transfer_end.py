@@ -1,4 +1,4 @@
-"""What the sending and the receiving end of hand-offs add to a node."""
+"""Interfaces of the sending and the receiving end of hand-offs, as a node uses them."""
 
 from __future__ import annotations
 

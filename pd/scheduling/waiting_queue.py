@@ -1,4 +1,4 @@
-"""Requests that wait for prefill: in which order, and who had better wait for whom."""
+"""Requests that wait for prefill: their order, and which should wait for another."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class WaitingQueue:
     """Waiting requests, oldest first.
 
     Greedy orders starve: a request that shares nothing may be overtaken for ever. So each request
-    counts who was admitted before it although younger; at ``max_overtakes`` it goes first. (Who
-    follows a leader, or lacks memory that only a decode node can free, may be overtaken more often:
-    both end by themselves.)
+    counts the younger ones that were admitted before it; at ``max_overtakes`` it goes first. (One
+    that follows a leader, or lacks memory that only a decode node can free, may be overtaken more
+    often: both end by themselves.)
     """
 
     def __init__(self, policy: str, radix: RadixCache, max_overtakes: int) -> None:
@@ -64,7 +64,7 @@ class WaitingQueue:
         self._requests = {request.room: request} | self._requests
 
     def is_overdue(self, request: Request) -> bool:
-        """Whether nobody may overtake the request any more."""
+        """Whether no other may overtake the request any more."""
         return request.progress.overtaken >= self._max_overtakes
 
     def remove(self, request: Request) -> None:
@@ -80,15 +80,16 @@ class WaitingQueue:
         del self._requests[request.room]
 
     def candidates(self) -> Iterator[Request]:
-        """Each request once, in order of admission: who is overdue, also who became so since the
-        last one was admitted, then the window in the policy's order, then the others by age."""
+        """Each request once, in order of admission: overdue ones, also those that became so since
+        the last one was admitted, then the window in the policy's order, then the others by age.
+        """
         requests = list(self)
         window, others = requests[:WINDOW], requests[WINDOW:]
         overdue: list[Request] = []
         named: set[Request] = set()
         left = -1
         for preferred in chain(self._order(window, self._radix), others):
-            if len(self) != left:  # somebody was admitted, and so others were overtaken
+            if len(self) != left:  # a request was admitted, and so others were overtaken
                 left, overdue = len(self), [r for r in window if self.is_overdue(r)]
             for request in (*overdue, preferred):
                 if request not in named:
