@@ -21,7 +21,7 @@ import logging
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.bench.shapes import NAMES, SHAPES, model_directory
 from pd.core.config import NodeConfig
@@ -30,6 +30,7 @@ from pd.core.errors import PDError, UsageError
 if TYPE_CHECKING:
     from pd.bench.engine_roofline import Roofline
     from pd.bench.engine_work import Bench, Measured, Workload
+    from pd.bench.report import Row
     from pd.launch import NodeServer
 
 DEFAULT_WORK = ("decode:1,8,32,64,128,256", "prefill:1024,8192,32768", "cached:32768")
@@ -168,7 +169,7 @@ def _measure(
 ) -> int:
     roofline = _roofline(server)
     reference = _reference(args, server)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     failed = 0
     print(_COLUMNS, flush=True)
     for work in works:
@@ -238,9 +239,7 @@ def _reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]
     return known["milliseconds"] if alike else {}
 
 
-def _row(
-    work: Workload, measured: Measured, roofline: float | None, vllm_ms: float | None
-) -> dict[str, Any]:
+def _row(work: Workload, measured: Measured, roofline: float | None, vllm_ms: float | None) -> Row:
     """The measurement as it goes into the result file."""
     return {
         "work": str(work),
@@ -255,7 +254,7 @@ def _row(
     }
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     def cell(name: str, width: int, form: str) -> str:
         value = row[name]
         return f"{'' if value is None else format(value, form):>{width}}"
@@ -268,13 +267,11 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _write(args: argparse.Namespace, rows: list[dict[str, Any]], server: NodeServer) -> None:
+def _write(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> None:
     from pd.bench.report import write_report
 
     node, config = server.node, server.node.core.config
-    settings: dict[str, Any] = {
-        name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)
-    }
+    settings: Row = {name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)}
     settings |= {
         "model": args.model,
         "dtype": node.engine.layout.dtype,

@@ -23,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -339,7 +339,7 @@ def git(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, object]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -17,6 +17,9 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+# One line of a report. Values are of JSON.
+Row = dict[str, object]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,11 @@ from pd.core.errors import NodeFailedError, SetupError, UsageError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Awaitable
+
+    from pd.bench.report import Row
+
+T = TypeVar("T")
 
 _COLUMNS = (
     f"{'work':15} {'metric':40} {'count':>7} {'mean':>9} {'p50':>9} {'p95':>9} {'p99':>9} "
@@ -119,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = Prompts(args.vocab_size, args.seed)
     server = Server(args.url, args.model)
     _check_lengths(server.context_length(), lengths, args.outputs, load)
-    rows: list[dict[str, Any]] = []
-    settings: dict[str, Any] = {}
+    rows: list[Row] = []
+    settings: Row = {}
     print(_COLUMNS, flush=True)
     for length in lengths:
         work = measure_unloaded(server, prompts, length, args.outputs, args.repeats)
@@ -161,7 +166,7 @@ def _check_lengths(limit: int | None, lengths: list[int], outputs: int, load: Lo
             )
 
 
-async def _within(work: Any, seconds: float) -> Any:
+async def _within(work: Awaitable[T], seconds: float) -> T:
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
@@ -185,7 +190,7 @@ class Prompts:
 
 async def measure_unloaded(
     server: Server, prompts: Prompts, length: int, outputs: int, repeats: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of prompts of one length. Raises PDError if one is not answered."""
     answers = [await ask_one(server, prompts, length, outputs) for _ in range(repeats + 1)]
     return unloaded_rows(length, answers[1:])
@@ -197,7 +202,7 @@ async def ask_one(server: Server, prompts: Prompts, length: int, outputs: int) -
     return _checked(await server.ask(request), outputs)
 
 
-def unloaded_rows(length: int, answers: list[Completion]) -> list[dict[str, Any]]:
+def unloaded_rows(length: int, answers: list[Completion]) -> list[Row]:
     """What answers to prompts of one length, sent one at a time, took."""
     work = f"unloaded:{length}"
     rows = [timing_row(work, "first token", _first(answers))]
@@ -273,9 +278,7 @@ class _Streams:
         await asyncio.gather(*self.tasks)
 
 
-async def measure_load(
-    server: Server, prompts: Prompts, load: Load
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+async def measure_load(server: Server, prompts: Prompts, load: Load) -> tuple[list[Row], Row]:
     """Rows, and what else there is to know. Raises PDError if a request fails."""
     count = max(1, round(load.seconds / load.every))
     requests = [server.request(prompts.make(load.long), load.long_out) for _ in range(count)]
@@ -305,7 +308,7 @@ async def measure_load(
 
 def _load_rows(
     streams: list[Completion], answers: list[Completion], begin: float, end: float
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     every = [pair for s in streams for pair in pairwise(s.times) if begin < pair[1] <= end]
     later = [pair for s in streams for pair in pairwise(s.times[1:]) if begin < pair[1] <= end]
     started = [s for s in streams if s.times and begin < s.times[0] <= end]
@@ -319,7 +322,7 @@ def _load_rows(
     ]
 
 
-def _volume(streams: list[Completion], begin: float, end: float) -> dict[str, Any]:
+def _volume(streams: list[Completion], begin: float, end: float) -> Row:
     """Output of the streams; more than one token in an event means that somebody was slow."""
     counts = [
         count
@@ -336,10 +339,10 @@ def _volume(streams: list[Completion], begin: float, end: float) -> dict[str, An
 # ---- results
 
 
-def timing_row(work: str, metric: str, seconds: list[float]) -> dict[str, Any]:
+def timing_row(work: str, metric: str, seconds: list[float]) -> Row:
     """A row of a report: mean, percentiles and maximum in milliseconds; empty where nothing was
     seen."""
-    row: dict[str, Any] = {"work": work, "metric": metric, "count": len(seconds)}
+    row: Row = {"work": work, "metric": metric, "count": len(seconds)}
     values = np.array(seconds or [np.nan]) * 1e3
     statistics = {"mean_ms": values.mean(), "max_ms": values.max()}
     for name, percent in (("p50", 50), ("p95", 95), ("p99", 99), ("p99.9", 99.9)):
@@ -348,7 +351,7 @@ def timing_row(work: str, metric: str, seconds: list[float]) -> dict[str, Any]:
     return row | {name: round(float(statistics[name]), 3) if seconds else None for name in order}
 
 
-def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def show(rows: list[Row]) -> list[Row]:
     """Print rows, and hand them back."""
     for row in rows:
         numbers = [value for name, value in row.items() if name.endswith("_ms")]

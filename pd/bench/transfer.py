@@ -25,7 +25,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.bench.shapes import NAMES
 from pd.core.errors import PDError, SetupError, UsageError
@@ -33,8 +33,11 @@ from pd.core.errors import PDError, SetupError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
-    from pd.bench.transfer_spec import TransferSpec
+    from pd.bench.report import Row
+    from pd.bench.transfer_control import Control
+    from pd.bench.transfer_spec import Found, TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +63,15 @@ The decode host's own --device counts for its pool; everything else is said by t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``pd-bench transfer``."""
     parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
+    _add_work(parser)
+    _add_measurement(parser)
+    _add_hosts(parser)
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to move").add_argument
     add(
         "--backend",
         action="append",
@@ -75,63 +84,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=NAMES[0],
         metavar="NAME|DIR|FILE",
         help=f"whose KV to move: {', '.join(NAMES)}, a model directory or a config.json; "
-        f"several are separated by commas (default: {NAMES[0]})",
+        "several are separated by commas",
     )
     add(
         "--dtype",
         choices=("auto", "bfloat16", "float16", "float32"),
         default="auto",
-        help="of the KV (default: auto, the checkpoint's)",
+        help="dtype of the KV (default: %(default)s, the checkpoint's)",
     )
     add(
         "--page-size",
         default="16",
         metavar="N",
-        help="tokens of a page; several are separated by commas (default: 16)",
+        help="tokens of a page; several are separated by commas",
     )
-    add("--tokens", type=_positive, default=8192, help="of a room (default: 8192)")
+    add("--tokens", type=_positive, default=8192, help="tokens of a room")
     add(
         "--layout",
         choices=("scattered", "contiguous"),
         default="scattered",
-        help="how the pages lie, on both sides (default: scattered, anew for each room)",
+        help="how the pages lie, on both sides (default: %(default)s, anew for each room)",
     )
     add(
         "--device",
         default="cpu",
         metavar="P[,D]",
-        help="cpu, cuda or cuda:N of P's and D's pool; one name stands for both (default: cpu)",
+        help="cpu, cuda or cuda:N of P's and D's pool; one name stands for both",
     )
+
+
+def _add_measurement(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("measurement").add_argument
     add(
         "--connections",
         type=_positive,
         default=0,
-        help="of tcp, and of the plain sockets beside it (default: the backend's)",
+        help="connections of tcp, and of the plain sockets beside it (default: the backend's)",
     )
-    add("--repeats", type=_positive, default=7, help="timed transfers, at least (default: 7)")
+    add("--repeats", type=_positive, default=7, help="timed transfers, at least")
     add(
         "--seconds",
         type=_seconds,
         default=2.0,
-        help="go on for so long, with up to 100 transfers, if they are short (default: 2)",
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--listen", metavar="HOST:PORT", help="be the decode side for another host")
-    where.add_argument("--connect", metavar="HOST:PORT", help="the decode side, on another host")
-    add(
-        "--cluster-key-file",
-        type=Path,
-        metavar="FILE",
-        help="secret shared by both hosts; needed to leave this machine",
+        help="go on for so long, with up to 100 transfers, if they are short",
     )
     add(
         "--timeout",
         type=_positive,
         default=180,
         metavar="SECONDS",
-        help="end a measurement on this machine that takes longer (default: 180)",
+        help="end a measurement on this machine that takes longer",
     )
     add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("two hosts")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument("--listen", metavar="HOST:PORT", help="be the decode side for another host")
+    where.add_argument("--connect", metavar="HOST:PORT", help="the decode side, on another host")
+    group.add_argument(
+        "--cluster-key-file",
+        type=Path,
+        metavar="FILE",
+        help="secret shared by both hosts; needed to leave this machine",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -157,11 +174,13 @@ def run(args: argparse.Namespace) -> int:
     if args.listen:
         return _listen(args.listen, _devices(args.device)[1], key)
     specs = _specs(args)
+    from pd.bench.transfer_spec import row
+
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise UsageError(f"--output {args.output}: there is no such directory")
     if args.output is not None and args.output.is_dir():
         raise UsageError(f"--output {args.output} is a directory; name a file")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     devices: set[str] = set()
     failed = 0
     print(_COLUMNS, flush=True)
@@ -170,8 +189,8 @@ def run(args: argparse.Namespace) -> int:
             failed += 1
             print(f"pd-bench transfer: {spec}: {measured.message}", file=sys.stderr, flush=True)
             continue
-        rows.append(measured["row"])
-        devices.update(measured["devices"])
+        rows.append(row(measured))
+        devices.update(measured.devices)
         print(_line(rows[-1]), flush=True)
         if args.output is not None:
             _write(args, rows, sorted(devices))
@@ -180,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measurements(
     args: argparse.Namespace, specs: list[TransferSpec], key: bytes | None
-) -> Iterator[tuple[TransferSpec, dict[str, Any] | PDError]]:
+) -> Iterator[tuple[TransferSpec, Found | PDError]]:
     if not args.connect:
         for spec in specs:
             yield spec, _measure_here(spec, args.timeout)
@@ -195,19 +214,17 @@ def _measurements(
         control.close()
 
 
-def _measure(spec: TransferSpec, control: Any, key: bytes | None) -> dict[str, Any] | PDError:
+def _measure(spec: TransferSpec, control: Control, key: bytes | None) -> Found | PDError:
     from pd.bench.transfer_ends import SourceEnd
-    from pd.bench.transfer_spec import row
 
     try:
-        found = SourceEnd(spec, control, key).measure(_progress)
+        return SourceEnd(spec, control, key).measure(_progress)
     except PDError as error:
         return error
     except Exception as error:
         # Whatever a library raises when the other end dies, or there is no memory.
         logger.debug("failed", exc_info=True)
         return SetupError(f"{type(error).__name__}: {error}")
-    return {"row": row(found), "devices": found.devices}
 
 
 def _progress(line: str) -> None:
@@ -217,8 +234,10 @@ def _progress(line: str) -> None:
 # ---- two processes of this machine
 
 
-def _measure_here(spec: TransferSpec, timeout: float) -> dict[str, Any] | PDError:
-    """In two processes of its own, so that no library disturbs the next measurement."""
+def _measure_here(spec: TransferSpec, timeout: float) -> Found | PDError:
+    """Measure in two new processes, so that no library disturbs the next measurement."""
+    from pd.bench.transfer_spec import Found
+
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     decode = context.Process(target=_decode_process, args=(far, spec.target_device), daemon=True)
@@ -231,8 +250,9 @@ def _measure_here(spec: TransferSpec, timeout: float) -> dict[str, Any] | PDErro
         prefill = context.Process(target=_prefill_process, args=(far, spec, port), daemon=True)
         prefill.start()
         processes.append(prefill)
-        answer: dict[str, Any] | PDError = _answer(near, prefill, timeout)
-        return answer
+        found = _answer(near, prefill, timeout)
+        assert isinstance(found, Found | PDError)
+        return found
     except BaseException:
         for process in processes:
             process.kill()
@@ -246,11 +266,12 @@ def _measure_here(spec: TransferSpec, timeout: float) -> dict[str, Any] | PDErro
                 process.join()
 
 
-def _answer(pipe: Connection, process: Any, timeout: float) -> Any:
+def _answer(pipe: Connection, process: BaseProcess, timeout: float) -> object:
     """What a process reports, or why it did not."""
     ready = multiprocessing.connection.wait([pipe, process.sentinel], timeout)
     if pipe.poll():
-        return pipe.recv()
+        reported: object = pipe.recv()
+        return reported
     if not ready:
         process.kill()
         return SetupError(f"it took longer than {timeout:g} s")
@@ -364,7 +385,7 @@ def _devices(text: str) -> tuple[str, str]:
     return names[0], names[-1]
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     return (
         f"{row['backend']:9} {row['device']:13} {row['model']:13.13} {row['page_size']:4} "
         f"{row['tokens']:7} {row['layout']:10} {row['gb_s']:8.2f} {row['best_gb_s']:8.2f} "
@@ -373,7 +394,7 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _write(args: argparse.Namespace, rows: list[dict[str, Any]], devices: list[str]) -> None:
+def _write(args: argparse.Namespace, rows: list[Row], devices: list[str]) -> None:
     from pd.bench.report import write_report
 
     write_report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pd.bench.transfer_control import Control
     from pd.bench.transfer_spec import TransferSpec
     from pd.engine.kv_pool import KVPool
+
+T = TypeVar("T")
 
 # Sockets are fastest while a call's bytes stay in the cache.
 SOCKET_CALL = 512 << 10
@@ -46,11 +48,11 @@ def share_out(
     return [(memory[cuts[n] : cuts[n + 1]], size) for n, size in enumerate(sizes)]
 
 
-def in_threads(work: Callable[[Any], None], items: list[Any]) -> None:
+def in_threads(work: Callable[[T], None], items: list[T]) -> None:
     """One thread each; raises what the first of them raised."""
     errors: list[OSError] = []
 
-    def run(item: Any) -> None:
+    def run(item: T) -> None:
         try:
             work(item)
         except OSError as error:

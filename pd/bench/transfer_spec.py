@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from pd.bench.shapes import NAMES, model_directory
 from pd.core.errors import UsageError
 from pd.core.node_info import KVLayout
+
+if TYPE_CHECKING:
+    from pd.bench.report import Row
 
 DTYPES = ("bfloat16", "float16", "float32")
 Layout = Literal["scattered", "contiguous"]
@@ -118,7 +121,7 @@ class Found(msgspec.Struct):
     devices: list[str]
 
 
-def row(found: Found) -> dict[str, Any]:
+def row(found: Found) -> Row:
     """The measurement as it goes into the result file."""
     spec = found.spec
     gb_s, ceiling = median(found.rates), median(found.ceiling_rates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd.commands import parser as types
 from pd.core.errors import SetupError
@@ -88,7 +88,7 @@ def _instance_id(client: httpx.Client) -> str:
 
 def _ask(
     client: httpx.Client, action: Action, key: bytes | None, instance_id: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The node's answer. Raises SetupError for a refusal and for an answer without proof."""
     from pd.core.signed_requests import SIGNATURE_HEADER, check_reply, signed_headers
 

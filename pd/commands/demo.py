@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd.commands import parser as types
 from pd.commands.proxy import API_KEY_VARIABLE
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator
     from types import FrameType
+
+    import httpx
 
     from pd.commands.processes import Child, Children
 
@@ -137,7 +139,7 @@ class StreamedAnswer:
 
     first_token: float = 0.0
     total: float = 0.0
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, int] = field(default_factory=dict)
 
 
 def ask(url: str, prompt: str, *, show: bool = True) -> StreamedAnswer:
@@ -175,9 +177,8 @@ def _headers() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _read(response: Any) -> str:
-    text: str = response.read().decode(errors="replace")
-    return text
+def _read(response: httpx.Response) -> str:
+    return response.read().decode(errors="replace")
 
 
 def _read_stream(lines: Iterable[str], answer: StreamedAnswer, began: float) -> Iterator[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable
+
+    from _typeshed import DataclassInstance
 
 
 class ConfigFlags:
@@ -17,7 +19,7 @@ class ConfigFlags:
         config: a dataclass; flags that none of its fields is named after are None when not given.
     """
 
-    def __init__(self, parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    def __init__(self, parser: argparse.ArgumentParser, config: type[DataclassInstance]) -> None:
         self._parser = parser
         self._fields = {field.name: field for field in dataclasses.fields(config)}
         self._group: argparse._ArgumentGroup = parser.add_argument_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -48,7 +48,7 @@ def _config_path(arguments: list[str]) -> Path | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[object, object]:
     try:
         settings = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
@@ -71,7 +71,7 @@ def _flag(parser: Parser, key: str, path: Path) -> str:
     return flag
 
 
-def _as_arguments(action: argparse.Action, flag: str, value: Any, path: Path) -> list[str]:
+def _as_arguments(action: argparse.Action, flag: str, value: object, path: Path) -> list[str]:
     if value is None:
         return []
     if isinstance(action, argparse._StoreTrueAction):

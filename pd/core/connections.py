@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -26,7 +26,7 @@ from pd.core.seldom import Seldom
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._seldom = Seldom(log)
         # Accepted, but their protocol does not know of it yet.
-        self._connecting: set[asyncio.Task[Any]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         self._open: set[GuardedProtocol] = set()
         # Without a request, the oldest first: those that never had one, and the others.
         self._new: dict[GuardedProtocol, None] = {}
@@ -267,7 +267,7 @@ class GuardedServer(uvicorn.Server):
         config.timeout_keep_alive = limits.keep_alive_seconds
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Any:
+    def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

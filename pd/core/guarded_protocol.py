@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -23,6 +23,10 @@ from pd.core.errors import (
 
 if TYPE_CHECKING:
     import asyncio
+
+    import uvicorn
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn.server import ServerState
 
     from pd.core.connections import Listener
 
@@ -53,8 +57,14 @@ logging.getLogger("uvicorn.error").addFilter(_OneWarningASecond())
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with limits."""
 
-    def __init__(self, listener: Listener, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        listener: Listener,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+    ) -> None:
+        super().__init__(config, server_state, app_state)
         self._listener = listener
         self._limits = listener.limits
         # Bytes of the present request line and headers.
@@ -216,11 +226,11 @@ def refusal(status: int, reason: str, message: str) -> bytes:
 class _Unavailable:
     """Answers 503 to all but some paths."""
 
-    def __init__(self, open_paths: frozenset[str], app: Any) -> None:
+    def __init__(self, open_paths: frozenset[str], app: ASGIApp) -> None:
         self._open_paths = open_paths
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -105,7 +105,7 @@ def choose_transfer(prefill: NodeInfo, decode: NodeInfo) -> str:
 def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
     """Raise HandshakeError naming both values of the first thing that cannot be converted."""
     choose_transfer(prefill, decode)
-    pairs: list[tuple[str, Any, Any]] = [
+    pairs: list[tuple[str, object, object]] = [
         ("model", prefill.model_id, decode.model_id),
         ("--kv-digest", prefill.kv_digest, decode.kv_digest),
         (SAMPLING_DEFAULTS, str(prefill.sampling_defaults), str(decode.sampling_defaults)),
