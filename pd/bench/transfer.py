@@ -18,26 +18,27 @@ import contextlib
 import ctypes
 import json
 import logging
-import math
 import multiprocessing
 import multiprocessing.connection
 import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd.bench.shapes import NAMES
+from pd.bench.transfer_flags import add_arguments, positive
 from pd.core.errors import PDError, SetupError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
+    from pathlib import Path
 
     from pd.bench.report import Row
     from pd.bench.transfer_control import Control
     from pd.bench.transfer_spec import Found, TransferSpec
+
+__all__ = ["add_arguments", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,121 +48,6 @@ _COLUMNS = (
     f"{'backend':9} {'device':13} {'model':13} {'page':>4} {'tokens':>7} {'layout':10} "
     f"{'GB/s':>8} {'best':>8} {'ceiling':>8} {'best':>8} {'share':>6}  ceiling is"
 )
-
-EXAMPLES = """\
-examples:
-  pd-bench transfer                                   # tcp on this machine's CPU, Llama-3.1-8B
-  pd-bench transfer --backend tcp,nixl --model llama-3.1-8b,embedded --output transfer.json
-  pd-bench transfer --backend nvlink,nixl --device cuda:0,cuda:1
-  pd-bench transfer --model ~/models/Qwen3-8B --page-size 64 --layout contiguous
-
-on two hosts, with the same key file on both:
-  decode host:   pd-bench transfer --listen 10.0.0.2:7000 --cluster-key-file cluster.key
-  prefill host:  pd-bench transfer --connect 10.0.0.2:7000 --cluster-key-file cluster.key
-The decode host's own --device counts for its pool; everything else is said by the prefill host.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``pd-bench transfer``."""
-    parser.epilog = EXAMPLES
-    _add_work(parser)
-    _add_measurement(parser)
-    _add_hosts(parser)
-
-
-def _add_work(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what to move").add_argument
-    add(
-        "--backend",
-        action="append",
-        metavar="NAME",
-        help="tcp, nixl, mooncake, nvlink, fake, or the backend of another package; repeat it or "
-        "separate by commas (default: tcp)",
-    )
-    add(
-        "--model",
-        default=NAMES[0],
-        metavar="NAME|DIR|FILE",
-        help=f"whose KV to move: {', '.join(NAMES)}, a model directory or a config.json; "
-        "several are separated by commas",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        default="auto",
-        help="dtype of the KV (default: %(default)s, the checkpoint's)",
-    )
-    add(
-        "--page-size",
-        default="16",
-        metavar="N",
-        help="tokens of a page; several are separated by commas",
-    )
-    add("--tokens", type=_positive, default=8192, help="tokens of a room")
-    add(
-        "--layout",
-        choices=("scattered", "contiguous"),
-        default="scattered",
-        help="how the pages lie, on both sides (default: %(default)s, anew for each room)",
-    )
-    add(
-        "--device",
-        default="cpu",
-        metavar="P[,D]",
-        help="cpu, cuda or cuda:N of P's and D's pool; one name stands for both",
-    )
-
-
-def _add_measurement(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("measurement").add_argument
-    add(
-        "--connections",
-        type=_positive,
-        default=0,
-        help="connections of tcp, and of the plain sockets beside it (default: the backend's)",
-    )
-    add("--repeats", type=_positive, default=7, help="timed transfers, at least")
-    add(
-        "--seconds",
-        type=_seconds,
-        default=2.0,
-        help="go on for so long, with up to 100 transfers, if they are short",
-    )
-    add(
-        "--timeout",
-        type=_positive,
-        default=180,
-        metavar="SECONDS",
-        help="end a measurement on this machine that takes longer",
-    )
-    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("two hosts")
-    where = group.add_mutually_exclusive_group()
-    where.add_argument("--listen", metavar="HOST:PORT", help="be the decode side for another host")
-    where.add_argument("--connect", metavar="HOST:PORT", help="the decode side, on another host")
-    group.add_argument(
-        "--cluster-key-file",
-        type=Path,
-        metavar="FILE",
-        help="secret shared by both hosts; needed to leave this machine",
-    )
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return seconds
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -370,7 +256,7 @@ def _specs(args: argparse.Namespace) -> list[TransferSpec]:
 
 def _page_sizes(text: str) -> list[int]:
     try:
-        return [_positive(part) for part in text.split(",")]
+        return [positive(part) for part in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"--page-size {error}") from None
 
