@@ -86,7 +86,7 @@ def _group(ranks: int) -> list[dict[str, Any]]:
 
 
 def _measure(rendezvous: str, ranks: int, rank: int) -> None:
-    """Ends the process."""
+    """Measure as one rank, then end the process."""
     peer_memory._MAX_BYTES = ranks * SIZES[-1]
     group = ProcessGroup(rank, ranks, rendezvous, torch.device("cuda", rank))
     peers = group._peers
@@ -98,7 +98,7 @@ def _measure(rendezvous: str, ranks: int, rank: int) -> None:
         if rank == 0:
             print(json.dumps(row), flush=True)
     torch.cuda.synchronize()
-    os._exit(0)  # as workers end: whoever is still connected must not wait
+    os._exit(0)  # as workers end: ranks that are still connected must not wait
 
 
 def _sum_seconds(group: ProcessGroup, size: int) -> float:

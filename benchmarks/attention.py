@@ -140,7 +140,7 @@ class Bench:
     def _plan(
         self, backend: AttentionBackend, step: Step, batch: AttentionBatch
     ) -> tuple[PlannedAttention, Callable[[], None]]:
-        """What attends, planned, and how it is planned again."""
+        """A planned backend, and a function that plans it again."""
         graph = None
         if step.is_decode:
             longest = int(batch.starts.max()) + 1

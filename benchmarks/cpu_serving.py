@@ -157,7 +157,7 @@ def make_model(directory: Path) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """What ran this."""
+    """Description of this machine."""
     names = [
         n for n in Path("/proc/cpuinfo").read_text().splitlines() if n.startswith("model name")
     ]

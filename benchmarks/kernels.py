@@ -67,12 +67,12 @@ def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def repeats(num_bytes: int, most: int = 64) -> int:
-    """How many distinct copies of so much memory are used."""
+    """Number of distinct copies that are made of ``num_bytes`` of memory."""
     return max(2, min(most, DISTINCT_BYTES // num_bytes))
 
 
 def microseconds(calls: list[Callable[[], Any]]) -> float:
-    """Of one call: the median of seven replays of a graph of all."""
+    """Device time of one call: the median of seven replays of a graph of all."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize(DEVICE)
@@ -168,7 +168,7 @@ def prompts() -> Iterator[Case]:
 
 
 def mixtures() -> Iterator[Case]:
-    """Qwen3-30B-A3B's, 48 layers of which four here."""
+    """Mixtures of experts of Qwen3-30B-A3B, four of its 48 layers."""
     experts, hidden, size, top_k = 128, 2048, 768, 8
     layers = [
         (draw(experts, 2 * size, hidden, scale=0.02), draw(experts, hidden, size, scale=0.03))

@@ -44,7 +44,7 @@ SECONDS = 60.0
 
 
 class Agent:
-    """NIXL's, with memory of its own registered."""
+    """A NIXL agent with memory of its own registered."""
 
     def __init__(self, name: str, device: str, num_bytes: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -59,19 +59,19 @@ class Agent:
         self._registered = self.nixl.register_memory([(address, num_bytes, index, "")], self.kind)
 
     def close(self) -> None:
-        """Before the memory goes."""
+        """Deregister; must be called before the memory is freed."""
         self.nixl.deregister_memory(self._registered)
         del self.nixl
 
     def blocks(self, place: tuple[int, int], kind: str, size: int, rng: Any) -> Any:
-        """All of the memory there, in random order."""
+        """All blocks of the remote memory, in random order."""
         address, index = place
         offsets = rng.permutation(self.memory.numel() // size) * size
         return self.nixl.get_xfer_descs([(address + int(o), size, index) for o in offsets], kind)
 
 
 def target(device: str, num_bytes: int, pipe: Connection) -> None:
-    """Says where its memory is, and of each write that it is over."""
+    """Receiving process: names its memory, and reports the end of each write."""
     agent = Agent("D", device, num_bytes)
     pipe.send((agent.nixl.get_agent_metadata(), agent.place, agent.kind))
     while pipe.recv() is not None:

@@ -43,7 +43,7 @@ POLL_SECONDS, IDLE_SECONDS, LIMIT_SECONDS = 200e-6, 2.0, 30.0
 
 
 class Agent:
-    """NIXL's, with LARGE bytes registered."""
+    """A NIXL agent with LARGE bytes registered."""
 
     def __init__(self, name: str, way: str) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -55,20 +55,20 @@ class Agent:
         self._registered = self.nixl.register_memory([(self.address, LARGE, 0, "")], "DRAM")
 
     def close(self) -> None:
-        """Before the memory goes."""
+        """Deregister; must be called before the memory is freed."""
         self.nixl.deregister_memory(self._registered)
         del self.nixl
 
 
 def target(way: str, pipe: Connection, notes: socket.socket) -> None:
-    """D: says what being idle took, then when it knew of each write."""
+    """Decode side: reports what being idle took, then when it noticed each write."""
     agent = Agent("D", way)
     pipe.send((agent.nixl.get_agent_metadata(), agent.address))
 
     connected = False
 
     def wait(until: float) -> bool:
-        """Whether something came, in the process's own way of waiting."""
+        """Wait for a notification in the way that is measured; returns whether one came."""
         nonlocal connected
         if way == "note":
             while not connected and time.perf_counter() < until:
@@ -105,7 +105,7 @@ def measure(way: str, count: int, pipe: Connection, notes: socket.socket) -> dic
     message = b"" if way == "note" else b"arrived"
 
     def write(size: int) -> float:
-        """Seconds until D knows."""
+        """Write once; returns the seconds until the decode side notices."""
         places = ([(agent.address, size, 0)], [(address, size, 0)])
         ours, theirs = (agent.nixl.get_xfer_descs(place, "DRAM") for place in places)
         handle = agent.nixl.initialize_xfer("WRITE", ours, theirs, peer, message)

@@ -79,7 +79,7 @@ WAYS = {
 
 
 class Store:
-    """In the place of a backend's sender: a store for each block."""
+    """A sender in place of a backend's, which launches a store for each block."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Store:
 
 
 class Prefill:
-    """Passes of prompts, and what they took."""
+    """Runs forward passes of prompts and measures them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._tokens, self._chunk = args.tokens, args.chunk

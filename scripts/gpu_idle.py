@@ -45,8 +45,11 @@ class Span:
 
 
 def read_trace(path: Path) -> tuple[list[Span], dict[str, Any]]:
-    """Spans by their begin, and what ``pd-bench engine`` wrote of the steps (empty if others wrote
-    the trace). Ends the program for a file without GPU work or with that of several GPUs."""
+    """Read spans, ordered by their begin, and what ``pd-bench engine`` wrote about the steps.
+
+    The latter is empty for traces of other programs. Ends the program for a file without GPU work,
+    or with that of several GPUs.
+    """
     data = path.read_bytes()
     trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     events = [e for e in trace["traceEvents"] if e.get("cat") in CATEGORIES and "dur" in e]
@@ -58,7 +61,7 @@ def read_trace(path: Path) -> tuple[list[Span], dict[str, Any]]:
 
 
 def gaps(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """When nothing ran, between the first begin and the last end, microseconds."""
+    """Intervals in which nothing ran, between the first begin and the last end, microseconds."""
     found = []
     reached: float | None = None
     for span in spans:
@@ -114,7 +117,7 @@ def summarize(spans: list[Span], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_name(spans: list[Span], count: int) -> list[dict[str, Any]]:
-    """What took most of the time."""
+    """Names of the spans that took most of the time."""
     times: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         times[span.name].append(span.end - span.begin)

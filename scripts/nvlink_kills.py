@@ -46,7 +46,7 @@ VOCAB_SIZE = 512
 OUTPUT_TOKENS = 2
 # KV heads, layers, width and hidden size, context.
 SHAPES = {"8b": (8, 32, 128, 256, 40960), "tiny": (2, 2, 8, 32, 2048)}
-# Of the cache of the decode node: what the prefill node's holds, and the prompts of the clients.
+# Sizes relative to the decode node's cache: the prefill node's cache, and all prompts together.
 _PREFILL_POOL, _PROMPTS = 1.2, 1.1
 _UNMAPPED = re.compile(
     r"^([0-9-]+ [0-9:]+,[0-9]+) .*unmapped the pool of \S+ after ([0-9.]+) s; "
@@ -107,7 +107,7 @@ def ask(client: httpx.Client, body: bytes) -> str | None:
 
 
 class Load:
-    """Clients that go round the prompts all the time, whatever happens to their requests."""
+    """Clients that send the prompts in turn all the time, whatever happens to their requests."""
 
     def __init__(self, client: httpx.Client, clients: int, bodies: list[bytes]) -> None:
         self._client = client
@@ -140,7 +140,7 @@ class Load:
 
 @dataclass
 class Unmapped:
-    """What the prefill node says of the end of one mapping.
+    """The prefill node's log line about the end of one mapping.
 
     Attributes:
         noticed: when it was to end, seconds since the epoch.
@@ -169,7 +169,7 @@ class Trial:
         self.kills: list[dict[str, Any]] = []
 
     def start(self) -> None:
-        """The processes, until they can serve."""
+        """Start the processes and wait until they can serve."""
         args = self._args
         model = write_model(args.shape, self._directory / "model")
         flags = ["--model", str(model), "--load-format", "dummy"]
@@ -215,7 +215,7 @@ class Trial:
         print(f"requests: {load.succeeded} succeeded, {load.failed} lost with a decode node")
 
     def hits(self) -> int:
-        """How many kills hit a store under way; where no log tells of stores, all."""
+        """Number of kills that hit a store under way; all of them where no log names stores."""
         return sum(kill.get("stores", 1) > 0 for kill in self.kills)
 
     def _kill(self, number: int, load: Load) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Trial:
                 assert waited < 10, "no prompt was handed over"
 
     def _succeeds(self) -> None:
-        """A request does, within a few tries: the proxy may have to find the node again."""
+        """Send requests until one succeeds: the proxy may have to find the node again."""
         errors: list[str | None] = []
 
         def answered() -> bool:
@@ -280,7 +280,7 @@ class Trial:
         wait_until(answered, 30, lambda: errors[-1])
 
     def unmapped(self) -> list[Unmapped]:
-        """The mappings that the prefill node has given up, in their order."""
+        """The mappings that the prefill node has closed, in their order."""
         found = []
         for at, *numbers in _UNMAPPED.findall((self._directory / "prefill.log").read_text()):
             written = datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp()
@@ -320,7 +320,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def commit() -> str:
-    """Of the working tree; given by PD_COMMIT where there is no repository."""
+    """Commit of the working tree; PD_COMMIT names it where there is no repository."""
     if "PD_COMMIT" in os.environ:
         return os.environ["PD_COMMIT"]
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
@@ -328,7 +328,7 @@ def commit() -> str:
 
 
 def gpus() -> list[str]:
-    """Name and driver of each."""
+    """Name and driver of each GPU."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -71,7 +71,7 @@ class Deployments:
         self._children = Children(logs)
 
     def start(self) -> list[System]:
-        """All of them, until they can serve. Raises SetupError."""
+        """Start all processes and wait until they can serve. Raises SetupError."""
         systems = [self._start_nodes(name) for name in self._args.systems]
         self._wait([node for system in systems for node in system.nodes])
         for system in systems:
@@ -135,7 +135,7 @@ class Measurement:
         self.rows: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
-        """Everything; what is known of the load besides its rows. Raises PDError."""
+        """Measure everything; returns facts about the load besides its rows. Raises PDError."""
         args = self._args
         for length in args.unloaded:
             self._unloaded(length)
@@ -201,7 +201,7 @@ def totals(node: Child | None) -> dict[str, float]:
 
 
 def _node_rows(work: str, prompts: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """From what the prefill node's metrics grew by with each prompt."""
+    """Rows of the growth of the prefill node's metrics with each prompt."""
     kinds = {
         'pd_stage_seconds_sum{stage="prefill"}': "prefill, as the node says",
         "pd_transfer_exposed_seconds_sum": "transfer that the second token waits for",
@@ -220,7 +220,7 @@ def _node_rows(work: str, prompts: list[dict[str, float]]) -> list[dict[str, Any
 
 
 def reference(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What vLLM did with the same load on the same machine, if this is what it was measured on."""
+    """Results of vLLM with the same load, if it was measured on this machine."""
     known = json.loads(REFERENCE.read_text())
     alike = args.model == known["model"] and args.load in (None, Load())
     return [dict(row) for row in known["serve"]] if alike else []

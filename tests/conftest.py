@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """Of everything random in a test run: PD_TEST_SEED, or a new one that is printed."""
+    """Seed of everything random in a test run: PD_TEST_SEED, or a new one that is printed."""
     chosen = int(os.environ.get("PD_TEST_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"\nPD_TEST_SEED={chosen}")
     return chosen
@@ -69,7 +69,7 @@ def seed() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def two_tcp_connections() -> None:
-    """In this process, as on machines with more than two cores, whatever this one has."""
+    """Links of this process open two connections, as on machines with more than two cores."""
     from pd.transfer.tcp.manager import TcpManager
 
     TcpManager.__init__.__kwdefaults__["connections"] = 2
@@ -86,7 +86,7 @@ def settings_of_libraries_stay_here() -> Iterator[None]:
 
 @pytest.fixture
 def unstarved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits on progress as on an idle machine, whatever else this one does."""
+    """Limits on progress are those of an idle machine, whatever else runs on this one."""
     from pd.core.starvation import RUN_DELAY
 
     monkeypatch.setattr(RUN_DELAY, "growth", lambda since: 0.0)

@@ -144,7 +144,7 @@ def main() -> int:
 
 
 def _commit() -> str:
-    """Of the working tree; given by PD_COMMIT where there is no repository."""
+    """Commit of the working tree; PD_COMMIT names it where there is no repository."""
     if "PD_COMMIT" in os.environ:
         return os.environ["PD_COMMIT"]
     command = ["git", "-C", str(_HERE), "rev-parse", "HEAD"]
@@ -152,7 +152,7 @@ def _commit() -> str:
 
 
 def _write(args: argparse.Namespace, model: str, commit: str, rows: list[dict[str, Any]]) -> None:
-    """A file of which scripts/render_benchmarks.py makes a section."""
+    """Write a result file, of which scripts/render_benchmarks.py makes a section."""
     settings = {"model": model, "server": args.server, "concurrency": args.concurrency}
     report = {
         "benchmark": "evaluate_model",

@@ -103,7 +103,7 @@ class Run:
         report.write(self._found, self.args.report)
 
     def report(self) -> None:
-        """Nothing but what every stage ends with."""
+        """Nothing is left to do: every stage ends with writing the report."""
 
     def model(self) -> None:
         from embedded import export, vocabulary

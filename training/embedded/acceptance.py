@@ -1,4 +1,4 @@
-"""Acceptance length of the drafters, computed from what the embedded model said.
+"""Acceptance length of the drafters, computed from answers of the embedded model.
 
 With greedy verification the output is the model's own whatever is drafted, so no decoding is
 needed: fed with the model's answer, a drafter accepts token by token while its guess is the next
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def draft_matches(draft: Qwen3, result: Result, dtype: torch.dtype, depth: int) -> list[list[bool]]:
-    """By depth, whether the draft model guesses each token of the output from those before it.
+    """For each depth, whether the draft model guesses each output token from those before it.
 
     What it guesses does not depend on the depth: a guess counts only while all before were right.
     """
@@ -36,7 +36,7 @@ def draft_matches(draft: Qwen3, result: Result, dtype: torch.dtype, depth: int) 
 def eagle_matches(
     head: Eagle, model: Qwen3, result: Result, dtype: torch.dtype, depth: int
 ) -> list[list[bool]]:
-    """By depth, whether the head guesses each token of the output.
+    """For each depth, whether the head guesses each token of the output.
 
     At depth ``d`` the model's hidden states are known up to ``d + 2`` tokens before the guess.
     """

@@ -33,7 +33,7 @@ _OTHER_SKILLS = 0.1
 
 @dataclass
 class _Rows:
-    """What all lines and questions of a conversation have in common, by row.
+    """Properties that all lines and questions of a conversation share, by row.
 
     Attributes:
         needles: first template of its needles; a mixture of all where it is -1.
@@ -261,7 +261,7 @@ class BatchMaker:
         )
 
     def _heads(self, common: _Rows, rng: np.random.Generator) -> Ragged:
-        """What comes before the lines."""
+        """Text that stands before the lines."""
         in_system = common.layout == _IN_SYSTEM
         prompts = self._system_prompts(~in_system & (rng.random(common.count) < 0.2), rng)
         # Every line begins with a line break, so the last one here is left out.

@@ -127,7 +127,7 @@ def train(
     compiled: bool,
     log: Callable[[Progress], None],
 ) -> None:
-    """Train the head to draft what ``model`` would say, which stays as it is."""
+    """Train the head to draft the answers of ``model``, which is not changed."""
     device = model.norm.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels = Kernels.compiled() if compiled else Kernels()

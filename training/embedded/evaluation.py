@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """What the model said last to one example.
+    """The model's last answer to one example.
 
     Attributes:
         prompt, output: token ids of the last turn.

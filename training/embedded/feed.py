@@ -24,7 +24,7 @@ _maker: BatchMaker | None = None
 
 
 class Plan(NamedTuple):
-    """What batch to make; ``recall`` is the share of rows with lines to be recalled."""
+    """One batch to be made; ``recall`` is the share of rows with lines to be recalled."""
 
     seed: int
     step: int

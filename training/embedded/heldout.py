@@ -44,7 +44,7 @@ class Example:
 
 
 def is_right(example: Example, answer: str) -> bool:
-    """Exact, but for white space around it."""
+    """Whether the answer is exactly the expected one, but for white space around it."""
     return answer.strip() == example.turns[-1].answer
 
 

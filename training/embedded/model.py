@@ -1,4 +1,4 @@
-"""Qwen3 in plain PyTorch: what is trained, and what the shipped files are measured with.
+"""Qwen3 in plain PyTorch: the model that is trained, and that measures the shipped files.
 
 Weights of all layers are stacked by kind, so that the optimizer treats them as one tensor. The two
 functions around attention see tokens as one flat list: compiled once, they serve every layer and
@@ -40,7 +40,7 @@ EAGLE = Shape(vocab=0, hidden=256, layers=1, heads=4, kv_heads=2, mlp=512)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, in float32."""
+    """RMS normalization over the last dimension, in float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
     return (wide * scale).to(x.dtype) * weight.to(x.dtype)

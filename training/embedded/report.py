@@ -1,4 +1,4 @@
-"""docs/embedded-model.md from the numbers that training and measuring left behind."""
+"""Writes docs/embedded-model.md from the numbers that training and measuring recorded."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Message(NamedTuple):
 
 
 def render(messages: list[Message], *, generate: bool = True) -> str:
-    """What the chat template makes of messages; ends where the assistant's answer begins."""
+    """Messages as the chat template renders them; ends where the assistant's answer begins."""
     text = "".join(f"{TURN_START}{m.role}\n{m.content}{TURN_END}\n" for m in messages)
     return f"{text}{TURN_START}assistant\n" if generate else text
 

@@ -48,7 +48,7 @@ _RECALL = {288: 0.45, 576: 0.7, 1152: 0.95, 2304: 1.0, 4608: 1.0}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a training run, but the data's generators.
+    """Settings that decide a training run, except the generators of its data.
 
     Attributes:
         tokens: per step; a multiple of every length in use.
