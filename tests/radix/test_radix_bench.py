@@ -78,6 +78,7 @@ def missed_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(radix, "BAR_PROMPT_TOKENS", 1024)
     monkeypatch.setattr(radix, "MATCH_BAR_US", 0.0)
+    monkeypatch.setattr(radix, "INSERT_BAR_US", float("inf"))
 
 
 def test_exit_status_tells_of_a_missed_bar(
