@@ -167,7 +167,7 @@ LIMITS = {
     "pd/commands/node.py": ["Python's default of 5 ms"],
     "pd/transfer/staged/nixl.py": [
         "A write to a killed peer ends with an error within 50 ms",
-        "a slot costs P 0.3 ms of Python",
+        "a buffer costs P 0.3 ms of Python",
         "the link needs 0.45 ms for 128 MiB",
         "each later one takes 10 to 30 ms",
     ],

@@ -1,4 +1,4 @@
-"""nixl with pools in GPU memory: slots on the device and slots in pinned host memory."""
+"""nixl with pools in GPU memory: buffers on the device and buffers in pinned host memory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def pool_on(device: str, slots: int, page_size: int, fill: float | None = None) 
     return Pool(pool.buffer.to(device), pool.layout)
 
 
-@pytest.fixture(params=["device slots", "pinned slots", "gpu to host", "host to gpu"])
+@pytest.fixture(params=["device buffers", "pinned buffers", "gpu to host", "host to gpu"])
 def pair(request, monkeypatch):
     last = f"cuda:{torch.cuda.device_count() - 1}"
     devices = {"gpu to host": ("cuda:0", "cpu"), "host to gpu": ("cpu", last)}
     here, there = devices.get(request.param, ("cuda:0", last))
-    if request.param != "device slots":
+    if request.param != "device buffers":
         monkeypatch.setattr(nixl, "_can_share_device_memory", lambda: False)
     source, target = pool_on(here, 8192, 16), pool_on(there, 8192, 4, -1.0)
-    p, d = NixlManager(source, "P", slot_bytes=4 << 20), NixlManager(target, "D")
+    p, d = NixlManager(source, "P", buffer_bytes=4 << 20), NixlManager(target, "D")
     introduce(p, "P", d, "D", source)
     yield source, target, p, d
     p.close()

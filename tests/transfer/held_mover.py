@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class HeldTarget(Target):
-    """Knows where its slots are, as long as they are registered."""
+    """Knows where its buffers are, as long as they are registered."""
 
-    def __init__(self, mover: HeldMover, slots: torch.Tensor, peer: str) -> None:
-        self.slots, self.peer, self._mover = slots, peer, mover
+    def __init__(self, mover: HeldMover, buffers: torch.Tensor, peer: str) -> None:
+        self.buffers, self.peer, self._mover = buffers, peer, mover
         self.closed = False
         self.progressed = 0
 
     @property
     def description(self) -> bytes:
-        return msgspec.msgpack.encode((self.slots.data_ptr(), *self.slots.shape))
+        return msgspec.msgpack.encode((self.buffers.data_ptr(), *self.buffers.shape))
 
     def progress(self) -> None:
         self.progressed += 1
@@ -42,17 +42,17 @@ class HeldPath(Path):
     poll_seconds = 0.001
     needs_peer = True
 
-    def __init__(self, mover: HeldMover, slots: torch.Tensor, description: bytes) -> None:
-        self.slots, self._mover = slots, mover
+    def __init__(self, mover: HeldMover, buffers: torch.Tensor, description: bytes) -> None:
+        self.buffers, self._mover = buffers, mover
         self.address, count, size = msgspec.msgpack.decode(description)
-        if (count, size) != slots.shape:
-            raise MoverError("slots of another shape")
+        if (count, size) != buffers.shape:
+            raise MoverError("buffers of another shape")
         self.flying: dict[int, tuple[int, int]] = {}
         self.closed = False
 
     def write(self, source: int, target: int, num_bytes: int) -> None:
-        assert target not in self.flying, "a slot is written twice"
-        assert source not in [source for source, _ in self.flying.values()], "a slot is sent twice"
+        assert target not in self.flying, "written twice"
+        assert source not in [source for source, _ in self.flying.values()], "sent twice"
         self.flying[target] = (source, num_bytes)
         self._mover.written.append((target, num_bytes))
         self._mover.sources.append(source)
@@ -72,15 +72,15 @@ class HeldPath(Path):
         source, num_bytes = self.flying.pop(target)
         if self._mover.error:
             return Written(target, self._mover.error)
-        size = self.slots.shape[1]
-        here = self.slots.data_ptr() + source * size
+        size = self.buffers.shape[1]
+        here = self.buffers.data_ptr() + source * size
         ctypes.memmove(self.address + target * size, here, num_bytes)
         return Written(target)
 
 
 class HeldMover(Mover):
     """``held``: writes do not end. ``error``: they end with this. ``written``: all that began, to
-    which slot and how many bytes; ``sources``: from which. ``slow``: seconds that each step of a
+    which buffer and how many bytes; ``sources``: from which. ``slow``: seconds that each step of a
     link's opening takes. ``refuses``: why neither end of a link can be made, for good if
     ``lasting``; ``refused``: how often. ``prepared``: how many links."""
 
@@ -110,16 +110,16 @@ class HeldMover(Mover):
                 self.refused += 1
             raise MoverError(self.refuses, lasting=self.lasting)
 
-    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
+    def target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
         self._refuse()
         time.sleep(self.slow)
-        self.targets.append(HeldTarget(self, slots, peer))
+        self.targets.append(HeldTarget(self, buffers, peer))
         return self.targets[-1]
 
     def path(
-        self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
+        self, buffers: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
         self._refuse()
         time.sleep(self.slow)
-        self.paths.append(HeldPath(self, slots, description))
+        self.paths.append(HeldPath(self, buffers, description))
         return self.paths[-1]

@@ -226,7 +226,7 @@ class Schedule:
             node.manager = TcpManager(pool, instance)
         else:
             # Rooms need several slots, and wait for them.
-            node.manager = manager_class(self._backend)(pool, instance, slots=2, slot_bytes=64)
+            node.manager = manager_class(self._backend)(pool, instance, buffers=2, buffer_bytes=64)
 
     def _introduce(self) -> None:
         """The handshake."""

@@ -29,9 +29,9 @@ class Nodes:
 
     def start(self, role: str) -> NodeProcess:
         self._lives += 1
-        # A room of 128 KiB goes through small slots in many writes.
+        # A room of 128 KiB goes through small buffers in many writes.
         node = NodeProcess(
-            self._backend, f"{role}-{self._lives}", role, self._env, slots=3, slot_bytes=2048
+            self._backend, f"{role}-{self._lives}", role, self._env, buffers=3, buffer_bytes=2048
         )
         self.all.append(node)
         return node

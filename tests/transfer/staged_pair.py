@@ -19,18 +19,22 @@ from pd.transfer.staged.manager import StagedManager
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
 
-SLOTS, TOKENS = 4, 64
+BUFFERS, TOKENS = 4, 64
 CELL = 2 * 2 * 4 * 4
 
 
 class Pair:
     """P and D in this process, each with a library of its own."""
 
-    def __init__(self, slot_bytes: int = 16 * CELL, patience: Patience | None = None) -> None:
+    def __init__(self, buffer_bytes: int = 16 * CELL, patience: Patience | None = None) -> None:
         self.source = make_pool(256, 4)
         self.target = make_pool(256, 16, fill=-1.0)
         self.out, self.into = HeldMover(), HeldMover()
-        kwargs: dict[str, Any] = {"slots": SLOTS, "slot_bytes": slot_bytes, "patience": patience}
+        kwargs: dict[str, Any] = {
+            "buffers": BUFFERS,
+            "buffer_bytes": buffer_bytes,
+            "patience": patience,
+        }
         self.p = StagedManager(self.source, "P", "127.0.0.1", mover=self.out, **kwargs)
         self.d = StagedManager(self.target, "D", "127.0.0.1", mover=self.into, **kwargs)
         self.epoch = 0

@@ -57,10 +57,10 @@ def test_a_killed_peer_is_noticed_at_once(nodes) -> None:
     assert time.monotonic() - begun < 2.0
 
 
-def test_a_peer_that_stands_still_holds_slots_until_the_library_gives_up(nodes) -> None:
+def test_a_peer_that_stands_still_holds_buffers_until_the_library_gives_up(nodes) -> None:
     """Then both sides are at rest without anybody's help, and the next room arrives."""
     nodes.complete(*nodes.begin())
-    wait_until(lambda: nodes.p.call("owed") == 0, "slots to stop with")
+    wait_until(lambda: nodes.p.call("owed") == 0, "buffers to stop with")
     nodes.d.stop()
     room = nodes.room + 1
     asked = reservation_of(room)
@@ -69,7 +69,7 @@ def test_a_peer_that_stands_still_holds_slots_until_the_library_gives_up(nodes) 
     time.sleep(1.0)
     nodes.p.call("disconnect", nodes.d.info.instance_id)
     nodes.end(nodes.p, room)
-    wait_until(lambda: nodes.p.call("quarantined") > 0, "the link's thread to give up its slots")
+    wait_until(lambda: nodes.p.call("quarantined") > 0, "the link's thread to give up its buffers")
     begun = time.monotonic()
     wait_until(lambda: nodes.p.call("quarantined") == 0, "the library to give up", 4 * STALL)
     assert time.monotonic() - begun < 2 * STALL
@@ -98,13 +98,13 @@ def mover() -> MooncakeMover:
 
 
 @pytest.fixture
-def slots() -> torch.Tensor:
+def buffers() -> torch.Tensor:
     return torch.zeros(4, 4096, dtype=torch.uint8)
 
 
 @pytest.fixture
-def target(mover, slots):
-    made = mover.target(slots, "P", HOST)
+def target(mover, buffers):
+    made = mover.target(buffers, "P", HOST)
     yield made
     made.close()
 
@@ -113,7 +113,7 @@ def changed(target: Target, **values: object) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.decode(target.description) | values)
 
 
-def test_slots_arrive_in_the_slots_that_were_named(mover, target, slots) -> None:
+def test_buffers_arrive_in_the_buffers_that_were_named(mover, target, buffers) -> None:
     own = (torch.arange(4 * 4096) % 251).view(4, 4096).to(torch.uint8)
     path = mover.path(own, target.description, "D", lambda: None)
     sources = {2: 2, 0: 3}
@@ -124,32 +124,32 @@ def test_slots_arrive_in_the_slots_that_were_named(mover, target, slots) -> None
         for written in path.poll():
             assert not written.error
             over.add(written.target)
-    for slot in range(4):
-        arrived = 4000 if slot in sources else 0
-        assert torch.equal(slots[slot, :arrived], own[sources.get(slot, 0), :arrived])
-        assert not slots[slot, arrived:].any()
+    for buffer in range(4):
+        arrived = 4000 if buffer in sources else 0
+        assert torch.equal(buffers[buffer, :arrived], own[sources.get(buffer, 0), :arrived])
+        assert not buffers[buffer, arrived:].any()
     path.close()
 
 
-def test_a_write_to_a_closed_target_fails(mover, slots) -> None:
-    target = mover.target(slots, "P", HOST)
-    path = mover.path(torch.ones_like(slots), target.description, "D", lambda: None)
-    slots.zero_()
+def test_a_write_to_a_closed_target_fails(mover, buffers) -> None:
+    target = mover.target(buffers, "P", HOST)
+    path = mover.path(torch.ones_like(buffers), target.description, "D", lambda: None)
+    buffers.zero_()
     target.close()
     path.write(1, 1, 4096)
     over = []
     while not over:
         over = path.poll()
     assert "failed to write" in over[0].error
-    assert not slots.any()
+    assert not buffers.any()
     path.close()
 
 
-def test_links_one_after_another_use_the_engines_again(mover, slots) -> None:
+def test_links_one_after_another_use_the_engines_again(mover, buffers) -> None:
     threads = set()
     for _ in range(30):
-        target = mover.target(slots, "P", HOST)
-        path = mover.path(torch.ones_like(slots), target.description, "D", lambda: None)
+        target = mover.target(buffers, "P", HOST)
+        path = mover.path(torch.ones_like(buffers), target.description, "D", lambda: None)
         path.close()
         target.close()
         threads.add(len(os.listdir("/proc/self/task")))
@@ -168,16 +168,16 @@ def test_links_one_after_another_use_the_engines_again(mover, slots) -> None:
         ({"more": 1}, "bad description"),
     ],
 )
-def test_descriptions_are_checked(mover, target, slots, values, message) -> None:
+def test_descriptions_are_checked(mover, target, buffers, values, message) -> None:
     with pytest.raises(MoverError, match=message):
-        mover.path(slots, changed(target, **values), "D", lambda: None)
+        mover.path(buffers, changed(target, **values), "D", lambda: None)
 
 
-def test_only_the_address_of_the_channel_reaches_the_slots(mover, slots) -> None:
-    target = mover.target(slots, "P", "127.0.0.9")
+def test_only_the_address_of_the_channel_reaches_the_buffers(mover, buffers) -> None:
+    target = mover.target(buffers, "P", "127.0.0.9")
     with pytest.raises(MoverError, match="firewall"):
-        mover.path(torch.ones_like(slots), target.description, "D", lambda: None)
-    assert not slots.any()
+        mover.path(torch.ones_like(buffers), target.description, "D", lambda: None)
+    assert not buffers.any()
     target.close()
 
 

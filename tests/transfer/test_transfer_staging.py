@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from held_mover import HeldMover
-from staged_pair import CELL, SLOTS, TOKENS, Pair
+from staged_pair import BUFFERS, CELL, TOKENS, Pair
 from transfer_helpers import (
     SEED,
     hand_off,
@@ -36,31 +36,31 @@ from pd.transfer.staged.sender import pieces
 from pd.transfer.wire import hub as channel_hub
 
 
-def test_a_room_larger_than_all_slots_goes_through_them(pair) -> None:
+def test_a_room_larger_than_all_buffers_goes_through_them(pair) -> None:
     nodes = pair()
     nodes.introduce()
     for _ in range(3):
         nodes.transfer()
-    # 3 layers of 64 tokens in slots of 16 cells, after the first write of the link.
+    # 3 layers of 64 tokens in buffers of 16 cells, after the first write of the link.
     assert nodes.out.written == [(0, 1)] + [(s, 16 * CELL) for s, _ in nodes.out.written[1:]]
     assert len(nodes.out.written) == 1 + 3 * 12
     assert nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0
 
 
-def test_rooms_take_turns_and_a_small_one_does_not_wait_for_a_full_slot(pair) -> None:
+def test_rooms_take_turns_and_a_small_one_does_not_wait_for_a_full_buffer(pair) -> None:
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
     nodes.out.held = True
     large, large_into, _ = nodes.room()
     large.send(0, TOKENS, 0, 3)
-    wait_until(lambda: len(nodes.out.paths[0].flying) == SLOTS, "the slots to fill")
+    wait_until(lambda: len(nodes.out.paths[0].flying) == BUFFERS, "the buffers to fill")
     small, small_into, _ = nodes.room()
     small.send(0, 2, 0, 1)
     nodes.out.held = False
     wait_until(lambda: small_into.bytes_received == 2 * CELL, "the small room")
     after = nodes.out.written[1 + 12 :]
-    assert after.index(next(w for w in after if w[1] == 2 * CELL)) <= SLOTS + 1
+    assert after.index(next(w for w in after if w[1] == 2 * CELL)) <= BUFFERS + 1
     for end in (large, small, large_into, small_into):
         end.abort()
 
@@ -86,7 +86,7 @@ def test_the_pages_are_free_while_a_write_is_held(pair) -> None:
     nodes.transfer()
 
 
-def test_p_s_slot_is_free_when_it_is_written(pair, monkeypatch) -> None:
+def test_p_s_buffer_is_free_when_it_is_written(pair, monkeypatch) -> None:
     """D's is not, before D has read it."""
     nodes = pair()
     nodes.introduce()
@@ -105,7 +105,7 @@ def test_p_s_slot_is_free_when_it_is_written(pair, monkeypatch) -> None:
         wait_until(lambda: len(nodes.out.written) == begun + layer + 1, "a write")  # noqa: B023
         wait_until(lambda: not sender.sending, "its note")
     assert len(set(nodes.out.sources[begun:])) == 1
-    assert len({slot for slot, _ in nodes.out.written[begun:]}) == 3
+    assert len({buffer for buffer, _ in nodes.out.written[begun:]}) == 3
     read.set()
     sender.send(16, TOKENS, 0, 3)
     hand_off(sender, receiver)
@@ -114,14 +114,14 @@ def test_p_s_slot_is_free_when_it_is_written(pair, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("who", ["P", "D"])
-def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_slots(pair, who) -> None:
+def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_buffers(pair, who) -> None:
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
     nodes.out.held = True
     sender, receiver, _ = nodes.room()
     sender.send(0, TOKENS, 0, 3)
-    wait_until(lambda: len(nodes.out.paths[0].flying) == SLOTS, "the writes")
+    wait_until(lambda: len(nodes.out.paths[0].flying) == BUFFERS, "the writes")
     if who == "D":
         nodes.d.disconnect("P")
     else:
@@ -129,8 +129,8 @@ def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_slots(pair, w
     wait_until(lambda: settled(sender) is TransferState.FAILED and sender.drained(), "the sender")
     wait_until(lambda: settled(receiver) is TransferState.FAILED, "the receiver")
     assert receiver.drained()
-    wait_until(lambda: nodes.p.quarantined_slots == SLOTS, "P's quarantine")
-    wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "D's quarantine")
+    wait_until(lambda: nodes.p.quarantined_slots == BUFFERS, "P's quarantine")
+    wait_until(lambda: nodes.d.quarantined_slots == BUFFERS, "D's quarantine")
     # They shake hands again, and a new link works beside the old one's writes.
     nodes.introduce()
     first, first_receiver, _ = nodes.room()
@@ -138,17 +138,17 @@ def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_slots(pair, w
     first.abort()
     first_receiver.abort()
     old, new = nodes.into.targets
-    assert old.slots.data_ptr() != new.slots.data_ptr()
+    assert old.buffers.data_ptr() != new.buffers.data_ptr()
     assert not old.closed
     nodes.target.buffer.fill_(7.0)
-    before = new.slots.clone()
+    before = new.buffers.clone()
     late = nodes.out.paths[0]
     flying = dict(late.flying)
-    for slot in flying:
-        late._land(slot)
+    for buffer in flying:
+        late._land(buffer)
     late.flying.update(flying)
     assert bool((nodes.target.buffer == 7.0).all())
-    assert torch.equal(new.slots, before)
+    assert torch.equal(new.buffers, before)
     nodes.out.held = False
     wait_until(lambda: nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0, "the end")
     assert late.closed
@@ -156,7 +156,7 @@ def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_slots(pair, w
     nodes.transfer()
 
 
-def test_an_end_without_proof_keeps_the_slots_for_long(pair, monkeypatch) -> None:
+def test_an_end_without_proof_keeps_the_buffers_for_long(pair, monkeypatch) -> None:
     monkeypatch.setattr(staging_in, "QUARANTINE_SECONDS", 0.5)
     nodes = pair()
     nodes.introduce()
@@ -168,13 +168,13 @@ def test_an_end_without_proof_keeps_the_slots_for_long(pair, monkeypatch) -> Non
     (link,) = nodes.d._incoming._links
     begun = time.monotonic()
     link.ended(link._channel, "Connection timed out", False)
-    wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "the quarantine")
+    wait_until(lambda: nodes.d.quarantined_slots == BUFFERS, "the quarantine")
     wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of the quarantine")
     assert time.monotonic() - begun >= 0.5
 
 
-def with_slots_on_device(pair) -> Pair:
-    """Whose link is up, and whose D takes its slots for a GPU's."""
+def with_buffers_on_device(pair) -> Pair:
+    """Whose link is up, and whose D takes its buffers for a GPU's."""
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
@@ -183,19 +183,19 @@ def with_slots_on_device(pair) -> Pair:
     return nodes
 
 
-def test_slots_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monkeypatch) -> None:
+def test_buffers_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monkeypatch) -> None:
     monkeypatch.setattr(staging_in, "LAST_COPY_SECONDS", 0.5)
-    nodes = with_slots_on_device(pair)
+    nodes = with_buffers_on_device(pair)
     begun = time.monotonic()
     nodes.p._outgoing.link("D")._channel.close()  # as a kernel does for a killed process
-    wait_until(lambda: nodes.d.quarantined_slots == SLOTS, "the quarantine")
+    wait_until(lambda: nodes.d.quarantined_slots == BUFFERS, "the quarantine")
     wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of the quarantine")
     assert time.monotonic() - begun >= 0.5
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
-def test_slots_of_a_gpu_are_free_at_once_when_the_peer_says_that_it_drained(pair, first) -> None:
-    nodes = with_slots_on_device(pair)
+def test_buffers_of_a_gpu_are_free_at_once_when_the_peer_says_that_it_drained(pair, first) -> None:
+    nodes = with_buffers_on_device(pair)
     begun = time.monotonic()
     for side in (first, "d" if first == "p" else "p"):
         getattr(nodes, side).close()
@@ -279,9 +279,9 @@ def test_a_link_is_welcome_while_the_lost_ones_are_being_put_away(pair, monkeypa
         patch.setattr(IncomingLink, "_may_go", lambda self: False)
         let_go(nodes)
         wait_until(lambda: nodes.p.quarantined_slots == 0, "the end of P's links")
-        wait_until(lambda: nodes.d.quarantined_slots == 4 * SLOTS, "the end of D's links")
+        wait_until(lambda: nodes.d.quarantined_slots == 4 * BUFFERS, "the end of D's links")
         nodes.transfer()
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "D's slots")
+    wait_until(lambda: nodes.d.quarantined_slots == 0, "D's buffers")
 
 
 def test_a_failed_write_ends_its_rooms_and_the_next_works(pair) -> None:
@@ -315,7 +315,7 @@ def test_rooms_of_which_nothing_was_sent_outlive_a_lost_link(pair) -> None:
     assert torch.equal(arrived, nodes.source.tokens(nodes.pages, 0, TOKENS))
 
 
-REFUSED = "D refused a link: cannot make slots: no memory can be registered"
+REFUSED = "D refused a link: cannot make buffers: no memory can be registered"
 
 
 @pytest.mark.parametrize("side", ["into", "out"])
@@ -334,7 +334,7 @@ def test_a_link_that_cannot_be_opened_is_tried_again_for_its_rooms(pair, side) -
     assert torch.equal(arrived, nodes.source.tokens(nodes.pages, 0, TOKENS))
 
 
-def test_a_library_that_cannot_make_slots_for_long_is_reported(pair, monkeypatch) -> None:
+def test_a_library_that_cannot_make_buffers_for_long_is_reported(pair, monkeypatch) -> None:
     monkeypatch.setattr(outgoing_peer, "OPENING_SECONDS", 0.3)
     nodes = pair()
     nodes.into.refuses = "no memory can be registered"
@@ -360,7 +360,7 @@ def test_what_another_try_cannot_mend_fails_at_once(pair) -> None:
     assert settled(receiver) is TransferState.FAILED
 
 
-def test_nodes_that_meet_prepare_their_link_and_take_slots_for_the_first_room(pair) -> None:
+def test_nodes_that_meet_prepare_their_link_and_take_buffers_for_the_first_room(pair) -> None:
     nodes = pair()
     assert not nodes.d.is_linked("P")
     nodes.introduce()
@@ -375,7 +375,7 @@ def test_nodes_that_meet_prepare_their_link_and_take_slots_for_the_first_room(pa
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
+def test_of_links_that_hold_buffers_the_one_used_longest_ago_gives_way(
     pair, monkeypatch, side
 ) -> None:
     module = outgoing_links if side == "P" else staging_scatter
@@ -385,7 +385,7 @@ def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
     nodes.transfer()
     many, one = (nodes.p, nodes.d) if side == "P" else (nodes.d, nodes.p)
     mover = HeldMover()
-    kwargs = {"slots": SLOTS, "slot_bytes": 16 * CELL}
+    kwargs = {"buffers": BUFFERS, "buffer_bytes": 16 * CELL}
     pool = nodes.target if side == "P" else nodes.source
     other = StagedManager(pool, "X", "127.0.0.1", mover=mover, **kwargs)
     try:
@@ -398,9 +398,11 @@ def test_of_links_that_hold_slots_the_one_used_longest_ago_gives_way(
         sender = out.sender(names[1], asked, nodes.pages, TOKENS)
         sender.send(0, TOKENS, 0, 3)
         hand_off(sender, receiver)
-        wait_until(lambda: nodes.out.paths[0].closed and nodes.into.targets[0].closed, "the slots")
+        wait_until(
+            lambda: nodes.out.paths[0].closed and nodes.into.targets[0].closed, "the buffers"
+        )
         assert many.quarantined_slots == one.quarantined_slots == 0
-        # It is connected again, and takes slots again when it has to.
+        # It is connected again, and takes buffers again when it has to.
         wait_until(lambda: nodes.d.is_linked("P"), "the link")
         nodes.transfer()
     finally:
@@ -536,12 +538,12 @@ def test_host_copies_agree_with_the_definition_for_any_range() -> None:
         pages = random_pages(rng, pool, stop)
         into = random_pages(rng, other, stop)
         near, far = HostCopier(pool), HostCopier(other)
-        slot = near.make_buffers(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
-        near.gather(near.table(pages, stop), block, near.view(slot)).wait()
+        buffer = near.make_buffers(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
+        near.gather(near.table(pages, stop), block, near.view(buffer)).wait()
         layers = slice(block.layer_start, block.layer_stop)
-        packed = slot[: block.cells * near.cell_bytes].view(torch.float32)
+        packed = buffer[: block.cells * near.cell_bytes].view(torch.float32)
         assert torch.equal(packed, pool.tokens(pages, start, stop)[layers].reshape(-1))
-        far.scatter(far.table(into, stop), block, far.view(slot)).wait()
+        far.scatter(far.table(into, stop), block, far.view(buffer)).wait()
         assert torch.equal(
             other.tokens(into, start, stop)[layers], pool.tokens(pages, start, stop)[layers]
         )

@@ -1,1 +1,1 @@
-"""Backends whose library writes into staging slots: NIXL and Mooncake."""
+"""Backends whose library writes into staging buffers: NIXL and Mooncake."""

@@ -1,4 +1,4 @@
-"""D's end of a staged link."""
+"""Receiving side of a link that goes through staging buffers."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longer than a kernel sends again what nobody acknowledged.
+# A kernel sends unacknowledged bytes again for a shorter time.
 QUARANTINE_SECONDS = 20 * 60.0
-# The sockets of a killed process, which says nothing, close before its GPU context: copies that it
-# had begun between GPUs end within this time or with the context.
+# The sockets of a killed process close before its GPU context. Copies between GPUs that it had
+# begun end within this time or with the context.
 LAST_COPY_SECONDS = 2.0
 _SHORT, _LONG = 100e-6, 20e-3
-# A call that took longer than this has moved something.
+# A call of the library that took longer than this has moved something.
 _MOVED_SECONDS = 20e-6
 
 
 class InState(IntEnum):
-    """Of D's end. Only UP takes data; ENDING lasts until nothing can land in the slots."""
+    """States of the receiving link. It takes data only while it is UP, and stays ENDING until no
+    write can reach its buffers any more."""
 
     NEW = 0
     UP = 1
@@ -53,16 +54,22 @@ class InState(IntEnum):
 
 
 class IncomingLink:
-    """D's slots of one link.
+    """D's staging buffers of one link.
 
-    Guarded by ``incoming.lock``; the library is called by the pump's thread only. ``views`` are the
-    slots as the copier wants them.
+    ``incoming.lock`` guards it. The pump's thread alone calls the library. The hub's thread reads
+    messages and empties the buffers that they announce: a change of threads per block would cost
+    more than it saves.
+
+    Attributes:
+        views: the buffers in the form that the copier wants.
+        landing: buffers that P has filled and may not write.
+        read: those of them which D has read, and of which P is to be notified.
     """
 
     def __init__(self, incoming: IncomingLinks, channel: Channel) -> None:
         self.peer = channel.peer
         self.state = InState.NEW
-        self.slots: torch.Tensor | None = None
+        self.buffers: torch.Tensor | None = None
         self.views: list[Any] = []
         self.max_cells = 0
         self.landing: set[int] = set()
@@ -80,37 +87,38 @@ class IncomingLink:
 
     @property
     def live(self) -> bool:
-        """Data may come over it."""
+        """Whether data may come over it."""
         return self.state in (InState.NEW, InState.UP)
 
     @property
     def quarantined(self) -> int:
         with self._incoming.lock:
-            ending = self.state is InState.ENDING and self.slots is not None
-            return len(self.slots) if ending and self.slots is not None else 0
+            ending = self.state is InState.ENDING and self.buffers is not None
+            return len(self.buffers) if ending and self.buffers is not None else 0
 
     @property
-    def takes_slots(self) -> bool:
-        """It has slots, or they are being made."""
-        return self.slots is not None or self._setting_up
+    def takes_buffers(self) -> bool:
+        """Whether it has buffers or they are being made."""
+        return self.buffers is not None or self._setting_up
 
     @property
-    def holds_slots(self) -> bool:
-        """It has ended, but its slots, which may just be made, have not."""
-        return self.state is InState.ENDING and self.takes_slots
+    def holds_buffers(self) -> bool:
+        """Whether it is ending and has buffers, which may still be in the making."""
+        return self.state is InState.ENDING and self.takes_buffers
 
     @property
     def may_be_written(self) -> bool:
-        """P, or what it had begun, may still write into the slots of an ended link."""
-        return self.holds_slots and time.monotonic() < self._safe_at
+        """Whether P, or a copy that it had begun, may still write into the buffers of an ended
+        link."""
+        return self.holds_buffers and time.monotonic() < self._safe_at
 
     @property
     def prepared(self) -> bool:
-        """On both ends nothing is left to do for the first room but to take slots."""
+        """Whether both ends have prepared all but the buffers."""
         return self.live and self._prepared.is_set() and self._peer_prepared
 
     def prepare(self) -> None:
-        """Any thread: have the library do now what it needs long for."""
+        """Any thread: let the library do its slow preparations now."""
         name = STUCK_PREFIX + "preparation of a link"
         threading.Thread(target=self._prepare, name=name, daemon=True).start()
 
@@ -118,13 +126,13 @@ class IncomingLink:
         try:
             self._incoming.mover.prepare()
         except MoverError as error:
-            # P hears of it when it asks for slots.
+            # D reports it to P when P asks for buffers.
             logger.warning("cannot prepare a link of %s: %s", self.peer, error)
         finally:
             self._prepared.set()
 
     def end(self) -> None:
-        """Any thread: ask P to drain. The slots stay until it says that it did, or is gone."""
+        """Any thread: ask P to drain. The buffers stay until P has drained or is gone."""
         with self._incoming.lock:
             if self.state >= InState.ENDING:
                 return
@@ -160,9 +168,9 @@ class IncomingLink:
             late = LAST_COPY_SECONDS if self._on_device and not self._drained else 0.0
             seconds = late if proof else QUARANTINE_SECONDS
             self._safe_at = min(self._safe_at, time.monotonic() + seconds)
-            unused = self.slots is None and not self._setting_up
+            unused = self.buffers is None and not self._setting_up
         if unused:
-            # P, if it lives, opens the next link for its rooms; if not, its lease ends them.
+            # If P lives it opens the next link for its rooms; if not, its lease ends them.
             self.end()
             self.finish_unused()
         else:
@@ -174,12 +182,12 @@ class IncomingLink:
         with incoming.lock:
             if self.state is InState.ENDING:
                 return
-            if self.state is not InState.UP or self.slots is None:
-                raise ValueError("slots were filled before there were any")
+            if self.state is not InState.UP or self.buffers is None:
+                raise ValueError("buffers were filled before there were any")
             filled: set[int] = set()
             for note in notes:
-                if note.buffer >= len(self.slots) or note.buffer in self.landing | filled:
-                    raise ValueError(f"slot {note.buffer} is not P's to fill")
+                if note.buffer >= len(self.buffers) or note.buffer in self.landing | filled:
+                    raise ValueError(f"buffer {note.buffer} is not P's to fill")
                 note.check(incoming.copier.num_layers, self.max_cells)
                 filled.add(note.buffer)
             # NOTE: all or none, since nothing of a bad message lands.
@@ -208,32 +216,32 @@ class IncomingLink:
         incoming = self._incoming
         self._prepared.wait()
         try:
-            slots, device = incoming.make_slots(wishes)
+            buffers, device = incoming.make_buffers(wishes)
             origin = self._channel.origin.rpartition(":")[0]
-            target = incoming.mover.target(slots, self.peer, origin)
+            target = incoming.mover.target(buffers, self.peer, origin)
         except Exception as error:
             # MoverError, or whatever a library and torch raise without memory.
             unknown = not isinstance(error, MoverError)
-            logger.error("cannot make slots for %s: %s", self.peer, error, exc_info=unknown)
-            self._channel.send(Refused(f"cannot make slots: {error}"[:1000]))
+            logger.error("cannot make buffers for %s: %s", self.peer, error, exc_info=unknown)
+            self._channel.send(Refused(f"cannot make buffers: {error}"[:1000]))
             with incoming.lock:
                 self._setting_up = False
                 if self._lost:
                     self.finish_unused()
             return
         with incoming.lock:
-            self.slots, self._target, self._on_device = slots, target, device
-            self.views = [incoming.copier.view(slot) for slot in slots]
-            self.max_cells = slots.shape[1] // incoming.copier.cell_bytes
+            self.buffers, self._target, self._on_device = buffers, target, device
+            self.views = [incoming.copier.view(buffer) for buffer in buffers]
+            self.max_cells = buffers.shape[1] // incoming.copier.cell_bytes
             if self.state is InState.NEW:
                 self.state = InState.UP
             self._setting_up = False
         incoming.pump.add(self)
-        count, size = slots.shape
+        count, size = buffers.shape
         self._channel.send(BuffersReady(count, size, device, target.description))
 
     def finish_unused(self) -> None:
-        """The channel has ended; without slots that is all."""
+        """The channel has ended, and without buffers so has the link."""
         with self._incoming.lock:
             self._lost = True
             if self._target is not None or self._setting_up or self.state is InState.OVER:
@@ -244,19 +252,19 @@ class IncomingLink:
 
     @property
     def many_read(self) -> bool:
-        """P should not wait longer for what was read."""
+        """Whether P should be notified now of buffers that were read."""
         return 4 * len(self.read) >= len(self.landing) + len(self.read)
 
     def reject(self, reason: str) -> None:
-        """P broke the rules."""
+        """P broke the rules: end the channel."""
         self._channel.give_up(reason)
 
-    def done_reading(self, slot: int) -> None:
-        """The block was taken or discarded."""
-        self.read.append(slot)
+    def done_reading(self, buffer: int) -> None:
+        """A buffer's block was scattered or discarded."""
+        self.read.append(buffer)
 
     def acknowledge(self) -> None:
-        """P may write these slots again."""
+        """Notify P of buffers that it may write again."""
         freed, self.read = self.read, []
         if freed:
             with self._incoming.lock:
@@ -290,12 +298,12 @@ class IncomingLink:
         try:
             target.progress()
         except MoverError as error:
-            # The slots stay until P has ended the link, as always.
+            # The buffers stay until P has ended the link, as after any error.
             self._broken = True
             self._channel.give_up(str(error))
 
     def failed(self, error: Exception) -> None:
-        """The library broke a promise: its slots stay in quarantine for good."""
+        """The library broke its promise: the buffers stay in quarantine for good."""
         self._channel.give_up(str(error))
 
     def _may_go(self) -> bool:
@@ -307,7 +315,7 @@ class IncomingLink:
         incoming.pump.remove(self)
         target.close()
         with incoming.lock:
-            self._target = self.slots = None
+            self._target = self.buffers = None
             self.views = []
             self.state = InState.OVER
         self._channel.close()

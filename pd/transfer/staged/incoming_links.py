@@ -1,4 +1,4 @@
-"""D's side of a staged manager: its links, its receivers, and how slots are emptied."""
+"""D's side of a staged manager: links, receivers, and how staging buffers are emptied."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 MAX_LOST_LINKS = 4
 _LOG_INTERVAL = 1.0
-_PINNED_SLOT_BYTES = 8 << 20
+_PINNED_BUFFER_BYTES = 8 << 20
 
 
 @dataclass
 class StagingCounters:
-    """What arrived and what was turned away, since the start."""
+    """Blocks that arrived and blocks that were discarded, since the start."""
 
     links: int = 0
     frames: int = 0
@@ -83,7 +83,7 @@ class IncomingLinks:
             self._receivers.pop((receiver.room, receiver.epoch), None)
 
     def disconnect(self, peer: str) -> None:
-        """Fail the peer's receivers and have it drain."""
+        """Fail the peer's receivers and ask it to drain."""
         self._fail_all(TransferError(f"{peer} was disconnected"), peer)
         with self.lock:
             links = [link for link in self._links if link.peer == peer]
@@ -91,7 +91,7 @@ class IncomingLinks:
             link.end()
 
     def close(self, seconds: float) -> list[IncomingLink]:
-        """End all links; returns those in whose slots something may still land after this time.
+        """End all links; returns those in whose buffers something may still land after this time.
         Copies may go on until the hub is closed."""
         with self.lock:
             self._closing = True
@@ -105,7 +105,7 @@ class IncomingLinks:
 
     @property
     def quarantined(self) -> int:
-        """Slots into which a lost peer may still write."""
+        """D's staging buffers into which a lost peer may still write."""
         with self.lock:
             return sum(link.quarantined for link in self._links)
 
@@ -118,12 +118,12 @@ class IncomingLinks:
     # ---- the hub's thread
 
     def accept(self, channel: Channel) -> IncomingLink:
-        """A peer that opens another link has given the last one up."""
+        """Adopt a channel. A peer that opens another link has ended its last one."""
         with self.lock:
             old = [link for link in self._links if link.peer == channel.peer]
             link = IncomingLink(self, channel)
             if self._closing:
-                # It has no slots yet.
+                # The link has no buffers yet.
                 channel.close()
                 return link
             self._links.add(link)
@@ -134,35 +134,35 @@ class IncomingLinks:
         return link
 
     def make_room(self) -> None:
-        """Before a link takes slots: have the peer close the one that was used longest ago, if too
-        many hold some and no room of that peer is open."""
+        """Called before a link takes buffers. If too many links hold some, ask a peer without open
+        rooms to close its link, the one that was used longest ago."""
         with self.lock:
-            holding = [link for link in self._links if link.takes_slots]
+            holding = [link for link in self._links if link.takes_buffers]
             busy = {receiver.peer for receiver in self._receivers.values()}
             idle = [link for link in holding if link.live and link.peer not in busy]
         if len(holding) >= MAX_LINKS and idle:
             min(idle, key=lambda link: link.used_at).end()
 
     def prepared(self, peer: str) -> bool:
-        """Whether a link of this peer needs nothing but slots for the first room."""
+        """Whether a link of this peer needs nothing but buffers for the first room."""
         with self.lock:
             return any(link.peer == peer and link.prepared for link in self._links)
 
     def refusal(self, link: IncomingLink) -> str:
-        """Why a peer gets no more slots; empty if it does. Slots count less when the peer cannot
-        write them any more: its end is over then, and it opens its next link before they are freed
-        here."""
+        """Reason to make no buffers for a link; empty if there is none. Buffers that the peer
+        cannot write any more count less: its end of their link is over, and it opens the next one
+        before they are freed here."""
         with self.lock:
-            lost = [x for x in self._links if x.peer == link.peer and x.holds_slots]
+            lost = [x for x in self._links if x.peer == link.peer and x.holds_buffers]
             writable = sum(x.may_be_written for x in lost)
         if writable < MAX_LOST_LINKS and len(lost) < 2 * MAX_LOST_LINKS:
             return ""
-        return f"the slots of {len(lost)} lost links of {link.peer} are still in quarantine"
+        return f"the buffers of {len(lost)} lost links of {link.peer} are still in quarantine"
 
     def land(self, link: IncomingLink, notes: list[Filled]) -> None:
-        """Empty slots; returns when they are empty and P was told so.
+        """Empty buffers; returns when they are empty and P was notified.
 
-        Done by the thread that read the notes: to hand them to another costs more than the copies
+        The thread that read the notes does it: handing them to another costs more than the copies
         of a GPU take.
         """
         begun: deque[_Scatter] = deque()
@@ -179,8 +179,8 @@ class IncomingLinks:
         link.acknowledge()
 
     def lost(self, link: IncomingLink, reason: str) -> None:
-        """Its rooms end, and those that have no other link to wait for. A link that we ended is
-        not what later rooms wait for."""
+        """Fail the rooms that received something over a link, and those that have no other link to
+        wait for. No room waits for a link that D itself has ended."""
         with self.lock:
             awaited = link.live
             others = [x for x in self._links if x.peer == link.peer and x is not link and x.live]
@@ -197,7 +197,7 @@ class IncomingLinks:
         except PeerDataError as error:
             link.reject(str(error))
         except Exception as error:
-            # Say a CUDA error: it ends this link only.
+            # For example a CUDA error: it ends this link only.
             logger.exception("failed to take a block of %s", link.peer)
             link.reject(str(error))
         link.done_reading(note.buffer)
@@ -213,7 +213,7 @@ class IncomingLinks:
             good = receiver.claim(block, link)
             self.counters.duplicate_frames += not good
         if not good or not views or receiver is None or not receiver.enter():
-            self._turned_away(link, note)
+            self._discard(link, note)
             link.done_reading(note.buffer)
             return None
         try:
@@ -237,7 +237,7 @@ class IncomingLinks:
             scatter.receiver.leave(arrived)
             scatter.link.done_reading(scatter.note.buffer)
 
-    def _turned_away(self, link: IncomingLink, note: Filled) -> None:
+    def _discard(self, link: IncomingLink, note: Filled) -> None:
         self.counters.discarded_frames += 1
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _LOG_INTERVAL
@@ -252,15 +252,16 @@ class IncomingLinks:
 
     # ---- set-up threads and the pump's
 
-    def make_slots(self, wishes: Open) -> tuple[torch.Tensor, bool]:
-        """Slots as the peer wishes, if that is not more than our own shape."""
+    def make_buffers(self, wishes: Open) -> tuple[torch.Tensor, bool]:
+        """Make buffers as the peer wishes, but not more or larger ones than D's own shape. Returns
+        them and whether they lie in CUDA memory."""
         own = self.shape
         count = min(wishes.count, own.count)
         size = max(min(wishes.buffer_bytes, own.buffer_bytes), self.copier.cell_bytes)
         device = own.device and wishes.device and own.host == wishes.host
         if not device and (own.device or wishes.device):
-            # Sized for another path.
-            size = max(min(size, _PINNED_SLOT_BYTES), self.copier.cell_bytes)
+            # P or D chose this size for copies between GPUs.
+            size = max(min(size, _PINNED_BUFFER_BYTES), self.copier.cell_bytes)
         return self.copier.make_buffers(count, size, on_device=device), device
 
     def over(self, link: IncomingLink) -> None:

@@ -1,28 +1,31 @@
 """Managers of libraries with one-sided writes, which never write into pool pages.
 
-Each link from P to D owns as many staging slots on one side as on the other. P gathers a block into
-a slot, the library writes it into one of D's, P says over the channel what that holds, D's own
-thread scatters it into the pages and gives the slot back. What that guarantees:
+Each link from P to D owns as many staging buffers on P as on D. P gathers a block into a buffer,
+the library writes it into one of D's buffers, and P notifies D over the channel of what that holds.
+D's own thread scatters it into the pages and gives the buffer back. This guarantees:
 
-- Pages on both sides are protected locally, as over ``tcp``: D's thread does every write into D's
+- Pages on both sides are protected locally, as over ``tcp``. D's thread does every write into D's
   pool, after a lookup of (room, epoch) and a check of the block against the reservation, each
   (layer, token) once. ``Receiver.drained`` and ``Sender.drained`` are local facts, and no
   ``Drained`` message is needed.
-- Only slots can be written late, and a slot serves one link in its life. When a link is lost, its
-  slots stay as they are until the library says that P's writes are over (on P), and until the
-  channel's end proves that P drained or is gone (on D, see :mod:`pd.transfer.wire.channel`; if P
-  did not say that it drained, slots in GPU memory stay for two more seconds, in which what a killed
-  P had begun ends); a time-out is no proof, and is followed by 20 minutes of quarantine. Meanwhile
-  a new link has new slots; a peer may have four lost links at a time.
-- The note of a slot is sent after the library reported the write complete, so what D reads is
-  whole.
-- A killed peer is noticed by the end of its channel, and the rooms of the link fail at once.
+- Only staging buffers can be written late, and a buffer serves one link in its life. When a link is
+  lost, P keeps its buffers until the library reports that all writes are over. D keeps its own
+  until the channel's end proves that P drained or is gone (:mod:`pd.transfer.wire.channel`). If P
+  did not report that it drained, D keeps buffers in GPU memory for two more seconds, in which
+  copies that a killed P had begun end. A time-out is no proof, and 20 minutes of quarantine follow
+  it. Meanwhile a new link has new buffers; a peer may have four lost links at a time.
+- P notifies D of a buffer after the library reported the write complete, so D reads whole blocks.
+- D notices a killed peer by the end of its channel, and the rooms of the link fail at once.
+
+Threads: on P, one thread drives all links, gathers and writes (:mod:`.link_thread`); other threads
+post to it. On D, the hub's thread scatters what its channels announce, and the pump's thread calls
+the library and frees the buffers of ended links (:mod:`.incoming_link`).
 
 Why not write where the pages are: a page of one layer is 32 KiB, and a descriptor costs NIXL 4 µs
-(``nixl_blocks_gpu``). Slots of megabytes cost a gather and a scatter, which run beside the
-library's copy. A pool whose pages hold all layers side by side would have
-larger pieces, yet none that could leave before the last layer is computed, and none larger than the
-smaller page of two nodes.
+(``nixl_blocks_gpu``). Buffers of megabytes cost a gather and a scatter, which run beside the
+library's copy. A pool whose pages hold all layers side by side would have larger pieces, yet none
+that could leave before the last layer is computed, and none larger than the smaller page of two
+nodes.
 """
 
 from __future__ import annotations
@@ -51,17 +54,17 @@ if TYPE_CHECKING:
     from pd.transfer.staged.mover import Mover
 
 _CLOSE_SECONDS = 2.0
-# What could not be closed in time: memory that a library may still write stays allocated.
+# Links that could not be closed in time: memory that a library may still write stays allocated.
 _ABANDONED: list[object] = []
 
 
 class StagedManager(TransferManager):
-    """See the module's docstring.
+    """Manager of one library; see the module's docstring.
 
     Args:
         mover: the library.
-        slots, slot_bytes: of each link, on each side; the smaller numbers of the two nodes count.
-            A slot holds at least one token of one layer.
+        buffers, buffer_bytes: number and size of each link's staging buffers, on each side. The
+            smaller values of the two nodes count; a buffer holds at least one token of one layer.
         host: address to listen on.
         advertise_host: address that peers connect to; ``host`` if empty.
         cluster_key: needed as soon as ``host`` is not a loopback address.
@@ -74,8 +77,8 @@ class StagedManager(TransferManager):
         host: str,
         *,
         mover: Mover,
-        slots: int,
-        slot_bytes: int,
+        buffers: int,
+        buffer_bytes: int,
         advertise_host: str = "",
         cluster_key: bytes | None = None,
         patience: Patience | None = None,
@@ -87,9 +90,9 @@ class StagedManager(TransferManager):
         self._host, self._key = advertise_host or host, transfer_key(cluster_key)
         self._copier = copier_for(pool)
         self._computed = Computed(pool.buffer.device, self.name)
-        device = mover.device_slots and pool.buffer.device.type == "cuda"
-        size = min(MAX_BUFFER_BYTES, max(slot_bytes, self._copier.cell_bytes))
-        self._shape = StagingShape(slots, size, device, host_id() if device else "")
+        device = mover.device_buffers and pool.buffer.device.type == "cuda"
+        size = min(MAX_BUFFER_BYTES, max(buffer_bytes, self._copier.cell_bytes))
+        self._shape = StagingShape(buffers, size, device, host_id() if device else "")
         self._pump = Pump(f"pd-{self.name}-pump")
         self._incoming = IncomingLinks(self._copier, mover, self._pump, self._shape, self.patience)
         self._hub = ChannelHub(
@@ -106,7 +109,7 @@ class StagedManager(TransferManager):
 
     @property
     def quarantined_slots(self) -> int:
-        """Slots of lost links, own and as a target, that are not safe to use yet."""
+        """Staging buffers of lost links, P's and D's, that a library may still read or write."""
         return self._outgoing.quarantined + self._incoming.quarantined
 
     def address(self) -> dict[str, str]:
@@ -142,7 +145,8 @@ class StagedManager(TransferManager):
         return self._incoming.prepared(peer)
 
     def close(self) -> None:
-        """May take two seconds; what cannot be closed by then is kept until the process ends."""
+        """Takes at most some seconds; links that are not over by then are kept until the process
+        ends."""
         left: list[object] = [*self._outgoing.close(_CLOSE_SECONDS)]
         left += self._incoming.close(_CLOSE_SECONDS)
         self._pump.close()

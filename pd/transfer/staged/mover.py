@@ -1,7 +1,7 @@
-"""What a transfer library has to offer to staged links (:mod:`pd.transfer.staged.manager`).
+"""Interface of a transfer library for staged links (:mod:`pd.transfer.staged.manager`).
 
-A link between P and D owns ``count`` slots of ``slot_bytes`` on each side. Who may write which slot
-when is the link's affair. A mover only registers slot memory and moves slots.
+A link between P and D owns ``count`` staging buffers of ``buffer_bytes`` on each side. The link
+decides which buffer may be written when. A mover only registers buffers and writes them.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ class MoverError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A write to D's slot ``target`` that is over: nothing of it can land any more. ``error``
-    empty: all bytes are there, visible to D's process."""
+    """A write to D's buffer ``target`` is over: nothing of it can land any more. If ``error`` is
+    empty, all bytes are there and visible to D's process."""
 
     target: int
     error: str = ""
 
 
 class Target(ABC):
-    """D's end of one link. Made on a thread of its own, then used by the pump's thread only."""
+    """D's end of one link. It is made on a thread of its own, then used by the pump's thread
+    only."""
 
     @property
     @abstractmethod
     def description(self) -> bytes:
-        """What P needs to open a :class:`Path` to the slots; it travels over the channel. At most
-        64 KiB."""
+        """Tells P how to open a :class:`Path` to the buffers; at most 64 KiB, sent over the
+        channel."""
 
     def progress(self) -> None:
         """Let the library do D's part of writes and of connecting. Does not block. Called every
-        now and then while P says that it waits for something (``Path.needs_peer``)."""
+        now and then while P waits for it (``Path.needs_peer``)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Unregister the slots and forget the link. Only called when P drained or is gone; nothing
-        may land in the slots after this."""
+        """Unregister the buffers and forget the link. Called when P drained or is gone; nothing may
+        land in the buffers after this."""
 
 
 class Path(ABC):
-    """P's end of one link. Made on a thread of its own, then used by one thread at a time.
+    """P's end of one link. It is made on a thread of its own, then used by one thread at a time.
 
     Attributes:
         poll_seconds: how often :meth:`poll` has to be called while writes are in flight; None if
             the library calls ``wake`` when one is over.
         needs_peer: whether writes may need :meth:`Target.progress` on D.
-        stall_seconds: the link is given up when no write was completed for so long, though the
-            library has not given them up; None if only the library's word counts.
+        stall_seconds: the link ends when no write was completed for so long, even if the library
+            still waits; None if only the library decides.
     """
 
     poll_seconds: float | None = None
@@ -73,9 +74,9 @@ class Path(ABC):
 
     @abstractmethod
     def write(self, source: int, target: int, num_bytes: int) -> None:
-        """Begin to write the first bytes of P's slot ``source`` to D's slot ``target``. Blocks at
-        most for the time of a copy, never for the peer. The outcome, errors included, is given by
-        :meth:`poll`; until then no second write from or to these slots is begun."""
+        """Begin to write the first bytes of P's buffer ``source`` to D's buffer ``target``. Blocks
+        at most for the time of a copy, never for the peer. :meth:`poll` gives the outcome, errors
+        included; until then no second write from or to these buffers is begun."""
 
     @abstractmethod
     def poll(self) -> list[Written]:
@@ -84,7 +85,7 @@ class Path(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unregister the slots and forget the link; nothing is in flight."""
+        """Unregister the buffers and forget the link; nothing is in flight."""
 
 
 class Mover(ABC):
@@ -93,16 +94,16 @@ class Mover(ABC):
 
     Attributes:
         name: the backend's name, which is also the channel's service.
-        device_slots: whether slots may lie in CUDA memory if both pools do and the nodes share a
-            host; else they are pinned host memory.
+        device_buffers: whether buffers may lie in CUDA memory if both pools do and the nodes share
+            a host; otherwise they are pinned host memory.
     """
 
     name: str
-    device_slots: bool = False
+    device_buffers: bool = False
 
     def prepare(self) -> None:
-        """Do what :meth:`target` and :meth:`path` would need long for the first time. Takes no slot
-        memory; called when two nodes meet, on a thread of its own.
+        """Do what would make the first :meth:`target` or :meth:`path` slow. Takes no memory for
+        buffers; called when two nodes meet, on a thread of its own.
 
         Raises:
             MoverError: the library cannot.
@@ -110,11 +111,12 @@ class Mover(ABC):
         return
 
     @abstractmethod
-    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
-        """D: register slots and describe them.
+    def target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
+        """D: register buffers and describe them.
 
         Args:
-            slots: uint8 ``[count, slot_bytes]``, contiguous, kept alive until ``close`` returned.
+            buffers: uint8 ``[count, buffer_bytes]``, contiguous, kept alive until ``close``
+                returned.
             peer: instance id of P.
             origin: IP address that P's channel comes from.
 
@@ -124,20 +126,19 @@ class Mover(ABC):
 
     @abstractmethod
     def path(
-        self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
+        self, buffers: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
-        """P: register own slots and open the way to D's, which have the same shape.
+        """P: register own buffers and open the way to D's, which have the same shape.
 
         Args:
-            slots: as for :meth:`target`.
-            description: of D's target. Not to be trusted beyond what the greeting proved: check
-                its form.
+            buffers: as for :meth:`target`.
+            description: of D's target. The greeting proved only who sent it, so check its form.
             peer: instance id of D.
-            wake: to be called, from any thread, when :meth:`Path.poll` has something to say.
+            wake: to be called, from any thread, when :meth:`Path.poll` has something to return.
 
         Raises:
             MoverError: the description is bad or the library cannot.
         """
 
     def close(self) -> None:
-        """The manager ends; all targets and paths that can be closed are."""
+        """The manager ends. All targets and paths that can be closed are closed."""

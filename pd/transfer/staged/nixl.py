@@ -1,21 +1,20 @@
-"""KV over NIXL (UCX), through staging slots.
+"""KV over NIXL (UCX), through staging buffers.
 
-:mod:`pd.transfer.staged.manager` says what that guarantees.
+:mod:`pd.transfer.staged.manager` gives the guarantees. This library adds to them:
 
-What this library adds to it:
+- Each link has an agent of its own on both sides. So only one peer knows a buffer's registration
+  and remote key, and a link that hangs cannot hold up another. The key travels over the
+  authenticated channel.
+- A write is over when UCX has flushed it: its bytes are in D's buffer. A write to a killed peer
+  ends with an error within 50 ms; one whose path is down ends when the path returns or UCX fails
+  it.
+- D's end is destroyed before its buffers are freed, and over ``UCX_TLS=tcp`` only D's own calls
+  write into buffers, so bytes that a dead P left in a socket land nowhere.
+- UCX authenticates and encrypts nothing, and every connection to one of its ports can write any
+  memory of the process. Between processes of one host it opens none; otherwise the network has to
+  be trusted, and UCX is kept to the advertised device (:mod:`pd.transfer.staged.nixl_transports`).
 
-- Each link has an agent of its own on both sides, so a slot's registration and remote key are known
-  to one peer, and a link that hangs cannot hold up another. The key travels over the authenticated
-  channel.
-- A write is over when UCX has flushed it: its bytes are in D's slot. A write to a killed peer ends
-  with an error within 50 ms; one whose path is down ends when the path returns or UCX gives up.
-- D's end is destroyed before its slots are freed, and over ``UCX_TLS=tcp`` only D's own calls write
-  into slots, so bytes that a dead P left in a socket land nowhere.
-- UCX authenticates and encrypts nothing, and whoever reaches a port of its writes any memory of the
-  process. Between processes of one host it opens none; otherwise the network has to be trusted, and
-  UCX is kept to the advertised device (:mod:`pd.transfer.staged.nixl_transports`).
-
-Completion: D is told of a filled slot over the channel, not by NIXL's notification of a write.
+Completion: D is told of a filled buffer over the channel, not by NIXL's notification of a write.
 NIXL has no call that waits for a notification, so D would have to poll while rooms are open, or
 both ends to run NIXL's progress thread; either takes D 9 % to 107 % of a core with nothing to do,
 and the thread a quarter of the rate (``nixl_completion``). Without that thread a notification
@@ -57,19 +56,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The best of 2 to 8 slots of 1 to 8 MiB (`pd-bench transfer`, two cores, host memory): smaller
+# The best of 2 to 8 buffers of 1 to 8 MiB (`pd-bench transfer`, two cores, host memory): smaller
 # ones cost more Python, larger or more of them do not stay in the cache. With a GPU at one end
 # only: not measured.
-HOST_SLOTS, HOST_SLOT_BYTES = 4, 4 << 20
-# Between two H200s a slot costs P 0.3 ms of Python, whatever its size; the link needs 0.45 ms for
-# 128 MiB. In GB/s: 6 slots of 64 MiB 164, 4 of 128 215, 6 of 128 236, 3 of 256 260; but a
-# small block takes a whole slot too, and three would be few.
-CUDA_SLOTS, CUDA_SLOT_BYTES = 6, 128 << 20
+HOST_BUFFERS, HOST_BUFFER_BYTES = 4, 4 << 20
+# Between two H200s a buffer costs P 0.3 ms of Python, whatever its size; the link needs 0.45 ms for
+# 128 MiB. In GB/s: 6 buffers of 64 MiB 164, 4 of 128 215, 6 of 128 236, 3 of 256 260; but a
+# small block takes a whole buffer too, and three would be few.
+CUDA_BUFFERS, CUDA_BUFFER_BYTES = 6, 128 << 20
 
 
 def _can_share_device_memory() -> bool:
     """Whether UCX may open a peer's CUDA memory: its transport is allowed, and torch allocates
-    memory that has a handle. Otherwise slots in host memory are faster than UCX's detour."""
+    memory that has a handle. Otherwise buffers in host memory are faster than UCX's detour."""
     transports = os.environ.get("UCX_TLS", "all")
     allowed = any(name in transports for name in ("all", "cuda", "^"))
     return allowed and not expandable_segments()
@@ -80,7 +79,7 @@ class NixlMover(Mover):
 
     Args:
         instance_id: names this node's agents.
-        address: what peers are told of this node.
+        address: name or address by which peers reach this node.
         local_only: refuse to start where UCX would open a port.
 
     Raises:
@@ -94,7 +93,7 @@ class NixlMover(Mover):
         self.transports = choose_transports(address, local_only=local_only)
         if not self.transports.local:
             _warn_of_ports(self.transports, local_only=local_only)
-        self.device_slots = _can_share_device_memory()
+        self.device_buffers = _can_share_device_memory()
         self._instance = instance_id
         # UCX reads its environment and probes devices for the first agent; one at a time.
         self._starting = threading.Lock()
@@ -112,15 +111,15 @@ class NixlMover(Mover):
                 raise MoverError(f"NIXL cannot start UCX: {error_text(error)}") from error
             self._prepared = True
 
-    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
+    def target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
         with self._starting:
-            return NixlTarget(self._instance, slots, self.transports)
+            return NixlTarget(self._instance, buffers, self.transports)
 
     def path(
-        self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
+        self, buffers: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
         with self._starting:
-            return NixlPath(self._instance, slots, description, self.transports)
+            return NixlPath(self._instance, buffers, description, self.transports)
 
 
 def _warn_of_ports(transports: Transports, *, local_only: bool) -> None:
@@ -141,7 +140,7 @@ def _warn_of_ports(transports: Transports, *, local_only: bool) -> None:
 
 
 class NixlManager(StagedManager):
-    """See the module's docstring and :class:`pd.transfer.staged.manager.StagedManager`.
+    """Staged manager over NIXL; arguments as for :class:`pd.transfer.staged.manager.StagedManager`.
 
     Args:
         local_only: as for :class:`NixlMover`.
@@ -159,21 +158,23 @@ class NixlManager(StagedManager):
         advertise_host: str = "",
         cluster_key: bytes | None = None,
         local_only: bool = False,
-        slots: int | None = None,
-        slot_bytes: int | None = None,
+        buffers: int | None = None,
+        buffer_bytes: int | None = None,
         patience: Patience | None = None,
     ) -> None:
         mover = NixlMover(instance_id, advertise_host or host, local_only=local_only)
-        on_device = mover.device_slots and pool.buffer.device.type == "cuda"
-        shape = (CUDA_SLOTS, CUDA_SLOT_BYTES) if on_device else (HOST_SLOTS, HOST_SLOT_BYTES)
+        on_device = mover.device_buffers and pool.buffer.device.type == "cuda"
+        shape = (
+            (CUDA_BUFFERS, CUDA_BUFFER_BYTES) if on_device else (HOST_BUFFERS, HOST_BUFFER_BYTES)
+        )
         self._reach = mover.transports.reach
         super().__init__(
             pool,
             instance_id,
             host,
             mover=mover,
-            slots=slots or shape[0],
-            slot_bytes=slot_bytes or shape[1],
+            buffers=buffers or shape[0],
+            buffer_bytes=buffer_bytes or shape[1],
             advertise_host=advertise_host,
             cluster_key=cluster_key,
             patience=patience,

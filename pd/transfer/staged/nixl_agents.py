@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A write is rounded up to one of these parts of a slot, each of which is prepared once.
+# A write is rounded up to one of these parts of a buffer, each of which is prepared once.
 _SIZES_PER_DOUBLING = 8
 _DOUBLINGS = 4
 _DOWN = "the peer is gone"
 
 
 class _NixlBuffers(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """D's slots: the agent's metadata, the first slot's address, and in which memory it is."""
+    """D's buffers: the agent's metadata, the first buffer's address, and in which memory it is."""
 
     metadata: bytes
     address: int
@@ -44,12 +44,12 @@ _buffers_decoder = msgspec.msgpack.Decoder(_NixlBuffers)
 
 
 def _api() -> Any:
-    """NIXL's Python module. What it and UCX would write when a peer dies, our own log says."""
+    """NIXL's Python module. Its log and UCX's are off: our own reports a peer's death."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     if not _has_rdma():
-        # Of no use here, and dangerous: its module loads Debian's libibverbs beside the wheel's
-        # own, and their two libnl-route crash the process when it ends.
+        # UCX's module for InfiniBand is useless here, and dangerous: it loads Debian's libibverbs
+        # beside the wheel's own, and their two libnl-route crash the process when it ends.
         os.environ.setdefault("UCX_MODULES", "^ib")
     raises = logging.raiseExceptions
     try:
@@ -58,8 +58,8 @@ def _api() -> Any:
         raise SetupError(
             f"transfer backend nixl needs the package nixl (pip install nixl): {error}"
         ) from error
-    # It takes standard output for its log, which belongs to the ready line, and hides errors of
-    # everybody's logging.
+    # The module logs to standard output, which belongs to the ready line, and hides errors of all
+    # loggers.
     theirs = logging.getLogger("nixl")
     theirs.handlers.clear()
     theirs.propagate = True
@@ -77,11 +77,11 @@ def check_library() -> None:
     _api()
 
 
-def write_sizes(slot_bytes: int) -> list[int]:
-    """Sizes of writes in ascending order, the last of which is the whole slot."""
-    sizes = {slot_bytes}
+def write_sizes(buffer_bytes: int) -> list[int]:
+    """Sizes of writes in ascending order, the last of which is the whole buffer."""
+    sizes = {buffer_bytes}
     for doubling in range(_DOUBLINGS):
-        half = slot_bytes >> (doubling + 1)
+        half = buffer_bytes >> (doubling + 1)
         sizes.update(half + half * n // _SIZES_PER_DOUBLING for n in range(_SIZES_PER_DOUBLING))
     return sorted(size for size in sizes if size)
 
@@ -104,18 +104,18 @@ def new_agent(name: str, transports: Transports) -> Any:
 class _Agent:
     """One NIXL agent and one piece of registered memory."""
 
-    def __init__(self, name: str, slots: torch.Tensor, transports: Transports) -> None:
-        self.memory = "VRAM" if slots.is_cuda else "DRAM"
-        self.device = slots.device.index or 0 if slots.is_cuda else 0
-        self.count, self.slot_bytes = slots.shape
+    def __init__(self, name: str, buffers: torch.Tensor, transports: Transports) -> None:
+        self.memory = "VRAM" if buffers.is_cuda else "DRAM"
+        self.device = buffers.device.index or 0 if buffers.is_cuda else 0
+        self.count, self.buffer_bytes = buffers.shape
         self._bound = threading.local()
         self.bind()
         try:
             self.nixl = new_agent(name, transports)
-            region = (slots.data_ptr(), slots.numel(), self.device, "")
+            region = (buffers.data_ptr(), buffers.numel(), self.device, "")
             self._registration = self.nixl.register_memory([region], self.memory)
         except Exception as error:
-            raise MoverError(f"NIXL cannot register slots: {error_text(error)}") from error
+            raise MoverError(f"NIXL cannot register buffers: {error_text(error)}") from error
 
     def bind(self) -> None:
         """UCX's CUDA transports use the calling thread's context."""
@@ -124,8 +124,8 @@ class _Agent:
             self._bound.yes = True
 
     def table(self, address: int, device: int, sizes: list[int]) -> npt.NDArray[np.uint64]:
-        """Descriptors of the first bytes of each slot, for each size."""
-        starts = address + np.arange(self.count, dtype=np.uint64) * np.uint64(self.slot_bytes)
+        """Descriptors of the first bytes of each buffer, for each size."""
+        starts = address + np.arange(self.count, dtype=np.uint64) * np.uint64(self.buffer_bytes)
         table = np.empty((self.count, len(sizes), 3), dtype=np.uint64)
         table[..., 0] = starts[:, None]
         table[..., 1] = np.array(sizes, dtype=np.uint64)
@@ -136,8 +136,8 @@ class _Agent:
         try:
             self.nixl.deregister_memory(self._registration)
         except Exception:
-            # Of no consequence for anybody else: the agent, which nobody uses any more, is let go.
-            logger.exception("NIXL cannot unregister slots")
+            # It has no consequence: nobody uses the agent any more.
+            logger.exception("NIXL cannot unregister buffers")
         self.nixl = None
 
 
@@ -148,15 +148,15 @@ def error_text(error: Exception) -> str:
 class NixlTarget(Target):
     """D's agent."""
 
-    def __init__(self, name: str, slots: torch.Tensor, transports: Transports) -> None:
-        self._agent = _Agent(name, slots, transports)
+    def __init__(self, name: str, buffers: torch.Tensor, transports: Transports) -> None:
+        self._agent = _Agent(name, buffers, transports)
         try:
             metadata = self._agent.nixl.get_agent_metadata()
         except Exception as error:
-            raise MoverError(f"NIXL cannot describe slots: {error_text(error)}") from error
+            raise MoverError(f"NIXL cannot describe buffers: {error_text(error)}") from error
         agent = self._agent
         self._description = msgspec.msgpack.encode(
-            _NixlBuffers(metadata, slots.data_ptr(), agent.memory, agent.device)
+            _NixlBuffers(metadata, buffers.data_ptr(), agent.memory, agent.device)
         )
 
     @property
@@ -176,32 +176,32 @@ class NixlTarget(Target):
 
 
 class NixlPath(MoverPath):
-    """P's agent, and prepared writes between slots, each made when it is first needed."""
+    """P's agent, and prepared writes between buffers, each made when it is first needed."""
 
     poll_seconds = 100e-6
     needs_peer = True
 
     def __init__(
-        self, name: str, slots: torch.Tensor, description: bytes, transports: Transports
+        self, name: str, buffers: torch.Tensor, description: bytes, transports: Transports
     ) -> None:
         try:
             there = _buffers_decoder.decode(description)
         except msgspec.DecodeError as error:
-            raise MoverError(f"bad description of slots: {error}", lasting=True) from error
-        agent = self._agent = _Agent(name, slots, transports)
+            raise MoverError(f"bad description of buffers: {error}", lasting=True) from error
+        agent = self._agent = _Agent(name, buffers, transports)
         if there.memory != agent.memory:
             raise MoverError(
-                f"own slots are {agent.memory}, the peer's {there.memory}", lasting=True
+                f"own buffers are {agent.memory}, the peer's {there.memory}", lasting=True
             )
-        self._sizes = write_sizes(agent.slot_bytes)
+        self._sizes = write_sizes(agent.buffer_bytes)
         try:
             peer = self._peer = agent.nixl.add_remote_agent(there.metadata)
-            own = agent.table(slots.data_ptr(), agent.device, self._sizes)
+            own = agent.table(buffers.data_ptr(), agent.device, self._sizes)
             far = agent.table(there.address, there.device, self._sizes)
             self._own = agent.nixl.prep_xfer_dlist("", own, agent.memory)
             self._far = agent.nixl.prep_xfer_dlist(peer, far, agent.memory)
         except Exception as error:
-            raise MoverError(f"NIXL cannot reach the slots: {error_text(error)}") from error
+            raise MoverError(f"NIXL cannot reach the buffers: {error_text(error)}") from error
         self._handles: dict[tuple[int, int], Any] = {}
         self._flying: dict[int, Any] = {}
         self._over: list[Written] = []
@@ -209,7 +209,7 @@ class NixlPath(MoverPath):
     def write(self, source: int, target: int, num_bytes: int) -> None:
         self._agent.bind()
         size = bisect_left(self._sizes, num_bytes)
-        own, far = (slot * len(self._sizes) + size for slot in (source, target))
+        own, far = (buffer * len(self._sizes) + size for buffer in (source, target))
         try:
             handle = self._handles.get((own, far))
             if handle is None:
@@ -218,7 +218,7 @@ class NixlPath(MoverPath):
                 )
             state = self._agent.nixl.transfer(handle)
         except Exception as error:
-            # Not begun.
+            # The write was not begun.
             logger.debug("NIXL did not begin a write", exc_info=True)
             self._over.append(Written(target, error_text(error)))
             return
@@ -230,7 +230,7 @@ class NixlPath(MoverPath):
             try:
                 state = self._agent.nixl.check_xfer_state(handle)
             except Exception as error:
-                logger.debug("NIXL gave a write up", exc_info=True)
+                logger.debug("NIXL failed a write", exc_info=True)
                 del self._flying[target]
                 self._over.append(Written(target, error_text(error)))
                 continue
@@ -255,7 +255,7 @@ class NixlPath(MoverPath):
             nixl.release_dlist_handle(self._far)
             nixl.remove_remote_agent(self._peer)
         except Exception:
-            # As above.
+            # It has no consequence, as in ``_Agent.close``.
             logger.exception("NIXL cannot release a link")
         self._handles.clear()
         self._agent.close()

@@ -1,4 +1,4 @@
-"""The thread on which the library is called."""
+"""The thread on which D's library is called."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NAP = 300e-6
 
 
 class Driven(Protocol):
-    """One end of a link."""
+    """D's end of a link."""
 
     def drive(self) -> float | None:
         """Do what can be done without waiting for the peer. Returns in how many seconds to call
-        again, or None if only :meth:`Pump.wake` will bring news."""
+        again, or None if :meth:`Pump.wake` will be called first."""
 
     def failed(self, error: Exception) -> None:
         """:meth:`drive` raised; it will not be called before the owner adds the link again."""
@@ -43,7 +43,7 @@ class Pump:
         self._news.set()
 
     def remove(self, link: Driven) -> None:
-        """It is not driven any more, except for a call that is under way."""
+        """Do not drive the link any more; a call may be under way."""
         with self._lock:
             if link in self._links:
                 self._links.remove(link)
@@ -69,7 +69,7 @@ class Pump:
             elif pause > _NAP:
                 self._news.wait(pause)
             elif pause > 0.0 and not self._news.is_set():
-                # News can wait this long, and waiting for an event costs more.
+                # An event costs more than the delay that this causes.
                 time.sleep(pause)
 
     def _drive(self, links: list[Driven]) -> float | None:

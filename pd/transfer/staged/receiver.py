@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class StagedReceiver(CountedReceiver):
-    """Only the hub's thread begins to write to the pages.
+    """Receiver whose pages only the hub's thread begins to write.
 
     Attributes:
-        table: the pages, as the copier wants them.
+        table: the pages in the form that the copier wants.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StagedReceiver(CountedReceiver):
         self._incoming = incoming
 
     def lost(self, reason: str) -> None:
-        """The link is over; what is not here is not coming."""
+        """The link is over, and what has not arrived will not."""
         if self._received < self._expected:
             self.fail(TransferError(f"the link from {self.peer} was lost: {reason}"))
 

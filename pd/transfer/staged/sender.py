@@ -46,7 +46,7 @@ class StagedSender(QueuedSender):
 
     Attributes:
         to: the decode node.
-        table: the pages, as the copier wants them.
+        table: the pages in the form that the copier wants.
         begun: something was taken, so the room ends with the link that took it.
     """
 

@@ -1,11 +1,15 @@
 """Mooncake's transfer engine, loaded, watched at its ports and never destroyed.
 
-What the library does by itself and what is done about it here:
+The library's behaviour, and what this module does about it:
 
-- It listens on all addresses, and whoever connects may read and write what is registered. Its
-  sockets get a packet filter before anything is registered: only admitted addresses get through.
+- It listens on all addresses, and every connection may read and write registered memory
+  (``tests/security/test_mooncake_listener.py``). Its sockets get a packet filter before anything is
+  registered: only admitted addresses get through.
+- Bytes that a dead writer left in a connection land later. Its connections are shut down when a
+  link ends (``tests/transfer/test_transfer_mooncake_library.py``). It offers no call for either, so
+  this module finds its sockets among the process's descriptors.
 - One peer that does not answer the first request for its description stops the whole engine. So
-  P takes an engine for each peer.
+  P has an engine for each peer.
 - It remembers that description for good by ``host:port``, and keeps connections that have ended
   until they are used. An engine meets each ``host:port`` only once.
 - Ending an engine takes up to a second with Python's global lock held. Engines are kept for the
@@ -38,11 +42,11 @@ _INSTALL = (
     "pip install mooncake-transfer-engine-non-cuda (on GPU machines "
     "mooncake-transfer-engine-cuda13) and Debian's libibverbs1 and librdmacm1"
 )
-# Read by the library; what the operator set stays.
+# Environment of the library. Variables that the operator set keep their values.
 DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
     # Seconds without progress after which a write fails. The library does not know that a peer gets
-    # no CPU; the link, which does, gives such a write up before.
+    # no CPU; the link, which does, ends before that.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": f"{CEILING_SECONDS:g}",
     "MC_TCP_SLICE_SIZE": "1048576",
 }
@@ -50,12 +54,12 @@ DEFAULTS = {
 _ATTACH_FILTER = 26
 _OPEN_PORTS = "PD_MOONCAKE_OPEN_PORTS"
 _MAX_ADMITTED = 200
-# D takes turns among as many, so that P, which cannot meet one of them again, needs few.
+# D takes turns among so many engines, so that P, which meets each only once, needs few.
 _TURNS = 6
 _MAX_IDLE = 64
-# It keeps four dead connections of each.
+# An engine keeps four dead connections to each that it has met.
 _MAX_MET = 32
-# Of the batch interface; an error is reported in one of these ways.
+# Values that the batch interface returns for an error.
 _NO_BATCH = (0, -1, (1 << 64) - 1)
 
 
@@ -81,7 +85,7 @@ def load_library() -> type[Any]:
 
 
 def library_version() -> str:
-    """Of the installed package; empty if there is none."""
+    """Version of the installed package; empty if there is none."""
     names = [*_PACKAGES, *metadata.packages_distributions().get("mooncake", ())]
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -107,12 +111,12 @@ class MooncakeEngine:
             set), else ``tcp``.
 
     Raises:
-        SetupError: it cannot listen, or its sockets cannot be guarded.
+        SetupError: it cannot listen, or its sockets cannot get a filter.
     """
 
     def __init__(self, host: str) -> None:
         self._library = load_library()()
-        # Python would end it when the process exits, a second for each.
+        # Otherwise Python would end each engine when the process exits, which takes a second.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._library))
         before = {number for number, _ in _wildcard_listeners()}
         if self._library.initialize(host, "P2PHANDSHAKE", "tcp", ""):
@@ -124,7 +128,7 @@ class MooncakeEngine:
         if port not in self._ports:
             raise SetupError(f"mooncake's socket on port {port} was not found among this process's")
         self.name = f"{host}:{port}"
-        # Over rdma only the descriptions are asked for over tcp.
+        # Over rdma the library has only one port, for descriptions.
         self.protocol = "tcp" if len(self._ports) > 1 else "rdma"
         # Names of engines to which this one has written.
         self.met: set[str] = set()
@@ -142,22 +146,22 @@ class MooncakeEngine:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Let admitted peers write there. Raises SetupError."""
+        """Let admitted peers write to this memory. Raises SetupError."""
         if status := self._library.register_memory(address, num_bytes):
             raise SetupError(f"mooncake cannot register {num_bytes} bytes: {status}")
 
     def unregister(self, address: int) -> None:
-        """Refuse new writes there. Over tcp one that has begun goes on, see :meth:`hang_up`."""
+        """Refuse new writes to this memory. Over tcp one that has begun goes on
+        (:meth:`hang_up`)."""
         self._library.unregister_memory(address)
 
     def hang_up(self, seconds: float) -> bool:
-        """Admit nobody and wait until the library has closed every connection to this engine, as
-        long as ``seconds`` and what this process was delayed meanwhile.
+        """Admit nobody and wait until the library has closed every connection to this engine, for
+        at most ``seconds`` besides the time in which this process got no CPU.
 
-        True: nothing is written any more to what was unregistered before. The library looks at the
-        address of a write once, before its bytes; so a write that goes on belongs to a connection
-        that was here when ``unregister`` returned, and ends with it.
-        """
+        True if so: nothing is written any more to memory that was unregistered before. The library
+        looks at the address of a write once, before its bytes; so a write that goes on belongs to a
+        connection that was here when ``unregister`` returned, and ends with it."""
         self.admit(())
         since, patience = time.monotonic(), Patience()
         while any(True for _ in self._accepted()):
@@ -167,7 +171,7 @@ class MooncakeEngine:
         return True
 
     def destroy(self) -> None:
-        """The engine is of no use any more. See the module's docstring for what it costs."""
+        """End the engine, at the cost that the module's docstring gives."""
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._library))
         del self._library
 
@@ -188,22 +192,22 @@ class MooncakeEngine:
         return 0 if batch in _NO_BATCH else batch
 
     def poll(self, batch: int) -> bool | None:
-        """True: it arrived. False: it failed, and what the kernel was given may still arrive. None:
-        neither yet. Not to be asked again after an answer."""
+        """True if the write arrived; False if it failed, when bytes in the kernel's buffers may
+        still arrive; None if neither is known yet. Not to be called again after an answer."""
         if not batch:
             return False
         status: int = self._library.transfer_check_status(batch)
         return None if status == 0 else status > 0
 
     def result(self, batch: int, pause: float) -> bool:
-        """Wait for what :meth:`poll` says in the end, asking every ``pause`` seconds."""
+        """Call :meth:`poll` every ``pause`` seconds until it answers."""
         while (arrived := self.poll(batch)) is None:
             time.sleep(pause)
         return arrived
 
 
 class EnginePool:
-    """Engines of this process that are in nobody's hands, for use by the next."""
+    """Engines of this process that no link uses, kept for the next one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -218,14 +222,14 @@ class EnginePool:
                 self._idle.remove(fit[0])
                 engine = fit[0][1]
             else:
-                # With the lock held: two that listen at once could not be told apart.
+                # With the lock held: sockets of two that start at once could not be told apart.
                 engine = MooncakeEngine(host)
         if target:
             engine.met.add(target)
         return engine
 
     def give_back(self, host: str, engine: MooncakeEngine) -> None:
-        """Nothing of it is under way or registered."""
+        """Keep an engine that registers nothing and has no write under way."""
         engine.admit(())
         worn = engine
         with self._lock:
@@ -310,7 +314,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket, int]]:
 
 @contextlib.contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Somebody else's socket, which stays open."""
+    """A duplicate of a socket that stays open."""
     sock = socket.socket(fileno=os.dup(number))
     try:
         yield sock

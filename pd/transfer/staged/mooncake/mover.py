@@ -1,30 +1,31 @@
 """KV over Mooncake's transfer engine: over tcp, or over rdma where the library finds a device.
 
-Slots, channel and guarantees are those of :mod:`pd.transfer.staged.manager`. What they rest on
-here:
+Buffers, channel and guarantees are those of :mod:`pd.transfer.staged.manager`. Here they rest on
+these facts:
 
 - A write over tcp is reported complete when D's library acknowledged that all bytes are in the
-  slot (since version 0.3.13; older ones and ``MC_TCP_PROTO=1`` are refused). Over rdma it is the
+  buffer (since version 0.3.13; older ones and ``MC_TCP_PROTO=1`` are refused). Over rdma it is the
   device's completion.
 - A write that failed may still land over tcp, also when P is dead: what P's kernel was given goes
   on for as long as the connection lives (10 MB arrived 15 s after an error, when a cut link came
   back). P cannot take it back, so its report of a failure, its channel's end and even its death
   prove less here than elsewhere, and D makes them true. Each link has an engine of its own on D.
-  When the link is over, D unregisters the slots, so that no further write begins, and hangs up: the
-  library writes only what it reads from a connection of that engine, so when the last of them is
-  closed nothing can land. Over rdma unregistering itself is the end of all writes. Slots whose
-  connections cannot be closed are never used again.
+  When the link is over, D unregisters the buffers, so that no further write begins, and hangs up.
+  The library writes only bytes that it reads from a connection of that engine, so nothing can land
+  once the last of them is closed. Over rdma unregistering itself is the end of all writes. Buffers
+  whose connections cannot be closed are never used again.
 - Nothing is written anew after a failure: the library tries to connect again only for writes that
   have not been reported failed.
-- P's slots are not read any more once a write is reported, as failed or complete. A write without
+- P's buffers are not read any more once a write is reported, as failed or complete. A write without
   any progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (30 s unless set) fails, so a stopped or
-  unreachable peer holds P's slots no longer. Its link, which a busy machine cannot mislead, is
+  unreachable peer holds P's buffers no longer. Its link, which a busy machine cannot mislead, is
   given up after 5 s.
 
 Ports: each engine listens on two ports of 15000 to 17000 on all addresses, whatever ``--host`` is,
-and the library asks nobody who he is. P's engines let nobody in. D's let in only the addresses that
-authenticated channels come from, and only while such a link is up; whoever sends from such an
-address can read and write the slots of that link, not the pool. Data is not encrypted. IPv4 only.
+and the library authenticates nobody (``tests/security/test_mooncake_listener.py``). A packet filter
+lets nobody in to P's engines, and to D's only the address from which the link's authenticated
+channel comes, while the link is up. Every process at that address can read and write the buffers of
+that link, not the pool. Data is not encrypted. IPv4 only.
 
 Staging is always in host memory, pinned where the pool is in CUDA memory.
 
@@ -61,18 +62,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What is gathered is still in the cache when the library sends it. For pools on a GPU, slots of
+# What is gathered is still in the cache when the library sends it. For pools on a GPU, buffers of
 # 4 MiB are no better.
-DEFAULT_SLOTS, DEFAULT_SLOT_BYTES = 8, 2 << 20
+DEFAULT_BUFFERS, DEFAULT_BUFFER_BYTES = 8, 2 << 20
 _HANG_UP_SECONDS = 2.0
 _POLL_SECONDS = 200e-6
 _STALL_SECONDS = 5.0
-# Slots in which something may land until the process ends.
+# Buffers in which something may land until the process ends.
 _LOST: list[object] = []
 
 
 class MooncakeManager(StagedManager):
-    """See the module's docstring; arguments as for :class:`StagedManager`.
+    """Staged manager over Mooncake; arguments as for :class:`StagedManager`.
 
     Raises:
         SetupError: the library is missing, cannot listen, or the address is not IPv4.
@@ -86,8 +87,8 @@ class MooncakeManager(StagedManager):
         *,
         advertise_host: str = "",
         cluster_key: bytes | None = None,
-        slots: int = DEFAULT_SLOTS,
-        slot_bytes: int = DEFAULT_SLOT_BYTES,
+        buffers: int = DEFAULT_BUFFERS,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         patience: Patience | None = None,
     ) -> None:
         super().__init__(
@@ -95,8 +96,8 @@ class MooncakeManager(StagedManager):
             instance_id,
             host,
             mover=MooncakeMover(advertise_host or host),
-            slots=slots,
-            slot_bytes=slot_bytes,
+            buffers=buffers,
+            buffer_bytes=buffer_bytes,
             advertise_host=advertise_host,
             cluster_key=cluster_key,
             patience=patience,
@@ -104,24 +105,31 @@ class MooncakeManager(StagedManager):
 
 
 class _MooncakeBuffers(msgspec.Struct, forbid_unknown_fields=True):
-    """Where D's slots are.
+    """Place of D's buffers. On the wire the last field is called ``slots``.
 
     Attributes:
         engine: ``host:port`` by which the library finds D's engine.
-        slots: address of the first.
+        buffers: address of the first one.
     """
 
     engine: Annotated[str, msgspec.Meta(max_length=300)]
     protocol: Annotated[str, msgspec.Meta(max_length=16)]
     version: Annotated[str, msgspec.Meta(max_length=64)]
-    slots: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
+    buffers: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)] = msgspec.field(name="slots")
 
 
 _buffers_decoder = msgspec.msgpack.Decoder(_MooncakeBuffers)
 
 
 class MooncakeMover(Mover):
-    """Args: host: by which peers reach this node. Raises SetupError."""
+    """Mooncake as a mover.
+
+    Args:
+        host: name or IPv4 address by which peers reach this node.
+
+    Raises:
+        SetupError: the library is missing, or the address is not IPv4.
+    """
 
     name = "mooncake"
 
@@ -132,21 +140,23 @@ class MooncakeMover(Mover):
         logger.warning(
             "mooncake opens two ports between 15000 and 17000 on all addresses for each link, and "
             "asks nobody for the cluster key: whoever sends from the host of a connected prefill "
-            "node can read and write that link's staging slots, not the pool; nobody else is let "
+            "node can read and write that link's staging buffers, not the pool; nobody else is let "
             "in (docs/transfer-backends.md)"
         )
         self._host = host
 
-    def target(self, slots: torch.Tensor, peer: str, origin: str) -> Target:
-        return _Target(self._engine(), self._host, slots, origin)
+    def target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
+        return _Target(self._engine(), self._host, buffers, origin)
 
     def path(
-        self, slots: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
+        self, buffers: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
         try:
             there = _buffers_decoder.decode(description)
         except msgspec.MsgspecError as error:
-            raise MoverError(f"bad description of mooncake slots: {error}", lasting=True) from error
+            raise MoverError(
+                f"bad description of mooncake buffers: {error}", lasting=True
+            ) from error
         if not re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]{1,5}", there.engine):
             raise MoverError(f"bad name of a mooncake engine: {there.engine!r}", lasting=True)
         if not is_supported(there.version):
@@ -159,7 +169,7 @@ class MooncakeMover(Mover):
                     f"MC_FORCE_TCP=1 on both nodes",
                     lasting=True,
                 )
-            return _Path(engine, self._host, slots, there)
+            return _Path(engine, self._host, buffers, there)
         except BaseException:
             ENGINES.give_back(self._host, engine)
             raise
@@ -172,13 +182,15 @@ class MooncakeMover(Mover):
 
 
 class _Target(Target):
-    """D's slots, registered with an engine that only P's address can reach."""
+    """D's buffers, registered with an engine that only P's address can reach."""
 
-    def __init__(self, engine: MooncakeEngine, host: str, slots: torch.Tensor, origin: str) -> None:
-        self._engine, self._host, self._slots = engine, host, slots
+    def __init__(
+        self, engine: MooncakeEngine, host: str, buffers: torch.Tensor, origin: str
+    ) -> None:
+        self._engine, self._host, self._buffers = engine, host, buffers
         try:
             engine.admit((origin.removeprefix("::ffff:"),))
-            engine.register(slots.data_ptr(), slots.numel())
+            engine.register(buffers.data_ptr(), buffers.numel())
         except (SetupError, ValueError) as error:
             ENGINES.give_back(host, engine)
             raise MoverError(f"{origin} cannot be let in: {error}") from error
@@ -188,49 +200,49 @@ class _Target(Target):
         engine = self._engine
         return msgspec.msgpack.encode(
             _MooncakeBuffers(
-                engine.name, engine.protocol, library_version(), self._slots.data_ptr()
+                engine.name, engine.protocol, library_version(), self._buffers.data_ptr()
             )
         )
 
     def close(self) -> None:
-        self._engine.unregister(self._slots.data_ptr())
+        self._engine.unregister(self._buffers.data_ptr())
         if self._engine.hang_up(_HANG_UP_SECONDS):
             ENGINES.give_back(self._host, self._engine)
         else:
             logger.error(
                 "mooncake does not close its connections: %d bytes of staging memory are lost",
-                self._slots.numel(),
+                self._buffers.numel(),
             )
-            _LOST.extend((self._engine, self._slots))
+            _LOST.extend((self._engine, self._buffers))
 
 
 class _Path(Path):
-    """P's slots and the writes that are under way."""
+    """P's buffers and the writes under way."""
 
     poll_seconds = _POLL_SECONDS
     stall_seconds = _STALL_SECONDS
 
     def __init__(
-        self, engine: MooncakeEngine, host: str, slots: torch.Tensor, there: _MooncakeBuffers
+        self, engine: MooncakeEngine, host: str, buffers: torch.Tensor, there: _MooncakeBuffers
     ) -> None:
-        self._engine, self._host, self._slots, self._there = engine, host, slots, there
+        self._engine, self._host, self._buffers, self._there = engine, host, buffers, there
         self._flying: dict[int, int] = {}
         try:
-            engine.register(slots.data_ptr(), slots.numel())
+            engine.register(buffers.data_ptr(), buffers.numel())
         except SetupError as error:
             raise MoverError(str(error)) from error
-        # The first write may have to wait for the peer; those of the pump's thread must not.
+        # The first write may have to wait for the peer; those of the link thread must not.
         self.write(0, 0, 1)
         if not engine.result(self._flying.pop(0), pause=1e-3):
-            engine.unregister(slots.data_ptr())
+            engine.unregister(buffers.data_ptr())
             raise MoverError(
                 f"mooncake at {there.engine} does not answer; do its ports (15000 to 17000) pass "
                 f"the firewall?"
             )
 
     def write(self, source: int, target: int, num_bytes: int) -> None:
-        size = self._slots.shape[1]
-        here, there = self._slots.data_ptr() + source * size, self._there.slots + target * size
+        size = self._buffers.shape[1]
+        here, there = self._buffers.data_ptr() + source * size, self._there.buffers + target * size
         self._flying[target] = self._engine.submit(self._there.engine, here, there, num_bytes)
 
     def poll(self) -> list[Written]:
@@ -244,5 +256,5 @@ class _Path(Path):
         return over
 
     def close(self) -> None:
-        self._engine.unregister(self._slots.data_ptr())
+        self._engine.unregister(self._buffers.data_ptr())
         ENGINES.give_back(self._host, self._engine)
