@@ -32,7 +32,7 @@ to serve a model, each in its own terminal:
   pd-launch decode  --model DIR
   pd-launch proxy   --prefill http://127.0.0.1:30000 --decode http://127.0.0.1:30100
 
-Every command has its own --help. configs/ has more deployments, docs/ says how it works.
+Every command has its own --help. configs/ has more deployments, docs/ explains how it works.
 """
 
 
@@ -175,7 +175,7 @@ def _status(program: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left; Python would complain once more when it flushes.
+        # The reader of our output has left; Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

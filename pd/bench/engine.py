@@ -62,7 +62,7 @@ All flags of pd-launch unified say how the node is built; those of its network m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a unified node, and what to measure."""
+    """Add the flags of a unified node, and those that say what to measure."""
     from pd.commands import node_flags
 
     node_flags.add_arguments(parser, "unified")
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_stray(text: str) -> str:
-    """Whatever stands where no flag asked for it."""
+    """Refuse an argument that belongs to no flag."""
     hint = "everything is a flag"
     if ":" in text:
         hint = f"what to measure is given as --work {text}"
@@ -204,7 +204,7 @@ def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -
 
 
 def _roofline(server: NodeServer) -> Roofline | None:
-    """None on a device whose ceilings nobody has measured."""
+    """The device's roofline; None where its ceilings are not known."""
     from pd.bench.engine_roofline import CEILINGS, Roofline
 
     engine = server.node.engine

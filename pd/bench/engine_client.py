@@ -41,7 +41,7 @@ class Ask(NamedTuple):
 
 
 class RequestTimes(NamedTuple):
-    """What became of one request.
+    """Times and counts of one request.
 
     Attributes:
         sent, first, ended: monotonic times at the client.
@@ -81,7 +81,7 @@ class Client:
         """The answers to what was started last, in its order.
 
         Raises:
-            PDError: a request failed, as its node said.
+            PDError: a request failed; the error is the node's.
             SetupError: not all ended within ``timeout`` seconds.
         """
         multiprocessing.connection.wait([self._pipe, self._process.sentinel], timeout)
@@ -184,14 +184,14 @@ class _NodeSocket:
         return [p.answer() for p in self._batch] if before and not self._pending else None
 
     def beat(self) -> None:
-        """Or the node ends the requests of a client that seems dead."""
+        """Send a heartbeat when one is due; without them the node ends the client's requests."""
         if time.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
             self.socket.send(encode(ProxyHeartbeat(to="", sender=self._instance)))
 
 
 def _serve(pipe: Connection, endpoint: str, instance_id: str) -> None:
-    """Until the other end hangs up."""
+    """Pass requests to the node and results back, until the other end closes the pipe."""
     connection = _NodeSocket(endpoint, instance_id)
     poller = zmq.Poller()
     poller.register(connection.socket, zmq.POLLIN)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GpuCeiling:
-    """What a GPU can do, per second."""
+    """Highest rates of a GPU, per second."""
 
     read_bytes: float
     flops: float
@@ -48,7 +48,7 @@ class Roofline:
         self._kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.num_layers * width
 
     def _weight_bytes(self, num_tokens: int) -> float:
-        """Of the weights that this many tokens touch together."""
+        """Bytes of the weights that this many tokens touch together."""
         model, experts = self._model, 1.0
         if model.num_experts:
             missed = 1 - model.num_experts_per_tok / model.num_experts

@@ -1,4 +1,4 @@
-"""When a node's steps were complete, and what they computed."""
+"""Log of a node's steps: when each was complete, and what it computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``pd-bench engine`` makes a node do, and what it finds."""
+"""Workloads of ``pd-bench engine``, and their measurement."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Bench:
         return getattr(self, f"_{work.kind}")(work)  # type: ignore[no-any-return]
 
     def start_afresh(self) -> None:
-        """With an empty cache and no step noted, once the node is idle.
+        """Empty the cache and forget the steps, once the node is idle.
 
         Raises SetupError if it does not get idle.
         """

@@ -53,7 +53,7 @@ examples:
 
 @dataclass(frozen=True)
 class Load:
-    """See the module's docstring. Lengths in tokens, times in seconds."""
+    """Settings of ``--load``, see the module's docstring. Lengths in tokens, times in seconds."""
 
     streams: int = 48
     num_in: int = 512
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help=f"{Load()}, or some of these; what is left out is as it stands here",
     )
-    add("--model", metavar="NAME", help="which one, if the server needs to be told")
+    add("--model", metavar="NAME", help="name of the model, if the server needs one")
     add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
     add("--seed", type=int, default=0, help="of the prompts")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one measurement")
@@ -150,7 +150,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def _check_lengths(limit: int | None, lengths: list[int], outputs: int, load: Load | None) -> None:
-    """Before anything is measured. Raises UsageError for what does not fit the context."""
+    """Raise UsageError, before anything is measured, for lengths that do not fit the context."""
     wanted = [
         (f"--unloaded {length} and --outputs {outputs}", length + outputs) for length in lengths
     ]
@@ -197,13 +197,13 @@ async def measure_unloaded(
 
 
 async def ask_one(server: Server, prompts: Prompts, length: int, outputs: int) -> Completion:
-    """A prompt that nobody has seen. Raises PDError if it is not answered."""
+    """Ask with a new random prompt. Raises PDError if it is not answered."""
     request = server.request(prompts.make(length), outputs)
     return _checked(await server.ask(request), outputs)
 
 
 def unloaded_rows(length: int, answers: list[Completion]) -> list[Row]:
-    """What answers to prompts of one length, sent one at a time, took."""
+    """Rows of answers to prompts of one length, sent one at a time."""
     work = f"unloaded:{length}"
     rows = [timing_row(work, "first token", _first(answers))]
     if any(len(answer.times) > 1 for answer in answers):
@@ -258,7 +258,7 @@ class _Streams:
             num_out = load.num_out
 
     async def wait_running(self) -> None:
-        """Until every place has a stream that has begun. Raises what ended one."""
+        """Wait until every place has a stream that has begun. Raises the error that ended one."""
         while not self._all_run():
             for task in self.tasks:
                 if task.done():
@@ -270,7 +270,7 @@ class _Streams:
         return len(begun) == self._load.streams
 
     async def stop(self) -> None:
-        """Hang up on all that run. Raises what ended one before."""
+        """Close all streams. Raises the error that ended one before."""
         self._over = True
         for reception in self._running.values():
             if not reception.ended.done():
@@ -323,7 +323,7 @@ def _load_rows(
 
 
 def _volume(streams: list[Completion], begin: float, end: float) -> Row:
-    """Output of the streams; more than one token in an event means that somebody was slow."""
+    """Output of the streams; more than one token in an event means that an end was slow."""
     counts = [
         count
         for stream in streams

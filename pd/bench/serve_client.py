@@ -33,7 +33,7 @@ class Completion:
         sent: when the request was written, to a connection that was there.
         times: when the last byte of each event that holds tokens had come.
         counts: tokens in each of these events.
-        error: what the server said instead, or why the stream broke off; None if all is well.
+        error: the server's error, or why the stream broke off; None if all is well.
     """
 
     sent: float
@@ -80,13 +80,13 @@ class Reception(asyncio.Protocol):
         self._transport.write(request)
 
     def cut(self) -> None:
-        """Hang up; what was received so far counts."""
+        """Close the connection; what was received so far counts."""
         assert self._transport is not None
         self._was_cut = True
         self._transport.abort()
 
     def completion(self) -> Completion:
-        """What was received, read at last."""
+        """Parse what was received."""
         found = Completion(self.sent)
         status, body = _parse_http(self._pieces)
         if status == 0 and self._was_cut:
@@ -148,7 +148,7 @@ def _events(body: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
 
 
 class Server:
-    """What is measured, by its address.
+    """The measured server.
 
     Raises UsageError for an address that is none.
     """
@@ -162,7 +162,7 @@ class Server:
 
     def context_length(self) -> int | None:
         """Tokens of a prompt and its answer at most; None if the server does not say. Raises
-        SetupError if nobody is there."""
+        SetupError if no server answers."""
         where = f"{self.host}:{self.port}"
         try:
             models = httpx.get(f"http://{where}/v1/models", timeout=10).json()["data"]
@@ -194,7 +194,7 @@ class Server:
         return head.encode() + body
 
     async def start(self, request: bytes) -> Reception:
-        """Connect, then send. Raises SetupError if nobody is there."""
+        """Connect, then send. Raises SetupError if no server answers."""
         loop = asyncio.get_running_loop()
         try:
             _, reception = await loop.create_connection(Reception, self.host, self.port)
@@ -204,7 +204,7 @@ class Server:
         return reception
 
     async def ask(self, request: bytes) -> Completion:
-        """Send and wait for the end. Raises SetupError if nobody is there."""
+        """Send and wait for the end. Raises SetupError if no server answers."""
         reception = await self.start(request)
         await reception.ended
         return reception.completion()

@@ -1,6 +1,6 @@
 """Models that programs here know by name: ``config.json`` comes with pd, weights are dummies.
 
-``mixtral-8x1b`` is nobody's model: TinyLlama's shape with Mixtral's experts, small enough to be
+``mixtral-8x1b`` is no published model: TinyLlama's shape with Mixtral's experts, small enough to be
 measured beside the 8B ones.
 """
 
@@ -16,7 +16,7 @@ NAMES = (*SHAPES, "embedded")
 
 
 def model_directory(name: str) -> Path:
-    """Where a named model lies; any other name is a path."""
+    """Directory of a named model; any other name is a path."""
     if name == "embedded":
         return EMBEDDED_MODEL
     return _SHAPES / name if name in SHAPES else Path(name).expanduser()

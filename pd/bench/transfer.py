@@ -145,7 +145,7 @@ def _measure_here(spec: TransferSpec, timeout: float) -> Found | PDError:
         raise
     finally:
         for process in reversed(processes):
-            # Each ends when its work is done or the other one hangs up.
+            # Each ends when its work is done or the other one closes the connection.
             process.join(timeout=5.0)
             if process.is_alive():
                 process.kill()
@@ -153,7 +153,7 @@ def _measure_here(spec: TransferSpec, timeout: float) -> Found | PDError:
 
 
 def _answer(pipe: Connection, process: BaseProcess, timeout: float) -> object:
-    """What a process reports, or why it did not."""
+    """The report of a process, or a SetupError with the reason why there is none."""
     ready = multiprocessing.connection.wait([pipe, process.sentinel], timeout)
     if pipe.poll():
         reported: object = pipe.recv()
@@ -175,7 +175,7 @@ def _decode_process(pipe: Connection, device: str) -> None:
         listener.settimeout(_START_SECONDS)
         pipe.send(listener.getsockname()[1])
         control = Control(accept_socket(listener, None))
-    with contextlib.suppress(SetupError):  # the other process says what is wrong
+    with contextlib.suppress(SetupError):  # the other process reports the error
         TargetEnd(control, device, None).serve()
 
 

@@ -1,6 +1,7 @@
-"""What the path itself can do: the same bytes between the same kinds of memory, without a pool.
+"""Ceiling of a path: the same bytes between the same kinds of memory, without a pool.
 
-Each ceiling has two halves. P's measures; D's says where to write and does its part of each step.
+Each ceiling has two halves. P's half measures; D's half describes where to write and does its part
+of each step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class CeilingTarget(Protocol):
     """D's half."""
 
     def describe(self) -> dict[str, Any]:
-        """What P needs to know."""
+        """Everything that P needs to begin."""
 
     def step(self) -> None:
         """D's part of one measurement; over when the bytes are here."""

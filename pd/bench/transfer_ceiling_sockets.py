@@ -68,7 +68,7 @@ def in_threads(work: Callable[[T], None], items: list[T]) -> None:
 
 
 class PlainSockets:
-    """As many connections as the backend has, nothing but send and receive."""
+    """P's half: as many connections as the backend has, with nothing but send and receive."""
 
     def __init__(
         self,

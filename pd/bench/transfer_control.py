@@ -1,4 +1,4 @@
-"""How the two ends of ``pd-bench transfer`` talk: one call at a time, P asks and D answers."""
+"""Connection between the ends of ``pd-bench transfer``: P sends one call at a time, D answers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
 
 
 def accept_socket(listener: socket.socket, key: bytes | None) -> socket.socket:
-    """The next end that proves itself; others are hung up on."""
+    """Accept the next end that proves that it has the key; close other connections."""
     while True:
         sock, address = listener.accept()
         sock.settimeout(_GREETING_SECONDS)
@@ -118,12 +118,12 @@ def accept_socket(listener: socket.socket, key: bytes | None) -> socket.socket:
             sock.settimeout(None)
             return sock
         except (GreetingError, OSError) as error:
-            logger.warning("hung up on %s: %s", address[0], error)
+            logger.warning("closed the connection of %s: %s", address[0], error)
             sock.close()
 
 
 def connect_socket(host: str, port: int, key: bytes | None) -> socket.socket:
-    """Raises SetupError when nobody answers, TransferError when we are not welcome."""
+    """Connect and greet. Raises SetupError without an answer, TransferError for a refusal."""
     if key is None:
         require_loopback(host, "--connect")
     try:
@@ -154,6 +154,6 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = sock.recv(size - len(data))
         if not part:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("it closed the connection")
         data += part
     return bytes(data)

@@ -62,14 +62,14 @@ class End:
         )
 
     def pages(self) -> IntArray:
-        """Where the tokens lie this time."""
+        """A new page table for one room."""
         count = self.spec.num_pages
         if self.spec.layout == "contiguous":
             return np.arange(count, dtype=np.int32)
         return self._random.permutation(count).astype(np.int32)
 
     def digest(self, pages: IntArray) -> bytes:
-        """Of the tokens' bytes, wherever they lie."""
+        """Hash of the tokens' bytes, whatever pages they lie in."""
         spec, buffer = self.spec, self.pool.buffer
         tokens = np.arange(spec.tokens)
         slots = pages[tokens // spec.page_size].astype(np.int64) * spec.page_size
@@ -177,7 +177,7 @@ class TargetEnd:
         self._epoch = 0
 
     def serve(self) -> None:
-        """Until P hangs up."""
+        """Answer calls until P closes the connection."""
         operations = {
             name: getattr(self, f"_{name}")
             for name in ("open", "connect", "reserve", "commit", "digest", "ceiling", "step")
@@ -268,7 +268,7 @@ def wait_done(end: Sender | Receiver, interval: float) -> None:
 def make_manager(
     spec: TransferSpec, pool: KVPool, instance: str, host: str, key: bytes | None
 ) -> TransferManager:
-    """As a node makes it; only the number of connections of tcp is not a node's setting."""
+    """Make the manager as a node does, but with the given number of connections of tcp."""
     if spec.backend == "tcp" and spec.connections:
         return TcpManager(pool, instance, host, cluster_key=key, connections=spec.connections)
     return make_transfer_manager(spec.backend, pool, instance, host, cluster_key=key)

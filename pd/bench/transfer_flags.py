@@ -18,7 +18,7 @@ examples:
 on two hosts, with the same key file on both:
   decode host:   pd-bench transfer --listen 10.0.0.2:7000 --cluster-key-file cluster.key
   prefill host:  pd-bench transfer --connect 10.0.0.2:7000 --cluster-key-file cluster.key
-The decode host's own --device counts for its pool; everything else is said by the prefill host.
+The decode host's own --device counts for its pool; everything else is set on the prefill host.
 """
 
 

@@ -1,4 +1,4 @@
-"""What one measurement of ``pd-bench transfer`` moves, and what it found."""
+"""One measurement of ``pd-bench transfer`` and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How decode nodes find prefill nodes: the registry that each prefill node serves, and its client.
+"""Handshake of decode and prefill nodes: the registry of each prefill node, and its client.
 
 Imports no torch and nothing of the engine.
 """

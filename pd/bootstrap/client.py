@@ -1,4 +1,4 @@
-"""How a decode node introduces itself to a prefill node."""
+"""Client of the handshake: introduces a decode node to a prefill node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def handshake(
     Raises:
         HandshakeError: the nodes cannot work together (the message names both values), another
             instance answers than expected, or one of the two lacks the cluster key.
-        UnavailableError: nobody answers, or the node is starting or draining; worth a new try.
+        UnavailableError: no process answers, or the node is starting or draining; worth a new try.
     """
     since = time.monotonic()
     attempt = timeout

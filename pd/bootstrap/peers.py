@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # How long a failure answers for its peer before the next demand tries again, from the beginning of
-# the handshake: one that timed out says nothing of the peer any more.
+# the handshake: after one that timed out the peer's state is unknown.
 FAILURE_SECONDS = 0.5
 _WORKERS = 4
 _MAX_FAILURES = 1024
 
 _Key = tuple[str, str]
-# A peer, and whether nobody but this node wants the handshake.
+# A peer, and whether only this node itself wants the handshake.
 _Demand = tuple[_Key, bool]
 
 
@@ -41,8 +41,8 @@ class PeerDirectory:
     its own requests only.
 
     Args:
-        own: what this node says about itself.
-        connect: called in the worker for each new peer before anybody is told of it; an error that
+        own: description of this node.
+        connect: called in the worker for each new peer before any caller gets it; an error that
             it raises is the handshake's result.
     """
 
@@ -104,7 +104,7 @@ class PeerDirectory:
             return list(self._known.values())
 
     def close(self) -> None:
-        """Start no more handshakes; those waiting for one are told."""
+        """Start no more handshakes; callers that wait for one get an error."""
         with self._lock:
             self._closed = True
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -139,7 +139,7 @@ class PeerDirectory:
             logger.warning("%s", error)
             result = error
         except Exception as error:
-            # Whoever waits must hear of any failure.
+            # Callers that wait for the handshake must get any failure.
             logger.exception("handshake with %s failed", url)
             result = UnavailableError(f"handshake with {url} failed: {error}")
         self._finish(demand, result, began)

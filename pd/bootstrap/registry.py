@@ -1,4 +1,4 @@
-"""The prefill node's registry: who may send us reservations, and how they introduce themselves."""
+"""Registry of a prefill node: the decode nodes that may send reservations, after a handshake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Registry:
     """Decode nodes that shook hands with this process. Thread-safe.
 
     Args:
-        own: what this node says about itself.
+        own: description of this node.
         connect: called for each accepted node, before the handshake is answered; an error that it
             raises refuses the node. Called again when a known node shakes hands again.
         on_replaced: called with the instance id of a node whose place (message endpoint) a new

@@ -135,7 +135,7 @@ def _wait(children: Children, *started: Child) -> None:
 
 @dataclass
 class StreamedAnswer:
-    """What the client saw; times in seconds since the request was sent."""
+    """Measurements of one answer; times in seconds since the request was sent."""
 
     first_token: float = 0.0
     total: float = 0.0
@@ -200,7 +200,7 @@ def _read_stream(lines: Iterable[str], answer: StreamedAnswer, began: float) -> 
 
 
 def printable(text: str) -> str:
-    """Without what would move the cursor or ring the bell."""
+    """The text with a dot for each character that would move the cursor or ring the bell."""
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
 
 
@@ -215,13 +215,14 @@ class Times(NamedTuple):
 
     @classmethod
     def read(cls, proxy: str, decode: str) -> Times:
-        """From the metrics of the proxy and the decode node."""
+        """Read the sums from the metrics of the proxy and the decode node."""
         stages = read_metric(proxy, "pd_proxy_stage_seconds_sum", "stage")
         return cls(stages, read_metric(decode, "pd_transferred_bytes_total")[""])
 
 
 def _show_times(answer: StreamedAnswer, before: Times, after: Times) -> None:
-    """Nobody else asked anything, so the difference is this one request's."""
+    """Print where the time went. The nodes have no other client, so that the differences of the
+    sums are this request's."""
     milliseconds = {s: (t - before.stages[s]) * 1e3 for s, t in after.stages.items()}
     kib = (after.moved - before.moved) / 1024
     prompt, output = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
@@ -262,7 +263,7 @@ def read_metric(url: str, name: str, label: str = "") -> dict[str, float]:
 
 
 def _serve(url: str, children: Children) -> None:
-    """Until Ctrl-C. Raises SetupError if a process ends by itself."""
+    """Serve until Ctrl-C. Raises SetupError if a process ends by itself."""
     key = f" -H 'Authorization: Bearer {os.environ[API_KEY_VARIABLE]}'" if _headers() else ""
     say(f"\nserving at {url} until Ctrl-C; try\n")
     say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")

@@ -44,7 +44,7 @@ class ConfigFlags:
         Args:
             repeated: the flag may be given several times, and its values make a list.
             more: further settings of :meth:`argparse.ArgumentParser.add_argument`; ``default``
-                stands for a field whose type is not the flag's.
+                replaces that of a field whose type differs from the flag's.
         """
         default = more.pop("default", self._default(flag))
         if default is False:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# A thread that computes is asked this often, in seconds, to let another run. Transfers and messages
-# wait for it, and Python's default of 5 ms is as long as a step.
+# Interval in seconds at which a computing thread is asked to let another run. Transfers and
+# messages wait for it, and Python's default of 5 ms is as long as a step.
 _SWITCH_INTERVAL = 0.0002
 
 # What it takes to close everything, and much more.
@@ -56,7 +56,7 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
 
 
 def reachable_address(host: str) -> str:
-    """What to tell others who are to reach a node that listens on ``host``: for a wildcard, the
+    """Address at which others reach a node that listens on ``host``: for a wildcard, the
     address from which this machine reaches the world (nothing is sent to find out)."""
     import socket
     from ipaddress import ip_address
@@ -67,7 +67,7 @@ def reachable_address(host: str) -> str:
         return host
     if not address.is_unspecified:
         return host
-    # Addresses set aside for documentation (RFC 5737, RFC 3849): far away, and nobody's.
+    # Addresses set aside for documentation (RFC 5737, RFC 3849), which no host has.
     family, far = socket.AF_INET, "192.0.2.1"
     if address.version == 6:
         family, far = socket.AF_INET6, "2001:db8::1"
@@ -97,7 +97,8 @@ def check_early(config: NodeConfig) -> None:
 
 
 def limit_threads(role: str, threads: int | None) -> None:
-    """Processes on shared cores strangle each other when each uses all of them."""
+    """Set the threads of torch. Processes that share cores slow each other down when each uses all
+    of them."""
     import torch
 
     available = getattr(os, "sched_getaffinity", None)
@@ -142,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait(server: NodeServer, signals: queue.SimpleQueue[int]) -> bool:
-    """Until a signal comes, or (False) the node is broken and has said so to those who wait."""
+    """Wait for a signal. Returns False when the node is broken instead, and its clients have been
+    answered."""
     while True:
         with contextlib.suppress(queue.Empty):
             signals.get(timeout=_LOOK_INTERVAL)

@@ -29,7 +29,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends with one line that says what to do; knows no abbreviated flags."""
+    """Parser whose errors are one line with the remedy. Flags cannot be abbreviated."""
 
     def __init__(self, **settings: object) -> None:
         settings.setdefault("allow_abbrev", False)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return {f: a for f, a in actions.items() if f.startswith("--") and f != "--help"}
 
     def unknown(self, argument: str) -> NoReturn:
-        """End because of an argument that means nothing."""
+        """End the process because of an argument that no flag takes."""
         if not argument.startswith("-"):
             self.error(f"unexpected argument {argument!r}: everything is a flag")
         flag = argument.split("=")[0]

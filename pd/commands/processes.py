@@ -26,7 +26,7 @@ _LOG_LINES = 15
 class Child:
     """One ``pd-launch`` process that prints a ready line; its log goes to a file.
 
-    It has a session of its own, so that Ctrl-C reaches only who started it, who stops it in order.
+    It has a session of its own, so that Ctrl-C reaches only its parent, which stops it in order.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], directory: Path) -> None:
@@ -102,7 +102,7 @@ class Children:
             child.check()
 
     def wait_ready(self, children: Sequence[Child], progress: Callable[[float], None]) -> None:
-        """Wait until all serve; ``progress`` is told the seconds.
+        """Wait until all serve; ``progress`` is called with the seconds that passed.
 
         Raises SetupError if one ends or takes too long.
         """
@@ -117,7 +117,7 @@ class Children:
             time.sleep(_POLL)
 
     def stop(self) -> None:
-        """Ask each to stop and wait for it; whoever does not end is killed."""
+        """Ask each process to stop and wait for it; one that does not end in time is killed."""
         # NOTE: an impatient second Ctrl-C must not leave processes behind.
         with _ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             for group in (self._children[-1:], self._children[:-1]):

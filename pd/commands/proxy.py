@@ -182,7 +182,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
 
 
 def advice(config: ProxyConfig) -> list[str]:
-    """What is allowed but probably not meant."""
+    """Warnings about settings that are allowed but probably not meant."""
     from pd.core.local_requests import is_loopback
 
     urls = (*config.prefill, *config.decode, *config.unified)

@@ -1,4 +1,4 @@
-"""The one line on standard output that says that a process serves."""
+"""The line on standard output with which a process announces that it serves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Ready(NamedTuple):
-    """Who serves where."""
+    """Role, URL and instance id of a process that serves."""
 
     role: str
     url: str
@@ -15,12 +15,12 @@ class Ready(NamedTuple):
 
 
 def announce(ready: Ready) -> None:
-    """Print the line. Everything else that a process says goes to standard error."""
+    """Print the line. All other output of a process goes to standard error."""
     print(json.dumps({"event": "ready", **ready._asdict()}), flush=True)
 
 
 def parse(line: str) -> Ready | None:
-    """What a line announces, or None for any other line."""
+    """The announcement in a line, or None for any other line."""
     try:
         event = json.loads(line)
         if event["event"] == "ready":

@@ -21,7 +21,7 @@ def with_config_file(parser: Parser, arguments: list[str]) -> list[str]:
     A flag that may be repeated replaces the file's list as a whole.
 
     Args:
-        parser: of the command.
+        parser: parser of the command.
         arguments: those after the command's name.
 
     Raises:

@@ -50,7 +50,7 @@ def curve_client_keypair(key: bytes) -> tuple[bytes, bytes]:
 def curve_server_keypair(key: bytes, instance_id: str) -> tuple[bytes, bytes]:
     """``(public, secret)`` in Z85 for the sockets on which this instance of a node listens.
 
-    Every instance has its own pair, so a connection that somebody leads to another node of the same
+    Every instance has its own pair, so a connection that is diverted to another node of the same
     cluster fails, and cannot take the place of its owner's real connection to that node.
     """
     return _curve_keypair(key, f"curve/server/{instance_id}")
@@ -76,5 +76,5 @@ def admin_key(key: bytes | None) -> bytes | None:
 
 
 def server_info_key(key: bytes | None) -> bytes | None:
-    """Signs what a node says about itself to a proxy; None without a cluster key."""
+    """Key that signs a node's ``/server_info``; None without a cluster key."""
     return None if key is None else derive(key, "server-info")

@@ -26,10 +26,15 @@ ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 class NodeConfig:
     """Settings of one prefill, decode or unified node; names are those of the flags.
 
-    ``kv_cache_tokens`` wins over ``mem_fraction``. ``drain_timeout`` is how long SIGTERM waits for
-    running requests, in seconds. ``retraction_host_memory`` is in bytes.
-    ``cuda_graph_batch_sizes``: None chooses them, 0 among them counts for nothing.
-    ``trust_network``: nobody but this deployment's hosts reaches this node's ports.
+    As flat as flags and settings files are. The command line takes its defaults from here.
+
+    Attributes:
+        port, bootstrap_port: 0 picks a free one; the command line has defaults of its own.
+        kv_cache_tokens: size of the KV cache; wins over ``mem_fraction``.
+        drain_timeout: seconds for which SIGTERM waits for running requests.
+        retraction_host_memory: in bytes.
+        cuda_graph_batch_sizes: None chooses them; a 0 among them is left out.
+        trust_network: only hosts of this deployment reach the node's ports.
     """
 
     role: str
@@ -89,10 +94,10 @@ class NodeConfig:
 
     @property
     def public_host(self) -> str:
-        """The host that peers and proxies are told."""
+        """The host in the addresses that peers and proxies get."""
         return self.advertise_host or self.host
 
     @property
     def model_name(self) -> str:
-        """The name under which the model is served."""
+        """Name under which the model is served."""
         return self.served_model_name or self.model.resolve().name

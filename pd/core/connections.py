@@ -73,7 +73,7 @@ class ConnectionLimits:
     keep_alive_seconds: int = 75
 
     def fitting(self) -> ConnectionLimits:
-        """The same with no more connections than half of the descriptors that the process may
+        """A copy with no more connections than half of the descriptors that the process may
         have."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY:
@@ -112,7 +112,7 @@ class Listener:
         # Without a request, the oldest first: those that never had one, and the others.
         self._new: dict[GuardedProtocol, None] = {}
         self._idle: dict[GuardedProtocol, None] = {}
-        # Closed for a moment to refuse somebody when no descriptor is left.
+        # Closed for a moment to refuse a client when no descriptor is left.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._closed = False
         sock.setblocking(False)
@@ -237,7 +237,7 @@ class Listener:
             self._turn_away(connection)
             return True
         finally:
-            with contextlib.suppress(OSError):  # somebody else took it: tried again next time
+            with contextlib.suppress(OSError):  # another thread took it: tried again next time
                 self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def _close_spare(self) -> None:

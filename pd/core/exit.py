@@ -14,8 +14,8 @@ STUCK_PREFIX = "may be stuck: "
 
 
 def leave_within(seconds: float, status: int) -> None:
-    """End the process with this exit status unless it has ended by then: a GPU that hangs may hold
-    up whoever waits for what it computes."""
+    """End the process with this exit status unless it has ended by then: a thread may wait
+    for a GPU that hangs."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()

@@ -86,9 +86,9 @@ class ProxyHeartbeat(Message):
     :func:`heartbeat_identity`, which only keeps the lease and gets no answer.
 
     Attributes:
-        run_delay: of the proxy.
-        run_delays: of the nodes, by instance id, as they told the proxy; so that nodes know of each
-            other before they have met.
+        run_delay: run delay of the proxy.
+        run_delays: run delays of nodes by instance id, so that a node knows a peer's before the two
+            have met.
         meet: on a decode node: prefill nodes whose requests may come, instance id and
             ``http://host:port`` of the registry, so that the link is there when one does.
     """
@@ -151,7 +151,7 @@ class Output(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class StepOutputs(Message):
-    """What one step produced for one proxy."""
+    """Outputs of one step for one proxy."""
 
     outputs: list[Output]
 
@@ -164,7 +164,7 @@ class Failed(Message):
 
 
 class NodeHeartbeat(Message):
-    """Answer to ProxyHeartbeat: who is there and how busy.
+    """Answer to ProxyHeartbeat: the node's instance and its load.
 
     Attributes:
         ready: accepts new requests.

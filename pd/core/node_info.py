@@ -1,4 +1,4 @@
-"""What a node says about itself: in the handshake, in ``/server_info`` and to the proxy."""
+"""Description of a node, published in the handshake, in ``/server_info`` and to proxies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pd.core.transfer_choice import choose
 
 Role = Literal["prefill", "decode", "unified"]
 
-# How messages call what --generation-config changes.
+# Name in messages of the settings that --generation-config changes.
 SAMPLING_DEFAULTS = "recommended sampling (--generation-config)"
 
-# What a stranger may publish. The longest honest value is a library's connection record in base64,
-# a few kilobytes.
+# Limits on what a peer may publish. The longest honest value is a library's connection record in
+# base64, a few kilobytes.
 MAX_BACKENDS = 8
 MAX_ADDRESS_FIELDS = 16
 MAX_ADDRESS_CHARS = 16 << 10
@@ -68,7 +68,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     def address_of(self, backend: str) -> dict[str, str]:
-        """What ``backend`` publishes there; raises TransferError if it is not offered."""
+        """Address published for ``backend``. Raises TransferError if there is none."""
         address = self.transfers.get(backend)
         if address is None:
             offered = ", ".join(self.transfers) or "nothing"

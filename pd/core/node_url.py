@@ -11,7 +11,7 @@ def check_node_url(text: str) -> str:
     """The URL as ``scheme://host:port``.
 
     Raises InvalidRequestError for anything else: a path, a query or user info would make the proxy
-    send requests to whatever somebody wants it to reach. The message shows none of these, because
+    send requests to whatever address a client chose. The message shows none of these, because
     they may hold a password.
     """
     try:

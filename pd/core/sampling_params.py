@@ -1,4 +1,4 @@
-"""What a client may ask of sampling, validated once and carried to the nodes unchanged."""
+"""Parameters of sampling, validated once by the proxy and carried to the nodes unchanged."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DelayHistory:
 
     @property
     def last_read(self) -> float:
-        """When the last reading was added, or minus infinity."""
+        """Time at which the last reading was added, or minus infinity."""
         return self._readings[-1][0] if self._readings else float("-inf")
 
     @property
@@ -140,7 +140,7 @@ class RunDelay:
         return self._total
 
     def growth(self, since: float) -> float:
-        """See :class:`Delay`. Reads anew unless that was done a moment ago."""
+        """The run delay (:class:`Delay`), read anew unless the last reading is recent."""
         self._start()
         if self._clock() > self._history.last_read + READING_INTERVAL / 2:
             self.update(beat=False)
@@ -148,7 +148,7 @@ class RunDelay:
             return self._history.growth(since)
 
     def update(self, *, beat: bool) -> None:
-        """Read once. ``beat``: the caller is the thread whose lateness is measured."""
+        """Read the delay once. ``beat``: the caller is the thread whose lateness is measured."""
         with self._lock:
             now = self._clock()
             late = max(0.0, now - self._due)
@@ -211,7 +211,7 @@ class Patience:
         own.growth(clock())
 
     def heard(self, peer: str, total: float) -> None:
-        """A heartbeat said what a peer's run delay is."""
+        """Note the run delay that a peer's heartbeat carried."""
         with self._lock:
             history = self._peers.pop(peer, None) or DelayHistory()
             while len(self._peers) >= _MAX_PEERS:
@@ -220,7 +220,7 @@ class Patience:
             history.add(self._clock(), total)
 
     def total(self, peer: str) -> float:
-        """The run delay that a peer last told; 0 for a stranger."""
+        """The last run delay noted of a peer; 0 for an unknown one."""
         with self._lock:
             history = self._peers.get(peer)
             return history.last if history is not None else 0.0

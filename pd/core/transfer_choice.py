@@ -1,4 +1,4 @@
-"""Which transfer backend a pair uses, told from what both sides publish. Never imports torch."""
+"""Choice of the transfer backend of a pair, from what both sides publish. Never imports torch."""
 
 from __future__ import annotations
 
