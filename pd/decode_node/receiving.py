@@ -25,6 +25,7 @@ from pd.core.messages import (
 from pd.core.request import RequestState
 from pd.decode_node.incoming import IncomingRoom
 from pd.decode_node.peers import PrefillPeers
+from pd.decode_node.verification import DigestCheck
 from pd.engine.digests import Digests
 from pd.engine.page_allocator import PageState
 from pd.scheduling.metrics import TransferTimes
@@ -74,7 +75,8 @@ class ReceivingEnd(PromptReceiver):
         digests: Digests | None = None,
     ) -> None:
         self._core, self._rooms, self._memory = core, core.rooms, core.memory
-        self._transfer, self._decode, self._digests = transfer, decode, digests
+        self._transfer, self._decode = transfer, decode
+        self._check = None if digests is None else DigestCheck(core, digests)
         self.prefill_peers = PrefillPeers(core, own, transfer, sockets, self._peer_dropped)
         # Random start: an epoch of an earlier life of this address is never repeated.
         self._epochs = itertools.count(secrets.randbits(40) << 20)
@@ -257,38 +259,11 @@ class ReceivingEnd(PromptReceiver):
                 self._rooms.fail(incoming.request, error)
             elif state is TransferState.DONE:
                 assert incoming.commit is not None
-                if self._is_intact(incoming, incoming.commit):
+                if self._check is None or self._check.is_intact(incoming, incoming.commit):
                     self._commit(incoming, incoming.commit)
             else:
                 busy = busy or incoming.commit is not None or not incoming.sent
         return busy
-
-    def _is_intact(self, incoming: IncomingRoom, commit: Commit) -> bool:
-        """Whether the KV is known to have the digest that the peer computed; starts to compute it,
-        and fails the request if it differs."""
-        if self._digests is None:
-            return True
-        request, reservation = incoming.request, incoming.reservation
-        assert reservation is not None
-        start, stop = reservation.cached_prefix_len, len(request.prompt)
-        if incoming.digest is None:
-            with self._core.engine.beside_steps():
-                incoming.digest = self._digests.start(request.sequence.pages, start, stop)
-        if not incoming.digest.done():
-            return False  # its end wakes the control thread
-        try:
-            found = Digests.result(incoming.digest)
-        except TransferError as failure:
-            self._rooms.fail(request, failure)
-            return False
-        if found == commit.digest:
-            return True
-        error = TransferError(
-            f"the KV of tokens {start} to {stop} was damaged on its way from prefill node "
-            f"{request.peer}: its digest is {found.hex()}, not {commit.digest.hex()}"
-        )
-        self._rooms.fail(request, error)
-        return False
 
     def _commit(self, incoming: IncomingRoom, commit: Commit) -> None:
         """All of the KV is here: the pages become the request's, which is decoded from now on."""
@@ -439,5 +414,5 @@ class ReceivingEnd(PromptReceiver):
     def close(self) -> None:
         """Start no more handshakes and stop computing digests."""
         self.prefill_peers.close()
-        if self._digests is not None:
-            self._digests.close()
+        if self._check is not None:
+            self._check.close()

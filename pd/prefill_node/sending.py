@@ -1,4 +1,4 @@
-"""Sending end of hand-offs: from the reservation to the acknowledged commit (queue "in flight")."""
+"""Sending end of hand-offs: reservations, senders, and the end of each room."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from pd.core.errors import (
     error_from_kind,
 )
 from pd.core.messages import (
-    HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
     AbortRoom,
-    Commit,
     CommitAck,
     Drained,
     ErrorInfo,
@@ -26,10 +24,10 @@ from pd.core.messages import (
 )
 from pd.core.request import RequestState
 from pd.engine.digests import Digests
+from pd.prefill_node.commits import Commits
 from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
 from pd.prefill_node.peers import DecodePeers
 from pd.scheduling.transfer_end import PromptSender
-from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from pd.scheduling.core import NodeCore
     from pd.scheduling.handlers import Handlers
     from pd.scheduling.step import Work
-    from pd.transfer.base import Sender, TransferManager
+    from pd.transfer.base import TransferManager
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class SendingEnd(PromptSender):
         digests: Digests | None = None,
     ) -> None:
         self._core, self._rooms, self._transfer = core, core.rooms, transfer
-        self._resume, self._forget, self._digests = resume, forget, digests
+        self._resume, self._forget = resume, forget
         model, layout = core.engine.model_config, core.engine.layout
         self._cost = PromptCost(
             layout.num_layers,
@@ -78,11 +76,11 @@ class SendingEnd(PromptSender):
         self.decode_peers = DecodePeers(core.instance_id, core.post, self._patience)
         # Reservations whose requests have not come yet, by room and sender, and when they came.
         self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
-        self.in_flight: list[OutgoingRoom] = []
+        self._commits = Commits(core, transfer, self.decode_peers, digests)
 
     def register(self, handlers: Handlers) -> None:
         handlers.on(Reservation, self._on_reservation)
-        handlers.on(CommitAck, self._on_commit_ack)
+        handlers.on(CommitAck, self._commits.on_commit_ack)
         handlers.on(AbortRoom, self._on_abort_room)
         handlers.on(PeerHeartbeat, self._on_peer_heartbeat)
 
@@ -194,7 +192,7 @@ class SendingEnd(PromptSender):
             request.state = RequestState.WAITING
         if outgoing.parked:
             outgoing.parked = False
-            self.in_flight.remove(outgoing)
+            self._commits.in_flight.remove(outgoing)
             request.state = RequestState.WAITING
             self._resume(request)
         elif request.state in (RequestState.RUNNING, RequestState.SENDING):
@@ -248,7 +246,7 @@ class SendingEnd(PromptSender):
         if request.state is RequestState.SENDING:
             outgoing.sender.finish()
             with engine.beside_steps():
-                self._start_digest(outgoing)
+                self._commits.start_digest(outgoing)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """A function for one step: it pushes the step's chunks while their layers are computed, and
@@ -284,7 +282,7 @@ class SendingEnd(PromptSender):
         assert outgoing is not None
         request.state = RequestState.SENDING
         outgoing.computed_at = time.monotonic()
-        self.in_flight.append(outgoing)
+        self._commits.in_flight.append(outgoing)
         self._push(outgoing)
 
     def park(self, pages: int) -> None:
@@ -294,97 +292,16 @@ class SendingEnd(PromptSender):
         wait for theirs. Their KV stays cached as long as no other request needs the pages.
         """
         memory = self._core.memory
-        for outgoing in reversed(self.in_flight):
+        for outgoing in reversed(self._commits.in_flight):
             if memory.available >= pages:
                 return
             if outgoing.reservation is None and not outgoing.parked:
                 outgoing.parked = True
                 memory.release(outgoing.request.sequence)
 
-    # ---- commits
-
     def poll(self) -> bool:
         """Commit transfers that are complete; True while one is about to be."""
-        busy = False
-        now = time.monotonic()
-        for outgoing in list(self.in_flight):
-            if outgoing.sender is None:
-                continue
-            state = self._check(outgoing, outgoing.sender)
-            if state is TransferState.DONE:
-                outgoing.sent = outgoing.sent or now
-                if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
-                    self._commit(outgoing, outgoing.sender, now)
-            elif state is TransferState.ACTIVE:
-                busy = True
-        return busy
-
-    def _check(self, outgoing: OutgoingRoom, sender: Sender) -> TransferState:
-        """State of the transfer; if that failed, the request ends."""
-        state = sender.poll()
-        if state is TransferState.FAILED:
-            error = sender.error or TransferError("the transfer failed")
-            self._rooms.fail(outgoing.request, error)
-        return state
-
-    def _commit(self, outgoing: OutgoingRoom, sender: Sender, now: float) -> None:
-        """Send the commit: all bytes have left for good. Waits for the digest, if there is one."""
-        request = outgoing.request
-        assert outgoing.reservation is not None
-        digest = b""
-        if outgoing.digest is not None:
-            if not outgoing.digest.done():
-                return  # its end wakes the control thread
-            try:
-                digest = Digests.result(outgoing.digest)
-            except TransferError as error:
-                self._rooms.fail(request, error)
-                return
-        outgoing.complete = outgoing.complete or now
-        outgoing.commit_sent = now
-        times = outgoing.times()
-        message = Commit(
-            to=request.peer,
-            sender=self._core.instance_id,
-            room=request.room,
-            epoch=outgoing.reservation.epoch,
-            num_bytes=sender.bytes_sent,
-            first_tokens=request.progress.first_tokens,
-            digest=digest,
-            wire_seconds=times.wire,
-            exposed_seconds=times.exposed,
-        )
-        self.decode_peers.send(message)
-
-    def _start_digest(self, outgoing: OutgoingRoom) -> None:
-        """Compute the digest beside the last of the transfer; all that it reads is computed."""
-        if self._digests is None or outgoing.digest is not None:
-            return
-        assert outgoing.reservation is not None
-        start, request = outgoing.reservation.cached_prefix_len, outgoing.request
-        outgoing.digest = self._digests.start(request.sequence.pages, start, len(request.prompt))
-
-    def _on_commit_ack(self, identity: bytes, message: CommitAck) -> None:
-        """The peer has committed: the request is done here."""
-        peer, request = message.sender, self._rooms.get(message.room)
-        if request is None or request.state is not RequestState.SENDING or request.peer != peer:
-            return
-        outgoing = request.outgoing
-        if outgoing is None or outgoing.commit_sent is None or outgoing.reservation is None:
-            return
-        if outgoing.reservation.epoch == message.epoch:
-            outgoing.acknowledged = True
-            self._count(outgoing)
-            self._rooms.finish(request)
-
-    def _count(self, outgoing: OutgoingRoom) -> None:
-        request, metrics = outgoing.request, self._core.metrics
-        num_bytes = outgoing.sender.bytes_sent if outgoing.sender else 0
-        metrics.transferred_bytes.inc(num_bytes)
-        metrics.transfers.observe(
-            self._transfer.backend_of(request.peer), num_bytes, outgoing.times()
-        )
-        metrics.observe("transfer", time.monotonic() - (request.times.first_token or 0.0))
+        return self._commits.poll()
 
     # ---- the end of a room
 
@@ -414,8 +331,8 @@ class SendingEnd(PromptSender):
         outgoing = request.outgoing
         if outgoing is None:
             return
-        if outgoing in self.in_flight:
-            self.in_flight.remove(outgoing)
+        if outgoing in self._commits.in_flight:
+            self._commits.in_flight.remove(outgoing)
         if outgoing.acknowledged:
             return
         if outgoing.sender is not None:
@@ -449,7 +366,7 @@ class SendingEnd(PromptSender):
         for outgoing in self._outgoing():
             request = outgoing.request
             if request.state is RequestState.RUNNING and outgoing.sender is not None:
-                self._check(outgoing, outgoing.sender)
+                self._commits.check(outgoing, outgoing.sender)
             if request.peer not in self.decode_peers and self._patience.is_over(
                 request.times.arrived, LEASE_SECONDS
             ):
@@ -459,16 +376,15 @@ class SendingEnd(PromptSender):
     # ---- administration
 
     def queued(self) -> Iterator[Sequence]:
-        return (outgoing.request.sequence for outgoing in self.in_flight)
+        return (outgoing.request.sequence for outgoing in self._commits.in_flight)
 
     def queues(self) -> dict[str, int]:
         waiting = sum(o.request.state is RequestState.BOOTSTRAPPING for o in self._outgoing())
-        return {"bootstrap": waiting, "in_flight": len(self.in_flight)}
+        return {"bootstrap": waiting, "in_flight": len(self._commits.in_flight)}
 
     def close(self) -> None:
         """Stop computing digests."""
-        if self._digests is not None:
-            self._digests.close()
+        self._commits.close()
 
     # ---- messages
 

@@ -46,7 +46,8 @@ class Held:
 
     def __init__(self, server: NodeServer, path: str) -> None:
         *owners, name = path.split(".")
-        owner = attrgetter(*owners)(server.node.transfer) if owners else server.node.transfer
+        transfer = server.node.transfer
+        owner = attrgetter(".".join(owners))(transfer) if owners else transfer
         self._method = getattr(owner, name)
         self._released = threading.Event()
         self.entered = threading.Event()
