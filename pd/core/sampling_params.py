@@ -16,6 +16,22 @@ MAX_LOGIT_BIAS = 1024
 SEED_LIMIT = 1 << 63
 # Logits that are multiplied by more would overflow.
 MIN_PENALTY = 0.01
+# Smallest and largest value of the parameters that are numbers.
+RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 1 << 31),
+    "min_tokens": (0, 1 << 31),
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 1 << 31),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (MIN_PENALTY, 100.0),
+    "seed": (0, SEED_LIMIT - 1),
+    "n": (1, MAX_CHOICES),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+}
+MAX_LOGIT_BIAS_VALUE = 100.0
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -70,21 +86,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Check ranges. Raises InvalidRequestError naming the parameter and its value."""
-        ranges = (
-            ("max_tokens", self.max_tokens, 1, 1 << 31),
-            ("min_tokens", self.min_tokens, 0, self.max_tokens),
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("top_k", self.top_k, 0, 1 << 31),
-            ("top_p", self.top_p, 0.0, 1.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            ("repetition_penalty", self.repetition_penalty, MIN_PENALTY, 100.0),
-            ("seed", self.seed, 0, SEED_LIMIT - 1),
-            ("n", self.n, 1, MAX_CHOICES),
-            ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
-        )
-        for name, value, low, high in ranges:
+        for name, (low, high) in RANGES.items():
+            value: float = getattr(self, name)
+            if name == "min_tokens":
+                high = self.max_tokens
             if not math.isfinite(value) or not low <= value <= high:
                 raise InvalidRequestError(
                     f"{name} must be between {low} and {high}, not {value}", param=name
@@ -114,9 +119,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         param=name,
                     )
         for token, bias in self.logit_bias.items():
-            if not -100.0 <= bias <= 100.0:
+            if not -MAX_LOGIT_BIAS_VALUE <= bias <= MAX_LOGIT_BIAS_VALUE:
                 raise InvalidRequestError(
-                    f"logit_bias of token {token} must be between -100 and 100, not {bias}",
+                    f"logit_bias of token {token} must be between {-MAX_LOGIT_BIAS_VALUE:g} and "
+                    f"{MAX_LOGIT_BIAS_VALUE:g}, not {bias}",
                     param="logit_bias",
                 )
 

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from pd import __version__
 from pd.core.errors import InvalidRequestError, NotFoundError, PDError
 from pd.proxy.access import Guard
 from pd.proxy.chat_api import ChatAPI
 from pd.proxy.completions_api import CompletionsAPI
+from pd.proxy.description import add_description, answers
 from pd.proxy.generate_api import GenerateAPI
+from pd.proxy.responses import (
+    AbortResult,
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    DetokenizeResult,
+    FlushResult,
+    ModelCard,
+    ModelInfo,
+    ModelList,
+    NativeAnswer,
+    NativeResult,
+    Status,
+    TokenizeResult,
+    Version,
+    WorkerEntry,
+    WorkerList,
+)
 from pd.proxy.tokens_api import TokensAPI
+from pd.proxy.typed_routes import AdminRoute, TypedRoute
 from pd.proxy.web import error_response
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from starlette.requests import Request
 
@@ -30,10 +51,7 @@ if TYPE_CHECKING:
     from pd.proxy.compat_api import CompatAPI
     from pd.proxy.metrics import Metrics
     from pd.proxy.service import Service
-
-    Handler = Callable[[Request], Awaitable[Response]]
-
-log = logging.getLogger(__name__)
+    from pd.proxy.typed_routes import Handler
 
 
 class MethodNotAllowedError(PDError):
@@ -50,47 +68,29 @@ def make_app(
     access: Access,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    # Without the generated documentation: handlers check bodies themselves, so it would be empty.
-    app = FastAPI(openapi_url=None)
-    tokens = TokensAPI(service)
-    for path, handler in (
-        ("/v1/completions", CompletionsAPI(service).handle),
-        ("/v1/chat/completions", ChatAPI(service).handle),
-        ("/generate", GenerateAPI(service).handle),
-    ):
-        app.add_route(path, _counted(handler, path, metrics), methods=["POST"])
-    for path, method, handler in (
-        ("/health", "GET", admin.health),
-        ("/readiness", "GET", admin.readiness),
-        ("/metrics", "GET", admin.metrics),
-        ("/ping", "GET", compat.ping),
-        ("/ping", "POST", compat.ping),
-        ("/version", "GET", compat.version),
-        ("/get_model_info", "GET", compat.model_info),
-        ("/model_info", "GET", compat.model_info),
-        ("/health_generate", "GET", compat.health_generate),
-        ("/v1/models", "GET", admin.models),
-        ("/v1/models/{model:path}", "GET", admin.model),
-        ("/tokenize", "POST", tokens.tokenize),
-        ("/detokenize", "POST", tokens.detokenize),
-        ("/abort_request", "POST", admin.abort_request),
-    ):
-        app.add_route(path, handler, methods=[method])
-    for path, method, handler in (
-        ("/workers", "GET", admin.workers),
-        ("/workers", "POST", admin.add_worker),
-        ("/workers/{instance_id:path}", "DELETE", admin.remove_worker),
-        ("/flush_cache", "POST", admin.flush_cache),
-    ):
-        app.add_route(path, _for_admins(handler, access), methods=[method])
-    app.add_exception_handler(PDError, _pd_error)
+    app = FastAPI(title="pd", version=__version__, openapi_url=None)
+    app.state.bodies, app.state.access = service.bodies, access
+    endpoints = _endpoints(service, admin, compat)
+    for endpoint in endpoints:
+        _add(app, endpoint)
+    add_description(app, [endpoint.events for endpoint in endpoints])
+    counted = {endpoint.path for endpoint in endpoints if endpoint.events is not None}
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        """Answer what is refused before it becomes a job, and count it where jobs are counted."""
+        assert isinstance(error, PDError)
+        if request.url.path in counted:
+            metrics.request_refused(request.url.path, error.kind)
+        return error_response(error)
+
+    app.add_exception_handler(PDError, refuse)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(Guard, access=access)
     if cors_origins:
         # Outside of the guard: a browser asks for permission without a key, and its page may read
-        # what the guard says.
+        # the guard's errors.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(cors_origins),
@@ -101,34 +101,79 @@ def make_app(
     return app
 
 
-def _for_admins(handler: Handler, access: Access) -> Handler:
-    """Let in clients that may administrate, and log what they change."""
+class _Endpoint(NamedTuple):
+    """A path and what answers there.
 
-    async def checked(request: Request) -> Response:
-        caller = access.check_admin(request.scope)
-        if request.method != "GET":
-            log.info("%s %s by %s", request.method, request.url.path, caller.name)
-        return await handler(request)
+    Attributes:
+        answer: type of the answer's JSON; None where there is no JSON.
+        events: type of the events' JSON, where an answer may be streamed.
+        for_admins: only clients that may administrate are let in.
+    """
 
-    return checked
-
-
-def _counted(handler: Handler, endpoint: str, metrics: Metrics) -> Handler:
-    """Count requests that are refused before they become a job."""
-
-    async def counted(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except PDError as error:
-            metrics.request_refused(endpoint, error.kind)
-            raise
-
-    return counted
+    method: str
+    path: str
+    handler: Handler
+    answer: object = None
+    events: type[object] | None = None
+    for_admins: bool = False
 
 
-async def _pd_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PDError)
-    return error_response(error)
+def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_Endpoint]:
+    tokens, endpoint = TokensAPI(service), _Endpoint
+    completions, chat = CompletionsAPI(service), ChatAPI(service)
+    native = GenerateAPI(service)
+    # The routes that are asked for most come first, since they are tried one after the other.
+    return [
+        endpoint("POST", "/v1/chat/completions", chat.handle, ChatCompletion, ChatChunk),
+        endpoint("POST", "/v1/completions", completions.handle, Completion, CompletionChunk),
+        endpoint("POST", "/generate", native.handle, NativeAnswer, NativeResult),
+        endpoint("GET", "/v1/models", admin.models, ModelList),
+        endpoint("GET", "/v1/models/{model:path}", admin.model, ModelCard),
+        endpoint("POST", "/tokenize", tokens.tokenize, TokenizeResult),
+        endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeResult),
+        endpoint("POST", "/abort_request", admin.abort_request, AbortResult),
+        endpoint("GET", "/health", admin.health, Status),
+        endpoint("GET", "/readiness", admin.readiness, Status),
+        endpoint("GET", "/metrics", admin.metrics),
+        endpoint("GET", "/ping", compat.ping),
+        endpoint("POST", "/ping", compat.ping),
+        endpoint("GET", "/version", compat.version, Version),
+        endpoint("GET", "/get_model_info", compat.model_info, ModelInfo),
+        endpoint("GET", "/model_info", compat.model_info, ModelInfo),
+        endpoint("GET", "/health_generate", compat.health_generate),
+        endpoint("GET", "/workers", admin.workers, WorkerList, for_admins=True),
+        endpoint("POST", "/workers", admin.add_worker, WorkerEntry, for_admins=True),
+        endpoint(
+            "DELETE",
+            "/workers/{instance_id:path}",
+            admin.remove_worker,
+            WorkerEntry,
+            for_admins=True,
+        ),
+        endpoint("POST", "/flush_cache", admin.flush_cache, FlushResult, for_admins=True),
+    ]
+
+
+def _add(app: FastAPI, endpoint: _Endpoint) -> None:
+    route_class = AdminRoute if endpoint.for_admins else TypedRoute
+    app.router.add_api_route(
+        endpoint.path,
+        endpoint.handler,
+        methods=[endpoint.method],
+        response_model=None,
+        response_class=Response if endpoint.answer is None else JSONResponse,
+        responses=answers(endpoint.answer, endpoint.events),
+        route_class_override=route_class,
+    )
+    if endpoint.method == "GET":
+        app.router.add_api_route(
+            endpoint.path,
+            endpoint.handler,
+            methods=["HEAD"],
+            response_model=None,
+            include_in_schema=False,
+            route_class_override=route_class,
+        )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -10,18 +10,23 @@ import numpy as np
 
 from pd.core.errors import InvalidRequestError, QueueFullError
 from pd.proxy.background import INLINE_BYTES
-from pd.proxy.fields import Fields, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from starlette.requests import Request
+    from starlette.types import Scope
 
     from pd.proxy.background import Background
+    from pd.proxy.request_model import RequestModel
+
+    Model = TypeVar("Model", bound=RequestModel)
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 << 20
+# Limit for requests that generate nothing and tokenize nothing.
+MAX_ADMIN_BODY_BYTES = 64 << 10
 # Bytes of all bodies that are being read or worked on, but for the first FREE_BYTES of each. Those
 # are not counted: the HTTP server holds as much for every connection, and connections are counted.
 MAX_BODIES_BYTES = 64 << 20
@@ -80,14 +85,14 @@ class Body:
         """Call ``function(*args)``, on another thread if the body is large."""
         return await self._background.run(len(self._data), function, *args)
 
-    async def read(self, function: Callable[[Fields], T]) -> T:
-        """Parse the body and hand its object to ``function``, on another thread if it is large.
+    async def read(self, model: type[Model]) -> Model:
+        """Parse and validate the body, on another thread if it is large.
 
         Raises InvalidRequestError.
         """
-        return await self.run(lambda: function(self._parse()))
+        return await self.run(self._parse, model)
 
-    def _parse(self) -> Fields:
+    def _parse(self, model: type[Model]) -> Model:
         if len(self._data) > INLINE_BYTES:
             counts = count_json(self._data)
             if counts.values > MAX_VALUES:
@@ -99,7 +104,14 @@ class Body:
                     f"the body has {counts.parts} lists, objects and strings; at most {MAX_PARTS} "
                     "are taken"
                 )
-        return Fields(parse_object(self._data))
+        return model.parse(self._data)
+
+
+def body_of(scope: Scope) -> Body:
+    """The body of a request whose handler is called with it."""
+    body = scope["state"]["body"]
+    assert isinstance(body, Body)
+    return body
 
 
 class _Incoming:
@@ -128,20 +140,23 @@ class Bodies:
         return self._held
 
     @asynccontextmanager
-    async def open(self, request: Request) -> AsyncIterator[Body]:
+    async def open(self, request: Request, *, administrative: bool) -> AsyncIterator[Body]:
         """The request's body; its bytes count until the context ends.
+
+        ``administrative``: a body of at most MAX_ADMIN_BODY_BYTES.
 
         Raises:
             InvalidRequestError: it is too large.
             QueueFullError: too many bytes of bodies are in the proxy at present.
         """
         body, size = _Incoming(), 0
+        most = MAX_ADMIN_BODY_BYTES if administrative else MAX_BODY_BYTES
         self._incoming[body] = None
         try:
             async for chunk in request.stream():
                 size += len(chunk)
                 more = max(0, size - FREE_BYTES) - body.counted
-                if size > MAX_BODY_BYTES or body.given_up or not self._make_room(body, more):
+                if size > most or body.given_up or not self._make_room(body, more):
                     self._give_up(body)
                     if size > MAX_DISCARDED_BYTES:
                         break
@@ -150,10 +165,10 @@ class Bodies:
                 self._held += more
                 body.chunks.append(chunk)
             self._incoming.pop(body, None)
-            if size > MAX_BODY_BYTES:
+            if size > most:
                 raise InvalidRequestError(
                     f"the body has {'over ' if size > MAX_DISCARDED_BYTES else ''}{size} bytes; "
-                    f"at most {MAX_BODY_BYTES} are taken"
+                    f"at most {most} are taken"
                 )
             if body.given_up:
                 raise QueueFullError(

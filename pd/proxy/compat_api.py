@@ -8,6 +8,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 import numpy as np
+from starlette.requests import Request
 from starlette.responses import Response
 
 from pd import __version__
@@ -15,11 +16,10 @@ from pd.core.errors import PDError, QueueFullError, UnavailableError
 from pd.core.sampling_params import SamplingParams
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
+from pd.proxy.responses import ModelInfo, Version
 from pd.proxy.web import json_response
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.service import ModelView, Service
 
@@ -39,32 +39,30 @@ class CompatAPI:
         self._tokenizer = tokenizer
 
     async def version(self, request: Request) -> Response:
-        """``GET /version``, in vLLM's shape."""
-        return json_response({"version": __version__})
+        """The proxy's version, in vLLM's shape."""
+        return json_response(Version(version=__version__))
 
     async def ping(self, request: Request) -> Response:
-        """``/ping``, for SageMaker: 200 while the process answers."""
+        """200 while the process answers, as SageMaker asks."""
         return Response()
 
     async def model_info(self, request: Request) -> Response:
-        """``GET /get_model_info`` of the first model, in SGLang's shape."""
+        """Facts about the first model, in SGLang's shape."""
         limits = (await self._service.model(None)).limits
         path = limits.model_path or limits.model
-        return json_response(
-            {
-                "model_path": path,
-                "tokenizer_path": self._tokenizer or path,
-                "is_generation": True,
-                "preferred_sampling_params": None,
-                "weight_version": "default",
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-            }
+        info = ModelInfo(
+            model_path=path,
+            tokenizer_path=self._tokenizer or path,
+            is_generation=True,
+            preferred_sampling_params=None,
+            weight_version="default",
+            has_image_understanding=False,
+            has_audio_understanding=False,
         )
+        return json_response(info)
 
     async def health_generate(self, request: Request) -> Response:
-        """``GET /health_generate``: 200 if a token comes from the nodes within 20 s, whatever
-        request it is of, else 503; as in SGLang."""
+        """200 if a token comes from the nodes within 20 s, else 503, as in SGLang."""
         model = await self._service.model(None)
         began = time.monotonic()
         try:

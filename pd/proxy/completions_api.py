@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pd.core.sampling_params import MAX_TOP_LOGPROBS
+from starlette.requests import Request
+from starlette.responses import Response
+
 from pd.proxy import logprobs, openai_common
 from pd.proxy.access import caller_of
+from pd.proxy.bodies import body_of
+from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.service import TokenCount, encode, read_prompts
+from pd.proxy.requests import COMPLETION_TOKENS, CompletionRequest
+from pd.proxy.service import TokenCount, encode, names_of
 from pd.proxy.tokenizer import new_detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    from pd.proxy.fields import Fields
     from pd.proxy.generation import Choice, Delta
-    from pd.proxy.openai_common import OpenAIRequest
     from pd.proxy.service import ModelView, Service
 
-DEFAULT_MAX_TOKENS = 16
 ENDPOINT = "/v1/completions"
 
 
@@ -33,85 +31,56 @@ class CompletionsAPI:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def handle(self, request: Request) -> Response:
-        async with self._service.body(request) as body:
-            asked = await body.read(lambda fields: _read(fields, request))
-            common = asked.common
-            model = await self._service.model(common.model)
-            if common.stop:
-                model.need_text("stop")
-            self._service.admit(len(asked.prompts))
-            specs, echoed = await body.run(_prepare, asked, model)
+    async def handle(self, request: Request, asked: CompletionRequest) -> Response:
+        """OpenAI's completions of one or several prompts."""
+        names = names_of(asked, request, "cmpl-")
+        model = await self._service.model(asked.model)
+        if asked.stop:
+            model.need_text("stop")
+        prompts, _ = split_prompts(asked.prompt)
+        self._service.admit(len(prompts))
+        body = body_of(request.scope)
+        specs, echoed = await body.run(_prepare, asked, names.rid, prompts, model)
         owner = caller_of(request.scope).owner
-        job = Job(common.names.rid, ENDPOINT, owner=owner, streaming=common.stream)
-        renderer = _Renderer(job, common, model, echoed)
-        return self._service.respond(job, specs, renderer, common.timeout)
+        job = Job(names.rid, ENDPOINT, owner=owner, streaming=asked.stream)
+        renderer = _Renderer(job, asked, names.shown, model, echoed)
+        return self._service.respond(job, specs, renderer, asked.timeout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """``prompts``: texts or token ids, not checked against the model."""
-
-    common: OpenAIRequest
-    prompts: list[str | list[int]]
-    echo: bool
-    add_special_tokens: bool
-
-
-def _read(fields: Fields, request: Request) -> _Asked:
-    """Raises InvalidRequestError."""
-    asked = openai_common.read_request(fields, request, "cmpl-")
-    echo = fields.boolean("echo")
-    asked = _read_logprobs(fields, asked, echo)
-    prompts, _ = read_prompts(fields, "prompt")
-    if asked.max_tokens == 0 and not echo:
-        raise fields.wrong("max_tokens", "at least 1 (0 only together with echo)")
-    special = fields.boolean("add_special_tokens", True)
-    return _Asked(common=asked, prompts=prompts, echo=echo, add_special_tokens=special)
-
-
-def _prepare(asked: _Asked, model: ModelView) -> tuple[list[Spec], list[str] | None]:
+def _prepare(
+    asked: CompletionRequest, rid: str, prompts: list[str | list[int]], model: ModelView
+) -> tuple[list[Spec], list[str] | None]:
     """The prompts as they go to the nodes, and their texts where they are echoed.
 
     Raises InvalidRequestError.
     """
-    common, count = asked.common, TokenCount()
-    discard = common.max_tokens == 0
+    count, max_tokens = TokenCount(), asked.wanted_tokens
+    discard = max_tokens == 0
     if discard:
         # Log probabilities of a prompt come with a first token, so one is made and hidden.
-        common = replace(common, max_tokens=1)
+        max_tokens = 1
     specs = []
-    for i, prompt in enumerate(asked.prompts):
+    for i, prompt in enumerate(prompts):
         ids = encode(model, prompt, "prompt", add_special_tokens=asked.add_special_tokens)
         spec = Spec(
-            rid=f"{common.names.rid}_{i}",
+            rid=f"{rid}_{i}",
             model=model.name,
             token_ids=ids,
-            params=common.params(model, len(ids), DEFAULT_MAX_TOKENS),
+            params=openai_common.sampling_params(
+                asked, model, len(ids), max_tokens, COMPLETION_TOKENS
+            ),
             text_model=model.text,
-            stop=common.stop,
-            namespace=common.namespace,
-            priority=common.priority,
-            skip_special_tokens=common.skip_special_tokens,
+            stop=asked.stop,
+            namespace=asked.cache_salt,
+            priority=asked.priority,
+            skip_special_tokens=asked.skip_special_tokens,
             discard_output=discard,
         )
         count.add(spec, model.limits.context_length)
         specs.append(spec)
     if not asked.echo:
         return specs, None
-    return specs, [_echo_text(model, p, s) for p, s in zip(asked.prompts, specs, strict=True)]
-
-
-def _read_logprobs(fields: Fields, asked: OpenAIRequest, echo: bool) -> OpenAIRequest:
-    count = fields.integer("logprobs")
-    if count is None:
-        return asked
-    if not 0 <= count <= MAX_TOP_LOGPROBS:
-        raise fields.wrong("logprobs", f"between 0 and {MAX_TOP_LOGPROBS}")
-    kwargs = {"logprobs": True, "top_logprobs": count}
-    if echo:
-        kwargs["prompt_logprobs_start"] = 0
-    return replace(asked, kwargs=asked.kwargs | kwargs)
+    return specs, [_echo_text(model, p, s) for p, s in zip(prompts, specs, strict=True)]
 
 
 def _echo_text(model: ModelView, prompt: str | list[int], spec: Spec) -> str:
@@ -128,14 +97,19 @@ class _Renderer:
     cumulative = False
 
     def __init__(
-        self, job: Job, asked: OpenAIRequest, model: ModelView, echo: list[str] | None
+        self,
+        job: Job,
+        asked: CompletionRequest,
+        shown: str,
+        model: ModelView,
+        echo: list[str] | None,
     ) -> None:
         self._job = job
         self._asked = asked
         self._model = model
         self._echo = echo
         self._head = {
-            "id": asked.names.shown,
+            "id": shown,
             "object": "text_completion",
             "created": int(time.time()),
             "model": asked.model or model.name,

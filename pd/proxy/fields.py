@@ -1,14 +1,17 @@
-"""Strict reading of JSON bodies: every refusal names the field, its value and the remedy."""
+"""Types of fields of request models, and errors that name the field, its value and the remedy."""
 
 from __future__ import annotations
 
 import math
 import reprlib
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from pd.core.errors import InvalidRequestError
+if TYPE_CHECKING:
+    from pydantic.json_schema import JsonSchemaValue
 
 _TYPE_NAMES = {
     bool: "a boolean",
@@ -19,9 +22,12 @@ _TYPE_NAMES = {
     dict: "an object",
     type(None): "null",
 }
+PROBLEM = "problem"
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
 _SHOWN = 100
 _PART = 1 << 16
-# What is not shown of a value of megabytes is not written down first.
+# A value of megabytes is not written out before it is cut.
 _brief = reprlib.Repr()
 _brief.maxlevel = 3
 _brief.maxlist = _brief.maxdict = 20
@@ -36,119 +42,150 @@ def show(value: object) -> str:
     return f"{text} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
 
 
+def problem(text: str, *path: str | int) -> PydanticCustomError:
+    """An error for validators to raise. Its message is the field's name, then ``text``.
+
+    ``path`` leads from the validated field to the offending one inside it.
+    """
+    return PydanticCustomError(PROBLEM, "{text}", {"text": text, "path": path})
+
+
+def mismatch(wanted: str, value: object, *path: str | int) -> PydanticCustomError:
+    """The :func:`problem` of a value that is not what was wanted."""
+    return problem(f"must be {wanted}, not {show(value)}", *path)
+
+
 def are_all(kind: type, values: list[Any]) -> bool:
-    """Whether every value is exactly of this type. Long lists are looked at in parts, so that other
+    """Whether every value is exactly of this type. Long lists are checked in parts, so that other
     threads run in between."""
     parts = (values[i : i + _PART] for i in range(0, len(values), _PART))
     return all({*map(type, part)} == {kind} for part in parts)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a request body that must be a JSON object (NaN and Infinity are no JSON)."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"the body must be a JSON object, not {show(value)}")
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Annotation: smallest and largest value of a number; ``above`` leaves out the smallest."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {
+            **handler(schema),
+            "exclusiveMinimum" if self.above else "minimum": self.low,
+            "maximum": self.high,
+        }
+
+    def _check(self, value: float) -> float:
+        if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+            raise mismatch("an integer of at most 64 bits", value)
+        if self.above and not self.low < value <= self.high:
+            raise mismatch(f"above {self.low:g} and at most {self.high:g}", value)
+        if not self.low <= value <= self.high:
+            raise mismatch(f"between {self.low} and {self.high}", value)
+        return value
+
+
+# ---- types that pydantic would check in one go, however long a list is, while everybody waits
+
+_PROMPT = "a string, a list of token ids, or a list of either"
+_TEXT = "a string or a list of strings"
+_INPUT_IDS = "a list of token ids or a list of such lists"
+PromptValue = str | list[str] | list[int] | list[list[int]]
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and are_all(int, value)
+
+
+def _check_prompts(value: object, wanted: str, *, texts: bool, ids: bool) -> object:
+    if texts and isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise mismatch(wanted, value)
+    if not value:
+        raise problem("is empty; send at least one token")
+    if ids and (_is_ids(value) or all(_is_ids(item) for item in value)):
+        return value
+    if texts and are_all(str, value):
+        return value
+    # The first item says what the list was meant to be; the odd one does not go with it.
+    if type(value[0]) is list:
+        odd = next((item for item in value if not _is_ids(item)), value[0])
+    else:
+        odd = next((item for item in value if type(item) is not type(value[0])), value[0])
+    raise problem(f"must be {wanted}, but it contains {show(odd)}")
+
+
+def _check_prompt(value: object) -> object:
+    return _check_prompts(value, _PROMPT, texts=True, ids=True)
+
+
+def _check_text(value: object) -> object:
+    return _check_prompts(value, _TEXT, texts=True, ids=False)
+
+
+def _check_input_ids(value: object) -> object:
+    return _check_prompts(value, _INPUT_IDS, texts=False, ids=True)
+
+
+def _check_integers(value: object) -> object:
+    if not isinstance(value, list) or (value and not are_all(int, value)):
+        raise mismatch("a list of integers", value)
     return value
 
 
-class Fields:
-    """A JSON object whose values are taken out by name and type; null counts as absent.
+def _check_stop(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or (stops and not are_all(str, stops)):
+        raise mismatch(_TEXT, value)
+    if len(stops) > MAX_STOP_STRINGS:
+        raise mismatch(f"at most {MAX_STOP_STRINGS} strings", value)
+    if any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise mismatch(f"strings of 1 to {MAX_STOP_CHARACTERS} characters", value)
+    return tuple(stops)
 
-    JSON's types are kept apart: neither ``"5"`` nor ``true`` is an integer.
-    """
 
-    def __init__(self, data: dict[str, Any], prefix: str = "") -> None:
-        self.data = data
-        self._prefix = prefix
+def _check_logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise mismatch("an object", value)
+    result = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise problem(f"must map token ids to numbers, but has the key {show(key)}")
+        if type(bias) not in (int, float) or abs(bias) > 1e300 or not math.isfinite(bias):
+            raise mismatch("a finite number", bias, key)
+        result[int(key)] = float(bias)
+    return result
 
-    def name(self, field: str) -> str:
-        """How messages call a field."""
-        return self._prefix + field
 
-    def has(self, field: str) -> bool:
-        return self.data.get(field) is not None
+Prompts = Annotated[PromptValue, PlainValidator(_check_prompt, json_schema_input_type=PromptValue)]
+Texts = Annotated[
+    str | list[str], PlainValidator(_check_text, json_schema_input_type=str | list[str])
+]
+TokenIds = Annotated[
+    list[int] | list[list[int]],
+    PlainValidator(_check_input_ids, json_schema_input_type=list[int] | list[list[int]]),
+]
+Integers = Annotated[list[int], PlainValidator(_check_integers, json_schema_input_type=list[int])]
+StopStrings = Annotated[
+    tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str])
+]
+LogitBias = Annotated[
+    dict[int, float], PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float])
+]
 
-    def raw(self, field: str) -> Any:
-        return self.data.get(field)
 
-    def wrong(self, field: str, wanted: str) -> InvalidRequestError:
-        """The error for a value that is not what was wanted."""
-        message = f"{self.name(field)} must be {wanted}, not {show(self.data.get(field))}"
-        return InvalidRequestError(message, param=self.name(field))
-
-    def integer(self, field: str) -> int | None:
-        value = self.data.get(field)
-        if value is None:
-            return None
-        if type(value) is not int:
-            raise self.wrong(field, "an integer")
-        if not -(1 << 63) <= value < 1 << 63:
-            raise self.wrong(field, "an integer of at most 64 bits")
-        return value
-
-    def number(self, field: str) -> float | None:
-        value = self.data.get(field)
-        if value is None:
-            return None
-        if type(value) not in (int, float) or abs(value) > 1e300 or not math.isfinite(value):
-            raise self.wrong(field, "a finite number")
-        return float(value)
-
-    def boolean(self, field: str, default: bool = False) -> bool:
-        value = self.data.get(field)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise self.wrong(field, "a boolean")
-        return value
-
-    def string(self, field: str) -> str | None:
-        value = self.data.get(field)
-        if value is None:
-            return None
-        if type(value) is not str:
-            raise self.wrong(field, "a string")
-        return value
-
-    def strings(self, field: str) -> list[str]:
-        """A string or a list of strings, as a list."""
-        value = self.data.get(field)
-        if value is None:
-            return []
-        if type(value) is str:
-            return [value]
-        if type(value) is not list or not are_all(str, value):
-            raise self.wrong(field, "a string or a list of strings")
-        return value
-
-    def integers(self, field: str) -> list[int]:
-        value = self.data.get(field)
-        if value is None:
-            return []
-        if type(value) is not list or not are_all(int, value):
-            raise self.wrong(field, "a list of integers")
-        return value
-
-    def mapping(self, field: str) -> Fields | None:
-        value = self.data.get(field)
-        if value is None:
-            return None
-        if type(value) is not dict:
-            raise self.wrong(field, "an object")
-        return Fields(value, f"{self.name(field)}.")
-
-    def refuse(self, unsupported: dict[str, tuple[Any, ...]]) -> None:
-        """Refuse fields that would change the result and are not supported.
-
-        Args:
-            unsupported: for each field the values that ask for nothing and so are accepted.
-        """
-        for field, neutral in unsupported.items():
-            value = self.data.get(field)
-            if value is None or any(type(value) is type(n) and value == n for n in neutral):
-                continue
-            message = f"{self.name(field)} is not supported yet, but is {show(value)}; leave it out"
-            raise InvalidRequestError(message, param=self.name(field))
+def split_prompts(value: PromptValue) -> tuple[list[str | list[int]], bool]:
+    """The prompts of a valid field, and whether it held a list of them."""
+    if isinstance(value, str) or type(value[0]) is int:
+        return [value], False
+    return list(value), True  # type: ignore[arg-type]  # a list of texts or of lists of ids

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from pd.core.messages import AnyMessage
+    from pd.core.node_info import Role
     from pd.proxy.config import ProxyConfig
     from pd.proxy.worker import Worker
 
@@ -87,13 +88,14 @@ class Proxy:
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._pool.start()
-        for role, urls in (
-            ("prefill", config.prefill),
-            ("decode", config.decode),
-            ("unified", config.unified),
-        ):
+        nodes: dict[Role, list[str]] = {
+            "prefill": config.prefill,
+            "decode": config.decode,
+            "unified": config.unified,
+        }
+        for role, urls in nodes.items():
             for url in urls:
-                self._pool.add(role, url)  # type: ignore[arg-type]  # literal roles
+                self._pool.add(role, url)
         settings = uvicorn.Config(
             self._app,
             lifespan="off",

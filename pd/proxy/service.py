@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pd.core.errors import InvalidRequestError
+from pd.core.sampling_params import SEED_LIMIT, SamplingParams
 from pd.proxy.bodies import Bodies
-from pd.proxy.fields import Fields, are_all, show
+from pd.proxy.requests import MAX_RID_CHARACTERS
 from pd.proxy.web import JobResponse
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     import numpy.typing as npt
     from starlette.requests import Request
 
     from pd.proxy.background import Background
-    from pd.proxy.bodies import Body
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Spec
     from pd.proxy.job import Job
+    from pd.proxy.requests import GenerateRequest, OpenAIRequest
     from pd.proxy.routing import Limits, Router
     from pd.proxy.tokenizer import TextModel, TextModels
     from pd.proxy.web import Renderer
 
     IntArray = npt.NDArray[np.int32]
 
-MAX_RID_CHARACTERS = 256
 # Tokens of all prompts of a request; or one prompt of the model's context, if that is longer.
 MAX_REQUEST_TOKENS = 1 << 20
 # Log probabilities of prompt tokens in all answers to a request; or those of one answer for the
@@ -77,7 +76,7 @@ class Service:
         self._text_models = text_models
         self._alias = served_model_name
         self._background = background
-        self._bodies = Bodies(background)
+        self.bodies = Bodies(background)
 
     def models(self) -> list[str]:
         names = self._router.models()
@@ -96,10 +95,6 @@ class Service:
         self, job: Job, specs: list[Spec], renderer: Renderer, timeout: float | None
     ) -> JobResponse:
         return JobResponse(self._dispatcher, job, specs, renderer, timeout, self._background)
-
-    def body(self, request: Request) -> AbstractAsyncContextManager[Body]:
-        """The request's body, see :meth:`pd.proxy.bodies.Bodies.open`."""
-        return self._bodies.open(request)
 
 
 def encode(
@@ -142,6 +137,15 @@ def check_ids(ids: list[int], vocab_size: int | None, param: str) -> IntArray:
     return array
 
 
+def make_params(arguments: dict[str, Any], vocab_size: int | None) -> SamplingParams:
+    """Build and validate, with a seed drawn if there is none. Raises InvalidRequestError."""
+    if arguments.get("seed") is None:
+        arguments = arguments | {"seed": secrets.randbelow(SEED_LIMIT)}
+    params = SamplingParams(**arguments)
+    params.validate(vocab_size)
+    return params
+
+
 class TokenCount:
     """Counts the tokens of one request's prompts, and the log probabilities of them in its answers.
 
@@ -174,35 +178,6 @@ class TokenCount:
             )
 
 
-def read_prompts(fields: Fields, field: str) -> tuple[list[str | list[int]], bool]:
-    """A string, token ids, or a list of either; and whether it was a list of several.
-
-    Raises InvalidRequestError.
-    """
-    value: Any = fields.raw(field)
-    kinds = "a string, a list of token ids, or a list of either"
-    if type(value) is str:
-        return [value], False
-    if type(value) is not list:
-        raise fields.wrong(field, kinds)
-    if not value:
-        raise InvalidRequestError(f"{field} is empty; send at least one token", param=field)
-    if _is_ids(value):
-        return [value], False
-    if are_all(str, value) or all(_is_ids(item) for item in value):
-        return value, True
-    # The first item says what the list was meant to be, so name what does not go with it.
-    if type(value[0]) is list:
-        odd = next(item for item in value if not _is_ids(item))
-    else:
-        odd = next((item for item in value if type(item) is not type(value[0])), value[0])
-    raise InvalidRequestError(f"{field} must be {kinds}, but it contains {show(odd)}", param=field)
-
-
-def _is_ids(value: Any) -> bool:
-    return type(value) is list and are_all(int, value)
-
-
 class Names(NamedTuple):
     """Names of a request.
 
@@ -215,27 +190,11 @@ class Names(NamedTuple):
     shown: str
 
 
-def read_names(fields: Fields, request: Request, prefix: str) -> Names:
-    """The client's ``rid``, or one that is drawn here. Raises InvalidRequestError."""
-    for field in ("rid", "request_id"):
-        rid = fields.string(field)
-        if rid is not None:
-            check_rid(fields, field, rid)
-            return Names(rid, rid)
+def names_of(asked: OpenAIRequest | GenerateRequest, request: Request, prefix: str) -> Names:
+    """The client's ``rid``, or one that is drawn here and begins with ``prefix``."""
+    rid = asked.rid if asked.rid is not None else asked.request_id
+    if isinstance(rid, str):
+        return Names(rid, rid)
     drawn = prefix + uuid.uuid4().hex
     header = request.headers.get("x-request-id", "")
     return Names(drawn, header[:MAX_RID_CHARACTERS] or drawn)
-
-
-def check_rid(fields: Fields, field: str, rid: str) -> None:
-    """Raises InvalidRequestError for a name that is too short or too long."""
-    if not 0 < len(rid) <= MAX_RID_CHARACTERS:
-        raise fields.wrong(field, f"1 to {MAX_RID_CHARACTERS} characters")
-
-
-def read_namespace(fields: Fields) -> str:
-    """``cache_salt``: requests share cached prefixes only with those of the same salt."""
-    salt = fields.string("cache_salt") or ""
-    if len(salt) > MAX_RID_CHARACTERS:
-        raise fields.wrong("cache_salt", f"at most {MAX_RID_CHARACTERS} characters")
-    return salt

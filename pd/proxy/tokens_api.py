@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from pd.core.errors import InvalidRequestError
-from pd.proxy.chat_api import read_messages, render_prompt
+from pd.proxy.bodies import body_of
+from pd.proxy.chat_messages import render_prompt
+from pd.proxy.requests import DetokenizeRequest, TokenizeRequest
 from pd.proxy.service import check_ids
 from pd.proxy.tokenizer import MAX_TEXT_TOKENS
 from pd.proxy.web import json_response
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    from pd.proxy.fields import Fields
     from pd.proxy.service import ModelView, Service
 
-# A longer text takes long to write down.
+# A longer text takes long to encode as JSON.
 MAX_TEXT_CHARACTERS = 8 << 20
 
 
@@ -27,53 +28,32 @@ class TokensAPI:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def tokenize(self, request: Request) -> Response:
-        async with self._service.body(request) as body:
-            fields, name = await body.read(_read_tokenize)
-            model = await self._service.model(name)
-            model.need_text("prompt")
-            return await body.run(_tokenize, fields, model)
+    async def tokenize(self, request: Request, asked: TokenizeRequest) -> Response:
+        """Token ids of a text, or of a chat as the model's template renders it."""
+        model = await self._service.model(asked.model)
+        return await body_of(request.scope).run(_tokenize, asked, model)
 
-    async def detokenize(self, request: Request) -> Response:
-        async with self._service.body(request) as body:
-            fields, name = await body.read(_read_detokenize)
-            model = await self._service.model(name)
-            model.need_text("tokens")
-            return await body.run(_detokenize, fields, model)
+    async def detokenize(self, request: Request, asked: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        model = await self._service.model(asked.model)
+        return await body_of(request.scope).run(_detokenize, asked, model)
 
 
-def _read_tokenize(fields: Fields) -> tuple[Fields, str | None]:
-    """The request and the model it names. Raises InvalidRequestError."""
-    name = fields.string("model")
-    if not any(fields.has(field) for field in ("messages", "prompt", "text")):
-        raise InvalidRequestError("prompt (a string) or messages is needed", param="prompt")
-    return fields, name
-
-
-def _tokenize(fields: Fields, model: ModelView) -> Response:
+def _tokenize(asked: TokenizeRequest, model: ModelView) -> Response:
     text = model.need_text("prompt")
-    if fields.has("messages"):
-        prompt = render_prompt(fields, text, read_messages(fields))
-        special = fields.boolean("add_special_tokens", False)
+    special = asked.add_special_tokens
+    if asked.messages is not None:
+        prompt, special = render_prompt(asked, text, asked.messages), bool(special)
     else:
-        given = fields.string("prompt") if fields.has("prompt") else fields.string("text")
-        assert given is not None
-        prompt, special = given, fields.boolean("add_special_tokens", True)
+        assert asked.given is not None
+        prompt, special = asked.given, special is not False
     ids = text.encode(prompt, add_special_tokens=special).tolist()
     limit = model.limits.context_length
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
 
-def _read_detokenize(fields: Fields) -> tuple[Fields, str | None]:
-    """The request and the model it names. Raises InvalidRequestError."""
-    if not fields.has("tokens"):
-        raise InvalidRequestError("tokens (a list of token ids) is needed", param="tokens")
-    return fields, fields.string("model")
-
-
-def _detokenize(fields: Fields, model: ModelView) -> Response:
-    text = model.need_text("tokens")
-    ids = fields.integers("tokens")
+def _detokenize(asked: DetokenizeRequest, model: ModelView) -> Response:
+    text, ids = model.need_text("tokens"), asked.tokens
     if len(ids) > MAX_TEXT_TOKENS:
         raise InvalidRequestError(
             f"tokens has {len(ids)} token ids; at most {MAX_TEXT_TOKENS} are taken", param="tokens"
@@ -86,5 +66,5 @@ def _detokenize(fields: Fields, model: ModelView) -> Response:
                 f"{MAX_TEXT_CHARACTERS} are made",
                 param="tokens",
             )
-    decoded = text.decode(ids, skip_special_tokens=fields.boolean("skip_special_tokens", True))
+    decoded = text.decode(ids, skip_special_tokens=asked.skip_special_tokens)
     return json_response({"prompt": decoded, "text": decoded})

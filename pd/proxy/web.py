@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.responses import Response
 
 from pd.core.errors import (
     AbortedError,
-    InvalidRequestError,
     PDError,
     QueueFullError,
     UnavailableError,
     error_body,
 )
-from pd.core.request_body import read_body
 from pd.proxy import logprobs
-from pd.proxy.fields import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from pd.proxy.background import Background
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Limit for requests that generate nothing; for the others see pd.proxy.bodies.
-MAX_ADMIN_BODY_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
 # The larger the events of a cumulative stream are, the fewer are sent.
 FREE_EVENT_BYTES = 16 << 10
@@ -48,16 +42,6 @@ _encoder = msgspec.json.Encoder()
 _LINE_BREAKS = {
     char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")
 }
-
-
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of a request that generates nothing. Raises InvalidRequestError."""
-    body = await read_body(request.stream(), MAX_ADMIN_BODY_BYTES)
-    if body is None:
-        raise InvalidRequestError(
-            f"the body has more than the {MAX_ADMIN_BODY_BYTES} bytes that are taken here"
-        )
-    return parse_object(body)
 
 
 def json_response(

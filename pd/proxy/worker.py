@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pd.proxy.channel import Channel
     from pd.proxy.generation import Generation
     from pd.proxy.prefix_tree import PrefixTree
+    from pd.proxy.responses import WorkerEntry
 
 
 _JUST_NOW_SECONDS = 0.02
@@ -204,7 +205,7 @@ class Worker:
         is_known = time.monotonic() - self._sent_at < _JUST_NOW_SECONDS
         return self.connected if is_known else self.beat(sender)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> WorkerEntry:
         """One entry of ``GET /workers``."""
         return {
             "role": self.role,

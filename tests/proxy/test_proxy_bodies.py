@@ -66,7 +66,7 @@ def many(item: str, count: int) -> bytes:
          "10001 values; at most 10000"),
         ("bodies.MAX_PARTS", 5000, "/generate", b'{"input_ids":%b}' % many("[1]", 5000),
          "5003 lists, objects and strings; at most 5000"),
-        ("chat_api.MAX_MESSAGES", 2, "/v1/chat/completions",
+        ("chat_messages.MAX_MESSAGES", 2, "/v1/chat/completions",
          b'{"messages":%b}' % many('{"role":"user","content":"a"}', 3), "3 messages; at most 2"),
         ("service.MAX_REQUEST_TOKENS", 200, "/v1/completions",
          b'{"prompt":%b,"max_tokens":1}' % many(f"[{'1,' * 100}1]", 2), "202 tokens or more"),
@@ -81,8 +81,8 @@ def many(item: str, count: int) -> bytes:
          "11 token ids; at most 10"),
         ("tokens_api.MAX_TEXT_CHARACTERS", 10, "/detokenize", b'{"tokens":%b}' % many("40", 11),
          "may have 11 characters; at most 10"),
-        ("web.MAX_ADMIN_BODY_BYTES", 10, "/abort_request", b'{"rid":"somebody"}',
-         "more than the 10 bytes"),
+        ("bodies.MAX_ADMIN_BODY_BYTES", 10, "/abort_request", b'{"rid":"somebody"}',
+         "18 bytes; at most 10"),
     ],
 )  # fmt: skip
 def test_what_is_too_much_of_anything_is_refused(
@@ -111,7 +111,7 @@ def test_bodies_in_flight_are_bounded_and_slow_ones_give_way(
     cluster.node("unified")
     proxy = cluster.proxy()
     assert proxy.proxy is not None
-    bodies = proxy.proxy._service._bodies
+    bodies = proxy.proxy._service.bodies
     body = b'{"prompt":"hello"' + b" " * 250_000 + b"}"
     headers = {"Content-Type": "application/json"}
     go_on = threading.Event()

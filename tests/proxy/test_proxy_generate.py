@@ -13,13 +13,12 @@ from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
 
 from pd.core.messages import Finish
-from pd.proxy.sampling import read_common
+from pd.proxy.requests import GenerateRequest
 
 if TYPE_CHECKING:
     import httpx
     from proxy_cluster import Cluster
 
-    from pd.proxy.fields import Fields
     from pd.proxy.server import ProxyThread
 
 TOKENS = byte_level()
@@ -85,22 +84,16 @@ def test_defaults_and_native_names(cluster: Cluster) -> None:
     assert (params.max_tokens, params.min_tokens, params.seed) == (7, 2, 9)
 
 
-def test_parameters_of_a_batch_are_read_once(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_of_a_batch_are_read_once(cluster: Cluster) -> None:
+    body = {"input_ids": [[5], [6], [7]], "sampling_params": {"logit_bias": {"5": 1}}}
+    asked = GenerateRequest.parse(json.dumps(body).encode())
+    assert len({id(sampling) for sampling in asked.sampling(3)}) == 1
     prefill, _ = cluster.pair()
-    read: list[Any] = []
-
-    def reading(fields: Fields) -> dict[str, Any]:
-        read.append(fields)
-        return read_common(fields)
-
-    monkeypatch.setattr("pd.proxy.sampling.read_common", reading)
-    answers = generate(cluster.client(), {"logit_bias": {"5": 1}}, input_ids=[[5], [6], [7]])
+    answers = cluster.client().post("/generate", json=body).json()
     assert len(answers) == 3
-    assert len(read) == 1
-    seeds = {prefill.wait_generate(number).params.seed for number in (1, 2, 3)}
-    assert len(seeds) == 3
+    params = [prefill.wait_generate(number).params for number in (1, 2, 3)]
+    assert [p.logit_bias for p in params] == [{5: 1.0}] * 3
+    assert len({p.seed for p in params}) == 3
 
 
 def test_the_default_length_gives_way_to_the_context(cluster: Cluster) -> None:

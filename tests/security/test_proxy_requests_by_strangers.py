@@ -72,7 +72,7 @@ def test_a_web_page_cannot_drive_a_proxy(keyless: ProxyThread, page: str) -> Non
 
 
 def test_a_name_that_was_made_to_resolve_here_reads_nothing(keyless: ProxyThread) -> None:
-    for path in ("/workers", "/v1/models", "/metrics", "/nothing"):
+    for path in ("/workers", "/v1/models", "/metrics", "/openapi.json", "/docs", "/nothing"):
         assert ask(keyless, "GET", path, Host="evil.example") == 403
 
 

@@ -1,0 +1,584 @@
+"""The bodies of requests: for each endpoint its fields with type, bounds, default and meaning.
+
+What depends on the model that is served is checked later: ranges of sampling parameters by
+:meth:`pd.core.sampling_params.SamplingParams.validate` (the models describe the same ranges), token
+ids and lengths by :mod:`pd.proxy.service`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from pd.core.errors import InvalidRequestError
+from pd.core.node_info import Role
+from pd.core.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_VALUE,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    RANGES,
+)
+from pd.proxy.chat_messages import Messages
+from pd.proxy.fields import (
+    MAX_STOP_STRINGS,
+    Bounds,
+    Integers,
+    LogitBias,
+    Prompts,
+    PromptValue,
+    StopStrings,
+    Texts,
+    TokenIds,
+    are_all,
+    mismatch,
+    problem,
+    show,
+    split_prompts,
+)
+from pd.proxy.request_model import RequestModel
+
+T = TypeVar("T")
+
+MAX_RID_CHARACTERS = 256
+MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
+MAX_TIMEOUT = 1e6
+COMPLETION_TOKENS = 16
+GENERATE_TOKENS = 128
+_RECOMMENDED = "Unless given, as the model's generation_config.json recommends."
+
+# Fields of neighbouring systems.
+_UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
+    "regex": (),
+    "json_schema": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "stop_regex": ([], ""),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens_penalty": (),
+    "truncate_prompt_tokens": (),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "spaces_between_special_tokens": (True,),
+    "lora_path": (),
+    "custom_params": (),
+}
+_UNSUPPORTED_OPENAI: dict[str, tuple[object, ...]] = _UNSUPPORTED_SAMPLING | {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+_UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = _UNSUPPORTED_SAMPLING | {
+    "image_data": (),
+    "audio_data": (),
+    "video_data": (),
+    "input_embeds": (),
+    "session_params": (),
+    "token_ids_logprob": (),
+    "return_hidden_states": (False,),
+    "response_format": (),
+    "tools": ([],),
+}
+
+
+def _sampled(parameter: str, default: T, description: str) -> T:
+    """A field that becomes this parameter of SamplingParams, which checks its range."""
+    low, high = RANGES[parameter]
+    extra: dict[str, Any] = {"minimum": low, "maximum": high}
+    field: T = Field(default, description=description, json_schema_extra=extra)
+    return field
+
+
+class SamplingFields(RequestModel):
+    """Sampling parameters that all endpoints name alike."""
+
+    unsupported = _UNSUPPORTED_SAMPLING
+
+    temperature: float = _sampled(
+        "temperature", 1.0, f"0 is greedy, more is more random. {_RECOMMENDED}"
+    )
+    top_p: float = Field(
+        1.0,
+        description="Samples from the smallest set of likeliest tokens with at least this mass. "
+        + _RECOMMENDED,
+        json_schema_extra={"exclusiveMinimum": 0.0, "maximum": 1.0},
+    )
+    top_k: int = Field(
+        0,
+        description=f"Samples from the k likeliest tokens; 0 or -1: from all. {_RECOMMENDED}",
+        json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"][1]},
+    )
+    min_p: float = _sampled(
+        "min_p",
+        0.0,
+        "Samples from tokens with at least this fraction of the likeliest token's probability. "
+        + _RECOMMENDED,
+    )
+    presence_penalty: float = _sampled(
+        "presence_penalty", 0.0, "Subtracted from the logits of tokens that the answer has."
+    )
+    frequency_penalty: float = _sampled(
+        "frequency_penalty",
+        0.0,
+        "Subtracted from the logits of tokens for each time that the answer has them.",
+    )
+    repetition_penalty: float = _sampled(
+        "repetition_penalty",
+        1.0,
+        "Divides positive logits of tokens that prompt or answer have, and multiplies negative "
+        f"ones. {_RECOMMENDED}",
+    )
+    n: int = _sampled("n", 1, "Answers to each prompt, which is computed and transferred once.")
+    logit_bias: LogitBias = Field(
+        {},
+        description="Token ids and what is added to their logits, "
+        f"-{MAX_LOGIT_BIAS_VALUE:g} to {MAX_LOGIT_BIAS_VALUE:g}.",
+        json_schema_extra={"maxProperties": MAX_LOGIT_BIAS},
+    )
+    stop: StopStrings = Field(
+        (),
+        description=f"A string that ends an answer, or up to {MAX_STOP_STRINGS} of them; no part "
+        "of the answer.",
+    )
+    stop_token_ids: Integers = Field(
+        [],
+        description="Tokens that end an answer, besides the model's own.",
+        json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS},
+    )
+    ignore_eos: bool = Field(
+        False, description="Goes on after the model's own end-of-sequence tokens."
+    )
+    skip_special_tokens: bool = Field(True, description="Leaves special tokens out of the text.")
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams: those that the client chose."""
+        return {name: getattr(self, name) for name in _ARGUMENTS & self.model_fields_set}
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_of_vllm(cls, value: int) -> int:
+        return 0 if value == -1 else value
+
+
+_ARGUMENTS = SamplingFields.model_fields.keys() - {"stop", "skip_special_tokens"}
+
+
+def _check_rids(value: object) -> object:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or (names and not are_all(str, names)):
+        raise mismatch("a string, or for a batch a list of strings", value)
+    for rid in names:
+        if not 0 < len(rid) <= MAX_RID_CHARACTERS:
+            raise mismatch(f"1 to {MAX_RID_CHARACTERS} characters", rid)
+    return value
+
+
+Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARACTERS)]
+Rids = Annotated[
+    str | list[str], PlainValidator(_check_rids, json_schema_input_type=Rid | list[Rid])
+]
+Seed = Annotated[int, Bounds(*RANGES["seed"])]
+
+
+class RequestFields(RequestModel):
+    """Fields of every request that generates."""
+
+    model: str | None = Field(
+        None, description="Name of a served model, see `GET /v1/models`. An unknown one is 404."
+    )
+    stream: bool = Field(
+        False, description="Answers with server-sent events that end with `data: [DONE]`."
+    )
+    request_id: Rid | None = Field(None, description="The same as `rid`, which goes first.")
+    priority: Annotated[int, Bounds(MIN_PRIORITY, MAX_PRIORITY)] = Field(
+        0,
+        description="Counts on nodes with `--schedule-policy priority` or "
+        "`--eviction-policy priority`.",
+    )
+    cache_salt: Annotated[str, Field(max_length=MAX_RID_CHARACTERS)] = Field(
+        "", description="Prefixes are shared only among requests with the same salt."
+    )
+    timeout: Annotated[float, Bounds(0.0, MAX_TIMEOUT, above=True)] | None = Field(
+        None, description="Seconds until 408; unless given, `--request-timeout` of the proxy."
+    )
+
+
+class StreamOptions(RequestModel):
+    """What a stream reports beside the answer."""
+
+    include_usage: bool = Field(
+        False, description="One more event before the end has the request's `usage`."
+    )
+    continuous_usage_stats: bool = Field(
+        False, description="With `include_usage`: every event has the `usage` so far."
+    )
+
+
+def _check_response_format(value: dict[str, object]) -> dict[str, object]:
+    kind = value.get("type")
+    if kind != "text":
+        raise problem(
+            f"must have the type 'text', not {show(kind)}: structured output is not supported yet"
+        )
+    return value
+
+
+class OpenAIRequest(SamplingFields, RequestFields):
+    """Fields of both OpenAI endpoints."""
+
+    unsupported = _UNSUPPORTED_OPENAI
+
+    rid: Rid | None = Field(
+        None,
+        description="Name of the request for `/abort_request`, drawn unless given. 400 while "
+        "another request of the same key has it.",
+    )
+    max_tokens: int | None = Field(
+        None,
+        description="Tokens of an answer at most. Unless given: 16 for completions, for chats what "
+        "the context leaves.",
+        json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
+    )
+    max_completion_tokens: int | None = Field(
+        None,
+        description="The same as `max_tokens`, before which it counts.",
+        json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
+    )
+    min_tokens: int = _sampled(
+        "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
+    )
+    seed: Seed | None = Field(
+        None,
+        description="In float32 the same seed gives the same answer on any node and in any batch. "
+        "Unless given, one is drawn for each prompt.",
+    )
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
+    response_format: Annotated[dict[str, object], AfterValidator(_check_response_format)] | None = (
+        Field(None, description='`{"type": "text"}`; structured output is not supported yet.')
+    )
+    return_token_ids: bool = Field(
+        False,
+        description="Adds `token_ids` to every choice, and `prompt_token_ids` to the first chunk "
+        "or the answer.",
+    )
+    user: str | None = Field(None, description="Of no effect.")
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"seed": self.seed, "min_tokens": self.min_tokens}
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The limit on an answer that the client chose, or None."""
+        most = self.max_completion_tokens
+        return self.max_tokens if most is None else most
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @model_validator(mode="after")
+    def _options_are_for_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only for streams; set stream to true", param="stream_options"
+            )
+        return self
+
+
+class CompletionRequest(OpenAIRequest):
+    """A request for completions of one or several prompts."""
+
+    prompt: Prompts = Field(
+        description="A string, a list of strings, a list of token ids, or a list of such lists."
+    )
+    echo: bool = Field(False, description="Puts the prompt before the answer.")
+    logprobs: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
+        None,
+        description="Log probabilities of so many of the likeliest tokens beside each token; with "
+        "`echo` also for the prompt.",
+    )
+    add_special_tokens: bool = Field(
+        True, description="Puts the tokenizer's special tokens, such as BOS, before a text."
+    )
+
+    @model_validator(mode="after")
+    def _something_is_generated(self) -> Self:
+        if self.wanted_tokens == 0 and not self.echo:
+            raise InvalidRequestError(
+                "max_tokens must be at least 1 (0 only together with echo), not 0",
+                param="max_tokens",
+            )
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        arguments = super().arguments()
+        if self.logprobs is not None:
+            arguments |= {"logprobs": True, "top_logprobs": self.logprobs}
+            if self.echo:
+                arguments["prompt_logprobs_start"] = 0
+        return arguments
+
+
+class TemplateFields(RequestModel):
+    """How a chat becomes a prompt."""
+
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Ends the prompt with the opening of the assistant's turn. Unless given, true "
+        "without `continue_final_message`.",
+    )
+    continue_final_message: bool = Field(
+        False, description="Ends the prompt inside the last message, which the answer continues."
+    )
+    chat_template_kwargs: dict[str, object] = Field(
+        {}, description="Further variables of the chat template."
+    )
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with the opening of the assistant's turn."""
+        opens = self.add_generation_prompt
+        return not self.continue_final_message if opens is None else opens
+
+    @model_validator(mode="after")
+    def _turn_opens_or_continues(self) -> Self:
+        if self.continue_final_message and self.opens_turn:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt cannot both be true",
+                param="continue_final_message",
+            )
+        return self
+
+
+class ChatRequest(TemplateFields, OpenAIRequest):
+    """A request for the next message of a chat."""
+
+    unsupported = _UNSUPPORTED_OPENAI | {"echo": (False,), "prompt": ()}
+
+    messages: Messages = Field(description="The chat so far.")
+    logprobs: bool = Field(False, description="Adds the log probability of each token.")
+    top_logprobs: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
+        None, description="With `logprobs`: so many of the likeliest tokens beside each."
+    )
+
+    @model_validator(mode="after")
+    def _likeliest_tokens_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true", param="top_logprobs"
+            )
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        likeliest = (self.top_logprobs or 0) if self.logprobs else 0
+        return super().arguments() | {"logprobs": self.logprobs, "top_logprobs": likeliest}
+
+
+class NativeSampling(SamplingFields):
+    """Sampling parameters under SGLang's names."""
+
+    max_new_tokens: int | None = Field(
+        None,
+        description=f"Tokens of an answer at most. Unless given, {GENERATE_TOKENS} or what the "
+        "context leaves; 0 computes the prompt only.",
+        json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
+    )
+    min_new_tokens: int = _sampled(
+        "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
+    )
+    sampling_seed: Seed | None = Field(
+        None,
+        description="In float32 the same seed gives the same answer on any node and in any batch. "
+        "Unless given, one is drawn for each prompt.",
+    )
+    seed: Seed | None = Field(None, description="The same as `sampling_seed`, which goes first.")
+
+    def arguments(self) -> dict[str, Any]:
+        seed = self.seed if self.sampling_seed is None else self.sampling_seed
+        return super().arguments() | {"seed": seed, "min_tokens": self.min_new_tokens}
+
+
+# Tags are no part of a field's name, see pd.proxy.request_model.
+_ONE, _EACH = "<object>", "<list>"
+_SamplingParams = Annotated[
+    Annotated[NativeSampling, Tag(_ONE)]
+    | Annotated[list[NativeSampling], Field(fail_fast=True), Tag(_EACH)],
+    Discriminator(lambda value: _EACH if isinstance(value, list) else _ONE),
+]
+
+
+class GenerateRequest(RequestFields):
+    """A request in SGLang's native shape: one prompt or a batch of them."""
+
+    unsupported = _UNSUPPORTED_NATIVE
+
+    text: Texts | None = Field(
+        None, description="A prompt, or a list of them. Exactly one of `text` and `input_ids`."
+    )
+    input_ids: TokenIds | None = Field(
+        None, description="Token ids of a prompt, or a list of such lists."
+    )
+    rid: Rids | None = Field(
+        None,
+        description="Name of the request for `/abort_request`, drawn unless given; for a batch "
+        "also a list with one for each prompt. 400 while another request of the same key has it.",
+    )
+    sampling_params: _SamplingParams = Field(
+        {},
+        validate_default=True,
+        description="One object, or for a batch a list with one for each prompt.",
+    )
+    incremental: bool = Field(
+        False, description="Every event of a stream has only what is new instead of all so far."
+    )
+    return_logprob: bool = Field(False, description="Adds log probabilities to `meta_info`.")
+    logprob_start_len: Annotated[int, Bounds(-1, RANGES["max_tokens"][1])] = Field(
+        -1,
+        description="With `return_logprob`: the first token of the prompt whose log probability "
+        "is given; -1 gives none of the prompt.",
+    )
+    top_logprobs_num: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] = Field(
+        0, description="With `return_logprob`: so many of the likeliest tokens beside each."
+    )
+
+    @property
+    def source(self) -> Literal["text", "input_ids"]:
+        """The field with the prompts."""
+        return "input_ids" if self.text is None else "text"
+
+    @property
+    def prompts(self) -> PromptValue:
+        """The prompt or prompts, texts or token ids."""
+        prompts = self.input_ids if self.text is None else self.text
+        assert prompts is not None
+        return prompts
+
+    def sampling(self, num_prompts: int) -> list[NativeSampling]:
+        """Sampling parameters of each prompt."""
+        params = self.sampling_params
+        return params if isinstance(params, list) else [params] * num_prompts
+
+    @field_validator("sampling_params", mode="before")
+    @classmethod
+    def _one_for_each_prompt(cls, value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, list):
+            return value
+        given = info.data.get("text") or info.data.get("input_ids")
+        prompts, is_batch = split_prompts(given) if given else ([], False)
+        if not is_batch:
+            raise mismatch("an object", value)
+        if len(value) != len(prompts) or not are_all(dict, value):
+            raise mismatch(f"an object or a list of {len(prompts)} objects", value)
+        return value
+
+    @model_validator(mode="after")
+    def _fields_fit_together(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            have = "neither is there" if self.text is None else "both are there"
+            raise InvalidRequestError(f"exactly one of text and input_ids is needed; {have}")
+        prompts, is_batch = split_prompts(self.prompts)
+        if isinstance(self.rid, list) and not (is_batch and len(self.rid) == len(prompts)):
+            raise InvalidRequestError(
+                f"rid must be a string, or for a batch a list of {len(prompts)} strings, not "
+                f"{show(self.rid)}",
+                param="rid",
+            )
+        if len({sampling.n for sampling in self.sampling(1)}) > 1:
+            raise InvalidRequestError("n must be the same for all prompts of a batch", param="n")
+        return self
+
+
+class TokenizeRequest(TemplateFields):
+    """A text, or a chat, to make tokens of."""
+
+    model: str | None = Field(None, description="Name of a served model.")
+    prompt: str | None = Field(None, description="The text. It or `messages` is needed.")
+    text: str | None = Field(None, description="The same as `prompt`, which goes first.")
+    messages: Messages | None = Field(None, description="A chat, which goes before a text.")
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Puts the tokenizer's special tokens, such as BOS, before the text. Unless "
+        "given, true for a text and false for a chat.",
+    )
+
+    @model_validator(mode="after")
+    def _something_is_given(self) -> Self:
+        if self.messages is None and self.given is None:
+            raise InvalidRequestError("prompt (a string) or messages is needed", param="prompt")
+        return self
+
+    @property
+    def given(self) -> str | None:
+        """The text, if there is one."""
+        return self.text if self.prompt is None else self.prompt
+
+
+class DetokenizeRequest(RequestModel):
+    """Tokens to make text of."""
+
+    model: str | None = Field(None, description="Name of a served model.")
+    tokens: Integers = Field(description="Token ids.")
+    skip_special_tokens: bool = Field(True, description="Leaves special tokens out of the text.")
+
+
+class AbortRequest(RequestModel):
+    """A request to end others."""
+
+    administrative = True
+
+    rid: str | None = Field(
+        None, description="The request that is ended. Exactly one of `rid` and `abort_all`."
+    )
+    abort_all: bool = Field(False, description="Ends all requests; for administrators.")
+
+    @model_validator(mode="after")
+    def _one_or_all(self) -> Self:
+        if self.abort_all == bool(self.rid):
+            raise InvalidRequestError('either {"rid": "…"} or {"abort_all": true} is needed')
+        return self
+
+
+class WorkerRequest(RequestModel):
+    """A node that joins."""
+
+    administrative = True
+
+    role: Role = Field(description="What the node does.")
+    url: str = Field(description="`http://host:port` and nothing more.")

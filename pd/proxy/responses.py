@@ -1,0 +1,307 @@
+"""The bodies of answers and events, as the API's description and mypy know them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+# [log probability (null for the first token of a prompt), token id, text]
+LogprobTriple = tuple[float | None, int, str]
+
+
+class ErrorDetail(TypedDict):
+    """What was wrong."""
+
+    message: Annotated[str, Field(description="Names the field and its value, and the remedy.")]
+    type: str
+    param: Annotated[str | None, Field(description="The field of the request.")]
+    code: Annotated[str, Field(description="A word for programs, such as `invalid_request`.")]
+
+
+class ErrorBody(TypedDict):
+    """An error, as an answer or as the last event of a stream, after which no `[DONE]` comes."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(TypedDict):
+    """Parts of the prompt."""
+
+    cached_tokens: Annotated[int, Field(description="Tokens from the prefill node's cache.")]
+
+
+class Usage(TypedDict):
+    """Tokens of all prompts and choices; a prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: Annotated[int, Field(description="With the token that ended the answer.")]
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Ending(TypedDict):
+    """How a choice ended; null before it does."""
+
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: Annotated[
+        int | str | None,
+        Field(description="The stop string or stop token id of the request that matched."),
+    ]
+
+
+class CompletionLogprobs(TypedDict):
+    """Log probabilities in parallel lists, with an entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: Annotated[list[int], Field(description="Where each token begins in the text.")]
+
+
+class CompletionChoice(Ending):
+    """Answer to a prompt, or its new part."""
+
+    index: Annotated[int, Field(description="Number of the prompt times `n`, plus the answer's.")]
+    text: str
+    logprobs: CompletionLogprobs | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
+
+
+class CompletionHead(TypedDict):
+    """What an answer and all events of one request begin with."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Annotated[int, Field(description="Seconds since 1970.")]
+    model: str
+
+
+class Completion(CompletionHead):
+    """Completions of all prompts."""
+
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(CompletionHead):
+    """An event of a stream: the new part of one choice, or none and the request's usage."""
+
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class LikelyToken(TypedDict):
+    """A token and its log probability."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class ChatToken(LikelyToken):
+    """A token of the answer, and the likeliest tokens at its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(TypedDict):
+    """Log probabilities of an answer's tokens."""
+
+    content: list[ChatToken]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Ending):
+    """One of `n` answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatHead(TypedDict):
+    """What an answer and all events of one request begin with."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: Annotated[int, Field(description="Seconds since 1970.")]
+    model: str
+
+
+class ChatCompletion(ChatHead):
+    """The next message of a chat, `n` times."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatDelta(TypedDict, total=False):
+    """What a message gained. The first event of a choice has the role."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChunkChoice(TypedDict):
+    """The new part of an answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(ChatHead):
+    """An event of a stream: the new part of one choice, or none and the request's usage."""
+
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class NativeFinish(TypedDict):
+    """Why an answer ended."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: NotRequired[
+        Annotated[int | str, Field(description="The token id or stop string that ended it.")]
+    ]
+
+
+class MetaInfo(TypedDict):
+    """Facts about an answer."""
+
+    id: str
+    finish_reason: NativeFinish | None
+    prompt_tokens: int
+    completion_tokens: Annotated[int, Field(description="With the token that ended the answer.")]
+    cached_tokens: Annotated[int, Field(description="Prompt tokens from the prefill node's cache.")]
+    e2e_latency: Annotated[float, Field(description="Seconds.")]
+    stages: Annotated[
+        dict[str, float],
+        Field(
+            description="Seconds in `queue`, `bootstrap`, `prefill`, `transfer` and `decode`, as "
+            "the nodes measured them; stages overlap."
+        ),
+    ]
+    input_token_logprobs: NotRequired[list[LogprobTriple]]
+    input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    output_token_logprobs: NotRequired[list[LogprobTriple]]
+    output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+
+
+class NativeResult(TypedDict):
+    """An answer to a prompt; in a stream what there is so far, with `incremental` what is new."""
+
+    index: NotRequired[Annotated[int, Field(description="In streams of several answers.")]]
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+NativeAnswer = NativeResult | list[NativeResult]
+
+
+class TokenizeResult(TypedDict):
+    """Token ids of a text."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: Annotated[int, Field(description="Tokens of the model's context.")]
+
+
+class DetokenizeResult(TypedDict):
+    """The text of token ids, under the names of vLLM and SGLang."""
+
+    prompt: str
+    text: str
+
+
+class AbortResult(TypedDict):
+    """Requests that were ended."""
+
+    aborted: int
+
+
+class FlushResult(TypedDict):
+    """Nodes whose caches were dropped (instance ids), and those that were not asked (URLs)."""
+
+    flushed: list[str]
+    skipped: list[str]
+
+
+class Status(TypedDict):
+    """The proxy's state."""
+
+    status: str
+
+
+class Version(TypedDict):
+    """The proxy's version."""
+
+    version: str
+
+
+class ModelInfo(TypedDict):
+    """Facts about the first model, under SGLang's names."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    preferred_sampling_params: None
+    weight_version: str
+    has_image_understanding: bool
+    has_audio_understanding: bool
+
+
+class ModelCard(TypedDict):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: Annotated[int, Field(description="Tokens of the model's context.")]
+
+
+class ModelList(TypedDict):
+    """All served models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class WorkerEntry(TypedDict):
+    """A node as the proxy sees it."""
+
+    role: Literal["prefill", "decode", "unified"]
+    url: str
+    instance_id: Annotated[str | None, Field(description="Null until the node was reached.")]
+    model: str | None
+    ready: bool
+    draining: Annotated[bool, Field(description="It gets no new requests.")]
+    running: Annotated[int, Field(description="Requests.")]
+    queued_tokens: Annotated[int, Field(description="Prompt tokens that it has to compute.")]
+    problem: Annotated[str | None, Field(description="Why it cannot be used.")]
+
+
+class WorkerList(TypedDict):
+    """All nodes."""
+
+    workers: list[WorkerEntry]
