@@ -6,10 +6,13 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pd.core.errors import InvalidRequestError
 from pd.core.node_url import check_node_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|K|M|G|T)(?:i?B)?", re.IGNORECASE)
@@ -57,9 +60,9 @@ class Parser(argparse.ArgumentParser):
 MAX_BATCH_SIZE = 4096
 
 
-def did_you_mean(name: str, known: object) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the likeliest of the known names, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
+    near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -14,7 +14,7 @@ from pd.commands.ready import Ready, parse
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 START_SECONDS = 300.0
@@ -129,7 +129,7 @@ class Children:
 
 
 @contextlib.contextmanager
-def _ignored(*numbers: signal.Signals):  # type: ignore[no-untyped-def]
+def _ignored(*numbers: signal.Signals) -> Iterator[None]:
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
         yield
