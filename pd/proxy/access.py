@@ -34,9 +34,8 @@ log = logging.getLogger(__name__)
 
 KeyRole = Literal["inference", "admin"]
 
-# Paths that load balancers and Prometheus ask for, which have no key, and the description of the
-# API, which has no secret.
-OPEN_PATHS = ("/health", "/readiness", "/ping", "/metrics", "/openapi.json", "/docs")
+# Paths that load balancers and Prometheus ask for, which have no key.
+OPEN_PATHS = ("/health", "/readiness", "/ping", "/metrics")
 _READING = ("GET", "HEAD", "OPTIONS")
 _HOST_REMEDY = (
     "; what passes requests on to a proxy on loopback must set a local Host, or the proxy needs an "

@@ -23,7 +23,7 @@ _REF = "#/components/schemas/{model}"
 _ABOUT = (
     "Inference on prefill and decode nodes. Bodies are JSON; `null` counts as absent. Where the "
     "proxy has API keys, requests need `Authorization: Bearer KEY`, except those for `/health`, "
-    "`/readiness`, `/ping`, `/metrics`, `/openapi.json` and `/docs`."
+    "`/readiness`, `/ping` and `/metrics`."
 )
 _STREAM = (
     "The answer. With `stream` server-sent events, each with a JSON object, and `data: [DONE]` at "

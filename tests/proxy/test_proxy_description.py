@@ -273,14 +273,17 @@ def test_the_page_needs_nothing_from_elsewhere(client: httpx.Client) -> None:
         assert part in page
 
 
-def test_it_is_read_without_a_key_but_not_by_web_pages(model_dir: str) -> None:
+def test_it_is_read_with_a_key_where_there_is_one_and_not_by_web_pages(model_dir: str) -> None:
     with ExitStack() as stack:
         proxy = Cluster(stack, model_dir).proxy(wait_ready=0, api_key="secret", tokenizer=None)
         keyless = Cluster(stack, model_dir).proxy(wait_ready=0, tokenizer=None)
         for path in OWN:
-            assert httpx.get(proxy.url + path).status_code == 200
+            assert httpx.get(proxy.url + path).status_code == 401
+            key = {"Authorization": "Bearer secret"}
+            assert httpx.get(proxy.url + path, headers=key).status_code == 200
+            assert httpx.get(keyless.url + path).status_code == 200
             foreign = {"Origin": "http://evil.example"}
-            assert httpx.get(proxy.url + path, headers=foreign).status_code == 403
+            assert httpx.get(proxy.url + path, headers=key | foreign).status_code == 403
             rebound = {"Host": "evil.example"}
             assert httpx.get(keyless.url + path, headers=rebound).status_code == 403
 

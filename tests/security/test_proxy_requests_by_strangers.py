@@ -102,6 +102,9 @@ def test_a_key_proves_more_than_a_host(cluster: Cluster) -> None:
     headers = {"Host": "api.example", **bearer("secret")}
     assert ask(proxy, "POST", "/generate", GENERATE, **headers) == 200
     assert ask(proxy, "POST", "/generate", GENERATE, Host="api.example") == 401
+    for path in ("/openapi.json", "/docs"):
+        assert ask(proxy, "GET", path) == 401
+        assert ask(proxy, "GET", path, **bearer("secret")) == 200
     # Administration without an admin key is for programs of this host all the same.
     assert ask(proxy, "POST", "/flush_cache", **headers) == 403
     assert ask(proxy, "POST", "/flush_cache", **bearer("secret")) == 200
