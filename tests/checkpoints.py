@@ -181,6 +181,18 @@ def reference_logits(directory: Path, token_ids: list[int]) -> torch.Tensor:
     return reference_model(directory)(torch.tensor([token_ids])).logits[0]
 
 
+@torch.inference_mode()
+def is_greedy(directory: Path, prompt: list[int], tokens: list[int], tie: float = 1e-5) -> bool:
+    """Whether each token is the reference's best after those before it, or within ``tie`` of it.
+
+    Two logits that differ by a rounding of float32 may come in either order in a batch of another
+    size, and the text goes on from either; one of several thousand random tokens is such a tie.
+    """
+    logits = reference_logits(directory, prompt + tokens)[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((logits.max(dim=1).values - chosen <= tie).all())
+
+
 def reference_logprobs(directory: Path, token_ids: list[int]) -> torch.Tensor:
     """float32 log probabilities ``[len(token_ids), vocab_size]``; row i is of token i + 1."""
     return torch.log_softmax(reference_logits(directory, token_ids), dim=-1)

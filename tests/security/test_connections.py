@@ -192,7 +192,7 @@ def test_a_body_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
             steady.sendall(body[start : start + 100])
         assert status_of(read_answer(steady)) == 200
     assert proxy.proxy is not None
-    assert proxy.proxy._service._bodies.held == 0
+    assert proxy.proxy._service.bodies.held == 0
 
 
 def test_deadlines_are_not_those_of_streams_and_idle_clients(
