@@ -22,7 +22,10 @@ def computed():
 
 
 def test_what_stands_beside_a_long_step_does_not_wait_for_it(computed: Computed) -> None:
-    value = torch.zeros(1, device=DEVICE)
+    # The first use of a kernel loads it, which waits for the GPU.
+    value = torch.full((1,), -1.0, device=DEVICE)
+    value += 1
+    torch.cuda._sleep(1)
     beside = torch.cuda.Stream(DEVICE)
     seen, over = [], threading.Event()
 

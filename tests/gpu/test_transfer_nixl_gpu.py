@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import time
 
@@ -24,7 +25,10 @@ from pd.transfer.base import TransferState
 from pd.transfer.staged import nixl
 from pd.transfer.staged.nixl import NixlManager
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the package nixl"),
+]
 
 ROOM = b"r" * 16
 LAYERS, HEADS, DIM = 8, 8, 128

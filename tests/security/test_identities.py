@@ -13,6 +13,7 @@ import httpx
 import pytest
 import zmq
 from hand_off_helpers import Gate
+from processes import wait_until
 from proxy.fake_node import FakeNode
 from raw_peer import RawPeer, proxy_of
 from requests_for_tests import make_generate
@@ -137,6 +138,8 @@ def test_a_worker_that_names_another_nodes_endpoint_harms_nobody() -> None:
     try:
         urls = [honest.url, liar.url]
         with ProxyThread(ProxyConfig(unified=urls, port=0, cluster_key=KEY)) as proxy:
+            # Until one of the two has proved itself they may take each other's place.
+            wait_until(lambda: httpx.get(f"{proxy.url}/health").status_code == 200, 20.0)
             begin = time.monotonic()
             while time.monotonic() < begin + 2 * HEARTBEAT_INTERVAL + PATIENCE_MS / 1000:
                 response = httpx.post(f"{proxy.url}/generate", json={"input_ids": [5, 6]})
