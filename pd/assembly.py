@@ -25,6 +25,7 @@ from pd.scheduling.metrics import RequestMetrics
 from pd.scheduling.prefill import PrefillScheduler
 from pd.scheduling.rooms import Rooms
 from pd.scheduling.waiting_queue import WaitingQueue
+from pd.speculative.drafter import make_drafter
 from pd.transfer.registry import make_transfer_manager
 from pd.unified_node.node import unified_node
 
@@ -73,6 +74,7 @@ def make_core(
         events=events,
         rooms=Rooms(events, metrics, Outbox(instance_id, control.post)),
         metrics=metrics,
+        drafter=make_drafter(config),
         post=control.post,
         wake=control.wake,
     )

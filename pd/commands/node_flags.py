@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     _add_memory(flags, role)
     _add_scheduling(flags)
     _add_backends(flags, role)
+    _add_speculation(flags)
     _add_transfer(flags)
 
 
@@ -210,6 +211,22 @@ def _add_backends(flags: ConfigFlags, role: str) -> None:
             type=types.batch_sizes,
             metavar="N,N,…",
         )
+
+
+def _add_speculation(flags: ConfigFlags) -> None:
+    flags.start_group("speculative decoding")
+    flags.add(
+        "--speculative-algorithm",
+        "how tokens are drafted for the model to verify, which leaves the output the same; ngram: "
+        "by what followed the last tokens earlier in the same request",
+        choices=choices.SPECULATIVE_ALGORITHMS,
+    )
+    flags.add(
+        "--speculative-num-draft-tokens",
+        "tokens drafted for each sequence and step, at most",
+        type=int,
+        metavar="N",
+    )
 
 
 class _TransferBackends:

@@ -19,7 +19,12 @@ EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
 GENERATION_CONFIGS = ("auto", "none")
+SPECULATIVE_ALGORITHMS = ("none", "ngram")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
+
+
+# A step computes one more token than this for each sequence; more are hardly ever all accepted.
+MAX_DRAFT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class NodeConfig:
     attention_backend: str = "auto"
     overlap_schedule: str = "auto"
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
+    speculative_algorithm: str = "none"
+    speculative_num_draft_tokens: int = 4
     transfer_backend: str = "auto"
     trust_network: bool = False
     fake_script: Path | None = None
@@ -81,6 +88,7 @@ class NodeConfig:
             ("chunked_prefill_size", 1),
             ("max_overtakes", 0),
             ("reserved_decode_tokens", 0),
+            ("speculative_num_draft_tokens", 1),
             ("retraction_host_memory", 0),
             ("context_length", 1),
             ("drain_timeout", 0),
@@ -89,6 +97,11 @@ class NodeConfig:
             if value is not None and value < low:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} must be at least {low}, not {value}")
+        if self.speculative_num_draft_tokens > MAX_DRAFT_TOKENS:
+            raise UsageError(
+                f"--speculative-num-draft-tokens must be at most {MAX_DRAFT_TOKENS}, not "
+                f"{self.speculative_num_draft_tokens}"
+            )
         if not 0.0 < self.mem_fraction <= 1.0:
             raise UsageError(f"--mem-fraction must be in (0, 1], not {self.mem_fraction}")
 

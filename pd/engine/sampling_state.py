@@ -89,6 +89,19 @@ class SamplingState:
             return Finish("length")
         return None
 
+    def along(self, tokens: list[int]) -> list[SamplingState]:
+        """The states before each of ``tokens``, which may be observed next, and after the last."""
+        states = [self]
+        for token in tokens:
+            state = copy(states[-1])
+            if state.has_penalties:
+                state._seen_ids = state._seen_ids.copy()
+                state._seen_counts = state._seen_counts.copy()
+                state._seen_at = state._seen_at.copy()
+            state.observe(token)
+            states.append(state)
+        return states
+
     def fork(self, index: int) -> SamplingState:
         """Make the state of choice ``index`` of the same request, with its own seed and no
         output."""

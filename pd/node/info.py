@@ -61,6 +61,7 @@ def server_info(node: Node) -> dict[str, object]:
             "trust_network": config.trust_network,
             **transfer_info(node),
             "attention_backend": engine.attention_backend,
+            "speculative_algorithm": config.speculative_algorithm,
             "sampling_defaults": asdict(node.own.sampling_defaults),
             "context_length": engine.context_length,
             "ready": node.ready,

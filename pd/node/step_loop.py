@@ -119,7 +119,8 @@ class StepLoop(threading.Thread):
         engine = self._engine
         try:
             layers_done = self._scheduler.on_layers_done(works)
-            return launch(engine.runner, engine.sampler, works, layers_done, last)
+            drafter = self._core.drafter
+            return launch(engine.runner, engine.sampler, works, layers_done, last, drafter)
         except Exception as error:
             # Any error of a kernel or of torch. It concerns this step's requests only.
             logger.exception("a step failed")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pd.scheduling.memory import Memory
     from pd.scheduling.metrics import RequestMetrics
     from pd.scheduling.rooms import Rooms
+    from pd.speculative.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class NodeCore:
     """Given to schedulers and transfer ends when they are built, so that none needs the node.
 
     Attributes:
+        drafter: drafts tokens for sequences that decode; None without speculation.
         post: sends a message to the process with an identity; any thread.
         wake: has transfers polled soon; any thread.
     """
@@ -33,5 +35,6 @@ class NodeCore:
     events: Events
     rooms: Rooms
     metrics: RequestMetrics
+    drafter: Drafter | None
     post: Callable[[bytes, Message], None]
     wake: Callable[[], None]

@@ -12,14 +12,14 @@ from pd.core.errors import NodeFailedError
 from pd.core.messages import Output, Stages
 from pd.core.request import RequestState, Sequence
 from pd.core.sampling_params import choice_seed
-from pd.engine.sampler import SamplingState
+from pd.engine.sampler import SampledToken, SamplingState
 from pd.scheduling.reserve import DecodeReserve
 from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from pd.core.messages import Finish, FirstToken, TokenLogprobs
+    from pd.core.messages import Finish, FirstToken
     from pd.core.request import Request
     from pd.engine.saved_pages import SavedPages
     from pd.scheduling.core import NodeCore
@@ -48,6 +48,7 @@ class DecodeScheduler:
         self._max_running = core.config.max_running_requests
         self._host_limit = core.config.retraction_host_memory
         self._host_used = 0
+        self._drafts = core.config.speculative_num_draft_tokens if core.drafter is not None else 0
         self.reserve = DecodeReserve(core.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
         self.retracted: deque[Sequence] = deque()
@@ -121,7 +122,7 @@ class DecodeScheduler:
         request.sequences.append(sequence)
         self.waiting.append(sequence)
         if repeat:
-            self._emit(sequence, token.token_id, None, token.logprobs)
+            self._emit(sequence, [SampledToken(token.token_id, token.logprobs)])
 
     # ---- a step
 
@@ -138,7 +139,20 @@ class DecodeScheduler:
                 works[sequence] = work
         for sequence, work in works.items():
             sequence.launched = work
+            if self._drafts and work.samples:
+                work.draft_limit = self._draft_limit(sequence, work.stop)
         return list(works.values())
+
+    def _draft_limit(self, sequence: Sequence, stop: int) -> int:
+        """How many tokens may be drafted after the first ``stop``, given pages for them. No draft
+        takes a page that a running sequence may need for its next token."""
+        choice, memory = sequence.choice, self._memory
+        # One token more than was drafted comes out of a step.
+        limit = min(self._drafts, choice.params.max_tokens - choice.num_output_tokens - 1)
+        missing = memory.pages_for(stop + limit) - len(sequence.pages)
+        if missing > 0 and missing + len(self.running) <= memory.available:
+            memory.grow(sequence, stop + limit)
+        return min(limit, len(sequence.pages) * memory.page_size - stop)
 
     def _next(self, sequence: Sequence) -> Work | None:
         """The next work of a sequence; None if it may end with the launched one."""
@@ -156,8 +170,8 @@ class DecodeScheduler:
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
         works brings one token that nothing but the next forward pass needs to know, and no
-        sequence has to be retracted."""
-        if self.retracted or self._memory.available < len(self.running):
+        sequence has to be retracted. A drafter needs to know the tokens."""
+        if self._drafts or self.retracted or self._memory.available < len(self.running):
             return False
         if not all(work.is_decode for work in launched):
             return False
@@ -261,32 +275,44 @@ class DecodeScheduler:
                 continue
             sequence.num_computed = work.stop
             if work.sampled:
-                self._take_token(sequence, work)
+                self._take_tokens(sequence, work)
 
-    def _take_token(self, sequence: Sequence, work: Work) -> None:
-        sampled = work.sampled[0]
-        if sampled.error is not None:
-            self._rooms.fail(sequence.request, NodeFailedError(sampled.error))
-            return
-        sequence.append(sampled.token_id)
-        finish = sequence.choice.observe(sampled.token_id)
-        self._emit(sequence, sampled.token_id, finish, sampled.logprobs)
+    def _take_tokens(self, sequence: Sequence, work: Work) -> None:
+        """Append the sampled token; after a draft, the tokens that it foretold and the next one."""
+        accepted = work.accepted
+        finish, taken = None, work.sampled[: accepted + 1]
+        for count, sampled in enumerate(taken, 1):
+            if sampled.error is not None:
+                self._rooms.fail(sequence.request, NodeFailedError(sampled.error))
+                return
+            sequence.append(sampled.token_id)
+            finish = sequence.choice.observe(sampled.token_id)
+            if finish is not None:
+                taken = taken[:count]
+                break
+        # The KV of each token but the last is there: it was computed as a part of the draft.
+        sequence.num_computed += len(taken) - 1
+        if len(work.draft):
+            self._metrics.speculation.observe(len(work.draft), min(accepted, len(taken)))
+        self._emit(sequence, taken, finish)
         if finish is not None:
             sequence.finished = True
             if not sequence.in_step:
                 self._leave(sequence)
 
     def _emit(
-        self, sequence: Sequence, token: int, finish: Finish | None, logprobs: TokenLogprobs | None
+        self, sequence: Sequence, taken: list[SampledToken], finish: Finish | None = None
     ) -> None:
+        """Deliver the last tokens of a sequence."""
         request = sequence.request
+        logprobs = [sampled.logprobs for sampled in taken if sampled.logprobs is not None]
         output = Output(
             room=request.room,
             index=sequence.index,
-            position=sequence.num_tokens - len(request.prompt) - 1,
-            token_ids=[token],
+            position=sequence.num_tokens - len(request.prompt) - len(taken),
+            token_ids=[sampled.token_id for sampled in taken],
             finish=finish,
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=logprobs or None,
         )
         times = request.times
         if times.reserved is not None and output.position == 0 and times.committed is not None:

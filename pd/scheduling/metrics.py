@@ -68,6 +68,28 @@ class TransferMetrics:
             self._rate.labels(backend).observe(num_bytes / times.wire / 1e9)
 
 
+class SpeculationMetrics:
+    """Drafted and accepted tokens. Tokens per verified draft, the model's own among them, are
+    ``1 + accepted / drafts``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._drafts = Counter("pd_speculative_drafts", "Drafts verified", registry=registry)
+        self._drafted = Counter("pd_speculative_drafted", "Tokens drafted", registry=registry)
+        self._accepted = Counter(
+            "pd_speculative_accepted",
+            "Drafted tokens accepted, by their place in the draft",
+            ["position"],
+            registry=registry,
+        )
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """A draft was verified."""
+        self._drafts.inc()
+        self._drafted.inc(drafted)
+        for position in range(accepted):
+            self._accepted.labels(position).inc()
+
+
 class RequestMetrics:
     """Counters and histograms of a node's requests, and the registry that exposes them."""
 
@@ -85,6 +107,7 @@ class RequestMetrics:
             "pd_transferred_bytes", "KV bytes of committed transfers", registry=self.registry
         )
         self.transfers = TransferMetrics(self.registry)
+        self.speculation = SpeculationMetrics(self.registry)
         self._stages = Histogram(
             "pd_stage_seconds",
             "Time of requests in each stage",

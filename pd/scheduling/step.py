@@ -19,10 +19,17 @@ from pd.engine.model_runner import ForwardItem
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
+
     from pd.core.request import Sequence
     from pd.engine.model_runner import ModelRunner
     from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples, SamplingState
     from pd.engine.tensor_parallel.leader import LeadingRunner
+    from pd.speculative.drafter import Drafter
+
+    IntArray = npt.NDArray[np.int32]
+
+NO_DRAFT: IntArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass(eq=False, slots=True)
@@ -30,13 +37,18 @@ class Work:
     """Tokens ``[start, stop)`` of one sequence, to be computed in one step.
 
     Attributes:
-        samples: sampling states that draw a token from the last position; empty for a chunk that
-            does not end at the last known token.
+        samples: sampling states that draw a token from the last known position; empty for a chunk
+            that does not end at the last known token.
+        draft_limit: tokens that may be drafted after the last known one; the sequence has pages for
+            them. At most one of ``samples`` then.
+        draft: tokens that were drafted, int32; they are computed after the known ones, and a token
+            is sampled after each of them, too. Set when launched.
         logprobs_from: prompt log probabilities are wanted of tokens from this position on.
         follows: a work that is launched and not accounted for, whose sample is the one token to
             compute; None where the tokens are known.
         row: index of this work's first sample among the step's; set when launched.
-        sampled: result, one per entry of ``samples``.
+        sampled: result, one per entry of ``samples``; with a draft, the token after the last known
+            one and the tokens after each drafted one.
         prompt_logprobs: result, of tokens ``max(start + 1, logprobs_from) .. stop`` of the prompt.
     """
 
@@ -46,6 +58,8 @@ class Work:
     samples: list[SamplingState] = field(default_factory=list)
     logprobs_from: int | None = None
     follows: Work | None = None
+    draft_limit: int = 0
+    draft: IntArray = field(default_factory=lambda: NO_DRAFT)
     row: int = -1
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -55,7 +69,22 @@ class Work:
         """Positions at the end of the range whose logits are needed."""
         if self.logprobs_from is not None:
             return max(0, min(self.stop - self.start, self.stop - max(self.logprobs_from - 1, 0)))
-        return 1 if self.samples else 0
+        return 1 + len(self.draft) if self.samples else 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Entries of ``sampled`` once the step is complete."""
+        return len(self.samples) + len(self.draft)
+
+    @property
+    def accepted(self) -> int:
+        """Leading tokens of the draft that the model sampled itself."""
+        count = 0
+        for drafted, sampled in zip(self.draft.tolist(), self.sampled, strict=False):
+            if sampled.token_id != drafted:
+                break
+            count += 1
+        return count
 
     @property
     def is_decode(self) -> bool:
@@ -69,6 +98,8 @@ class Work:
         sequence = self.sequence
         if self.follows is None:
             token_ids = sequence.tokens[self.start : self.stop]
+            if len(self.draft):
+                token_ids = np.concatenate([token_ids, self.draft])
         else:
             token_ids = np.array([-1 - self.follows.row], dtype=np.int32)
         return ForwardItem(token_ids, self.start, sequence.pages, self.num_logits)
@@ -92,7 +123,7 @@ class LaunchedStep:
         """Wait for the step and fill in its works' results."""
         sampled = self.samples.result()
         for work in self.works:
-            work.sampled = sampled[work.row : work.row + len(work.samples)]
+            work.sampled = sampled[work.row : work.row + work.num_sampled]
         for work, logprobs in self.prompt_logprobs:
             work.prompt_logprobs += logprobs.result()
 
@@ -103,12 +134,16 @@ def launch(
     works: list[Work],
     on_layers_done: Callable[[int, int], None] | None = None,
     previous: LaunchedStep | None = None,
+    drafter: Drafter | None = None,
 ) -> LaunchedStep:
     """Begin to compute all works in one forward pass.
 
     Args:
         previous: the step that works with ``follows`` continue; launched, maybe not complete.
+        drafter: drafts tokens for works with a ``draft_limit``.
     """
+    if drafter is not None:
+        _draft(drafter, works)
     known = None
     if any(work.follows is not None for work in works):
         assert previous is not None
@@ -121,9 +156,13 @@ def launch(
     for work, item in zip(works, items, strict=True):
         offset += item.num_logits
         work.row = len(rows)
-        rows += [offset - 1] * len(work.samples)
-        states += work.samples
-        ahead += [0 if work.follows is None else 1] * len(work.samples)
+        if len(work.draft):
+            rows += range(offset - item.num_logits, offset)
+            states += work.samples[0].along(work.draft.tolist())
+        else:
+            rows += [offset - 1] * len(work.samples)
+            states += work.samples
+        ahead += [0 if work.follows is None else 1] * work.num_sampled
     draw = sampler.prepare(states, ahead)
     logits = runner.forward(items, on_layers_done, known)
     prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
@@ -133,6 +172,14 @@ def launch(
         work.follows = None  # else each keeps all that came before it
     # NOTE: also where no work samples: pages must not change their owner before its result is here.
     return LaunchedStep(works, sampler.launch(logits, draw), prompt_logprobs)
+
+
+def _draft(drafter: Drafter, works: list[Work]) -> None:
+    """Have tokens drafted for the works that may have some."""
+    asked = [work for work in works if work.draft_limit]
+    drafts = drafter.draft([work.sequence.ids for work in asked], [w.draft_limit for w in asked])
+    for work, draft in zip(asked, drafts, strict=True):
+        work.draft = draft
 
 
 def _prompt_logprobs(

@@ -48,11 +48,13 @@ class DecodeBench:
                 max_running_requests=max_running,
                 retraction_host_memory=1 << 20,
                 reserved_decode_tokens=1,
+                speculative_num_draft_tokens=4,
             ),
             metrics=SimpleNamespace(
                 retractions=SimpleNamespace(inc=lambda: None), observe=lambda *_: None
             ),
             rooms=SimpleNamespace(emit=lambda *_: None, finish=self._finish),
+            drafter=None,
         )
         self.scheduler = DecodeScheduler(core)
 

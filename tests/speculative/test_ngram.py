@@ -1,0 +1,52 @@
+"""What the n-gram drafter drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd.speculative.ngram import NgramDrafter
+
+
+def draft(ids: list[int], limit: int = 3) -> list[int]:
+    (tokens,) = NgramDrafter().draft([np.array(ids, np.int32)], [limit])
+    assert tokens.dtype == np.int32
+    return tokens.tolist()
+
+
+def test_it_drafts_what_followed_the_longest_equal_ending() -> None:
+    assert draft([1, 2, 3, 4, 5, 9, 2, 3, 7, 7, 1, 2, 3]) == [4, 5, 9]
+
+
+def test_of_equally_long_ones_the_latest_counts() -> None:
+    assert draft([1, 2, 5, 5, 5, 1, 2, 6, 6, 6, 1, 2]) == [6, 6, 6]
+
+
+def test_a_sequence_that_repeats_is_taken_to_go_on_repeating() -> None:
+    assert draft([1, 2, 3, 4, 5, 1, 2], 7) == [3, 4, 5, 1, 2, 3, 4]
+    assert draft([7, 7, 7]) == [7, 7, 7]
+    assert draft([8, 9, 8, 9, 8]) == [9, 8, 9]
+
+
+def test_one_equal_token_is_chance() -> None:
+    assert draft([1, 2, 3, 1]) == []
+    assert draft([1]) == draft([1, 1]) == draft([1, 2]) == []
+
+
+def test_sequences_are_drafted_one_by_one() -> None:
+    sequences = [np.array(ids, np.int32) for ids in ([1, 2, 3, 1, 2], [5], [4, 4, 4, 4])]
+    assert [d.tolist() for d in NgramDrafter().draft(sequences, [1, 1, 2])] == [[3], [], [4, 4]]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8))
+def test_every_draft_followed_an_equal_ending(ids: list[int], limit: int) -> None:
+    tokens = draft(ids, limit)
+    places = [
+        end for end in range(1, len(ids) - 1) if ids[end - 1 : end + 1] == ids[-2:] and len(ids) > 2
+    ]
+    assert bool(tokens) == bool(places)
+    if tokens:
+        assert len(tokens) == limit
+        found = [ids[end + 1 :][:limit] for end in places]
+        assert any(tokens[: len(following)] == following for following in found)
