@@ -25,13 +25,14 @@ from pd.scheduling.metrics import RequestMetrics
 from pd.scheduling.prefill import PrefillScheduler
 from pd.scheduling.rooms import Rooms
 from pd.scheduling.waiting_queue import WaitingQueue
-from pd.speculative.drafter import make_drafter
+from pd.speculative.choice import load_draft_model, make_drafter
 from pd.transfer.registry import make_transfer_manager
 from pd.unified_node.node import unified_node
 
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.node_info import Role
+    from pd.speculative.drafter import Drafter
     from pd.transfer.base import TransferManager
 
 
@@ -48,9 +49,11 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
     Raises:
         UsageError, SetupError: the model, the device or the transfer backend cannot be had.
     """
-    engine = Engine.build(config)
+    draft = load_draft_model(config)
+    engine = Engine.build(config, 0 if draft is None else draft.page_bytes)
     control = ControlThread(instance_id, config.host, config.cluster_key)
-    core = make_core(config, engine, instance_id, control)
+    drafter = make_drafter(config, engine, draft)
+    core = make_core(config, engine, instance_id, control, drafter)
     if config.role == "unified":
         return Assembled(unified_node(core, _introduce(core, control), control), None)
     transfer = _transfer(core)
@@ -61,7 +64,11 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
 
 
 def make_core(
-    config: NodeConfig, engine: Engine, instance_id: str, control: ControlThread
+    config: NodeConfig,
+    engine: Engine,
+    instance_id: str,
+    control: ControlThread,
+    drafter: Drafter | None,
 ) -> NodeCore:
     """Build the objects that the parts of a node share."""
     radix = RadixCache(config.page_size, policy=config.eviction_policy)
@@ -74,7 +81,7 @@ def make_core(
         events=events,
         rooms=Rooms(events, metrics, Outbox(instance_id, control.post)),
         metrics=metrics,
-        drafter=make_drafter(config),
+        drafter=drafter,
         post=control.post,
         wake=control.wake,
     )

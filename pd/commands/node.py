@@ -47,6 +47,8 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
     from pd.models.config import find_checkpoint
 
     settings["model"] = find_checkpoint(args.model)
+    if args.speculative_draft_model is not None:
+        settings["speculative_draft_model"] = find_checkpoint(args.speculative_draft_model)
     if key_file is not None:
         from pd.core.cluster_key import load_cluster_key
 
@@ -82,7 +84,7 @@ def reachable_address(host: str) -> str:
 
 def check_early(config: NodeConfig) -> None:
     """Refuse what can be known to fail without importing torch, which takes seconds."""
-    from pd.models.config import ModelConfig
+    from pd.models.config import ModelConfig, draft_config
     from pd.models.generation_config import sampling_defaults
 
     model = ModelConfig.from_pretrained(config.model)
@@ -92,6 +94,8 @@ def check_early(config: NodeConfig) -> None:
             f"--context-length {config.context_length} exceeds the model's {model.context_length}"
         )
     model.divided(config.tp_size)
+    if config.speculative_draft_model is not None:
+        draft_config(config.speculative_draft_model, model)
     if config.role != "unified":
         check_backend(config.transfer_backend, config.fake_script, config.device, config.tp_size)
 

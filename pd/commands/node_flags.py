@@ -218,8 +218,13 @@ def _add_speculation(flags: ConfigFlags) -> None:
     flags.add(
         "--speculative-algorithm",
         "how tokens are drafted for the model to verify, which leaves the output the same; ngram: "
-        "by what followed the last tokens earlier in the same request",
+        "by what followed the last tokens earlier in the same request; draft: by a smaller model",
         choices=choices.SPECULATIVE_ALGORITHMS,
+    )
+    flags.add(
+        "--speculative-draft-model",
+        "the smaller model of --speculative-algorithm draft, of the same vocabulary",
+        metavar="DIR",
     )
     flags.add(
         "--speculative-num-draft-tokens",

@@ -19,7 +19,7 @@ EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
 GENERATION_CONFIGS = ("auto", "none")
-SPECULATIVE_ALGORITHMS = ("none", "ngram")
+SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 
 
@@ -68,6 +68,7 @@ class NodeConfig:
     overlap_schedule: str = "auto"
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
     speculative_algorithm: str = "none"
+    speculative_draft_model: Path | None = None
     speculative_num_draft_tokens: int = 4
     transfer_backend: str = "auto"
     trust_network: bool = False
@@ -97,6 +98,10 @@ class NodeConfig:
             if value is not None and value < low:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} must be at least {low}, not {value}")
+        if (self.speculative_algorithm == "draft") != (self.speculative_draft_model is not None):
+            raise UsageError(
+                "--speculative-draft-model and --speculative-algorithm draft need each other"
+            )
         if self.speculative_num_draft_tokens > MAX_DRAFT_TOKENS:
             raise UsageError(
                 f"--speculative-num-draft-tokens must be at most {MAX_DRAFT_TOKENS}, not "

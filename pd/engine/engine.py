@@ -112,19 +112,27 @@ class Engine:
             torch.cuda.synchronize(self.pool.buffer.device)
 
     @classmethod
-    def build(cls, config: NodeConfig) -> Engine:
+    def build(cls, config: NodeConfig, page_bytes_beside: int = 0) -> Engine:
         """Load the model and allocate the pool, with ``--tp-size`` in as many processes.
+
+        Args:
+            page_bytes_beside: bytes to leave for other pools on this device, for each page.
 
         Raises:
             UsageError: a setting that cannot work, or an unsupported model.
             SetupError: no such device, or not enough memory, or another rank failed.
         """
         if config.tp_size == 1:
-            return cls.build_rank(config)
+            return cls.build_rank(config, page_bytes_beside=page_bytes_beside)
         ModelConfig.from_pretrained(config.model).divided(config.tp_size)
         leader = Leader(config, rank_device(config, 0))
         try:
-            engine = cls.build_rank(config, leader.group, leader.agree_on_pages)
+            engine = cls.build_rank(
+                config,
+                leader.group,
+                leader.agree_on_pages,
+                page_bytes_beside=page_bytes_beside,
+            )
             built = leader.wait_built()
             if config.role != "unified":  # which has no transfers
                 engine.pool.parts = leader.map_pools(built, engine.pool.buffer)
@@ -143,6 +151,7 @@ class Engine:
         tp: TensorParallel = SINGLE,
         agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages,
         shared_memory: int | None = None,
+        page_bytes_beside: int = 0,
     ) -> Engine:
         """Do one rank's part of :meth:`build`; all ranks call this at the same time.
 
@@ -152,7 +161,7 @@ class Engine:
             shared_memory: descriptor of the pool's memory, on a CPU (see :class:`KVPool`).
         """
         try:
-            return cls._build_rank(config, tp, agree_on_pages, shared_memory)
+            return cls._build_rank(config, tp, agree_on_pages, shared_memory, page_bytes_beside)
         except torch.OutOfMemoryError as error:
             device = rank_device(config, tp.rank)
             free, total = torch.cuda.mem_get_info(device)
@@ -169,12 +178,13 @@ class Engine:
         tp: TensorParallel,
         agree_on_pages: Callable[[int], int],
         shared_memory: int | None,
+        page_bytes_beside: int,
     ) -> Engine:
         model_config = ModelConfig.from_pretrained(config.model)
         device = rank_device(config, tp.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dtype = _dtype(config.dtype, model_config.dtype, device)
+        dtype = kv_dtype(config.dtype, model_config.dtype, device)
         context_length = _context_length(config, model_config)
         # A backend that is missing is refused before the model is loaded, which may take minutes.
         attention = find_attention_backend(
@@ -185,7 +195,8 @@ class Engine:
         part = msgspec.structs.replace(layout, num_kv_heads=model.config.num_kv_heads)
         sizes = _graph_sizes(config, device)
         needs = footprint(model, part, attention, config, sizes, context_length)
-        num_pages = agree_on_pages(_num_pages(config, part, device, needs))
+        page_bytes = KVPool.page_bytes(part) + page_bytes_beside
+        num_pages = agree_on_pages(_num_pages(config, page_bytes, device, needs))
         pool = KVPool(part, num_pages, device, shared_memory)
         runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
         graphs = 0
@@ -246,7 +257,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _dtype(name: str, checkpoint: str | None, device: torch.device) -> str:
+def kv_dtype(name: str, checkpoint: str | None, device: torch.device) -> str:
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint or "bfloat16"
     if name not in DTYPES:
@@ -331,8 +342,7 @@ def _graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
     return tuple(size for size in sizes if size > 0)
 
 
-def _num_pages(config: NodeConfig, layout: KVLayout, device: torch.device, needs: Footprint) -> int:
-    page_bytes = KVPool.page_bytes(layout)
+def _num_pages(config: NodeConfig, page_bytes: int, device: torch.device, needs: Footprint) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         usable = free - needs.lasting - max(int(total * (1 - config.mem_fraction)), needs.step)

@@ -93,14 +93,18 @@ class SamplingState:
         """The states before each of ``tokens``, which may be observed next, and after the last."""
         states = [self]
         for token in tokens:
-            state = copy(states[-1])
-            if state.has_penalties:
-                state._seen_ids = state._seen_ids.copy()
-                state._seen_counts = state._seen_counts.copy()
-                state._seen_at = state._seen_at.copy()
-            state.observe(token)
-            states.append(state)
+            states.append(states[-1].after(token))
         return states
+
+    def after(self, token: int) -> SamplingState:
+        """The state as it would be if ``token`` were observed next; this one stays as it is."""
+        state = copy(self)
+        if state.has_penalties:
+            state._seen_ids = state._seen_ids.copy()
+            state._seen_counts = state._seen_counts.copy()
+            state._seen_at = state._seen_at.copy()
+        state.observe(token)
+        return state
 
     def fork(self, index: int) -> SamplingState:
         """Make the state of choice ``index`` of the same request, with its own seed and no

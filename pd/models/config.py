@@ -287,3 +287,18 @@ def _hash_sample(file: Path, digest: _Hash, spots: int = 16, width: int = 4096) 
         for spot in range(spots):
             stream.seek(8 + header + (size - 8 - header) * spot // spots)
             digest.update(stream.read(width))
+
+
+def draft_config(path: Path, target: ModelConfig) -> ModelConfig:
+    """Read the configuration of a model that drafts tokens for another.
+
+    Raises:
+        UsageError: the two do not have equally many tokens, or it cannot be read.
+    """
+    config = ModelConfig.from_pretrained(path)
+    if config.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"--speculative-draft-model {path} has {config.vocab_size} tokens in its vocabulary, "
+            f"the model has {target.vocab_size}"
+        )
+    return config

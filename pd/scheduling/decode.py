@@ -48,6 +48,7 @@ class DecodeScheduler:
         self._max_running = core.config.max_running_requests
         self._host_limit = core.config.retraction_host_memory
         self._host_used = 0
+        self._drafter = core.drafter
         self._drafts = core.config.speculative_num_draft_tokens if core.drafter is not None else 0
         self.reserve = DecodeReserve(core.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
@@ -245,6 +246,8 @@ class DecodeScheduler:
         """Take the cheapest to resume out of the pool, its KV to host memory if that may grow."""
         self.running.remove(sequence)
         self.retracted.append(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
         self.reserve.retracted()
         self._metrics.retractions.inc()
         count = self._memory.pages_for(sequence.num_computed)
@@ -345,6 +348,8 @@ class DecodeScheduler:
         for queue in queues:
             if sequence in queue:
                 queue.remove(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
         self._drop_host_kv(sequence)
 
     def end_choice(self, request: Request, index: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import to_device
 from pd.engine.model_runner import ForwardItem
+from pd.speculative.drafter import Ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,7 +178,7 @@ def launch(
 def _draft(drafter: Drafter, works: list[Work]) -> None:
     """Have tokens drafted for the works that may have some."""
     asked = [work for work in works if work.draft_limit]
-    drafts = drafter.draft([work.sequence.ids for work in asked], [w.draft_limit for w in asked])
+    drafts = drafter.draft([Ask(w.sequence, w.samples[0], w.draft_limit) for w in asked])
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft
 

@@ -1,8 +1,8 @@
-"""The interface of drafters, and which one a node has."""
+"""The interface of drafters."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -10,31 +10,36 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pd.core.config import NodeConfig
+    from pd.core.request import Sequence as TokenSequence
+    from pd.engine.sampling_state import SamplingState
 
     IntArray = npt.NDArray[np.int32]
+
+
+class Ask(NamedTuple):
+    """One sequence to draft for.
+
+    Attributes:
+        sequence: prompt and output so far are its ``ids``.
+        choice: draws the next token; not to be changed.
+        limit: tokens that the draft may have, at least 1.
+    """
+
+    sequence: TokenSequence
+    choice: SamplingState
+    limit: int
 
 
 class Drafter(Protocol):
     """Guesses how sequences go on. A wrong guess costs time and never changes the output."""
 
-    def draft(self, sequences: Sequence[IntArray], limits: Sequence[int]) -> list[IntArray]:
-        """Draft tokens for each sequence; called by the thread that launches steps.
-
-        Args:
-            sequences: prompt and output so far, int32, the last token included.
-            limits: how many tokens each may have, at least 1.
+    def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
+        """Draft tokens for each sequence, or none. Called by the thread that launches steps.
 
         Returns:
-            For each sequence what may follow it, int32, ``limits[i]`` tokens at most, or none.
+            For each sequence what may follow its tokens, int32, at most ``limit`` tokens.
         """
 
-
-def make_drafter(config: NodeConfig) -> Drafter | None:
-    """The drafter of ``--speculative-algorithm``; None without one, or on a prefill node."""
-    if config.speculative_algorithm == "none" or config.role == "prefill":
-        return None
-    # Imported only where it is used.
-    from pd.speculative.ngram import NgramDrafter
-
-    return NgramDrafter()
+    def forget(self, sequence: TokenSequence) -> None:
+        """Give up what is kept of a sequence: it has ended, or waits for memory. Any thread; the
+        sequence may still be in the step that is being launched."""

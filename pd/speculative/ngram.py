@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd.core.request import Sequence as TokenSequence
+    from pd.speculative.drafter import Ask
+
     IntArray = npt.NDArray[np.int32]
 
 # Fewer equal tokens occur by chance; more than the longest choose no better place.
@@ -25,9 +28,12 @@ class NgramDrafter:
     """Finds the place in a sequence whose preceding tokens equal its last ones, as many of them as
     possible, and drafts what follows it. Keeps nothing between steps."""
 
-    def draft(self, sequences: Sequence[IntArray], limits: Sequence[int]) -> list[IntArray]:
+    def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        return [_draft(ids, limit) for ids, limit in zip(sequences, limits, strict=True)]
+        return [_draft(ask.sequence.ids, ask.limit) for ask in asks]
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """See :class:`pd.speculative.drafter.Drafter`."""
 
 
 def _draft(ids: IntArray, limit: int) -> IntArray:

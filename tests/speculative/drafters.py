@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd.speculative.drafter import Ask
+
     IntArray = npt.NDArray[np.int32]
 
 # Another one with each run; PD_TEST_SEED repeats one.
@@ -37,9 +39,12 @@ class Oracle:
         """Know a prompt and its answer."""
         self._known.append(np.array(sequence, np.int32))
 
-    def draft(self, sequences: Sequence[IntArray], limits: Sequence[int]) -> list[IntArray]:
+    def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        return [self._draft(ids, limit) for ids, limit in zip(sequences, limits, strict=True)]
+        return [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
+
+    def forget(self, sequence: object) -> None:
+        """See :class:`pd.speculative.drafter.Drafter`."""
 
     def _draft(self, ids: IntArray, limit: int) -> IntArray:
         limit = int(self._rng.integers(0, limit + 1))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from cluster import random_prompts
+from counters import counter
 from drafters import SEED, Oracle
-from prometheus_client.parser import text_string_to_metric_families
 from tiny import VOCAB_SIZE, tiny_cluster
 
 from pd import assembly
@@ -90,7 +90,9 @@ def drafts_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Drafter], None]:
 
     def set_drafter(drafter: Drafter) -> None:
         monkeypatch.setattr(
-            assembly, "make_drafter", lambda config: drafter if config.role != "prefill" else None
+            assembly,
+            "make_drafter",
+            lambda config, *_: drafter if config.role != "prefill" else None,
         )
 
     return set_drafter
@@ -103,12 +105,6 @@ def oracle_of(plain: dict[str, list[Pending]], spoiled: float) -> Oracle:
             for tokens in pending.result():
                 oracle.learn([*prompt, *tokens])
     return oracle
-
-
-def counter(server: NodeServer, name: str) -> float:
-    text = server.node.core.metrics.expose().decode()
-    families = text_string_to_metric_families(text)
-    return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd.speculative.ngram import NgramDrafter
 
 
+def ask(ids: list[int], limit: int) -> Any:
+    return SimpleNamespace(sequence=SimpleNamespace(ids=np.array(ids, np.int32)), limit=limit)
+
+
 def draft(ids: list[int], limit: int = 3) -> list[int]:
-    (tokens,) = NgramDrafter().draft([np.array(ids, np.int32)], [limit])
+    (tokens,) = NgramDrafter().draft([ask(ids, limit)])
     assert tokens.dtype == np.int32
     return tokens.tolist()
 
@@ -35,10 +42,11 @@ def test_one_equal_token_is_chance() -> None:
 
 
 def test_sequences_are_drafted_one_by_one() -> None:
-    sequences = [np.array(ids, np.int32) for ids in ([1, 2, 3, 1, 2], [5], [4, 4, 4, 4])]
-    assert [d.tolist() for d in NgramDrafter().draft(sequences, [1, 1, 2])] == [[3], [], [4, 4]]
+    asks = [ask([1, 2, 3, 1, 2], 1), ask([5], 1), ask([4, 4, 4, 4], 2)]
+    assert [tokens.tolist() for tokens in NgramDrafter().draft(asks)] == [[3], [], [4, 4]]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8))
 def test_every_draft_followed_an_equal_ending(ids: list[int], limit: int) -> None:
     tokens = draft(ids, limit)

@@ -1,0 +1,17 @@
+"""Counters of a node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from pd.launch import NodeServer
+
+
+def counter(server: NodeServer, name: str) -> float:
+    """The sum of all values of a metric."""
+    text = server.node.core.metrics.expose().decode()
+    families = text_string_to_metric_families(text)
+    return sum(s.value for family in families for s in family.samples if s.name == name)

@@ -1,0 +1,125 @@
+"""Drafts of a smaller model: what they are, and what they cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import random_prompts, wait_until
+from counters import counter
+from tiny import VOCAB_SIZE, tiny_cluster, tiny_model
+
+from pd.core.config import NodeConfig
+from pd.core.errors import UsageError
+from pd.launch import NodeServer
+from pd.speculative import draft_model
+
+if TYPE_CHECKING:
+    from cluster import Cluster
+
+PROMPTS = list(random_prompts(4, [5, 40, 90]))
+DRAFTED = 4
+
+
+def speculating(*, prefill: int = 0, decode: int = 0, unified: int = 0, **settings: Any) -> Cluster:
+    settings = {"speculative_draft_model": tiny_model()} | settings
+    return tiny_cluster(
+        prefill,
+        decode,
+        unified,
+        speculative_algorithm="draft",
+        speculative_num_draft_tokens=DRAFTED,
+        **settings,
+    )
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9, "frequency_penalty": 0.8},
+]
+
+
+@pytest.mark.parametrize("params", SAMPLING, ids=["greedy", "seeded", "penalties"])
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_a_model_that_drafts_for_itself_is_always_right(kind: str, params: dict[str, Any]) -> None:
+    """With one's own noise, at any temperature: each step accepts the whole draft."""
+    nodes = {"unified": 1} if kind == "unified" else {"prefill": 1, "decode": 1}
+    with speculating(**nodes) as cluster:
+        decoding = cluster.nodes[-1]
+        targets = list(cluster.pair) if kind == "split" else [decoding]
+        asked = [
+            cluster.client.generate(prompt, targets, max_tokens=41, **params) for prompt in PROMPTS
+        ]
+        for pending in asked:
+            assert len(pending.tokens()) == 41
+        # Token 1 comes from the prompt; the others in steps of a draft and one token more.
+        drafts = counter(decoding, "pd_speculative_drafts_total")
+        accepted = counter(decoding, "pd_speculative_accepted_total")
+        assert drafts == len(PROMPTS) * 40 / (DRAFTED + 1)
+        assert accepted == drafts * DRAFTED
+        cluster.wait_idle()
+
+
+def test_a_long_prompt_is_computed_in_parts_beside_running_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 16)
+    (prompt,) = random_prompts(8, [200])
+    with speculating(unified=1) as cluster:
+        pending = cluster.client.generate(prompt, [cluster.unified[0]], max_tokens=60)
+        pending.result()
+        # One token a step until 200 of its tokens, and those that came meanwhile, were computed.
+        lengths = [len(output.token_ids) for output in pending.outputs]
+        assert set(lengths[1:13]) == {1}
+        assert DRAFTED + 1 in lengths[13:]
+
+
+def test_pages_of_ended_sequences_are_free_again() -> None:
+    with speculating(unified=1, kv_cache_tokens=600, reserved_decode_tokens=1) as cluster:
+        (server,) = cluster.unified
+        for turn in range(4):
+            asked = [
+                cluster.client.generate(prompt, [server], max_tokens=50, seed=turn, n=2)
+                for prompt in PROMPTS
+            ]
+            cluster.client.abort(asked[turn % 3])
+            for number, pending in enumerate(asked):
+                if number != turn % 3:
+                    pending.result()
+        cluster.wait_idle()
+        drafter: Any = server.node.core.drafter
+        assert len(drafter._memories) > 0
+        # The next draft lets go of what was forgotten.
+        cluster.client.generate(PROMPTS[0], [server], max_tokens=3).result()
+        wait_until(lambda: server.node.idle, 5.0)
+        drafter.draft([])
+        assert drafter._memories == {}
+        assert drafter._allocator.count(draft_model.PageState.FREE) == 600 // 4
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    other = tiny_model(vocab_size=VOCAB_SIZE + 8)
+    config = NodeConfig(
+        role="unified",
+        model=tiny_model(),
+        load_format="dummy",
+        device="cpu",
+        speculative_algorithm="draft",
+        speculative_draft_model=other,
+    )
+    with pytest.raises(UsageError, match=r"has 264 tokens in its vocabulary, the model has 256"):
+        NodeServer(config).start()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_algorithm": "draft"},
+        {"speculative_draft_model": "x"},
+        {"speculative_algorithm": "ngram", "speculative_draft_model": "x"},
+    ],
+)
+def test_draft_and_its_model_need_each_other(settings: Any) -> None:
+    with pytest.raises(UsageError, match="need each other"):
+        NodeConfig(role="unified", model=tiny_model(), **settings)
