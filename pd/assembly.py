@@ -25,7 +25,7 @@ from pd.scheduling.metrics import RequestMetrics
 from pd.scheduling.prefill import PrefillScheduler
 from pd.scheduling.rooms import Rooms
 from pd.scheduling.waiting_queue import WaitingQueue
-from pd.speculative.choice import load_draft_model, make_drafter
+from pd.speculative.choice import draft_lengths, load_draft_model, make_drafter
 from pd.transfer.registry import make_transfer_manager
 from pd.unified_node.node import unified_node
 
@@ -82,6 +82,7 @@ def make_core(
         rooms=Rooms(events, metrics, Outbox(instance_id, control.post)),
         metrics=metrics,
         drafter=drafter,
+        draft_lengths=draft_lengths(config, engine, drafter),
         post=control.post,
         wake=control.wake,
     )

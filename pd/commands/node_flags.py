@@ -232,6 +232,12 @@ def _add_speculation(flags: ConfigFlags) -> None:
         type=int,
         metavar="N",
     )
+    flags.add(
+        "--speculative-adaptive",
+        "draft as many tokens as pay, by each sequence's acceptance and the time of a step, which "
+        "is measured at the start",
+        choices=choices.SPECULATIVE_ADAPTIVE,
+    )
 
 
 class _TransferBackends:

@@ -19,6 +19,7 @@ EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
 GENERATION_CONFIGS = ("auto", "none")
+SPECULATIVE_ADAPTIVE = ("on", "off")
 SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 
@@ -70,6 +71,7 @@ class NodeConfig:
     speculative_algorithm: str = "none"
     speculative_draft_model: Path | None = None
     speculative_num_draft_tokens: int = 4
+    speculative_adaptive: str = "on"
     transfer_backend: str = "auto"
     trust_network: bool = False
     fake_script: Path | None = None

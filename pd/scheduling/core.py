@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pd.scheduling.memory import Memory
     from pd.scheduling.metrics import RequestMetrics
     from pd.scheduling.rooms import Rooms
+    from pd.speculative.adaptation import DraftLengths
     from pd.speculative.drafter import Drafter
 
 
@@ -24,6 +25,7 @@ class NodeCore:
 
     Attributes:
         drafter: drafts tokens for sequences that decode; None without speculation.
+        draft_lengths: says how many.
         post: sends a message to the process with an identity; any thread.
         wake: has transfers polled soon; any thread.
     """
@@ -36,5 +38,6 @@ class NodeCore:
     rooms: Rooms
     metrics: RequestMetrics
     drafter: Drafter | None
+    draft_lengths: DraftLengths
     post: Callable[[bytes, Message], None]
     wake: Callable[[], None]

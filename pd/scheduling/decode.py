@@ -48,7 +48,7 @@ class DecodeScheduler:
         self._max_running = core.config.max_running_requests
         self._host_limit = core.config.retraction_host_memory
         self._host_used = 0
-        self._drafter = core.drafter
+        self._drafter, self._lengths = core.drafter, core.draft_lengths
         self._drafts = core.config.speculative_num_draft_tokens if core.drafter is not None else 0
         self.reserve = DecodeReserve(core.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
@@ -140,9 +140,17 @@ class DecodeScheduler:
                 works[sequence] = work
         for sequence, work in works.items():
             sequence.launched = work
-            if self._drafts and work.samples:
-                work.draft_limit = self._draft_limit(sequence, work.stop)
+        if self._drafts:
+            self._plan_drafts(list(works.values()))
         return list(works.values())
+
+    def _plan_drafts(self, works: list[Work]) -> None:
+        """Decide how many tokens may be drafted for each sequence whose tokens are known."""
+        drafting = [work for work in works if work.samples and work.follows is None]
+        limits = [self._draft_limit(work.sequence, work.stop) for work in drafting]
+        lengths = self._lengths.choose([work.sequence for work in drafting], limits)
+        for work, length in zip(drafting, lengths, strict=True):
+            work.draft_limit = length
 
     def _draft_limit(self, sequence: Sequence, stop: int) -> int:
         """How many tokens may be drafted after the first ``stop``, given pages for them. No draft
@@ -171,8 +179,10 @@ class DecodeScheduler:
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
         works brings one token that nothing but the next forward pass needs to know, and no
-        sequence has to be retracted. A drafter needs to know the tokens."""
-        if self._drafts or self.retracted or self._memory.available < len(self.running):
+        sequence has to be retracted. A drafter needs to know the tokens, unless it rests."""
+        if self._drafts and not self._lengths.rests:
+            return False
+        if self.retracted or self._memory.available < len(self.running):
             return False
         if not all(work.is_decode for work in launched):
             return False
@@ -296,6 +306,7 @@ class DecodeScheduler:
         # The KV of each token but the last is there: it was computed as a part of the draft.
         sequence.num_computed += len(taken) - 1
         if len(work.draft):
+            self._lengths.observe(sequence, len(work.draft), accepted)
             self._metrics.speculation.observe(len(work.draft), min(accepted, len(taken)))
         self._emit(sequence, taken, finish)
         if finish is not None:
@@ -350,6 +361,7 @@ class DecodeScheduler:
                 queue.remove(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
+            self._lengths.forget(sequence)
         self._drop_host_kv(sequence)
 
     def end_choice(self, request: Request, index: int) -> bool:

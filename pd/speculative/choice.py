@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.engine.draft_model import DraftModel
     from pd.engine.engine import Engine
+    from pd.speculative.adaptation import DraftLengths
     from pd.speculative.drafter import Drafter
 
 
@@ -38,3 +39,13 @@ def make_drafter(
     from pd.speculative.ngram import NgramDrafter
 
     return NgramDrafter()
+
+
+def draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -> DraftLengths:
+    """Measure steps, if draft lengths are to follow their cost."""
+    from pd.speculative.adaptation import DraftLengths
+    from pd.speculative.costs import measure_costs
+
+    if drafter is None or config.speculative_adaptive == "off":
+        return DraftLengths(None)
+    return DraftLengths(measure_costs(engine, drafter, config))

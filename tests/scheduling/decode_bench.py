@@ -55,6 +55,7 @@ class DecodeBench:
             ),
             rooms=SimpleNamespace(emit=lambda *_: None, finish=self._finish),
             drafter=None,
+            draft_lengths=None,
         )
         self.scheduler = DecodeScheduler(core)
 

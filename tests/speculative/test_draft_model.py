@@ -29,6 +29,7 @@ def speculating(*, prefill: int = 0, decode: int = 0, unified: int = 0, **settin
         unified,
         speculative_algorithm="draft",
         speculative_num_draft_tokens=DRAFTED,
+        speculative_adaptive="off",
         **settings,
     )
 

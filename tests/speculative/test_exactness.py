@@ -44,6 +44,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def layout(kind: str, **settings: Any) -> Cluster:
+    """Nodes that draft as many tokens as they may."""
+    settings = {"speculative_adaptive": "off"} | settings
     if kind == "unified":
         return tiny_cluster(0, 0, 1, **settings)
     return tiny_cluster(**settings)

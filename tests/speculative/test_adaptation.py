@@ -1,0 +1,152 @@
+"""How many tokens are drafted."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from cluster import TokenClient, random_prompts
+from counters import counter
+from drafters import Oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import VOCAB_SIZE, tiny_node
+
+from pd import assembly
+from pd.speculative.adaptation import REST_STEPS, DraftLengths, StepCosts
+
+if TYPE_CHECKING:
+    from pd.launch import NodeServer
+
+SIZES = np.array([1.0, 4.0, 16.0, 64.0])
+
+
+def costs(plain: list[float], verify: list[float], draft: float = 0.0) -> StepCosts:
+    return StepCosts(SIZES, np.array(plain), np.array(verify), np.full(4, draft))
+
+
+# Steps as of a GPU, whose time hardly depends on the tokens, and as of a CPU.
+FLAT = costs([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.05])
+LINEAR = costs([1.0, 4.0, 16.0, 64.0], [1.0, 4.0, 16.0, 64.0])
+
+
+def keys(count: int) -> list[Any]:
+    return [object() for _ in range(count)]
+
+
+def test_where_more_tokens_cost_nothing_all_are_drafted() -> None:
+    assert DraftLengths(FLAT).choose(keys(3), [4, 2, 1]) == [4, 2, 1]
+
+
+def test_where_each_token_costs_as_much_as_a_step_none_is_drafted_and_the_drafter_rests() -> None:
+    lengths = DraftLengths(LINEAR)
+    some = keys(2)
+    assert lengths.choose(some, [4, 4]) == [0, 0]
+    assert lengths.rests
+    for _ in range(REST_STEPS):
+        assert lengths.rests
+        assert lengths.choose([], []) == []
+    assert not lengths.rests
+
+
+def test_sequences_are_drafted_for_as_their_drafts_were_accepted() -> None:
+    lengths = DraftLengths(costs([1.0, 1.0, 1.2, 3.0], [1.0, 1.0, 1.2, 3.0]))
+    good, bad = keys(2)
+    for _ in range(30):
+        lengths.choose([good, bad], [8, 8])
+        lengths.observe(good, 8, 8)
+        lengths.observe(bad, 8, 0)
+    most, least = lengths.choose([good, bad], [8, 8])
+    assert most == 8
+    assert least <= 1
+
+
+def test_a_sequence_is_tried_again() -> None:
+    lengths = DraftLengths(costs([1.0, 1.0, 1.5, 6.0], [1.0, 1.0, 1.5, 6.0], draft=0.4))
+    (bad,) = keys(1)
+    chosen = []
+    for _ in range(1000):
+        (length,) = lengths.choose([bad], [4])
+        chosen.append(length)
+        if length:
+            lengths.observe(bad, length, 0)
+    tries = [step for step, length in enumerate(chosen) if length]
+    assert 2 < len(tries) < 200
+    assert tries[-1] > 700
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(0, 3)), min_size=1, max_size=3),
+    st.lists(st.floats(0.1, 3.0), min_size=8, max_size=8),
+    st.floats(0.0, 1.0),
+)
+def test_the_choice_is_the_best_of_all(
+    asked: list[tuple[float, int]], seconds: list[float], draft: float
+) -> None:
+    table = costs(np.cumsum(seconds[:4]).tolist(), (np.cumsum(seconds[4:]) + 0.01).tolist(), draft)
+    shares, limits = np.array([a[0] for a in asked]), np.array([a[1] for a in asked])
+    batch = len(asked)
+
+    def rate(chosen: tuple[int, ...]) -> float:
+        if not any(chosen):
+            return float(batch / table.at(table.plain, batch))
+        tokens = batch + sum(
+            share**place
+            for share, length in zip(shares, chosen, strict=True)
+            for place in range(1, length + 1)
+        )
+        cost = table.at(table.verify, float(batch + sum(chosen)))
+        return float(tokens / (cost + max(chosen) * table.at(table.draft, batch)))
+
+    best = max(rate(each) for each in itertools.product(*(range(n + 1) for n in limits)))
+    mine = rate(tuple(DraftLengths(table)._best(shares, limits).tolist()))
+    assert mine == pytest.approx(best, rel=1e-9)
+
+
+def served(server: NodeServer, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    client = TokenClient([server])
+    try:
+        asked = [client.generate(prompt, [server], **params) for prompt in prompts]
+        return [pending.tokens() for pending in asked]
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_on_a_node(monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
+    """Right drafts are made; after wrong ones the drafter rests; the output is the same."""
+    prompts = list(random_prompts(6, [20, 30]))
+    plain = tiny_node("unified")
+    try:
+        expected = served(plain, prompts, max_tokens=150)
+    finally:
+        plain.stop()
+    for spoiled, low, high in ((0.0, 100, 400), (1.0, 1, 60)):
+        oracle = Oracle(VOCAB_SIZE, spoiled)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            oracle.learn([*prompt, *tokens])
+        table = costs([1.0, 1.0, 1.1, 3.0], [1.0, 1.0, 1.1, 3.0], draft=0.3)
+        monkeypatch.setattr(assembly, "make_drafter", lambda *_, oracle=oracle: oracle)
+        monkeypatch.setattr(assembly, "draft_lengths", lambda *_, t=table: DraftLengths(t))
+        server = tiny_node("unified", overlap_schedule=overlap)
+        try:
+            assert served(server, prompts, max_tokens=150) == expected
+            assert low <= oracle.drafted <= high
+            assert counter(server, "pd_speculative_drafted_total") == oracle.drafted
+        finally:
+            server.stop()
+
+
+def test_costs_are_measured_at_the_start() -> None:
+    server = tiny_node("unified", speculative_algorithm="ngram", max_running_requests=16)
+    try:
+        table = server.node.core.draft_lengths._costs
+        assert table is not None
+        assert table.sizes.tolist() == [1, 2, 4, 8, 16, 32, 64]
+        for column in (table.plain, table.verify, table.draft):
+            assert (column > 0).all()
+    finally:
+        server.stop()
