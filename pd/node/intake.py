@@ -77,6 +77,9 @@ class Intake:
             return
         rooms.add(request)
         self._accept(request)
+        continues = self._decodes(request) and request.params.max_tokens > 1
+        if self._core.drafter is not None and continues and not request.state.terminal:
+            self._core.drafter.expect(request.sequence)
         self._core.events.work_available.set()
 
     def _receives(self, request: Request) -> bool:
@@ -89,10 +92,14 @@ class Intake:
         """Whether the request's KV goes to a peer."""
         return self._sending is not None and bool(request.peer) and not self._receives(request)
 
+    def _decodes(self, request: Request) -> bool:
+        """Whether the request's tokens after the first are computed here."""
+        return self._scheduler.decode is not None and not self._sends(request)
+
     def _check(self, request: Request) -> None:
         """Raise InvalidRequestError for a request that could never be served here."""
-        sends, max_tokens = self._sends(request), request.params.max_tokens
-        decodes = self._scheduler.decode is not None and not sends
+        sends, decodes = self._sends(request), self._decodes(request)
+        max_tokens = request.params.max_tokens
         # The last token is generated, but its KV is never needed.
         needed = len(request.prompt) + (max_tokens - 1 if decodes else 0)
         memory = self._core.memory

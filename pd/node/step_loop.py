@@ -103,7 +103,8 @@ class StepLoop(threading.Thread):
             if last is None or self._scheduler.may_plan_ahead(last.works):
                 works = self._scheduler.plan()
         if not works and last is None:
-            events.work_available.wait(_IDLE_WAIT)
+            if self._core.drafter is None or not self._core.drafter.catch_up():
+                events.work_available.wait(_IDLE_WAIT)
             return
         began = time.monotonic()
         self._busy_since = self._busy_since or began

@@ -178,6 +178,8 @@ def launch(
 def _draft(drafter: Drafter, works: list[Work]) -> None:
     """Have tokens drafted for the works that may have some."""
     asked = [work for work in works if work.draft_limit]
+    if not asked:
+        return
     drafts = drafter.draft([Ask(w.sequence, w.samples[0], w.draft_limit) for w in asked])
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft

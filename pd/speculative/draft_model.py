@@ -18,7 +18,7 @@ from pd.engine.page_allocator import PageAllocator, PageState
 from pd.engine.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -49,6 +49,11 @@ class _Memory:
     num_tokens: int = 0
     guessed: IntArray = field(default_factory=lambda: _NOTHING)
 
+    def item(self, ids: IntArray, stop: int, num_logits: int) -> ForwardItem:
+        """Have the tokens up to ``stop`` computed, for which there are pages."""
+        start, self.num_tokens = self.num_tokens, stop
+        return ForwardItem(ids[start:stop], start, self.pages, num_logits)
+
     def settle(self, ids: IntArray) -> None:
         """Count those guessed tokens that the sequence has now."""
         true = ids[self.num_tokens : self.num_tokens + len(self.guessed)]
@@ -71,7 +76,9 @@ class ModelDrafter:
     """Keeps KV of all running sequences in pages of its own, so that pages of the node's pool,
     which sequences share, never depend on a drafter.
 
-    A sequence whose prompt is not computed yet, or for which there is no page, gets no draft.
+    The KV of a prompt is computed while the node waits for that of its own model, beside the steps
+    of other sequences. A sequence whose prompt is not computed yet, or for which there is no page,
+    gets no draft.
 
     Args:
         runner: of the draft model, used by nothing else.
@@ -84,15 +91,30 @@ class ModelDrafter:
         self._sampler = Sampler(runner.model.config.vocab_size, runner.pool.buffer.device)
         self._allocator = PageAllocator(runner.pool.num_pages)
         self._memories: dict[TokenSequence, _Memory] = {}
-        self._forgotten: queue.SimpleQueue[TokenSequence] = queue.SimpleQueue()
+        # Sequences that will decode here, in the order in which they came.
+        self._expected: dict[TokenSequence, None] = {}
+        # What other threads said: a sequence, and whether it is expected or forgotten.
+        self._news: queue.SimpleQueue[tuple[TokenSequence, bool]] = queue.SimpleQueue()
+
+    def expect(self, sequence: TokenSequence) -> None:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+        self._news.put((sequence, True))
 
     def forget(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        self._forgotten.put(sequence)
+        self._news.put((sequence, False))
+
+    def catch_up(self) -> bool:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+        self._take_news()
+        items = self._catch_up_items(CATCH_UP_TOKENS)
+        if items:
+            self._runner.forward(items)
+        return bool(items)
 
     def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        forgotten = self._release_forgotten()
+        forgotten = self._take_news()
         items: list[ForwardItem] = []
         drafting: list[_Drafting] = []
         budget = CATCH_UP_TOKENS
@@ -100,19 +122,20 @@ class ModelDrafter:
             # One that ended after the step was planned would be kept for ever.
             if ask.sequence in forgotten or budget == 0:
                 continue
+            self._expected.pop(ask.sequence, None)
             memory = self._memories.setdefault(ask.sequence, _Memory())
             ids = ask.sequence.ids
             memory.settle(ids)
-            start, stop = memory.num_tokens, min(len(ids), memory.num_tokens + budget)
+            stop = min(len(ids), memory.num_tokens + budget)
             is_whole = stop == len(ids)
             needed = stop + ask.limit if is_whole else stop
-            if needed > self._context or not self._grow(memory, needed):
+            if not self._grow(memory, needed):
                 continue
-            budget -= stop - start
-            items.append(ForwardItem(ids[start:stop], start, memory.pages, int(is_whole)))
-            memory.num_tokens = stop
+            budget -= stop - memory.num_tokens
+            items.append(memory.item(ids, stop, num_logits=int(is_whole)))
             if is_whole:
                 drafting.append(_Drafting(ask, memory, ask.choice))
+        items += self._catch_up_items(budget)
         drafted = list(drafting)
         while items:
             drafting = self._extend(items, drafting)
@@ -147,8 +170,25 @@ class ModelDrafter:
                 unfinished.append(each)
         return unfinished
 
+    def _catch_up_items(self, budget: int) -> list[ForwardItem]:
+        """The next tokens of the prompts of expected sequences, ``budget`` in all."""
+        items = []
+        for sequence in list(self._expected):
+            memory = self._memories.setdefault(sequence, _Memory())
+            prompt = sequence.request.prompt
+            stop = min(len(prompt), memory.num_tokens + budget)
+            if stop == len(prompt) or not self._grow(memory, stop):
+                del self._expected[sequence]
+            if stop > memory.num_tokens and self._grow(memory, stop):
+                budget -= stop - memory.num_tokens
+                items.append(memory.item(prompt, stop, num_logits=0))
+        return items
+
     def _grow(self, memory: _Memory, num_tokens: int) -> bool:
-        """Make the page table cover so many tokens; False if there are not enough pages."""
+        """Make the page table cover so many tokens; False if there are not enough pages, or the
+        draft model's context is shorter."""
+        if num_tokens > self._context:
+            return False
         missing = -(-num_tokens // self._page_size) - len(memory.pages)
         if missing > self._allocator.count(PageState.FREE):
             return False
@@ -157,19 +197,18 @@ class ModelDrafter:
             memory.pages = np.concatenate([memory.pages, pages])
         return True
 
-    def _release_forgotten(self) -> set[TokenSequence]:
-        """Free the pages of forgotten sequences, which nothing computes with any more."""
-        forgotten = set(_drained(self._forgotten))
-        for sequence in forgotten:
+    def _take_news(self) -> set[TokenSequence]:
+        """Note expected sequences. Free the pages of forgotten ones, with which nothing computes
+        any more, and return these."""
+        forgotten = set()
+        while not self._news.empty():
+            sequence, is_expected = self._news.get()
+            if is_expected:
+                self._expected[sequence] = None
+                continue
+            forgotten.add(sequence)
+            self._expected.pop(sequence, None)
             memory = self._memories.pop(sequence, None)
             if memory is not None:
                 self._allocator.free(memory.pages, PageState.LOCKED)
         return forgotten
-
-
-def _drained(source: queue.SimpleQueue[TokenSequence]) -> Iterable[TokenSequence]:
-    while True:
-        try:
-            yield source.get_nowait()
-        except queue.Empty:
-            return

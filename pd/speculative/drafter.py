@@ -40,6 +40,14 @@ class Drafter(Protocol):
             For each sequence what may follow its tokens, int32, at most ``limit`` tokens.
         """
 
+    def expect(self, sequence: TokenSequence) -> None:
+        """Prepare for a sequence that is to decode here, once its prompt is computed or received:
+        what can be done for its first draft is done before. Any thread."""
+
+    def catch_up(self) -> bool:
+        """Do a part of what is to be done for expected sequences, when no step is to be computed.
+        False if nothing was left to do. Called by the thread that launches steps."""
+
     def forget(self, sequence: TokenSequence) -> None:
         """Give up what is kept of a sequence: it has ended, or waits for memory. Any thread; the
         sequence may still be in the step that is being launched."""

@@ -32,6 +32,13 @@ class NgramDrafter:
         """See :class:`pd.speculative.drafter.Drafter`."""
         return [_draft(ask.sequence.ids, ask.limit) for ask in asks]
 
+    def expect(self, sequence: TokenSequence) -> None:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+
+    def catch_up(self) -> bool:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+        return False
+
     def forget(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
 

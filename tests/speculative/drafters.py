@@ -43,6 +43,13 @@ class Oracle:
         """See :class:`pd.speculative.drafter.Drafter`."""
         return [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
 
+    def expect(self, sequence: object) -> None:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+
+    def catch_up(self) -> bool:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+        return False
+
     def forget(self, sequence: object) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +17,8 @@ from pd.launch import NodeServer
 from pd.speculative import draft_model
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cluster import Cluster
 
 PROMPTS = list(random_prompts(4, [5, 40, 90]))
@@ -62,10 +66,27 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind: str, params: dict[
         cluster.wait_idle()
 
 
-def test_a_long_prompt_is_computed_in_parts_beside_running_sequences(
+def test_a_prompt_is_computed_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, while the prefill node computes it and sends it."""
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 16)
+    (prompt,) = random_prompts(8, [200])
+    with speculating(prefill=1, decode=1) as cluster:
+        drafter: Any = cluster.decode[0].node.core.drafter
+        with held(cluster.prefill[0]):
+            pending = cluster.client.generate(prompt, list(cluster.pair), max_tokens=62)
+            wait_until(lambda: done_with(drafter, 200), 20.0)
+        pending.result()
+        # Token 1 is delivered by both nodes.
+        lengths = [len(output.token_ids) for output in pending.outputs]
+        assert lengths == [1, 1] + [DRAFTED + 1] * 12 + [1]
+        cluster.wait_idle()
+
+
+def test_sequences_run_without_drafts_until_their_prompt_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 16)
+    monkeypatch.setattr(draft_model.ModelDrafter, "expect", lambda *_: None)
     (prompt,) = random_prompts(8, [200])
     with speculating(unified=1) as cluster:
         pending = cluster.client.generate(prompt, [cluster.unified[0]], max_tokens=60)
@@ -74,6 +95,27 @@ def test_a_long_prompt_is_computed_in_parts_beside_running_sequences(
         lengths = [len(output.token_ids) for output in pending.outputs]
         assert set(lengths[1:13]) == {1}
         assert DRAFTED + 1 in lengths[13:]
+
+
+def done_with(drafter: Any, num_tokens: int) -> bool:
+    return [memory.num_tokens for memory in list(drafter._memories.values())] == [num_tokens]
+
+
+@contextlib.contextmanager
+def held(server: NodeServer) -> Iterator[None]:
+    """Computes nothing."""
+    loop = server.node.step_loop
+    launch, gate = loop._launch, threading.Event()
+
+    def wait(*args: Any) -> Any:
+        gate.wait(30.0)
+        return launch(*args)
+
+    loop._launch = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 def test_pages_of_ended_sequences_are_free_again() -> None:
@@ -90,12 +132,7 @@ def test_pages_of_ended_sequences_are_free_again() -> None:
                     pending.result()
         cluster.wait_idle()
         drafter: Any = server.node.core.drafter
-        assert len(drafter._memories) > 0
-        # The next draft lets go of what was forgotten.
-        cluster.client.generate(PROMPTS[0], [server], max_tokens=3).result()
-        wait_until(lambda: server.node.idle, 5.0)
-        drafter.draft([])
-        assert drafter._memories == {}
+        wait_until(lambda: drafter._memories == {}, 5.0)
         assert drafter._allocator.count(draft_model.PageState.FREE) == 600 // 4
 
 
