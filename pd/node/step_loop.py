@@ -120,7 +120,7 @@ class StepLoop(threading.Thread):
         engine = self._engine
         try:
             layers_done = self._scheduler.on_layers_done(works)
-            drafter = self._core.drafter
+            drafter = None if self._core.draft_lengths.rests else self._core.drafter
             return launch(engine.runner, engine.sampler, works, layers_done, last, drafter)
         except Exception as error:
             # Any error of a kernel or of torch. It concerns this step's requests only.

@@ -178,9 +178,11 @@ def launch(
 def _draft(drafter: Drafter, works: list[Work]) -> None:
     """Have tokens drafted for the works that may have some."""
     asked = [work for work in works if work.draft_limit]
-    if not asked:
+    prompt_tokens = sum(work.stop - work.start for work in works if not work.sequence.decodes)
+    if not asked and not prompt_tokens:
         return
-    drafts = drafter.draft([Ask(w.sequence, w.samples[0], w.draft_limit) for w in asked])
+    asks = [Ask(work.sequence, work.samples[0], work.draft_limit) for work in asked]
+    drafts = drafter.draft(asks, prompt_tokens)
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft
 

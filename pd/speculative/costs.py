@@ -90,10 +90,10 @@ def _draft(engine: Engine, drafter: Drafter, count: int) -> None:
         request = Request(rid="", room=b"", proxy=b"", prompt=ids, params=params)
         sequences.append(Sequence(request, 0, ids, len(ids)))
     state = _state(engine)
-    drafter.draft([Ask(sequence, state, 1) for sequence in sequences])
+    drafter.draft([Ask(sequence, state, 1) for sequence in sequences], 0)
     for sequence in sequences:
         drafter.forget(sequence)
-    drafter.draft([])
+    drafter.draft([], 0)
 
 
 def _state(engine: Engine) -> SamplingState:

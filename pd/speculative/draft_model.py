@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-# Tokens of prompts that are computed in one step: running sequences wait for them.
+# Tokens of prompts that are computed beside a step that computes fewer: running sequences wait for
+# them.
 CATCH_UP_TOKENS = 1024
 
 _NOTHING: IntArray = np.empty(0, dtype=np.int32)
@@ -112,12 +113,12 @@ class ModelDrafter:
             self._runner.forward(items)
         return bool(items)
 
-    def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
+    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
         forgotten = self._take_news()
         items: list[ForwardItem] = []
         drafting: list[_Drafting] = []
-        budget = CATCH_UP_TOKENS
+        budget = max(CATCH_UP_TOKENS, prompt_tokens)
         for ask in asks:
             # One that ended after the step was planned would be kept for ever.
             if ask.sequence in forgotten or budget == 0:

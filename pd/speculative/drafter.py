@@ -33,8 +33,12 @@ class Ask(NamedTuple):
 class Drafter(Protocol):
     """Guesses how sequences go on. A wrong guess costs time and never changes the output."""
 
-    def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
+    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
         """Draft tokens for each sequence, or none. Called by the thread that launches steps.
+
+        Args:
+            prompt_tokens: tokens of prompts in the step that is about to be computed. As many may
+                be computed for expected sequences.
 
         Returns:
             For each sequence what may follow its tokens, int32, at most ``limit`` tokens.

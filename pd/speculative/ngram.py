@@ -28,7 +28,7 @@ class NgramDrafter:
     """Finds the place in a sequence whose preceding tokens equal its last ones, as many of them as
     possible, and drafts what follows it. Keeps nothing between steps."""
 
-    def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
+    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
         return [_draft(ask.sequence.ids, ask.limit) for ask in asks]
 

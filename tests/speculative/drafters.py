@@ -39,7 +39,7 @@ class Oracle:
         """Know a prompt and its answer."""
         self._known.append(np.array(sequence, np.int32))
 
-    def draft(self, asks: Sequence[Ask]) -> list[IntArray]:
+    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
         return [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
 

@@ -17,7 +17,7 @@ def ask(ids: list[int], limit: int) -> Any:
 
 
 def draft(ids: list[int], limit: int = 3) -> list[int]:
-    (tokens,) = NgramDrafter().draft([ask(ids, limit)])
+    (tokens,) = NgramDrafter().draft([ask(ids, limit)], 0)
     assert tokens.dtype == np.int32
     return tokens.tolist()
 
@@ -43,7 +43,7 @@ def test_one_equal_token_is_chance() -> None:
 
 def test_sequences_are_drafted_one_by_one() -> None:
     asks = [ask([1, 2, 3, 1, 2], 1), ask([5], 1), ask([4, 4, 4, 4], 2)]
-    assert [tokens.tolist() for tokens in NgramDrafter().draft(asks)] == [[3], [], [4, 4]]
+    assert [tokens.tolist() for tokens in NgramDrafter().draft(asks, 0)] == [[3], [], [4, 4]]
 
 
 @settings(deadline=None)
