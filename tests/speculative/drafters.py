@@ -32,12 +32,12 @@ class Oracle:
     def __init__(self, vocab_size: int, spoiled: float) -> None:
         self._vocab_size, self._spoiled = vocab_size, spoiled
         self._rng = np.random.default_rng(SEED)
-        self._known: list[IntArray] = []
+        self._known: dict[tuple[int, ...], list[IntArray]] = {}
         self.drafted = 0
 
     def learn(self, sequence: Sequence[int]) -> None:
         """Know a prompt and its answer."""
-        self._known.append(np.array(sequence, np.int32))
+        self._known.setdefault(tuple(sequence[:2]), []).append(np.array(sequence, np.int32))
 
     def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
@@ -56,7 +56,7 @@ class Oracle:
     def _draft(self, ids: IntArray, limit: int) -> IntArray:
         limit = int(self._rng.integers(0, limit + 1))
         tokens = self._rng.integers(0, self._vocab_size, limit).astype(np.int32)
-        for known in self._known:
+        for known in self._known.get(tuple(ids[:2].tolist()), []):
             if len(known) >= len(ids) + limit and np.array_equal(known[: len(ids)], ids):
                 true = known[len(ids) : len(ids) + limit]
                 tokens = np.where(self._rng.random(limit) < self._spoiled, tokens, true)
