@@ -18,7 +18,7 @@ import held_transfers
 import httpx
 import pytest
 from backends import MOONCAKE, NIXL, PROCESSES, TCP
-from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_until
+from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_ready, wait_until
 
 from pd.core.messages import LEASE_SECONDS
 
@@ -132,6 +132,8 @@ def test_a_node_is_lost_during_a_hand_off(
         assert_failed_in_time(stream, lost_at, silence + ERROR_WITHIN)
         assert all(node.healthy() for node in [*others, running.proxy])
         if victim == "decode":
+            # The stream may have failed by what a peer noticed, before the proxy did.
+            wait_ready(running.proxy, others)
             survivors = running.stream(prompt(6), 5).join(60)
             assert survivors.succeeded(), survivors
     finally:
