@@ -15,7 +15,7 @@ import torch
 from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import to_device
 from pd.engine.model_runner import ForwardItem
-from pd.speculative.drafter import Ask
+from pd.speculative.drafter import DraftRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,8 +181,8 @@ def _draft(drafter: Drafter, works: list[Work]) -> None:
     prompt_tokens = sum(work.stop - work.start for work in works if not work.sequence.decodes)
     if not asked and not prompt_tokens:
         return
-    asks = [Ask(work.sequence, work.samples[0], work.draft_limit) for work in asked]
-    drafts = drafter.draft(asks, prompt_tokens)
+    requests = [DraftRequest(work.sequence, work.samples[0], work.draft_limit) for work in asked]
+    drafts = drafter.draft(requests, prompt_tokens)
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft
 

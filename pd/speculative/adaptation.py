@@ -51,7 +51,7 @@ class StepCosts:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Acceptance:
     """Drafted tokens of a sequence that were looked at, and those accepted; older ones weigh less.
     A token after a rejected one is not looked at."""
 
@@ -83,7 +83,7 @@ class DraftLengths:
 
     def __init__(self, costs: StepCosts | None) -> None:
         self._costs = costs
-        self._seen: dict[TokenSequence, _Seen] = {}
+        self._seen: dict[TokenSequence, _Acceptance] = {}
         self._rest = 0
 
     @property
@@ -101,7 +101,7 @@ class DraftLengths:
             return [0] * len(limits)
         if not sequences:
             return []
-        seen = [self._seen.setdefault(sequence, _Seen()) for sequence in sequences]
+        seen = [self._seen.setdefault(sequence, _Acceptance()) for sequence in sequences]
         lengths = self._best(np.array([each.share for each in seen]), np.array(limits))
         if not lengths.any():
             self._rest = REST_STEPS

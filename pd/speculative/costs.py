@@ -15,7 +15,7 @@ from pd.core.sampling_params import SamplingParams
 from pd.engine.model_runner import ForwardItem
 from pd.engine.sampling_state import SamplingState
 from pd.speculative.adaptation import StepCosts
-from pd.speculative.drafter import Ask
+from pd.speculative.drafter import DraftRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +90,7 @@ def _draft(engine: Engine, drafter: Drafter, count: int) -> None:
         request = Request(rid="", room=b"", proxy=b"", prompt=ids, params=params)
         sequences.append(Sequence(request, 0, ids, len(ids)))
     state = _state(engine)
-    drafter.draft([Ask(sequence, state, 1) for sequence in sequences], 0)
+    drafter.draft([DraftRequest(sequence, state, 1) for sequence in sequences], 0)
     for sequence in sequences:
         drafter.forget(sequence)
     drafter.draft([], 0)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.model_runner import ModelRunner
     from pd.engine.sampling_state import SamplingState
-    from pd.speculative.drafter import Ask
+    from pd.speculative.drafter import DraftRequest
 
     IntArray = npt.NDArray[np.int32]
 
@@ -65,12 +65,29 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Drafting:
-    """A draft while it is made. ``choice`` draws its next token."""
+    """A draft while it is made.
 
-    ask: Ask
+    Attributes:
+        place: of its request among all.
+        choice: draws its next token.
+    """
+
+    place: int
+    limit: int
     memory: _Memory
     choice: SamplingState
     tokens: list[int] = field(default_factory=list)
+
+    def next_item(self) -> ForwardItem:
+        """Have the last token computed, after which the next one is drawn."""
+        start = self.memory.num_tokens + len(self.tokens) - 1
+        return ForwardItem(np.array(self.tokens[-1:], np.int32), start, self.memory.pages)
+
+    def finish(self) -> IntArray:
+        """The draft. The KV of all its tokens but the last was computed."""
+        draft = np.array(self.tokens, np.int32)
+        self.memory.guessed = draft[:-1]
+        return draft
 
 
 class ModelDrafter:
@@ -95,67 +112,61 @@ class ModelDrafter:
         # Sequences that will decode here, in the order in which they came.
         self._expected: dict[TokenSequence, None] = {}
         # What other threads said: a sequence, and whether it is expected or forgotten.
-        self._news: queue.SimpleQueue[tuple[TokenSequence, bool]] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[tuple[TokenSequence, bool]] = queue.SimpleQueue()
 
     def expect(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        self._news.put((sequence, True))
+        self._changes.put((sequence, True))
 
     def forget(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        self._news.put((sequence, False))
+        self._changes.put((sequence, False))
 
     def catch_up(self) -> bool:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        self._take_news()
+        self._apply_changes()
         items = self._catch_up_items(CATCH_UP_TOKENS)
         if items:
             self._runner.forward(items)
         return bool(items)
 
-    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
+    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        forgotten = self._take_news()
+        items, drafting = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
+        drafted = list(drafting)
+        while items:
+            drafting = self._extend(items, drafting)
+            items = [each.next_item() for each in drafting]
+        drafts = [_NOTHING] * len(requests)
+        for each in drafted:
+            drafts[each.place] = each.finish()
+        return drafts
+
+    def _begin(
+        self, requests: Sequence[DraftRequest], budget: int
+    ) -> tuple[list[ForwardItem], list[_Drafting]]:
+        """The first forward pass: all known tokens whose KV is missing, ``budget`` at most; and the
+        drafts whose first token comes out of it, in the order of their items."""
+        forgotten = self._apply_changes()
         items: list[ForwardItem] = []
         drafting: list[_Drafting] = []
-        budget = max(CATCH_UP_TOKENS, prompt_tokens)
-        for ask in asks:
+        for place, request in enumerate(requests):
             # One that ended after the step was planned would be kept for ever.
-            if ask.sequence in forgotten or budget == 0:
+            if request.sequence in forgotten or budget == 0:
                 continue
-            self._expected.pop(ask.sequence, None)
-            memory = self._memories.setdefault(ask.sequence, _Memory())
-            ids = ask.sequence.ids
+            self._expected.pop(request.sequence, None)
+            memory = self._memories.setdefault(request.sequence, _Memory())
+            ids = request.sequence.ids
             memory.settle(ids)
             stop = min(len(ids), memory.num_tokens + budget)
             is_whole = stop == len(ids)
-            needed = stop + ask.limit if is_whole else stop
-            if not self._grow(memory, needed):
+            if not self._grow(memory, stop + request.limit if is_whole else stop):
                 continue
             budget -= stop - memory.num_tokens
             items.append(memory.item(ids, stop, num_logits=int(is_whole)))
             if is_whole:
-                drafting.append(_Drafting(ask, memory, ask.choice))
-        items += self._catch_up_items(budget)
-        drafted = list(drafting)
-        while items:
-            drafting = self._extend(items, drafting)
-            items = [
-                ForwardItem(
-                    np.array(each.tokens[-1:], np.int32),
-                    each.memory.num_tokens + len(each.tokens) - 1,
-                    each.memory.pages,
-                )
-                for each in drafting
-            ]
-        drafts = dict.fromkeys(range(len(asks)), _NOTHING)
-        places = {id(ask): place for place, ask in enumerate(asks)}
-        for each in drafted:
-            draft = np.array(each.tokens, np.int32)
-            # The KV of the last token was not computed.
-            each.memory.guessed = draft[:-1]
-            drafts[places[id(each.ask)]] = draft
-        return list(drafts.values())
+                drafting.append(_Drafting(place, request.limit, memory, request.choice))
+        return items + self._catch_up_items(budget), drafting
 
     def _extend(self, items: list[ForwardItem], drafting: list[_Drafting]) -> list[_Drafting]:
         """Compute the items and draw a token for each draft; returns those that go on."""
@@ -166,7 +177,7 @@ class ModelDrafter:
             if sample.error is not None:
                 continue
             each.tokens.append(sample.token_id)
-            if len(each.tokens) < each.ask.limit:
+            if len(each.tokens) < each.limit:
                 each.choice = each.choice.after(sample.token_id)
                 unfinished.append(each)
         return unfinished
@@ -198,12 +209,12 @@ class ModelDrafter:
             memory.pages = np.concatenate([memory.pages, pages])
         return True
 
-    def _take_news(self) -> set[TokenSequence]:
+    def _apply_changes(self) -> set[TokenSequence]:
         """Note expected sequences. Free the pages of forgotten ones, with which nothing computes
         any more, and return these."""
         forgotten = set()
-        while not self._news.empty():
-            sequence, is_expected = self._news.get()
+        while not self._changes.empty():
+            sequence, is_expected = self._changes.get()
             if is_expected:
                 self._expected[sequence] = None
                 continue

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 
-class Ask(NamedTuple):
+class DraftRequest(NamedTuple):
     """One sequence to draft for.
 
     Attributes:
@@ -33,7 +33,7 @@ class Ask(NamedTuple):
 class Drafter(Protocol):
     """Guesses how sequences go on. A wrong guess costs time and never changes the output."""
 
-    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
+    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
         """Draft tokens for each sequence, or none. Called by the thread that launches steps.
 
         Args:

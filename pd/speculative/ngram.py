@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.request import Sequence as TokenSequence
-    from pd.speculative.drafter import Ask
+    from pd.speculative.drafter import DraftRequest
 
     IntArray = npt.NDArray[np.int32]
 
@@ -28,9 +28,9 @@ class NgramDrafter:
     """Finds the place in a sequence whose preceding tokens equal its last ones, as many of them as
     possible, and drafts what follows it. Keeps nothing between steps."""
 
-    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
+    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        return [_draft(ask.sequence.ids, ask.limit) for ask in asks]
+        return [_draft(request.sequence.ids, request.limit) for request in requests]
 
     def expect(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""

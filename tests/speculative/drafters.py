@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.speculative.drafter import Ask
+    from pd.speculative.drafter import DraftRequest
 
     IntArray = npt.NDArray[np.int32]
 
@@ -39,7 +39,7 @@ class Oracle:
         """Know a prompt and its answer."""
         self._known.setdefault(tuple(sequence[:2]), []).append(np.array(sequence, np.int32))
 
-    def draft(self, asks: Sequence[Ask], prompt_tokens: int) -> list[IntArray]:
+    def draft(self, asks: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
         """See :class:`pd.speculative.drafter.Drafter`."""
         return [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
 
