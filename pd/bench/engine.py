@@ -9,7 +9,10 @@ sequences and computed no prompt, the first few left out. `prefill:N` is the tim
 arrival at the node until its first token is known there, one request at a time, a new prompt each;
 `cached:N` the same for a prompt that is cached except for its last page. `offline:RxIxO` sends R
 prompts of I tokens at once for O tokens each, from the first send to the last token at the client.
-Before each the cache is emptied. The roofline is that of `pd/bench/engine_roofline.py`.
+`spec:B:K` is `decode:B` with K tokens drafted for each sequence and step, where a drafter is given
+(`--speculative-algorithm`). Its tokens per second are those accepted, of which
+`--simulate-acceptance` makes as many as a trained model would. Before each work the cache is
+emptied. The roofline is that of `pd/bench/engine_roofline.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +47,9 @@ _SETTINGS = (
     "max_running_requests",
     "overlap_schedule",
     "cuda_graph_batch_sizes",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "speculative_adaptive",
 )
 _COLUMNS = (
     f"{'work':24} {'context':>8} {'median ms':>10} {'p90 ms':>10} {'tokens/s':>10} "
@@ -56,6 +62,8 @@ examples:
   pd-bench engine --model llama-3.1-8b --work decode:1,64 offline:512x1024x128
   pd-bench engine --model ~/models/Qwen3-0.6B --device cpu --work decode:4 prefill:256 --context 256
   pd-bench engine --model llama-3.1-8b --work decode:64 --profile trace.json
+  pd-bench engine --model embedded --device cpu --work decode:1 spec:1:4 \\
+      --speculative-algorithm draft --speculative-draft-model pd/assets/embedded-draft
 
 All flags of pd-launch unified say how the node is built; those of its network mean nothing here.
 """
@@ -77,13 +85,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="WORK",
-        help=f"decode:B,… prefill:N,… cached:N,… offline:RxIxO (default: {' '.join(DEFAULT_WORK)})",
+        help="decode:B,… prefill:N,… cached:N,… offline:RxIxO spec:B:K (default: "
+        f"{' '.join(DEFAULT_WORK)})",
     )
     add("work_without_flag", nargs="*", type=_refuse_stray, metavar="WORK", help=argparse.SUPPRESS)
     add("--context", type=int, default=1024, help="tokens attended to in decode, on average")
     add("--steps", type=int, default=100, help="decode steps to measure")
     add("--repeats", type=int, default=5, help="timed prompts of each length")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one work")
+    add(
+        "--simulate-acceptance",
+        type=float,
+        metavar="LENGTH",
+        help="spec: accept drafts at random, so that a step brings LENGTH tokens for each "
+        "sequence, on average; dummy weights accept nothing",
+    )
     add("--profile", type=Path, metavar="FILE", help="trace some decode steps on the GPU into it")
     add("--profile-batch", type=int, default=64, metavar="B", help="sequences in these steps")
     add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
@@ -126,6 +142,9 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
     if args.model in SHAPES:
         settings["load_format"] = "dummy"
     settings["model"] = find_checkpoint(model_directory(args.model))
+    if args.speculative_draft_model is not None:
+        draft = find_checkpoint(model_directory(args.speculative_draft_model))
+        settings["speculative_draft_model"] = draft
     return NodeConfig(role="unified", **settings)
 
 
@@ -157,6 +176,7 @@ def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Be
             repeats=args.repeats,
             timeout=args.timeout,
             seed=args.seed,
+            acceptance=args.simulate_acceptance,
         )
     except BaseException:
         server.stop()
@@ -193,11 +213,13 @@ def _measure(
     return int(failed > 0)
 
 
-def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -> float:
-    """Seconds of the roofline."""
+def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -> float | None:
+    """Seconds of the roofline, which does not know drafts."""
     if work.kind == "decode":
         assert measured.context is not None
         return roofline.decode(work.count, measured.context)
+    if work.kind == "spec":
+        return None
     if work.kind == "offline":
         return roofline.offline(work.count, work.num_in, work.num_out, batch)
     return roofline.prefill(work.num_in, measured.cached)
@@ -248,6 +270,7 @@ def _row(work: Workload, measured: Measured, roofline: float | None, vllm_ms: fl
         "median_ms": round(measured.median * 1e3, 3),
         "p90_ms": round(measured.p90 * 1e3, 3),
         "tokens_per_s": round(measured.num_tokens / measured.median, 1),
+        "acceptance_length": measured.acceptance,
         "roofline_ms": None if roofline is None else round(roofline * 1e3, 3),
         "share_of_roofline_rate": None if roofline is None else roofline / measured.median,
         "vllm_ms": vllm_ms,

@@ -19,19 +19,23 @@ class LoggedStep(NamedTuple):
         batch: works, of which a chunk of a prompt would be the last.
         decodes_only: no chunk is among them.
         context: tokens that its sequences attend to, on average.
+        tokens: that its sequences have more after it.
     """
 
     at: float
     batch: int
     decodes_only: bool
     context: float
+    tokens: int
 
 
 class Interval(NamedTuple):
-    """Seconds between two consecutive steps of the same decode batch, and its context."""
+    """Seconds between two consecutive steps of the same decode batch, and the latter's context and
+    tokens."""
 
     seconds: float
     context: float
+    tokens: int
 
 
 class StepLog:
@@ -48,8 +52,11 @@ class StepLog:
         # NOTE: before the step is accounted for, which makes a finished prompt a running sequence.
         # Sequences run in the order in which they came, so the first and the last stand for all.
         context = (works[0].stop + last.stop) / 2
-        self.steps.append(LoggedStep(now, len(works), last.sequence.sampling is not None, context))
+        decodes_only = last.sequence.sampling is not None
+        before = sum(work.sequence.num_tokens for work in works)
         self._process(works)
+        tokens = sum(work.sequence.num_tokens for work in works) - before
+        self.steps.append(LoggedStep(now, len(works), decodes_only, context, tokens))
 
     def intervals(self, batch: int) -> list[Interval]:
         """Between neighbours that both decoded exactly ``batch`` sequences and nothing else."""
@@ -57,5 +64,5 @@ class StepLog:
         for before, after in pairwise(list(self.steps)):
             alike = before.batch == after.batch == batch
             if alike and before.decodes_only and after.decodes_only:
-                found.append(Interval(after.at - before.at, after.context))
+                found.append(Interval(after.at - before.at, after.context, after.tokens))
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 import time
@@ -15,11 +16,15 @@ from pd.bench.engine_steps import StepLog
 from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
-    from pd.bench.engine_client import RequestTimes
-    from pd.launch import NodeServer
+    from collections.abc import Iterator
 
-Kind = Literal["decode", "prefill", "cached", "offline"]
-_WORK = re.compile(r"(decode|prefill|cached):(\d+(?:,\d+)*)|offline:(\d+)x(\d+)x(\d+)")
+    from pd.bench.engine_client import RequestTimes
+    from pd.bench.engine_steps import Interval
+    from pd.launch import NodeServer
+    from pd.scheduling.step import Work
+
+Kind = Literal["decode", "prefill", "cached", "offline", "spec"]
+_WORK = re.compile(r"(decode|prefill|cached):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec):\d+:\d+")
 # The first steps of a batch still see the end of its prompts.
 _WARM_STEPS = 4
 _IDLE_SECONDS = 10.0
@@ -30,9 +35,10 @@ class Workload:
     """One thing to measure.
 
     Attributes:
-        count: sequences, of ``decode`` and ``offline``; 1 otherwise.
-        num_in: tokens of each prompt (of ``decode``: of the context, on average).
-        num_out: tokens that each generates; 0 where that follows from the rest.
+        count: sequences, of ``decode``, ``spec`` and ``offline``; 1 otherwise.
+        num_in: tokens of each prompt (of ``decode`` and ``spec``: of the context, on average).
+        num_out: tokens that each generates (of ``spec``: that are drafted for each and step); 0
+            where that follows from the rest.
     """
 
     kind: Kind
@@ -43,11 +49,13 @@ class Workload:
     def __str__(self) -> str:
         if self.kind == "offline":
             return f"offline:{self.count}x{self.num_in}x{self.num_out}"
+        if self.kind == "spec":
+            return f"spec:{self.count}:{self.num_out}"
         return f"{self.kind}:{self.count if self.kind == 'decode' else self.num_in}"
 
 
 def parse_work(texts: list[str], context: int) -> list[Workload]:
-    """``decode:1,8 prefill:1024 cached:1024 offline:512x1024x128``.
+    """``decode:1,8 prefill:1024 cached:1024 offline:512x1024x128 spec:8:3``.
 
     Raises UsageError for anything else.
     """
@@ -57,11 +65,13 @@ def parse_work(texts: list[str], context: int) -> list[Workload]:
         numbers = [int(part) for part in re.findall(r"\d+", text)]
         if match is None or not all(numbers):
             raise UsageError(
-                f"--work {text} is none of decode:BATCH, prefill:TOKENS, cached:TOKENS and "
-                "offline:REQUESTSxINxOUT"
+                f"--work {text} is none of decode:BATCH, prefill:TOKENS, cached:TOKENS, "
+                "offline:REQUESTSxINxOUT and spec:BATCH:DRAFTED"
             )
-        if match[1] is None:
+        if match[3]:
             works.append(Workload("offline", *numbers))
+        elif match[4]:
+            works.append(Workload("spec", numbers[0], context, numbers[1]))
         elif match[1] == "decode":
             works += [Workload("decode", number, context) for number in numbers]
         else:
@@ -74,15 +84,17 @@ class Measured:
     """Seconds, and what they are of.
 
     Attributes:
-        context: tokens attended to on average, of ``decode``.
+        context: tokens attended to on average, of ``decode`` and ``spec``.
         cached: tokens of a prompt that came from the cache.
+        acceptance: tokens that a step brings for a sequence, of ``spec``.
         num_tokens: that were computed or generated per unit of ``seconds``.
     """
 
     seconds: list[float]
-    num_tokens: int
+    num_tokens: float
     context: float | None = None
     cached: int = 0
+    acceptance: float | None = None
 
     @property
     def median(self) -> float:
@@ -93,6 +105,38 @@ class Measured:
         return float(np.percentile(self.seconds, 90))
 
 
+class Simulated:
+    """Counts as accepted what the weights of a trained model might: each drafted token, if those
+    before it were, with the same probability.
+
+    Args:
+        length: mean acceptance length, the token that the model adds included.
+        drafted: tokens of a draft.
+
+    Raises:
+        UsageError: no probability gives that length.
+    """
+
+    def __init__(self, length: float, drafted: int, rng: np.random.Generator) -> None:
+        if not 1.0 <= length <= drafted + 1:
+            raise UsageError(
+                f"--simulate-acceptance must be from 1 to {drafted + 1} with {drafted} drafted "
+                f"tokens, not {length:g}"
+            )
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            if sum(middle**place for place in range(drafted + 1)) < length:
+                low = middle
+            else:
+                high = middle
+        self.probability, self._rng = high, rng
+
+    def __call__(self, work: Work) -> int:
+        rejected = np.flatnonzero(self._rng.random(len(work.draft)) >= self.probability)
+        return int(rejected[0]) if len(rejected) else len(work.draft)
+
+
 class Bench:
     """A unified node in this process and a client in another.
 
@@ -100,13 +144,23 @@ class Bench:
         steps: intervals between decode steps to measure.
         repeats: timed prompts of one length.
         timeout: seconds that one work may take.
+        acceptance: mean acceptance length that ``spec`` pretends, see :class:`Simulated`; None
+            counts what is accepted.
     """
 
     def __init__(
-        self, server: NodeServer, *, steps: int, repeats: int, timeout: float, seed: int
+        self,
+        server: NodeServer,
+        *,
+        steps: int,
+        repeats: int,
+        timeout: float,
+        seed: int,
+        acceptance: float | None = None,
     ) -> None:
         self._node = server.node
         self._steps, self._repeats, self._timeout = steps, repeats, timeout
+        self._acceptance = acceptance
         self._rng = np.random.default_rng(seed)
         self._vocab = self._node.engine.model_config.vocab_size
         self.log = StepLog(self._node)
@@ -123,7 +177,9 @@ class Bench:
     def measure(self, work: Workload) -> Measured:
         """Raises PDError if requests fail or the node cannot do the work."""
         self.start_afresh()
-        return getattr(self, f"_{work.kind}")(work)  # type: ignore[no-any-return]
+        # Only ``spec`` drafts.
+        with self._drafting(work.num_out if work.kind == "spec" else 0):
+            return getattr(self, f"_{work.kind}")(work)  # type: ignore[no-any-return]
 
     def start_afresh(self) -> None:
         """Empty the cache and forget the steps, once the node is idle.
@@ -163,7 +219,17 @@ class Bench:
         self._client.result(self._timeout)
 
     def _decode(self, work: Workload) -> Measured:
-        self.start_decode(work.count, work.num_in, self._steps)
+        intervals = self._intervals(work)
+        return Measured(
+            [interval.seconds for interval in intervals],
+            work.count,
+            context=statistics.mean(interval.context for interval in intervals),
+        )
+
+    def _intervals(self, work: Workload, tokens_per_step: int = 1) -> list[Interval]:
+        """Between the steps of a batch, in which a sequence grows by so many tokens at most."""
+        spare = (_WARM_STEPS + 2) * (tokens_per_step - 1)
+        self.start_decode(work.count, work.num_in, self._steps * tokens_per_step + spare)
         self.finish()
         intervals = self.log.intervals(work.count)[_WARM_STEPS:][: self._steps]
         if len(intervals) < self._steps // 2 + 1:
@@ -172,10 +238,37 @@ class Bench:
                 f"{len(intervals)} steps decoded {work.count} sequences together (the largest "
                 f"batch was {largest}); see --max-running-requests and --kv-cache-tokens"
             )
+        return intervals
+
+    # ---- drafts
+
+    @contextlib.contextmanager
+    def _drafting(self, tokens: int) -> Iterator[None]:
+        """Have at most so many tokens drafted for each sequence and step."""
+        scheduler = self._node.scheduler.decode
+        assert scheduler is not None
+        before = scheduler.draft_tokens, scheduler.count_accepted
+        if tokens > before[0]:
+            raise UsageError(
+                f"spec:…:{tokens} drafts more than --speculative-num-draft-tokens {before[0]}, or "
+                "--speculative-algorithm is not given"
+            )
+        scheduler.draft_tokens = tokens
+        if tokens and self._acceptance is not None:
+            scheduler.count_accepted = Simulated(self._acceptance, tokens, self._rng)
+        try:
+            yield
+        finally:
+            scheduler.draft_tokens, scheduler.count_accepted = before
+
+    def _spec(self, work: Workload) -> Measured:
+        intervals = self._intervals(work, work.num_out + 1)
+        tokens = statistics.mean(interval.tokens for interval in intervals)
         return Measured(
             [interval.seconds for interval in intervals],
-            work.count,
+            tokens,
             context=statistics.mean(interval.context for interval in intervals),
+            acceptance=tokens / work.count,
         )
 
     # ---- prompts

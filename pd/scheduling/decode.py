@@ -17,7 +17,7 @@ from pd.scheduling.reserve import DecodeReserve
 from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from pd.core.messages import Finish, FirstToken
     from pd.core.request import Request
@@ -38,7 +38,13 @@ class HostKV(NamedTuple):
 
 
 class DecodeScheduler:
-    """Runs sequences whose prompt is in the pool. The caller holds the node's lock."""
+    """Runs sequences whose prompt is in the pool. The caller holds the node's lock.
+
+    Attributes:
+        draft_tokens: tokens drafted for a sequence and step, at most.
+        count_accepted: says how many tokens of a work's draft are accepted; a benchmark without
+            trained weights replaces it.
+    """
 
     def __init__(self, core: NodeCore) -> None:
         self._engine, self._memory, self._rooms = core.engine, core.memory, core.rooms
@@ -49,7 +55,9 @@ class DecodeScheduler:
         self._host_limit = core.config.retraction_host_memory
         self._host_used = 0
         self._drafter, self._lengths = core.drafter, core.draft_lengths
-        self._drafts = core.config.speculative_num_draft_tokens if core.drafter is not None else 0
+        drafts = core.drafter is not None
+        self.draft_tokens = core.config.speculative_num_draft_tokens if drafts else 0
+        self.count_accepted: Callable[[Work], int] = lambda work: work.accepted
         self.reserve = DecodeReserve(core.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
         self.retracted: deque[Sequence] = deque()
@@ -140,7 +148,7 @@ class DecodeScheduler:
                 works[sequence] = work
         for sequence, work in works.items():
             sequence.launched = work
-        if self._drafts:
+        if self.draft_tokens:
             self._plan_drafts(list(works.values()))
         return list(works.values())
 
@@ -157,7 +165,7 @@ class DecodeScheduler:
         takes a page that a running sequence may need for its next token."""
         choice, memory = sequence.choice, self._memory
         # One token more than was drafted comes out of a step.
-        limit = min(self._drafts, choice.params.max_tokens - choice.num_output_tokens - 1)
+        limit = min(self.draft_tokens, choice.params.max_tokens - choice.num_output_tokens - 1)
         missing = memory.pages_for(stop + limit) - len(sequence.pages)
         if missing > 0 and missing + len(self.running) <= memory.available:
             memory.grow(sequence, stop + limit)
@@ -180,7 +188,7 @@ class DecodeScheduler:
         """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
         works brings one token that nothing but the next forward pass needs to know, and no
         sequence has to be retracted. A drafter needs to know the tokens, unless it rests."""
-        if self._drafts and not self._lengths.rests:
+        if self.draft_tokens and not self._lengths.rests:
             return False
         if self.retracted or self._memory.available < len(self.running):
             return False
@@ -292,7 +300,7 @@ class DecodeScheduler:
 
     def _take_tokens(self, sequence: Sequence, work: Work) -> None:
         """Append the sampled token; after a draft, the tokens that it foretold and the next one."""
-        accepted = work.accepted
+        accepted = self.count_accepted(work)
         finish, taken = None, work.sampled[: accepted + 1]
         for count, sampled in enumerate(taken, 1):
             if sampled.error is not None:

@@ -7,6 +7,7 @@ import gzip
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,7 +16,7 @@ from pd import cli
 from pd.bench import engine_profile
 from pd.bench.engine_roofline import CEILINGS, Roofline
 from pd.bench.engine_steps import LoggedStep, StepLog
-from pd.bench.engine_work import Workload, parse_work
+from pd.bench.engine_work import Simulated, Workload, parse_work
 from pd.bench.shapes import NAMES, SHAPES, model_directory
 from pd.core.errors import UsageError
 from pd.models.config import ModelConfig
@@ -46,6 +47,44 @@ def test_measures_every_kind_of_work_in_one_node(tmp_path, capsys) -> None:
     offline = rows["offline:5x20x4"]
     assert offline["tokens_per_s"] == pytest.approx(20 / offline["median_ms"] * 1e3, rel=0.01)
     assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_drafts_are_measured_beside_plain_steps(tmp_path) -> None:
+    output = tmp_path / "engine.json"
+    draft = ["--speculative-algorithm", "draft", "--speculative-draft-model", "embedded"]
+    work = ["--work", "decode:2", "spec:2:3", "spec:1:4", "--context", "40", "--steps", "10"]
+    rest = ["--speculative-adaptive", "off", "--kv-cache-tokens", "4096"]
+    assert cli.bench([*FLAGS, *draft, *work, *rest, "--output", str(output)]) == 0
+    rows = {row["work"]: row for row in json.loads(output.read_text())["results"]}
+    assert list(rows) == ["decode:2", "spec:2:3", "spec:1:4"]
+    assert rows["decode:2"]["acceptance_length"] is None
+    # A model that drafts for itself is right.
+    assert rows["spec:2:3"]["acceptance_length"] == pytest.approx(4.0)
+    assert rows["spec:1:4"]["acceptance_length"] == pytest.approx(5.0)
+    row = rows["spec:2:3"]
+    assert row["tokens_per_s"] == pytest.approx(8 / row["median_ms"] * 1e3, rel=0.01)
+
+
+def test_acceptance_is_simulated(tmp_path) -> None:
+    output = tmp_path / "engine.json"
+    flags = ["--speculative-algorithm", "ngram", "--speculative-adaptive", "off"]
+    work = ["--work", "spec:2:3", "--context", "40", "--steps", "60", "--simulate-acceptance"]
+    assert cli.bench([*FLAGS, *flags, *work, "1.0", "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())["results"]
+    assert row["acceptance_length"] == 1.0
+    # Without a drafter there is nothing to verify.
+    assert cli.bench([*FLAGS, *work, "2.0"]) == 1
+    assert cli.bench([*FLAGS, *flags, *work, "4.5"]) == 1
+
+
+@pytest.mark.parametrize(("length", "drafted"), [(1.0, 3), (2.88, 3), (4.0, 3), (1.5, 1), (3.0, 7)])
+def test_simulated_acceptance_has_the_mean_that_was_asked_for(length: float, drafted: int) -> None:
+    rng = np.random.default_rng(1)
+    simulated = Simulated(length, drafted, rng)
+    work = SimpleNamespace(draft=np.zeros(drafted, np.int32))
+    accepted = [simulated(work) for _ in range(20_000)]
+    assert min(accepted) >= 0 and max(accepted) <= drafted
+    assert 1 + np.mean(accepted) == pytest.approx(length, abs=0.03)
 
 
 def test_a_work_that_cannot_be_done_fails_and_the_others_count(tmp_path, capsys) -> None:
@@ -133,14 +172,14 @@ def test_work_is_read_from_its_short_form() -> None:
 def test_intervals_lie_between_neighbours_of_the_same_batch() -> None:
     log = StepLog.__new__(StepLog)
     log.steps = [
-        LoggedStep(0.0, 2, False, 0.0),  # a prompt is among them
-        LoggedStep(1.0, 2, True, 10.0),
-        LoggedStep(1.5, 2, True, 11.0),
-        LoggedStep(9.0, 1, True, 12.0),
-        LoggedStep(9.5, 2, True, 13.0),
-        LoggedStep(9.75, 2, True, 14.0),
+        LoggedStep(0.0, 2, False, 0.0, 2),  # a prompt is among them
+        LoggedStep(1.0, 2, True, 10.0, 2),
+        LoggedStep(1.5, 2, True, 11.0, 2),
+        LoggedStep(9.0, 1, True, 12.0, 2),
+        LoggedStep(9.5, 2, True, 13.0, 2),
+        LoggedStep(9.75, 2, True, 14.0, 2),
     ]
-    assert log.intervals(2) == [(0.5, 11.0), (0.25, 14.0)]
+    assert log.intervals(2) == [(0.5, 11.0, 2), (0.25, 14.0, 2)]
     assert log.intervals(1) == []
 
 
