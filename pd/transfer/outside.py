@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,9 +61,11 @@ def find_outside() -> dict[str, list[Offer]]:
             # Whatever is wrong with the files of one package must not hinder the others.
             logger.warning("the entry points of %s cannot be read: %r", package, error)
             continue
-        # A package that stands twice on sys.path is imported from the first place.
-        if package not in seen:
-            seen.add(package)
+        # A package that stands twice on sys.path is imported from the first place. Its name may be
+        # spelled in several ways, which are one (PEP 503).
+        spelling = re.sub(r"[-_.]+", "-", package).lower()
+        if spelling not in seen:
+            seen.add(spelling)
             for point in points:
                 found.setdefault(point.name, []).append(Offer(point, package))
     return found

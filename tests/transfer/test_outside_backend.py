@@ -16,9 +16,10 @@ from checkpoints import reference_generate
 from processes import deployment
 from transfer_helpers import make_pool
 
-from pd.core.errors import SetupError
+from pd.core.errors import SetupError, UsageError
 from pd.embedded import EMBEDDED_MODEL
-from pd.transfer.registry import find_backend, make_transfer_manager
+from pd.transfer.outside import find_outside
+from pd.transfer.registry import backend_names, find_backend, make_transfer_manager
 from pd.transfer.tcp.backend import TcpBackend
 from pd.transfer.tcp.manager import TcpManager
 
@@ -310,3 +311,27 @@ def offer_sketch(module: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     write_package(root, "sketch", "sketch = sketch_module:Backend", module)
     monkeypatch.syspath_prepend(root)
     monkeypatch.delitem(sys.modules, "sketch_module", raising=False)
+
+
+def test_spellings_of_one_package_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an older installer has left its own notes of a package."""
+    for name in ("My_Sketch.Pad", "my-sketch--pad"):
+        write_package(tmp_path, name, "pad = tcp:Backend")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [offer.entry_point.name for offer in find_outside()["pad"]] == ["pad"]
+
+
+def test_names_that_cannot_be_typed_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("", "two words", "smörgås", "a/b", "of-its.own_2")
+    write_package(tmp_path, "odd", "\n".join(f"{name} = tcp:Backend" for name in names))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert backend_names()[-2:] == ("fake", "of-its.own_2")
+    for name in names[:-1]:
+        with pytest.raises(UsageError, match="unknown transfer backend"):
+            find_backend(name)
+    with caplog.at_level(logging.WARNING):
+        make_transfer_manager("tcp", make_pool(16, 4), "X").close()
+    for name in names[:-1]:
+        assert f"the transfer backend {name!r} of odd is ignored: a name has" in caplog.text
