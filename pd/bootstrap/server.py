@@ -62,7 +62,8 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
     signed with the cluster key; without one they must come from a program on this host. Errors are
     an ``ErrorInfo``: 400 for a body that is no NodeInfo, 401 without the cluster key, 403 or 415
     for another host or a web page where there is none, 409 for nodes that cannot work together, 413
-    for a body over 64 KiB, 503 until ready and while draining.
+    for a body over 64 KiB, 500 for whatever goes wrong unexpectedly, 503 until ready and while
+    draining.
     """
     key = bootstrap_key(cluster_key)
     verifier = None if key is None else RequestVerifier(key)
@@ -121,7 +122,7 @@ async def _respond(
             return _error(413, InvalidRequestError(reason), {})
         if verifier is not None:
             nonce = _authenticate(request, body, verifier)
-        content = _json.encode(await answer(request, body))
+        content = await _answered(request, answer, body)
         response = Response(content, 200, media_type="application/json")
     except UnavailableError as error:
         response = _error(503, error, {"Retry-After": str(RETRY_AFTER_SECONDS)})
@@ -135,6 +136,20 @@ async def _respond(
         signature = sign_reply(verifier.key, nonce, response.status_code, bytes(response.body))
         response.headers[SIGNATURE_HEADER] = signature
     return response
+
+
+async def _answered(request: Request, answer: Answer, body: bytes) -> bytes:
+    """The answer to a request that is authentic. Raises PDError only, for the reply to be signed:
+    the peer could not believe another."""
+    try:
+        return _json.encode(await answer(request, body))
+    except PDError:
+        raise
+    except Exception as error:
+        # Such as of a transfer backend that cannot connect to the peer.
+        what = f"{request.method} {request.url.path} failed"
+        logger.exception(what)
+        raise PDError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _authenticate(request: Request, body: bytes, verifier: RequestVerifier) -> str:

@@ -10,6 +10,7 @@ from pd.core.errors import HandshakeError, NodeFailedError, PDError
 from pd.core.leases import Leases
 from pd.core.messages import LEASE_SECONDS, MAX_MEETINGS, PeerHeartbeat
 from pd.core.starvation import RUN_DELAY
+from pd.transfer import contained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -171,7 +172,7 @@ class PrefillPeers:
         del self._urls[instance], self._infos[instance]
         self._directory.forget(instance)
         self._sockets.disconnect(instance.encode())
-        self._transfer.disconnect(instance)
+        contained.disconnect(self._transfer, instance)
         self._dropped(instance, NodeFailedError(f"prefill node {instance} failed: {why}"))
         return True
 

@@ -23,6 +23,7 @@ from pd.core.messages import (
     Reservation,
 )
 from pd.core.request import RequestState
+from pd.core.seldom import Seldom
 from pd.decode_node.incoming import IncomingRoom
 from pd.decode_node.peers import PrefillPeers
 from pd.decode_node.verification import DigestCheck
@@ -30,6 +31,7 @@ from pd.engine.digests import Digests
 from pd.engine.page_allocator import PageState
 from pd.scheduling.metrics import TransferTimes
 from pd.scheduling.transfer_end import PromptReceiver
+from pd.transfer import contained
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class ReceivingEnd(PromptReceiver):
         self._transfer, self._decode = transfer, decode
         self._check = None if digests is None else DigestCheck(core, digests)
         self.prefill_peers = PrefillPeers(core, own, transfer, sockets, self._peer_dropped)
+        self._broken = Seldom(logger)
         # Random start: an epoch of an earlier life of this address is never repeated.
         self._epochs = itertools.count(secrets.randbits(40) << 20)
         # Epochs of rooms that were committed within the last lease, and when that ends.
@@ -180,17 +183,13 @@ class ReceivingEnd(PromptReceiver):
             memory.release(sequence)
             return False
         incoming.epoch = next(self._epochs)
-        try:
-            incoming.receiver = self._transfer.receiver(
+        with self._contained(request):
+            receiver = self._transfer.receiver(
                 request.peer, request.room, incoming.epoch, sequence.pages, cached, length
             )
-        except Exception as error:
-            # A PDError, or any error that torch raises without memory.
-            if not isinstance(error, PDError):
-                logger.exception("cannot receive from %s", request.peer)
-                error = TransferError(f"cannot receive from {request.peer}: {error}")
+            destination, incoming.receiver = receiver.destination, receiver
+        if incoming.receiver is None:
             memory.commit(sequence)
-            self._rooms.fail(request, error)
             return True
         incoming.reservation = Reservation(
             to=request.peer,
@@ -198,7 +197,7 @@ class ReceivingEnd(PromptReceiver):
             room=request.room,
             epoch=incoming.epoch,
             cached_prefix_len=cached,
-            destination=incoming.receiver.destination,
+            destination=destination,
         )
         self.preallocation.remove(incoming)
         request.state = RequestState.RECEIVING
@@ -235,7 +234,8 @@ class ReceivingEnd(PromptReceiver):
             incoming.commit = message
             incoming.commit_at = time.monotonic()
             assert incoming.receiver is not None
-            incoming.receiver.commit(message.num_bytes)
+            with self._contained(incoming.request):
+                incoming.receiver.commit(message.num_bytes)
 
     def _acceptable(self, request: Request, commit: Commit) -> bool:
         indices = [token.index for token in commit.first_tokens]
@@ -252,18 +252,31 @@ class ReceivingEnd(PromptReceiver):
         busy = False
         for incoming in list(self.transfer):
             self._send_reservation(incoming)
-            assert incoming.receiver is not None
-            state = incoming.receiver.poll()
-            if state is TransferState.FAILED:
-                error = incoming.receiver.error or TransferError("the transfer failed")
-                self._rooms.fail(incoming.request, error)
-            elif state is TransferState.DONE:
-                assert incoming.commit is not None
-                if self._check is None or self._check.is_intact(incoming, incoming.commit):
-                    self._commit(incoming, incoming.commit)
-            else:
-                busy = busy or incoming.commit is not None or not incoming.sent
+            with self._contained(incoming.request):
+                busy = self._advance(incoming) or busy
         return busy
+
+    def _advance(self, incoming: IncomingRoom) -> bool:
+        """Move one room along; True while it waits for its last bytes after the commit, or for the
+        time of its reservation."""
+        receiver, commit = incoming.receiver, incoming.commit
+        assert receiver is not None
+        state = receiver.poll()
+        if state is TransferState.FAILED:
+            error = receiver.error or TransferError("the transfer failed")
+            self._rooms.fail(incoming.request, error)
+        elif state is TransferState.DONE:
+            if commit is None:
+                raise TransferError("the transfer backend reports an end before the commit")
+            if self._check is None or self._check.is_intact(incoming, commit):
+                self._commit(incoming, commit)
+        else:
+            return commit is not None or not incoming.sent
+        return False
+
+    def _contained(self, request: Request) -> contained.Contained:
+        """Context in which a backend that is broken ends this request alone."""
+        return contained.Contained(self._rooms.fail, request, "cannot receive from")
 
     def _commit(self, incoming: IncomingRoom, commit: Commit) -> None:
         """All of the KV is here: the pages become the request's, which is decoded from now on."""
@@ -336,7 +349,7 @@ class ReceivingEnd(PromptReceiver):
         if before is RequestState.RECEIVING:
             assert incoming.receiver is not None
             incoming.quarantine = self._memory.quarantine(request.sequence)
-            incoming.receiver.abort()
+            contained.abort(incoming.receiver, request.peer)
             if not incoming.sent:
                 incoming.receiver.peer_drained()
         self._tell_peer(incoming)
@@ -375,7 +388,7 @@ class ReceivingEnd(PromptReceiver):
             return False
         if incoming.quarantine is None or incoming.receiver is None:
             return True
-        if incoming.receiver.drained():
+        if contained.is_drained(incoming.receiver, request.peer, self._broken):
             return True
         if time.monotonic() > incoming.abort_sent + HEARTBEAT_INTERVAL:
             self._tell_peer(incoming)

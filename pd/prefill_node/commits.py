@@ -11,8 +11,10 @@ from pd.core.messages import HEARTBEAT_INTERVAL, Commit, CommitAck
 from pd.core.request import RequestState
 from pd.engine.digests import Digests
 from pd.transfer.base import TransferState
+from pd.transfer.contained import Contained
 
 if TYPE_CHECKING:
+    from pd.core.request import Request
     from pd.prefill_node.outgoing import OutgoingRoom
     from pd.prefill_node.peers import DecodePeers
     from pd.scheduling.core import NodeCore
@@ -44,16 +46,29 @@ class Commits:
         for outgoing in list(self.in_flight):
             if outgoing.sender is None:
                 continue
-            state = self.check(outgoing, outgoing.sender)
-            if state is TransferState.DONE:
-                outgoing.sent = outgoing.sent or now
-                if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
-                    self._commit(outgoing, outgoing.sender, now)
-            elif state is TransferState.ACTIVE:
-                busy = True
+            with self.contained(outgoing.request):
+                busy = self._advance(outgoing, outgoing.sender, now) or busy
         return busy
 
-    def check(self, outgoing: OutgoingRoom, sender: Sender) -> TransferState:
+    def check(self, outgoing: OutgoingRoom, sender: Sender) -> None:
+        """End the request if its transfer has failed."""
+        with self.contained(outgoing.request):
+            self._state(outgoing, sender)
+
+    def contained(self, request: Request) -> Contained:
+        """Context in which a backend that is broken ends this request alone."""
+        return Contained(self._rooms.fail, request, "cannot send to")
+
+    def _advance(self, outgoing: OutgoingRoom, sender: Sender, now: float) -> bool:
+        """Commit a transfer that is complete; True while it is about to be."""
+        state = self._state(outgoing, sender)
+        if state is TransferState.DONE:
+            outgoing.sent = outgoing.sent or now
+            if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
+                self._commit(outgoing, sender, now)
+        return state is TransferState.ACTIVE
+
+    def _state(self, outgoing: OutgoingRoom, sender: Sender) -> TransferState:
         """State of the transfer; if that failed, the request ends."""
         state = sender.poll()
         if state is TransferState.FAILED:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from pd.core.errors import (
     HandshakeError,
     NodeFailedError,
-    PDError,
     TransferError,
     error_from_kind,
 )
@@ -23,11 +22,13 @@ from pd.core.messages import (
     Reservation,
 )
 from pd.core.request import RequestState
+from pd.core.seldom import Seldom
 from pd.engine.digests import Digests
 from pd.prefill_node.commits import Commits
 from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
 from pd.prefill_node.peers import DecodePeers
 from pd.scheduling.transfer_end import PromptSender
+from pd.transfer import contained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,6 +74,7 @@ class SendingEnd(PromptSender):
             model.pair_flops / layout.tp_size,
         )
         self._patience = transfer.patience
+        self._broken = Seldom(logger)
         self.decode_peers = DecodePeers(core.instance_id, core.post, self._patience)
         # Reservations whose requests have not come yet, by room and sender, and when they came.
         self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
@@ -105,7 +107,7 @@ class SendingEnd(PromptSender):
                 return False
             logger.warning("decode node %s lost: %s", instance, why)
             self._forget(instance)
-            self._transfer.disconnect(instance)
+            contained.disconnect(self._transfer, instance)
             self._early = {key: early for key, early in self._early.items() if key[1] != instance}
             error = NodeFailedError(f"decode node {instance} failed: {why}")
             for outgoing in self._outgoing():
@@ -217,24 +219,17 @@ class SendingEnd(PromptSender):
             return
         request = outgoing.request
         sequence = request.sequence
-        try:
+        launched = sequence.num_computed if sequence.launched is None else sequence.launched.stop
+        ahead = outgoing.cost.flops(launched, len(request.prompt))
+        with self._commits.contained(request):
             outgoing.sender = self._transfer.sender(
                 request.peer, outgoing.reservation, sequence.pages, len(request.prompt)
             )
-        except Exception as error:
-            # A PDError, or any error that torch raises without memory.
-            if not isinstance(error, PDError):
-                logger.exception("cannot open a transfer to %s", request.peer)
-                error = TransferError(f"cannot open a transfer to {request.peer}: {error}")
-            self._rooms.fail(request, error)
-            return
-        launched = sequence.num_computed if sequence.launched is None else sequence.launched.stop
-        ahead = outgoing.cost.flops(launched, len(request.prompt))
-        if not outgoing.may_wait(sequence.num_computed - outgoing.pushed, ahead):
-            self._push(outgoing)
+            if not outgoing.may_wait(sequence.num_computed - outgoing.pushed, ahead):
+                self._push(outgoing)
 
     def _push(self, outgoing: OutgoingRoom) -> None:
-        """Send all that is computed and not sent."""
+        """Send all that is computed and not sent. Raises what the backend raises."""
         if outgoing.sender is None:
             return
         request, engine = outgoing.request, self._core.engine
@@ -264,7 +259,10 @@ class SendingEnd(PromptSender):
         def layers_done(first: int, stop: int) -> None:
             with self._core.events.event():
                 for chunk in chunks:
-                    chunk.layers_done(first, stop)
+                    request = chunk.outgoing.request
+                    if not request.state.terminal:
+                        with self._commits.contained(request):
+                            chunk.layers_done(first, stop)
 
         return layers_done
 
@@ -274,8 +272,9 @@ class SendingEnd(PromptSender):
         if outgoing is None or outgoing.sender is None:
             return
         ahead = outgoing.cost.flops(work.stop, len(outgoing.request.prompt))
-        if not outgoing.may_wait(work.stop - outgoing.pushed, ahead):
-            self._push(outgoing)
+        with self._commits.contained(outgoing.request):
+            if not outgoing.may_wait(work.stop - outgoing.pushed, ahead):
+                self._push(outgoing)
 
     def prompt_computed(self, request: Request) -> None:
         outgoing = request.outgoing
@@ -283,7 +282,8 @@ class SendingEnd(PromptSender):
         request.state = RequestState.SENDING
         outgoing.computed_at = time.monotonic()
         self._commits.in_flight.append(outgoing)
-        self._push(outgoing)
+        with self._commits.contained(request):
+            self._push(outgoing)
 
     def park(self, pages: int) -> None:
         """Free pages of computed requests that have no reservation yet, youngest first.
@@ -336,7 +336,7 @@ class SendingEnd(PromptSender):
         if outgoing.acknowledged:
             return
         if outgoing.sender is not None:
-            outgoing.sender.abort()
+            contained.abort(outgoing.sender, request.peer)
         epoch = outgoing.reservation.epoch if outgoing.reservation else 0
         abort = self._abort(request.peer, request.room, epoch, _reason(request))
         self.decode_peers.send_when_reached(abort)
@@ -346,7 +346,8 @@ class SendingEnd(PromptSender):
         outgoing = request.outgoing
         if outgoing is None or not Digests.over(outgoing.digest):
             return outgoing is None
-        return outgoing.sender is None or outgoing.sender.drained()
+        sender = outgoing.sender
+        return sender is None or contained.is_drained(sender, request.peer, self._broken)
 
     def released(self, request: Request) -> None:
         """Tell the peer that nothing of the epoch can land any more."""

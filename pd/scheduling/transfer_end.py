@@ -116,11 +116,12 @@ class PromptSender(TransferEnd):
 
     @abstractmethod
     def chunk_computed(self, work: Work) -> None:
-        """A chunk that is not the last one of its prompt was computed."""
+        """A chunk that is not the last one of its prompt was computed. May end the request."""
 
     @abstractmethod
     def prompt_computed(self, request: Request) -> None:
-        """The whole prompt was computed and token 1 of each choice is known."""
+        """The whole prompt was computed and token 1 of each choice is known. May end the
+        request."""
 
 
 class PromptReceiver(TransferEnd):

@@ -6,7 +6,8 @@ differ. Control messages (reservation, commit, abort, drained) travel on the nod
 a backend moves only KV bytes.
 
 All methods may be called from any thread, return without waiting for the network or a GPU, and keep
-order within one sender. States only move forward; the first recorded error wins.
+order within one sender. States only move forward; the first recorded error wins. An exception that
+a method does not name ends its request alone (:mod:`pd.transfer.contained`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from pd.core.errors import PDError, SetupError
+from pd.core.node_info import Transfers
+from pd.core.starvation import Patience
 from pd.transfer.backend import TransferBackend
 from pd.transfer.base import TransferManager
 
@@ -56,9 +61,11 @@ def find_outside() -> dict[str, list[Offer]]:
             # Whatever is wrong with the files of one package must not hinder the others.
             logger.warning("the entry points of %s cannot be read: %r", package, error)
             continue
-        # A package that stands twice on sys.path is imported from the first place.
-        if package not in seen:
-            seen.add(package)
+        # A package that stands twice on sys.path is imported from the first place. Its name may be
+        # spelled in several ways, which are one (PEP 503).
+        spelling = re.sub(r"[-_.]+", "-", package).lower()
+        if spelling not in seen:
+            seen.add(spelling)
             for point in points:
                 found.setdefault(point.name, []).append(Offer(point, package))
     return found
@@ -67,8 +74,8 @@ def find_outside() -> dict[str, list[Offer]]:
 class OutsideBackend(TransferBackend):
     """Backend of another package, whose errors name it.
 
-    A :class:`~pd.core.errors.PDError` is the backend's own message and passes unchanged; anything
-    else that its code raises becomes a SetupError.
+    A :class:`~pd.core.errors.PDError` is the backend's own message and passes unchanged, as do the
+    errors that :meth:`make` names. Anything else that its code raises becomes a SetupError.
     """
 
     def __init__(self, backend: TransferBackend, offer: Offer) -> None:
@@ -84,22 +91,45 @@ class OutsideBackend(TransferBackend):
             return self._backend.manager_class()
 
     def make(self, setup: TransferSetup) -> TransferManager:
-        name = self._offer.entry_point.name
-        with _named(self._offer):
+        with _named(self._offer, ImportError, OSError):
             manager = self._backend.make(setup)
+        with _named(self._offer):
             if not isinstance(manager, TransferManager):
                 raise TypeError(f"{type(manager).__name__} is no TransferManager")
-            if manager.name != name:
-                manager.close()
-                raise ValueError(f"its manager's name is {manager.name!r}, not {name!r}")
-            return manager
+            try:
+                _check(manager, self._offer.entry_point.name)
+            except Exception:
+                # The first error says what is wrong with the manager.
+                with contextlib.suppress(Exception):
+                    manager.close()
+                raise
+        return manager
+
+
+def _check(manager: TransferManager, name: str) -> None:
+    """Raise unless a manager has all that a node needs of it to start."""
+    if manager.name != name:
+        raise ValueError(f"its manager's name is {manager.name!r}, not {name!r}")
+    patience = getattr(manager, "patience", None)
+    if not isinstance(patience, Patience):
+        raise TypeError(
+            f"its manager's patience is {patience!r}, not the Patience that it is given"
+        )
+    try:
+        addresses = msgspec.convert(manager.addresses(), Transfers)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"peers could not read its manager's addresses: {error}") from error
+    if name not in addresses:
+        raise ValueError(f"its manager's addresses have none for {name!r}")
 
 
 @contextlib.contextmanager
-def _named(offer: Offer) -> Iterator[None]:
+def _named(offer: Offer, *passed: type[Exception]) -> Iterator[None]:
+    """Name the package in errors other than those that pass unchanged."""
+    unchanged: tuple[type[Exception], ...] = (PDError, *passed)
     try:
         yield
-    except PDError:
+    except unchanged:
         raise
     except (Exception, SystemExit) as error:
         # Code of a package may raise anything, and a module may even end the process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING
 
 from pd.core.errors import SetupError, UsageError
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 # What ``auto`` offers, in order of preference; each pair uses the first that works for it.
 AUTO = ("nvlink", "nixl", "tcp")
 
+# Names of packages' backends, which stand on command lines, in logs and in metrics.
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
 _BUILT_IN: dict[str, TransferBackend] = {
     "tcp": TcpBackend(),
     "nixl": NixlBackend(),
@@ -36,20 +40,24 @@ _BUILT_IN: dict[str, TransferBackend] = {
 
 def backend_names() -> tuple[str, ...]:
     """Names of all backends, those of other packages last."""
-    return (*_BUILT_IN, *(name for name in sorted(find_outside()) if not _is_taken(name)))
+    return (*_BUILT_IN, *(name for name in sorted(find_outside()) if not _why_ignored(name)))
 
 
-def _is_taken(name: str) -> bool:
-    return name == "auto" or name in _BUILT_IN
+def _why_ignored(name: str) -> str:
+    """Reason why no package can offer a backend of this name; empty if one can."""
+    if name == "auto" or name in _BUILT_IN:
+        return "the name is pd's own"
+    if not _NAME.fullmatch(name):
+        return "a name has letters, digits, '_', '.' and '-' only"
+    return ""
 
 
-def _warn_of_taken_names() -> None:
+def _warn_of_ignored_names() -> None:
     for name, offers in find_outside().items():
-        if _is_taken(name):
+        why = _why_ignored(name)
+        if why:
             packages = ", ".join(offer.package for offer in offers)
-            logger.warning(
-                "the transfer backend %r of %s is ignored: the name is pd's own", name, packages
-            )
+            logger.warning("the transfer backend %r of %s is ignored: %s", name, packages, why)
 
 
 def find_backend(name: str) -> TransferBackend:
@@ -61,7 +69,7 @@ def find_backend(name: str) -> TransferBackend:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    offers = [] if _is_taken(name) else find_outside().get(name, [])
+    offers = [] if _why_ignored(name) else find_outside().get(name, [])
     if not offers:
         names = ", ".join(("auto", *backend_names()))
         raise UsageError(f"unknown transfer backend {name!r}; choose one of {names}")
@@ -129,7 +137,7 @@ def make_transfer_manager(
         SetupError: the backend cannot work here or the address cannot be used.
     """
     check_backend(name, fake_script, pool.buffer.device.type, len(pool.parts))
-    _warn_of_taken_names()
+    _warn_of_ignored_names()
     if trust_network:
         logger.warning(
             "--trust-network: transfer libraries may open ports that ask nobody for the cluster "

@@ -160,6 +160,19 @@ def test_a_peer_that_cannot_be_connected_is_not_recorded(start) -> None:
     assert p.registry.peers() == []
 
 
+@pytest.mark.parametrize("key", [None, KEY])
+def test_an_error_that_nobody_expected_is_signed_and_logged(start, key, caplog) -> None:
+    def fail(peer) -> None:
+        raise RuntimeError("no such wire")
+
+    p = start(connect=fail, key=key)
+    told = r"cannot shake hands now: POST /bootstrap/handshake failed: RuntimeError: no such wire"
+    with pytest.raises(UnavailableError, match=told):
+        shake(p, info("D", "decode"), cluster_key=key)
+    assert p.registry.peers() == []
+    assert "Traceback" in caplog.text
+
+
 @pytest.mark.parametrize("state", ["starting", "draining"])
 def test_503_with_retry_after_until_ready_and_while_draining(start, state) -> None:
     p = start(ready=False)

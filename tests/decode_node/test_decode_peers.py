@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from cluster import is_idle, wait_until
 from decode_helpers import PROMPT, ask, lose, state_of
 from prefill_peer import PrefillPeer
@@ -13,6 +14,9 @@ from tiny import tiny_node
 from pd.core.errors import TransferError
 from pd.core.messages import (
     MAX_MEETINGS,
+    Abort,
+    AbortRoom,
+    CommitAck,
     Failed,
     NodeHeartbeat,
     PeerHeartbeat,
@@ -20,9 +24,9 @@ from pd.core.messages import (
     Reservation,
     StepOutputs,
 )
+from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
-    import pytest
     from raw_peer import RawPeer
 
     from pd.launch import NodeServer
@@ -117,6 +121,85 @@ def test_a_receiver_that_cannot_be_made_fails_its_request_only(
     failed = proxy.receive(Failed)
     assert (failed.room, failed.error.message) == (rooms[0], "no receiver today")
     assert prefill.receive(Reservation).room == rooms[1]
+
+
+@pytest.mark.parametrize("method", ["poll", "commit"])
+def test_a_receiver_that_raises_fails_its_request_alone(
+    decode: NodeServer,
+    prefill: PrefillPeer,
+    proxy: RawPeer,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no idea")
+
+    rooms = [ask(proxy, decode, prefill, [number] * 8) for number in (1, 2)]
+    reserved = {(r := prefill.receive(Reservation)).room: r for _ in rooms}
+    with decode.node.core.events.lock:
+        receiver = decode.node.rooms.get(rooms[0]).incoming.receiver
+        monkeypatch.setattr(receiver, method, broken)
+    prefill.commit(reserved[rooms[0]], 0)
+    failed = proxy.receive(Failed)
+    assert failed.room == rooms[0]
+    assert failed.error.message == f"cannot receive from {prefill.name}: no idea"
+    sender = prefill.push(reserved[rooms[1]], 8)
+    prefill.commit(reserved[rooms[1]], sender.bytes_sent)
+    assert prefill.receive(CommitAck).room == rooms[1]
+
+
+def test_a_receiver_that_is_done_before_the_commit_fails_its_request(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = ask(proxy, decode, prefill)
+    prefill.receive(Reservation)
+    with decode.node.core.events.lock:
+        receiver = decode.node.rooms.get(room).incoming.receiver
+        monkeypatch.setattr(receiver, "poll", lambda: TransferState.DONE)
+    assert "an end before the commit" in proxy.receive(Failed).error.message
+
+
+def test_pages_wait_for_a_receiver_that_raises_when_its_request_ends(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = ask(proxy, decode, prefill)
+    prefill.receive(Reservation)
+    asked = []
+    with decode.node.core.events.lock:
+        receiver = decode.node.rooms.get(room).incoming.receiver
+    abort = receiver.abort
+
+    def abort_and_raise() -> None:
+        abort()
+        raise RuntimeError("no idea")
+
+    def drained() -> bool:
+        asked.append(True)
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(receiver, "abort", abort_and_raise)
+    monkeypatch.setattr(receiver, "drained", drained)
+    proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room))
+    assert prefill.receive(AbortRoom).room == room
+    wait_until(lambda: len(asked) > 1, 5)
+    assert decode.node.core.memory.counts()["quarantined"] == 6
+    monkeypatch.undo()
+
+
+def test_a_backend_that_cannot_disconnect_keeps_no_request_from_failing(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disconnect = decode.node.transfer.disconnect
+
+    def broken(instance: str) -> None:
+        disconnect(instance)
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(decode.node.transfer, "disconnect", broken)
+    ask(proxy, decode, prefill)
+    prefill.receive(Reservation)
+    lose(decode, prefill)
+    assert "the test said so" in proxy.receive(Failed).error.message
 
 
 def test_heartbeats_reach_the_prefill_node(

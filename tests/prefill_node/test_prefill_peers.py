@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import wait_until
@@ -12,12 +12,13 @@ from patience import FakePatience
 from prefill_helpers import PROMPT, ask, handled
 from requests_for_tests import make_generate
 
-from pd.core.messages import AbortRoom, Commit, Drained, Failed, PeerHeartbeat
+from pd.core.messages import AbortRoom, Commit, Drained, Failed, PeerHeartbeat, Reservation
 
 if TYPE_CHECKING:
     from raw_peer import RawPeer
 
     from pd.launch import NodeServer
+    from pd.transfer.base import Sender
 
 
 def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
@@ -109,3 +110,86 @@ def test_a_lost_decode_nodes_abort_ends_its_room_without_a_drain(
     decode.give_up(room, 0)
     assert proxy.receive(Failed).room == room
     assert not decode.answers(Drained, 0.2)
+
+
+@pytest.mark.parametrize("method", ["send", "finish", "poll"])
+def test_a_sender_that_raises_fails_its_request_alone(
+    prefill: NodeServer,
+    proxy: RawPeer,
+    decode: DecodePeer,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    bad, good = (f"{name} {method}".ljust(16).encode() for name in ("bad", "good"))
+    make = prefill.node.transfer.sender
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no idea")
+
+    def sender(peer: str, reservation: Reservation, *args: Any) -> Sender:
+        made = make(peer, reservation, *args)
+        if reservation.room == bad:
+            monkeypatch.setattr(made, method, broken)
+        return made
+
+    monkeypatch.setattr(prefill.node.transfer, "sender", sender)
+    for room in (bad, good):
+        decode.reserve(room, len(PROMPT))
+    handled(decode)
+    with prefill.node.core.events.lock:  # so that one step computes both
+        for room in (bad, good):
+            ask(proxy, prefill, decode, room=room)
+    failed = proxy.receive(Failed)
+    assert failed.room == bad
+    assert failed.error.message == f"cannot send to {decode.name}: no idea"
+    assert decode.receive(AbortRoom).room == bad
+    commit = decode.receive(Commit)
+    assert commit.room == good
+    decode.acknowledge(good, commit.epoch)
+    assert prefill.node.ready
+
+
+def test_pages_wait_for_a_sender_that_raises_when_its_request_ends(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = ask(proxy, prefill, decode)
+    epoch, _ = decode.reserve(room, len(PROMPT))
+    decode.receive(Commit)
+    asked = []
+    with prefill.node.core.events.lock:
+        sender = prefill.node.rooms.get(room).outgoing.sender
+    abort = sender.abort
+
+    def abort_and_raise() -> None:
+        abort()
+        raise RuntimeError("no idea")
+
+    def drained() -> bool:
+        asked.append(True)
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(sender, "abort", abort_and_raise)
+    monkeypatch.setattr(sender, "drained", drained)
+    decode.give_up(room, epoch)
+    assert proxy.receive(Failed).room == room
+    assert decode.receive(AbortRoom).room == room
+    wait_until(lambda: len(asked) > 1, 5)
+    assert not any(isinstance(seen, Drained) for seen in decode.seen)
+    monkeypatch.undo()
+    assert decode.receive(Drained).room == room
+
+
+def test_a_backend_that_cannot_disconnect_keeps_no_request_from_failing(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disconnect = prefill.node.transfer.disconnect
+
+    def broken(instance: str) -> None:
+        disconnect(instance)
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(prefill.node.transfer, "disconnect", broken)
+    room = ask(proxy, prefill, decode)
+    wait_until(lambda: room in prefill.node.rooms, 5)
+    assert prefill.node.sending.drop_peer(decode.name, "the test said so")
+    assert "the test said so" in proxy.receive(Failed).error.message

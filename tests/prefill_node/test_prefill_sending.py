@@ -25,6 +25,11 @@ EACH = tuple((layer, layer + 1) for layer in range(LAYERS))
 WHOLE = ((0, 8),)
 
 
+def never(request: Any, error: Exception) -> None:
+    """No transfer fails here: what is raised is an assertion of a test."""
+    raise error
+
+
 class Prompt(SimpleNamespace):
     """A request, as far as a hand-off looks at it.
 
@@ -88,7 +93,7 @@ class Node:
         events = SimpleNamespace(event=threading.RLock, lock=threading.RLock())
         core: Any = SimpleNamespace(
             engine=SimpleNamespace(layout=layout, model_config=model, beside_steps=self.beside),
-            rooms=None,
+            rooms=SimpleNamespace(fail=never),
             post=None,
             instance_id="prefill",
             events=events,

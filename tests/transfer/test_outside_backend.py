@@ -16,8 +16,10 @@ from checkpoints import reference_generate
 from processes import deployment
 from transfer_helpers import make_pool
 
+from pd.core.errors import SetupError, UsageError
 from pd.embedded import EMBEDDED_MODEL
-from pd.transfer.registry import find_backend, make_transfer_manager
+from pd.transfer.outside import find_outside
+from pd.transfer.registry import backend_names, find_backend, make_transfer_manager
 from pd.transfer.tcp.backend import TcpBackend
 from pd.transfer.tcp.manager import TcpManager
 
@@ -42,7 +44,9 @@ def write_package(root: Path, name: str, entry_points: str, module: str = "") ->
     information = root / f"{name}-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(f"[pd.transfer]\n{entry_points}\n")
+    (information / "entry_points.txt").write_text(
+        f"[pd.transfer]\n{entry_points}\n", encoding="utf-8"
+    )
     (root / f"{name}_module.py").write_text(textwrap.dedent(module))
 
 
@@ -211,3 +215,123 @@ def test_a_manager_of_another_name_is_refused(installed: Path, tmp_path: Path) -
     assert ended.returncode == ENVIRONMENT
     assert "its manager's name is 'mailbox', not 'letterbox'" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
+
+
+# What MANAGER is completed with, and what the refusal then says.
+INCOMPLETE = {
+    "no patience": ("", "its manager's patience is None, not the Patience"),
+    "another patience": ("patience = 3.0", "its manager's patience is 3.0, not the Patience"),
+    "no name": ("name = None", "its manager's name is None, not 'sketch'"),
+    "addresses that are no strings": (
+        "patience = Patience(); address = lambda self: {'port': 1}",
+        "peers could not read its manager's addresses: Expected `str`, got `int`",
+    ),
+    "an address that raises": (
+        "patience = Patience(); address = lambda self: self.port",
+        "AttributeError: 'Manager' object has no attribute 'port'",
+    ),
+    "no address of its own": (
+        "patience = Patience(); addresses = lambda self: {'tcp': {}}",
+        "its manager's addresses have none for 'sketch'",
+    ),
+}
+MANAGER = """
+from pd.core.starvation import Patience
+from pd.transfer.backend import TransferBackend
+from pd.transfer.base import TransferManager
+
+closed = []
+
+class Manager(TransferManager):
+    name = "sketch"
+    connect = disconnect = sender = receiver = None
+
+    def __init__(self, *args, **more):
+        pass
+
+    def address(self):
+        return {}
+
+    def close(self):
+        closed.append(self)
+        raise RuntimeError("nothing is open")
+
+    WHAT_IT_ADDS
+
+class Backend(TransferBackend):
+    def manager_class(self):
+        return Manager
+"""
+
+
+@pytest.mark.parametrize("case", INCOMPLETE)
+def test_an_incomplete_manager_is_closed_and_refused(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, cause = INCOMPLETE[case]
+    offer_sketch(MANAGER.replace("WHAT_IT_ADDS", added), tmp_path, monkeypatch)
+    with pytest.raises(SetupError) as refused:
+        make_transfer_manager("sketch", make_pool(16, 4), "X")
+    assert "transfer backend sketch of package sketch is broken: " in refused.value.message
+    assert cause in refused.value.message
+    assert len(sys.modules["sketch_module"].closed) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            "OSError(98, 'Address already in use')",
+            "cannot listen for KV data on 127.0.0.1: Address already in use",
+        ),
+        (
+            "ImportError('no module named wires')",
+            "transfer backend sketch cannot be loaded: no module named wires",
+        ),
+    ],
+)
+def test_errors_that_make_names_are_reported_as_those_of_built_in_backends(
+    error: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"""
+        from pd.transfer.backend import TransferBackend
+
+        class Backend(TransferBackend):
+            def manager_class(self):
+                raise {error}
+        """
+    offer_sketch(module, tmp_path, monkeypatch)
+    with pytest.raises(SetupError) as refused:
+        make_transfer_manager("sketch", make_pool(16, 4), "X")
+    assert refused.value.message == message
+
+
+def offer_sketch(module: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the package ``sketch`` in this process, for one test."""
+    write_package(root, "sketch", "sketch = sketch_module:Backend", module)
+    monkeypatch.syspath_prepend(root)
+    monkeypatch.delitem(sys.modules, "sketch_module", raising=False)
+
+
+def test_spellings_of_one_package_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an older installer has left its own notes of a package."""
+    for name in ("My_Sketch.Pad", "my-sketch--pad"):
+        write_package(tmp_path, name, "pad = tcp:Backend")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [offer.entry_point.name for offer in find_outside()["pad"]] == ["pad"]
+
+
+def test_names_that_cannot_be_typed_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("", "two words", "smörgås", "a/b", "of-its.own_2")
+    write_package(tmp_path, "odd", "\n".join(f"{name} = tcp:Backend" for name in names))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert backend_names()[-2:] == ("fake", "of-its.own_2")
+    for name in names[:-1]:
+        with pytest.raises(UsageError, match="unknown transfer backend"):
+            find_backend(name)
+    with caplog.at_level(logging.WARNING):
+        make_transfer_manager("tcp", make_pool(16, 4), "X").close()
+    for name in names[:-1]:
+        assert f"the transfer backend {name!r} of odd is ignored: a name has" in caplog.text

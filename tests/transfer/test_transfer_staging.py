@@ -32,6 +32,7 @@ from pd.transfer.staged import incoming_links as staging_scatter
 from pd.transfer.staged import outgoing_links, outgoing_peer
 from pd.transfer.staged.incoming_link import IncomingLink
 from pd.transfer.staged.manager import StagedManager
+from pd.transfer.staged.outgoing_link import OutgoingLink
 from pd.transfer.staged.sender import pieces
 from pd.transfer.wire import hub as channel_hub
 
@@ -295,6 +296,45 @@ def test_a_failed_write_ends_its_rooms_and_the_next_works(pair) -> None:
     assert str(sender.error) == "the link to D was lost: the peer is gone"
     receiver.abort()
     nodes.out.error = ""
+    nodes.transfer()
+
+
+def test_a_link_whose_library_raises_is_driven_no_more(pair, monkeypatch) -> None:
+    driven: list[OutgoingLink] = []
+    drive = OutgoingLink.drive
+
+    def noted(link: OutgoingLink) -> None:
+        driven.append(link)
+        drive(link)
+
+    def broken() -> None:
+        raise RuntimeError("the library is broken")
+
+    monkeypatch.setattr(OutgoingLink, "drive", noted)
+    nodes = pair()
+    nodes.introduce()
+    nodes.transfer()
+    links = nodes.p._outgoing
+    lost = links.link("D")
+
+    def turn() -> None:
+        """The link thread has begun another turn."""
+        turned = threading.Event()
+        links.thread.post(turned.set)
+        assert turned.wait(5)
+
+    monkeypatch.setattr(nodes.out.paths[0], "poll", broken)
+    sender, receiver, _ = nodes.room()
+    sender.send(0, 16, 0, 1)
+    assert settled(sender) is TransferState.FAILED
+    assert str(sender.error) == "the link to D failed: the library is broken"
+    receiver.abort()
+    turn()
+    driven.clear()
+    for _ in range(20):
+        turn()
+    assert lost not in driven
+    assert nodes.p.quarantined_slots == 1, "what the library still does is unknown"
     nodes.transfer()
 
 

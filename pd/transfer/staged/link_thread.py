@@ -136,8 +136,10 @@ class LinkThread:
         return max(0.0, min(self._due.values()) - time.monotonic())
 
     def _drive(self) -> None:
+        """Drive links whose time has come, once; they ask for the next time themselves."""
         now = time.monotonic()
         for link in [link for link, due in self._due.items() if due <= now]:
+            self._due.pop(link, None)
             link.drive()
 
     def _can_begin(self) -> bool:

@@ -277,8 +277,8 @@ class OutgoingLink:
             # An error ends its link, not the thread that serves the others.
             logger.exception("the link to %s failed", self.name)
             self._broken = True
-            self._thread.drive_in(self, None)
             self.end(f"the link to {self.name} failed: {error}")
+            self._thread.drive_in(self, None)
             return False
         return True
 
