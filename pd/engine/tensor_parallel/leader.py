@@ -56,7 +56,13 @@ _STOP_SECONDS = 5.0
 # Seconds that the end of a worker may take to be noticed, and its report to be handled.
 _NOTICE_SECONDS = 1.0
 # Settings that an engine does not use, or that are secret.
-_NOT_FOR_WORKERS = ("cluster_key", "fake_script")
+_NOT_FOR_WORKERS = (
+    "cluster_key",
+    "fake_script",
+    # Rank 0 alone drafts.
+    "speculative_algorithm",
+    "speculative_draft_model",
+)
 
 
 class _Worker:

@@ -1,0 +1,145 @@
+"""Every pair of a drafter's and a request's circumstances, in as few deployments as cover them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import Cluster, random_prompts
+from drafters import SEED, Oracle
+from tiny import VOCAB_SIZE, tiny_cluster, tiny_model
+
+from pd import assembly
+
+if TYPE_CHECKING:
+    from cluster import Pending
+
+TOKENS = 20
+# They share prefixes of 40 tokens, four by four.
+PROMPTS = [
+    [*prefix, *rest]
+    for prefix, rests in zip(
+        random_prompts(21, [40] * 8), [random_prompts(22 + i, [3, 9, 17, 30]) for i in range(8)],
+        strict=True,
+    )
+    for rest in rests
+]  # fmt: skip
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "drafter": ("ngram", "draft", "half right"),
+    "kind": ("unified", "split"),
+    "page_size": (1, 16, 64),
+    "overlap_schedule": ("off", "on"),
+    "speculative_adaptive": ("off", "on"),
+    "speculative_num_draft_tokens": (1, 5),
+    "chunked_prefill_size": (16, 8192),
+    "kv_cache_tokens": ("few", "many"),
+    "batch": (1, 32),
+    "cache": ("cold", "warm"),
+    "tp_size": (1, 2),
+    "request": (
+        "greedy",
+        "seeded",
+        "filtered",
+        "penalties",
+        "bias",
+        "min tokens",
+        "stop ids",
+        "log probabilities",
+        "choices",
+    ),
+}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "filtered": {"temperature": 0.9, "seed": 8, "top_p": 0.9, "top_k": 30, "min_p": 0.01},
+    "penalties": {"temperature": 0.8, "seed": 9, "repetition_penalty": 1.3, "presence_penalty": 1},
+    "bias": {"logit_bias": {7: 3.0, 9: -50.0}},
+    "min tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
+    "stop ids": {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 16)), "seed": 3, "temperature": 1.0},
+    "log probabilities": {"logprobs": True, "top_logprobs": 2},
+    "choices": {"n": 2, "temperature": 1.0, "seed": 11},
+}
+
+
+def rows(strength: int) -> list[dict[str, Any]]:
+    """Rows in which every choice of ``strength`` values of different factors occurs together."""
+    rng, names = random.Random(5), list(FACTORS)
+    missing = {
+        tuple(zip(some, values, strict=True))
+        for some in itertools.combinations(names, strength)
+        for values in itertools.product(*(FACTORS[name] for name in some))
+    }
+    found = []
+    while missing:
+        best: tuple[int, dict[str, Any]] = (-1, {})
+        for _ in range(40):
+            row = dict(rng.choice(sorted(missing, key=repr)))
+            for name in rng.sample(names, len(names)):
+                row.setdefault(name, rng.choice(FACTORS[name]))
+            covered = sum(all(row[n] == v for n, v in each) for each in missing)
+            best = max(best, (covered, row), key=lambda each: each[0])
+        found.append(best[1])
+        missing = {e for e in missing if not all(best[1][n] == v for n, v in e)}
+    return found
+
+
+def asked(cluster: Cluster, name: str, batch: int) -> list[Pending]:
+    nodes = list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
+    requests = []
+    for prompt in PROMPTS[:: 1 if batch > 1 else 11]:
+        params = {"max_tokens": TOKENS, **REQUESTS[name]}
+        requests.append(cluster.client.generate(prompt, nodes, **params))
+        if batch == 1:
+            requests[-1].result()
+    for request in requests:
+        request.result()
+    return requests
+
+
+@functools.cache
+def expected(name: str) -> list[list[list[int]]]:
+    """The answers to all prompts without speculation."""
+    with tiny_cluster(0, 0, 1, kv_cache_tokens=8192) as cluster:
+        return [request.result() for request in asked(cluster, name, 32)]
+
+
+def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, name = dict(row), row["request"]
+    drafter, kind, batch, cache = (
+        settings.pop(key) for key in ("drafter", "kind", "batch", "cache")
+    )
+    del settings["request"]
+    # The longest request needs 90 tokens, and a page of 64 for each of two choices.
+    settings["kv_cache_tokens"] = {"few": 448, "many": 8192}[settings["kv_cache_tokens"]]
+    answers = expected(name)[:: 1 if batch > 1 else 11]
+    if drafter == "half right":
+        oracle = Oracle(VOCAB_SIZE, 0.5)
+        for prompt, outputs in zip(PROMPTS, expected(name), strict=True):
+            for output in outputs:
+                oracle.learn([*prompt, *output])
+        monkeypatch.setattr(
+            assembly,
+            "make_drafter",
+            lambda config, *_: oracle if config.role != "prefill" else None,
+        )
+    else:
+        settings["speculative_algorithm"] = drafter
+        if drafter == "draft":
+            settings["speculative_draft_model"] = tiny_model(num_hidden_layers=1)
+    counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
+    with tiny_cluster(*counts, reserved_decode_tokens=4, **settings) as cluster:
+        for _ in range(2 if cache == "warm" else 1):
+            found = [request.result() for request in asked(cluster, name, batch)]
+            assert found == answers, f"PD_TEST_SEED={SEED}"
+        cluster.wait_idle(30.0)
+
+
+PAIRS = rows(2)
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(PAIRS[number], monkeypatch)
