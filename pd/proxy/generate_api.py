@@ -70,7 +70,7 @@ class GenerateAPI:
         )
         shown = [prompt.names.shown for prompt in prompts]
         as_list = is_batch or prompts[0].sampling.n > 1
-        renderer = _Renderer(job, asked, model, shown, as_list=as_list)
+        renderer = _Renderer(job, model, shown, as_list=as_list, cumulative=not asked.incremental)
         return self._service.respond(job, specs, renderer, asked.timeout)
 
 
@@ -153,19 +153,18 @@ class _Renderer:
     def __init__(
         self,
         job: Job,
-        asked: GenerateRequest,
         model: ModelView,
         shown: list[str],
         *,
         as_list: bool,
+        cumulative: bool,
     ) -> None:
         """``shown``: each prompt's name in the answer."""
         self._job = job
-        self._asked = asked
         self._model = model
         self._shown = shown
         self._as_list = as_list
-        self.cumulative = not asked.incremental
+        self.cumulative = cumulative
 
     def size(self, choice: Choice, delta: Delta) -> int:
         entries = len(delta.logprobs)
@@ -208,10 +207,12 @@ class _Renderer:
         else:
             text, token_ids, entries = delta.text, delta.token_ids, delta.logprobs
         meta = self._meta(choice, delta, total)
-        if self._asked.return_logprob:
+        params = choice.generation.spec.params
+        if params.logprobs:
+            top = params.top_logprobs
             if delta.first or delta.finish is not None:
-                meta |= self._logprobs("input", choice.generation.prompt_logprobs)
-            meta |= self._logprobs("output", entries)
+                meta |= self._logprobs("input", choice.generation.prompt_logprobs, top)
+            meta |= self._logprobs("output", entries, top)
         return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
     def _meta(self, choice: Choice, delta: Delta, total: int) -> dict[str, Any]:
@@ -238,9 +239,9 @@ class _Renderer:
         shown = self._shown[generation.number]
         return shown if generation.spec.params.n == 1 else f"{shown}_{choice.index}"
 
-    def _logprobs(self, side: str, entries: list[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, side: str, entries: list[TokenLogprobs], top: int) -> dict[str, Any]:
         text = self._model.text
         result: dict[str, Any] = {f"{side}_token_logprobs": logprobs.chosen(text, entries)}
-        if self._asked.top_logprobs_num:
+        if top:
             result[f"{side}_top_logprobs"] = logprobs.likeliest(text, entries)
         return result
