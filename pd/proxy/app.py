@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from pd import __version__
+from pd.core.brief import shorten
 from pd.core.errors import InvalidRequestError, NotFoundError, PDError
 from pd.proxy.access import Guard
 from pd.proxy.chat_api import ChatAPI
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
     from pd.proxy.metrics import Metrics
     from pd.proxy.service import Service
     from pd.proxy.typed_routes import Handler
+
+
+# Of a path in a message.
+_MAX_PATH_CHARACTERS = 200
 
 
 class MethodNotAllowedError(PDError):
@@ -179,7 +184,7 @@ def _add(app: FastAPI, endpoint: _Endpoint) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    where = shorten(f"{request.method} {request.url.path}", _MAX_PATH_CHARACTERS)
     if error.status_code == HTTPStatus.NOT_FOUND:
         return error_response(NotFoundError(f"there is no {where}"))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

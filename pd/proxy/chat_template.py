@@ -11,6 +11,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pd.core.brief import shorten
 from pd.core.errors import InvalidRequestError, UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
+# A template may put messages into what it says of them.
+_MAX_REFUSAL_CHARACTERS = 500
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -98,7 +101,9 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program and may fail in any way
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                "the model's chat template refuses these messages: "
+                + shorten(str(error), _MAX_REFUSAL_CHARACTERS),
+                param="messages",
             ) from error
         return _cut(text, content, mark) if continue_final_message else text
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from pd.core.brief import brief
 
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaValue
@@ -25,21 +26,12 @@ _TYPE_NAMES = {
 PROBLEM = "problem"
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-_SHOWN = 100
 _PART = 1 << 16
-# A value of megabytes is not written out before it is cut.
-_brief = reprlib.Repr()
-_brief.maxlevel = 3
-_brief.maxlist = _brief.maxdict = 20
-_brief.maxstring = _brief.maxlong = _brief.maxother = 4 * _SHOWN
 
 
 def show(value: object) -> str:
     """A client's value as it may stand in a message: short, with its type."""
-    text = _brief.repr(value)
-    if len(text) > _SHOWN:
-        text = text[:_SHOWN] + "…"
-    return f"{text} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+    return f"{brief(value)} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
 
 
 def problem(text: str, *path: str | int) -> PydanticCustomError:

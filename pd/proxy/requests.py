@@ -50,7 +50,10 @@ from pd.proxy.request_model import RequestModel
 
 T = TypeVar("T")
 
+MAX_MODEL_CHARACTERS = 4096
 MAX_RID_CHARACTERS = 256
+# With the number of a prompt, as prompts of a batch have it.
+_MAX_PROMPT_RID_CHARACTERS = MAX_RID_CHARACTERS + 16
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 MAX_TIMEOUT = 1e6
 COMPLETION_TOKENS = 16
@@ -206,6 +209,7 @@ def _check_rids(value: object) -> object:
     return value
 
 
+ModelName = Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)]
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARACTERS)]
 Rids = Annotated[
     str | list[str], PlainValidator(_check_rids, json_schema_input_type=Rid | list[Rid])
@@ -216,7 +220,7 @@ Seed = Annotated[int, Bounds(*RANGES["seed"])]
 class RequestFields(RequestModel):
     """Fields of every request that generates."""
 
-    model: str | None = Field(
+    model: ModelName | None = Field(
         None, description="Name of a served model, see `GET /v1/models`. An unknown one is 404."
     )
     stream: bool = Field(
@@ -528,7 +532,7 @@ class GenerateRequest(RequestFields):
 class TokenizeRequest(TemplateFields):
     """A text, or a chat, to make tokens of."""
 
-    model: str | None = Field(None, description="Name of a served model.")
+    model: ModelName | None = Field(None, description="Name of a served model.")
     prompt: str | None = Field(None, description="The text. It or `messages` is needed.")
     text: str | None = Field(None, description="The same as `prompt`, which goes first.")
     messages: Messages | None = Field(None, description="A chat, which goes before a text.")
@@ -553,7 +557,7 @@ class TokenizeRequest(TemplateFields):
 class DetokenizeRequest(RequestModel):
     """Tokens to make text of."""
 
-    model: str | None = Field(None, description="Name of a served model.")
+    model: ModelName | None = Field(None, description="Name of a served model.")
     tokens: Integers = Field(description="Token ids.")
     skip_special_tokens: bool = Field(True, description="Leaves special tokens out of the text.")
 
@@ -563,7 +567,7 @@ class AbortRequest(RequestModel):
 
     administrative = True
 
-    rid: str | None = Field(
+    rid: Annotated[str, Field(max_length=_MAX_PROMPT_RID_CHARACTERS)] | None = Field(
         None, description="The request that is ended. Exactly one of `rid` and `abort_all`."
     )
     abort_all: bool = Field(False, description="Ends all requests; for administrators.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from proxy_cluster import Cluster
 
+from pd.core.errors import MAX_MESSAGE_CHARACTERS, InvalidRequestError, error_body
 from pd.proxy.fields import show
 
 if TYPE_CHECKING:
@@ -230,6 +233,57 @@ def test_a_value_is_shown_in_short() -> None:
     assert {value: show(value) for value in shown} == shown
     assert show([[[]] * 1000] * 1000).startswith("[[[], [], ")
     assert len(show({"a": [{"b": ["c" * 1000] * 1000}] * 1000})) < 200
+
+
+LONG, LONG_PATH = "\uffff" * 20_000, "x" * 20_000
+REFLECTING: list[tuple[str, str, Any]] = [
+    ("POST", *completion(model=LONG)),
+    ("POST", *completion(model=LONG[:4000])),
+    ("POST", *chat(model=LONG[:4000])),
+    ("POST", *generate(model=LONG[:4000])),
+    ("POST", "/tokenize", {"prompt": "a", "model": LONG[:4000]}),
+    ("POST", "/abort_request", {"rid": LONG}),
+    ("POST", "/abort_request", {"rid": LONG[:256]}),
+    ("POST", "/workers", {"role": "prefill", "url": LONG}),
+    ("POST", "/workers", {"role": "prefill", "url": f"http://{LONG_PATH}/path"}),
+    ("POST", *generate(rid=LONG)),
+    ("POST", *completion(stop=LONG)),
+    ("POST", *completion(suffix=[LONG] * 50)),
+    ("POST", *chat(messages=[{"role": LONG, "content": "a"}])),
+    ("POST", *chat(messages=[{"role": "user", "content": [{"type": LONG}]}])),
+    ("POST", *completion(logit_bias={LONG: 1})),
+    ("GET", f"/v1/models/{LONG_PATH}", None),
+    ("DELETE", f"/workers/{LONG_PATH}", None),
+    ("GET", f"/{LONG_PATH}", None),
+    ("PUT", f"/workers/{LONG_PATH}", {}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), REFLECTING)
+def test_an_error_repeats_no_more_than_a_little_of_the_request(
+    client: httpx.Client, method: str, path: str, body: Any
+) -> None:
+    response = client.request(method, path, json=body)
+    check(response, response.status_code, "")
+    assert 400 <= response.status_code < 500
+    assert len(response.json()["error"]["message"]) < 500, response.text[:1000]
+
+
+def test_an_error_of_the_chat_template_is_cut_short(cluster: Cluster, tmp_path: Path) -> None:
+    source = "{{ raise_exception('not with ' + messages[0].content) }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    shutil.copy(Path(cluster.model_dir, "tokenizer.json"), tmp_path)
+    cluster.pair()
+    client = cluster.client(tokenizer=str(tmp_path))
+    path, body = chat(messages=[{"role": "user", "content": LONG}])
+    response = client.post(path, json=body)
+    check(response, 400, "not with \uffff", "messages")
+    assert len(response.json()["error"]["message"]) < 1000
+
+
+def test_no_error_is_longer_than_a_page() -> None:
+    message = error_body(InvalidRequestError("x" * 1_000_000))["error"]["message"]
+    assert message == "x" * MAX_MESSAGE_CHARACTERS + "…"
 
 
 def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
