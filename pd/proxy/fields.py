@@ -24,6 +24,7 @@ _TYPE_NAMES = {
     type(None): "null",
 }
 PROBLEM = "problem"
+MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 _PART = 1 << 16
@@ -77,13 +78,28 @@ class Bounds:
         }
 
     def _check(self, value: float) -> float:
-        if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-            raise mismatch("an integer of at most 64 bits", value)
         if self.above and not self.low < value <= self.high:
             raise mismatch(f"above {self.low:g} and at most {self.high:g}", value)
         if not self.low <= value <= self.high:
             raise mismatch(f"between {self.low} and {self.high}", value)
         return value
+
+
+def _is_integer(value: object) -> bool:
+    """Whether JSON Schema calls this number an integer: ``5.0`` is one."""
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
+
+
+def _check_integer(value: Any) -> int:
+    if not _is_integer(value):
+        raise mismatch("an integer", value)
+    if not MIN_INTEGER <= value <= MAX_INTEGER:
+        raise mismatch("an integer of at most 64 bits", value)
+    return int(value)
+
+
+# Models have no plain ``int``: one of hundreds of digits fails where C code or floats compute.
+Integer = Annotated[int, PlainValidator(_check_integer, json_schema_input_type=int)]
 
 
 # ---- types that pydantic would check in one go, however long a list is, while everybody waits
@@ -94,8 +110,13 @@ _INPUT_IDS = "a list of token ids or a list of such lists"
 PromptValue = str | list[str] | list[int] | list[list[int]]
 
 
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and are_all(int, value)
+def _as_integers(value: object) -> list[int] | None:
+    """The list itself if it holds only ``int``, one made of it if all are integers, else None."""
+    if not isinstance(value, list):
+        return None
+    if are_all(int, value):
+        return value
+    return [int(item) for item in value] if all(map(_is_integer, value)) else None
 
 
 def _check_prompts(value: object, wanted: str, *, texts: bool, ids: bool) -> object:
@@ -105,15 +126,22 @@ def _check_prompts(value: object, wanted: str, *, texts: bool, ids: bool) -> obj
         raise mismatch(wanted, value)
     if not value:
         raise problem("is empty; send at least one token")
-    if ids and (_is_ids(value) or all(_is_ids(item) for item in value)):
-        return value
     if texts and are_all(str, value):
         return value
     # The first item says what the list was meant to be; the odd one does not go with it.
-    if type(value[0]) is list:
-        odd = next((item for item in value if not _is_ids(item)), value[0])
+    first = value[0]
+    if ids and isinstance(first, list):
+        lists = list(map(_as_integers, value))
+        if None not in lists:
+            return lists
+        odd = value[lists.index(None)]
+    elif ids and _is_integer(first):
+        integers = _as_integers(value)
+        if integers is not None:
+            return integers
+        odd = next(item for item in value if not _is_integer(item))
     else:
-        odd = next((item for item in value if type(item) is not type(value[0])), value[0])
+        odd = next((item for item in value if type(item) is not type(first)), first)
     raise problem(f"must be {wanted}, but it contains {show(odd)}")
 
 
@@ -130,9 +158,10 @@ def _check_input_ids(value: object) -> object:
 
 
 def _check_integers(value: object) -> object:
-    if not isinstance(value, list) or (value and not are_all(int, value)):
+    integers = _as_integers(value)
+    if integers is None:
         raise mismatch("a list of integers", value)
-    return value
+    return integers
 
 
 def _check_stop(value: object) -> tuple[str, ...]:

@@ -49,8 +49,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
 class RequestModel(BaseModel):
     """Base of the models of request bodies.
 
-    JSON's types are kept apart: neither ``"5"`` nor ``true`` is an integer. ``null`` counts as
-    absent. A field that the model does not have is ignored, except those in ``unsupported``.
+    JSON's types are kept apart: neither ``"5"`` nor ``true`` is an integer (``5.0`` is one, as in
+    JSON Schema). ``null`` counts as absent. A field that the model does not have is ignored, except
+    those in ``unsupported``.
 
     Attributes:
         unsupported: fields that would change the result and are refused, each with the values

@@ -28,11 +28,14 @@ from pd.core.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     RANGES,
+    SEED_LIMIT,
+    sampler_seed,
 )
 from pd.proxy.chat_messages import Messages
 from pd.proxy.fields import (
     MAX_STOP_STRINGS,
     Bounds,
+    Integer,
     Integers,
     LogitBias,
     Prompts,
@@ -139,7 +142,7 @@ class SamplingFields(RequestModel):
         + _RECOMMENDED,
         json_schema_extra={"exclusiveMinimum": 0.0, "maximum": 1.0},
     )
-    top_k: int = Field(
+    top_k: Integer = Field(
         0,
         description=f"Samples from the k likeliest tokens; 0 or -1: from all. {_RECOMMENDED}",
         json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"][1]},
@@ -164,7 +167,7 @@ class SamplingFields(RequestModel):
         "Divides positive logits of tokens that prompt or answer have, and multiplies negative "
         f"ones. {_RECOMMENDED}",
     )
-    n: int = _sampled("n", 1, "Answers to each prompt, which is computed and transferred once.")
+    n: Integer = _sampled("n", 1, "Answers to each prompt, which is computed and transferred once.")
     logit_bias: LogitBias = Field(
         {},
         description="Token ids and what is added to their logits, "
@@ -214,7 +217,7 @@ Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARACTERS)]
 Rids = Annotated[
     str | list[str], PlainValidator(_check_rids, json_schema_input_type=Rid | list[Rid])
 ]
-Seed = Annotated[int, Bounds(*RANGES["seed"])]
+Seed = Annotated[Integer, Bounds(-SEED_LIMIT, SEED_LIMIT - 1), AfterValidator(sampler_seed)]
 
 
 class RequestFields(RequestModel):
@@ -227,7 +230,7 @@ class RequestFields(RequestModel):
         False, description="Answers with server-sent events that end with `data: [DONE]`."
     )
     request_id: Rid | None = Field(None, description="The same as `rid`, which goes first.")
-    priority: Annotated[int, Bounds(MIN_PRIORITY, MAX_PRIORITY)] = Field(
+    priority: Annotated[Integer, Bounds(MIN_PRIORITY, MAX_PRIORITY)] = Field(
         0,
         description="Counts on nodes with `--schedule-policy priority` or "
         "`--eviction-policy priority`.",
@@ -270,18 +273,18 @@ class OpenAIRequest(SamplingFields, RequestFields):
         description="Name of the request for `/abort_request`, drawn unless given. 400 while "
         "another request of the same key has it.",
     )
-    max_tokens: int | None = Field(
+    max_tokens: Integer | None = Field(
         None,
         description="Tokens of an answer at most. Unless given: 16 for completions, for chats what "
         "the context leaves.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    max_completion_tokens: int | None = Field(
+    max_completion_tokens: Integer | None = Field(
         None,
         description="The same as `max_tokens`, before which it counts.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    min_tokens: int = _sampled(
+    min_tokens: Integer = _sampled(
         "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
     )
     seed: Seed | None = Field(
@@ -333,7 +336,7 @@ class CompletionRequest(OpenAIRequest):
         description="A string, a list of strings, a list of token ids, or a list of such lists."
     )
     echo: bool = Field(False, description="Puts the prompt before the answer.")
-    logprobs: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
+    logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
         None,
         description="Log probabilities of so many of the likeliest tokens beside each token; with "
         "`echo` also for the prompt.",
@@ -398,7 +401,7 @@ class ChatRequest(TemplateFields, OpenAIRequest):
 
     messages: Messages = Field(description="The chat so far.")
     logprobs: bool = Field(False, description="Adds the log probability of each token.")
-    top_logprobs: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
         None, description="With `logprobs`: so many of the likeliest tokens beside each."
     )
 
@@ -418,13 +421,13 @@ class ChatRequest(TemplateFields, OpenAIRequest):
 class NativeSampling(SamplingFields):
     """Sampling parameters under SGLang's names."""
 
-    max_new_tokens: int | None = Field(
+    max_new_tokens: Integer | None = Field(
         None,
         description=f"Tokens of an answer at most. Unless given, {GENERATE_TOKENS} or what the "
         "context leaves; 0 computes the prompt only.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    min_new_tokens: int = _sampled(
+    min_new_tokens: Integer = _sampled(
         "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
     )
     sampling_seed: Seed | None = Field(
@@ -473,12 +476,12 @@ class GenerateRequest(RequestFields):
         False, description="Every event of a stream has only what is new instead of all so far."
     )
     return_logprob: bool = Field(False, description="Adds log probabilities to `meta_info`.")
-    logprob_start_len: Annotated[int, Bounds(-1, RANGES["max_tokens"][1])] = Field(
+    logprob_start_len: Annotated[Integer, Bounds(-1, RANGES["max_tokens"][1])] = Field(
         -1,
         description="With `return_logprob`: the first token of the prompt whose log probability "
         "is given; -1 gives none of the prompt.",
     )
-    top_logprobs_num: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] = Field(
+    top_logprobs_num: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] = Field(
         0, description="With `return_logprob`: so many of the likeliest tokens beside each."
     )
 
