@@ -118,6 +118,14 @@ _UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = _UNSUPPORTED_SAMPLING | {
     "response_format": (),
     "tools": ([],),
 }
+_UNSUPPORTED_TOKENIZE: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "return_token_strs": (False,),
+}
+# OpenAI's names of sampling parameters, and SGLang's.
+_OPENAI_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 
 def _sampled(parameter: str, default: T, description: str) -> T:
@@ -397,7 +405,12 @@ class TemplateFields(RequestModel):
 class ChatRequest(TemplateFields, OpenAIRequest):
     """A request for the next message of a chat."""
 
-    unsupported = _UNSUPPORTED_OPENAI | {"echo": (False,), "prompt": ()}
+    # The template writes the special tokens itself.
+    unsupported = _UNSUPPORTED_OPENAI | {
+        "echo": (False,),
+        "prompt": (),
+        "add_special_tokens": (False,),
+    }
 
     messages: Messages = Field(description="The chat so far.")
     logprobs: bool = Field(False, description="Adds the log probability of each token.")
@@ -420,6 +433,8 @@ class ChatRequest(TemplateFields, OpenAIRequest):
 
 class NativeSampling(SamplingFields):
     """Sampling parameters under SGLang's names."""
+
+    renamed = _OPENAI_NAMES
 
     max_new_tokens: Integer | None = Field(
         None,
@@ -534,6 +549,8 @@ class GenerateRequest(RequestFields):
 
 class TokenizeRequest(TemplateFields):
     """A text, or a chat, to make tokens of."""
+
+    unsupported = _UNSUPPORTED_TOKENIZE
 
     model: ModelName | None = Field(None, description="Name of a served model.")
     prompt: str | None = Field(None, description="The text. It or `messages` is needed.")

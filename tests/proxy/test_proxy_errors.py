@@ -198,7 +198,38 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (generate({"json_schema": "{}"}), "json_schema", "sampling_params.json_schema"),
     (generate({"ebnf": "root ::= x"}), "ebnf", "sampling_params.ebnf"),
     (generate(image_data="x"), "image_data", "image_data"),
+    (chat(add_special_tokens=True), "add_special_tokens is not supported", "add_special_tokens"),
+    (generate({"max_tokens": 5}), "is called max_new_tokens here", "sampling_params.max_tokens"),
+    (generate({"min_tokens": 3}), "is called min_new_tokens here", "sampling_params.min_tokens"),
+    (
+        generate([{}, {"max_tokens": 5}], input_ids=[[5], [6]]),
+        "is called max_new_tokens here",
+        "sampling_params[1].max_tokens",
+    ),
+    (("/tokenize", {"messages": HELLO, "tools": [{"type": "function"}]}), "tools is not", "tools"),
+    (("/tokenize", {"messages": HELLO, "chat_template": "x"}), "is not supp", "chat_template"),
+    (("/tokenize", {"messages": HELLO, "documents": [{}]}), "is not supported", "documents"),
+    (("/tokenize", {"prompt": "a", "return_token_strs": True}), "is not", "return_token_strs"),
 ]
+
+
+ASKS_FOR_NOTHING = [
+    completion(best_of=1, suffix="", tools=[], max_tokens=None),
+    chat(add_special_tokens=False, tools=[], tool_choice="none", echo=False),
+    generate({"max_tokens": None, "max_new_tokens": 3, "regex": None}),
+    ("/tokenize", {"messages": HELLO, "tools": [], "chat_template": None, "documents": []}),
+    ("/tokenize", {"prompt": "a", "return_token_strs": False}),
+]
+
+
+@pytest.mark.parametrize("request_", ASKS_FOR_NOTHING, ids=str)
+def test_values_that_ask_for_nothing_are_accepted(
+    cluster: Cluster, request_: tuple[str, Any]
+) -> None:
+    cluster.pair()
+    path, body = request_
+    response = cluster.client().post(path, json=body)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(("request_", "says", "param"), BAD_REQUESTS, ids=str)
