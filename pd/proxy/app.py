@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 
 from pd import __version__
 from pd.core.brief import shorten
@@ -189,9 +190,16 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return error_response(NotFoundError(f"there is no {where}"))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response = error_response(MethodNotAllowedError(f"{where} is not possible"))
-        response.headers.update(error.headers or {})
+        response.headers["Allow"] = ", ".join(sorted(_methods_of(request)))
         return response
     return error_response(InvalidRequestError(f"{where}: {error.detail}"))
+
+
+def _methods_of(request: Request) -> set[str]:
+    """All methods of a path: each has a route of its own, of which Starlette names the first's."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    here = (route for route in routes if route.matches(request.scope)[0] != Match.NONE)
+    return set().union(*(route.methods or () for route in here))
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

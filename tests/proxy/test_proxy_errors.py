@@ -391,6 +391,24 @@ def test_unknown_paths_and_methods(
     check(client.request(method, path), status, "")
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/workers", "GET, HEAD, POST"),
+        ("/workers/nobody", "DELETE"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/models/a/b", "GET, HEAD"),
+        ("/docs", "GET, HEAD"),
+        (GENERATE, "POST"),
+    ],
+)
+def test_a_405_names_all_methods_of_the_path(client: httpx.Client, path: str, methods: str) -> None:
+    response = client.put(path, json={})
+    check(response, 405, f"PUT {path} is not possible")
+    assert response.headers["Allow"] == methods
+
+
 @pytest.mark.parametrize("request_", [completion(model="gpt"), chat(model="gpt")])
 def test_an_unknown_model_is_404(client: httpx.Client, request_: tuple[str, Any]) -> None:
     check(client.post(request_[0], json=request_[1]), 404, "'gpt'; served: fake", "model")
