@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import TokenLogprobs
     from pd.proxy.generation import Choice, Delta
-    from pd.proxy.requests import NativeSampling
+    from pd.proxy.requests import PromptOptions
     from pd.proxy.service import ModelView, Service
 
 ENDPOINT = "/generate"
@@ -44,7 +44,7 @@ class _Prompt(NamedTuple):
 
     value: str | list[int]
     names: Names
-    sampling: NativeSampling
+    options: PromptOptions
 
 
 class GenerateAPI:
@@ -58,7 +58,7 @@ class GenerateAPI:
         self._service.admit(len(values))
         whole = names_of(asked, request, "")
         names = _names_of_prompts(asked, whole, len(values), is_batch=is_batch)
-        each = zip(values, names, asked.sampling(len(values)), strict=True)
+        each = zip(values, names, asked.options(len(values)), strict=True)
         prompts = [_Prompt(*prompt) for prompt in each]
         specs = await body_of(request.scope).run(_prepare, asked, prompts, model)
         job = Job(
@@ -69,7 +69,7 @@ class GenerateAPI:
             abort_is_result=True,
         )
         shown = [prompt.names.shown for prompt in prompts]
-        as_list = is_batch or prompts[0].sampling.n > 1
+        as_list = is_batch or prompts[0].options.sampling.n > 1
         renderer = _Renderer(job, model, shown, as_list=as_list, cumulative=not asked.incremental)
         return self._service.respond(job, specs, renderer, asked.timeout)
 
@@ -95,7 +95,8 @@ def _prepare(asked: GenerateRequest, prompts: list[_Prompt], model: ModelView) -
 
 
 def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
-    sampling, limits = prompt.sampling, model.limits
+    options, limits = prompt.options, model.limits
+    sampling = options.sampling
     if sampling.stop:
         model.need_text("sampling_params.stop")
     ids = encode(model, prompt.value, asked.source)
@@ -105,16 +106,16 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         wanted = limits.default_max_tokens(len(ids), GENERATE_TOKENS)
     discard = wanted == 0
     arguments = sampling.arguments() | {"max_tokens": 1 if discard else wanted}
-    if asked.return_logprob:
-        arguments |= {"logprobs": True, "top_logprobs": asked.top_logprobs_num}
-        if asked.logprob_start_len > len(ids):
+    if options.return_logprob:
+        arguments |= {"logprobs": True, "top_logprobs": options.top_logprobs_num}
+        start = options.logprob_start_len
+        if start > len(ids):
             raise InvalidRequestError(
-                f"logprob_start_len is {asked.logprob_start_len}, but the prompt has only "
-                f"{len(ids)} tokens",
+                f"logprob_start_len is {start}, but the prompt has only {len(ids)} tokens",
                 param="logprob_start_len",
             )
-        if 0 <= asked.logprob_start_len < len(ids):
-            arguments["prompt_logprobs_start"] = asked.logprob_start_len
+        if 0 <= start < len(ids):
+            arguments["prompt_logprobs_start"] = start
     try:
         params = make_params(arguments, limits.vocab_size)
     except InvalidRequestError as error:

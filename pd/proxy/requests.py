@@ -7,7 +7,7 @@ ids and lengths by :mod:`pd.proxy.service`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -459,11 +459,27 @@ class NativeSampling(SamplingFields):
 
 # Tags are no part of a field's name, see pd.proxy.request_model.
 _ONE, _EACH = "<object>", "<list>"
-_SamplingParams = Annotated[
-    Annotated[NativeSampling, Tag(_ONE)]
-    | Annotated[list[NativeSampling], Field(fail_fast=True), Tag(_EACH)],
+# A value for all prompts or, in a batch, a list with one for each.
+_PerPrompt = Annotated[
+    Annotated[T, Tag(_ONE)] | Annotated[list[T], Field(fail_fast=True), Tag(_EACH)],
     Discriminator(lambda value: _EACH if isinstance(value, list) else _ONE),
 ]
+# Its fields, in the order of PromptOptions, and what their values are called in messages.
+_PER_PROMPT = {
+    "sampling_params": ("an object", "objects"),
+    "return_logprob": ("a boolean", "booleans"),
+    "logprob_start_len": ("an integer", "integers"),
+    "top_logprobs_num": ("an integer", "integers"),
+}
+
+
+class PromptOptions(NamedTuple):
+    """What a request in the native shape says of one prompt."""
+
+    sampling: NativeSampling
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
 
 
 class GenerateRequest(RequestFields):
@@ -482,7 +498,7 @@ class GenerateRequest(RequestFields):
         description="Name of the request for `/abort_request`, drawn unless given; for a batch "
         "also a list with one for each prompt. 400 while another request of the same key has it.",
     )
-    sampling_params: _SamplingParams = Field(
+    sampling_params: _PerPrompt[NativeSampling] = Field(
         {},
         validate_default=True,
         description="One object, or for a batch a list with one for each prompt.",
@@ -490,13 +506,17 @@ class GenerateRequest(RequestFields):
     incremental: bool = Field(
         False, description="Every event of a stream has only what is new instead of all so far."
     )
-    return_logprob: bool = Field(False, description="Adds log probabilities to `meta_info`.")
-    logprob_start_len: Annotated[Integer, Bounds(-1, RANGES["max_tokens"][1])] = Field(
+    return_logprob: _PerPrompt[bool] = Field(
+        False,
+        description="Adds log probabilities to `meta_info`. It and the two fields that go with it "
+        "may be lists for a batch, with a value for each prompt.",
+    )
+    logprob_start_len: _PerPrompt[Annotated[Integer, Bounds(-1, RANGES["max_tokens"][1])]] = Field(
         -1,
         description="With `return_logprob`: the first token of the prompt whose log probability "
         "is given; -1 gives none of the prompt.",
     )
-    top_logprobs_num: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] = Field(
+    top_logprobs_num: _PerPrompt[Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)]] = Field(
         0, description="With `return_logprob`: so many of the likeliest tokens beside each."
     )
 
@@ -512,22 +532,24 @@ class GenerateRequest(RequestFields):
         assert prompts is not None
         return prompts
 
-    def sampling(self, num_prompts: int) -> list[NativeSampling]:
-        """Sampling parameters of each prompt."""
-        params = self.sampling_params
-        return params if isinstance(params, list) else [params] * num_prompts
+    def options(self, num_prompts: int) -> list[PromptOptions]:
+        """What the request says of each prompt."""
+        values = [getattr(self, name) for name in _PER_PROMPT]
+        each = [v if isinstance(v, list) else [v] * num_prompts for v in values]
+        return [PromptOptions(*options) for options in zip(*each, strict=True)]
 
-    @field_validator("sampling_params", mode="before")
+    @field_validator(*_PER_PROMPT, mode="before")
     @classmethod
     def _one_for_each_prompt(cls, value: object, info: ValidationInfo) -> object:
         if not isinstance(value, list):
             return value
         given = info.data.get("text") or info.data.get("input_ids")
         prompts, is_batch = split_prompts(given) if given else ([], False)
+        one, several = _PER_PROMPT[info.field_name or ""]
         if not is_batch:
-            raise mismatch("an object", value)
-        if len(value) != len(prompts) or not are_all(dict, value):
-            raise mismatch(f"an object or a list of {len(prompts)} objects", value)
+            raise mismatch(one, value)
+        if len(value) != len(prompts):
+            raise mismatch(f"{one} or a list of {len(prompts)} {several}", value)
         return value
 
     @model_validator(mode="after")
@@ -542,7 +564,8 @@ class GenerateRequest(RequestFields):
                 f"{show(self.rid)}",
                 param="rid",
             )
-        if len({sampling.n for sampling in self.sampling(1)}) > 1:
+        params = self.sampling_params
+        if len({sampling.n for sampling in (params if isinstance(params, list) else [params])}) > 1:
             raise InvalidRequestError("n must be the same for all prompts of a batch", param="n")
         return self
 

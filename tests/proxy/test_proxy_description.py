@@ -263,6 +263,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 3}}),
     ("/generate", {"input_ids": [[5], [6]], "sampling_params": [{"stop": "x"}, {}]}),
     ("/generate", {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": 0}),
+    ("/generate", {"input_ids": [[5], [6]], "return_logprob": [True, False]}),
     ("/tokenize", {"prompt": "hello"}),
     ("/detokenize", {"tokens": [5, 6]}),
 ]

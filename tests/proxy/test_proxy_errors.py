@@ -164,6 +164,28 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (generate(input_ids=[[5], []]), "input_ids is empty", "input_ids"),
     (generate(input_ids=[[5], [6]], rid=["a"]), "a list of 2 strings", "rid"),
     (generate([{}], input_ids=[[5], [6]]), "a list of 2 objects", "sampling_params"),
+    (generate(return_logprob=[True]), "return_logprob must be a boolean, not", "return_logprob"),
+    (
+        generate(return_logprob=[True], input_ids=[[5], [6]]),
+        "return_logprob must be a boolean or a list of 2 booleans",
+        "return_logprob",
+    ),
+    (
+        generate(return_logprob=[True, 1], input_ids=[[5], [6]]),
+        "return_logprob[1] must be a boolean, not 1",
+        "return_logprob[1]",
+    ),
+    (
+        generate(logprob_start_len=[0, -2], input_ids=[[5], [6]]),
+        "logprob_start_len[1] must be between -1",
+        "logprob_start_len[1]",
+    ),
+    (
+        generate(top_logprobs_num=[21, 0], input_ids=[[5], [6]]),
+        "top_logprobs_num[0] must be between 0 and 20, not 21",
+        "top_logprobs_num[0]",
+    ),
+    (generate([{}, 1], input_ids=[[5], [6]]), "must be an object, not 1", "sampling_params[1]"),
     # messages
     ((CHAT, {}), "messages must be a list", "messages"),
     (chat(messages=[]), "at least one message", "messages"),
