@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 # Of a path in a message.
-_MAX_PATH_CHARACTERS = 200
+_MAX_PATH_CHARACTERS = 100
 
 
 class MethodNotAllowedError(PDError):
@@ -185,7 +185,7 @@ def _add(app: FastAPI, endpoint: _Endpoint) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    where = shorten(f"{request.method} {request.url.path}", _MAX_PATH_CHARACTERS)
+    where = f"{request.method} {shorten(request.url.path, _MAX_PATH_CHARACTERS)}"
     if error.status_code == HTTPStatus.NOT_FOUND:
         return error_response(NotFoundError(f"there is no {where}"))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
