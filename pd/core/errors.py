@@ -6,6 +6,11 @@ message (``kind``) or an exit status (``exit_status``) at the edge.
 
 from __future__ import annotations
 
+from pd.core.brief import shorten
+
+# Characters of a message over HTTP.
+MAX_MESSAGE_CHARACTERS = 4096
+
 
 class PDError(Exception):
     """Base of every error that pd raises on purpose.
@@ -32,7 +37,7 @@ def error_body(error: PDError) -> dict[str, dict[str, str | None]]:
     """An error as clients get it over HTTP, in OpenAI's shape."""
     return {
         "error": {
-            "message": error.message,
+            "message": shorten(error.message, MAX_MESSAGE_CHARACTERS),
             "type": error.type,
             "param": error.param,
             "code": error.kind,

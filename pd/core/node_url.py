@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
 
 
@@ -26,7 +27,7 @@ def check_node_url(text: str) -> str:
     if not host or port == 0:
         raise InvalidRequestError(
             "a node's url must be like http://host:port"
-            + ("" if "@" in text else f", not {text[:200]!r}"),
+            + ("" if "@" in text else f", not {brief(text)}"),
             param="url",
         )
     authority = f"[{host}]" if ":" in host else host
@@ -40,7 +41,7 @@ def check_node_url(text: str) -> str:
     found = [name for name, there in extra.items() if there]
     if found:
         raise InvalidRequestError(
-            f"a node's url is only http://host:port; {url} came with {' and '.join(found)}",
+            f"a node's url is only http://host:port; {brief(url)} came with {' and '.join(found)}",
             param="url",
         )
     return url

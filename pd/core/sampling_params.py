@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
 
+from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
 
 MAX_TOP_LOGPROBS = 20
@@ -14,6 +14,8 @@ MAX_CHOICES = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 SEED_LIMIT = 1 << 63
+# Token ids are int32.
+TOKEN_ID_LIMIT = 1 << 31
 # Logits that are multiplied by more would overflow.
 MIN_PENALTY = 0.01
 # Smallest and largest value of the parameters that are numbers.
@@ -52,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         logit_bias: added to the logits of these token ids.
         stop_token_ids: end the request besides the model's end-of-sequence ids.
         ignore_eos: do not end at the model's end-of-sequence ids.
-        seed: in [0, 2**63); the proxy mints one for requests without.
+        seed: in [0, 2**63), see :func:`sampler_seed`; the proxy mints one for requests without.
         n: choices; choice i draws its noise from :func:`choice_seed`.
         logprobs: report log probabilities of output tokens.
         top_logprobs: how many likeliest tokens to report beside each, at most 20.
@@ -90,32 +92,34 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value: float = getattr(self, name)
             if name == "min_tokens":
                 high = self.max_tokens
-            if not math.isfinite(value) or not low <= value <= high:
+            # NaN is not in any range.
+            if not low <= value <= high:
                 raise InvalidRequestError(
-                    f"{name} must be between {low} and {high}, not {value}", param=name
+                    f"{name} must be between {low} and {high}, not {brief(value)}", param=name
                 )
         if self.top_p <= 0.0:
             raise InvalidRequestError(f"top_p must be above 0, not {self.top_p}", param="top_p")
         if self.prompt_logprobs_start is not None and self.prompt_logprobs_start < 0:
             raise InvalidRequestError(
-                f"logprob_start_len must be at least 0, not {self.prompt_logprobs_start}",
+                f"logprob_start_len must be at least 0, not {brief(self.prompt_logprobs_start)}",
                 param="logprob_start_len",
             )
         self._validate_token_ids(vocab_size)
 
     def _validate_token_ids(self, vocab_size: int | None) -> None:
-        for name, ids, limit in (
+        limit = vocab_size or TOKEN_ID_LIMIT
+        for name, ids, most in (
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
         ):
-            if len(ids) > limit:
+            if len(ids) > most:
                 raise InvalidRequestError(
-                    f"{name} has {len(ids)} entries; at most {limit} are accepted", param=name
+                    f"{name} has {len(ids)} entries; at most {most} are accepted", param=name
                 )
             for token in ids:
-                if token < 0 or (vocab_size is not None and token >= vocab_size):
+                if not 0 <= token < limit:
                     raise InvalidRequestError(
-                        f"{name}: token id {token} is outside the vocabulary of {vocab_size}",
+                        f"{name}: token id {brief(token)} is outside the vocabulary of {limit}",
                         param=name,
                     )
         for token, bias in self.logit_bias.items():
@@ -153,6 +157,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def as_arguments(self) -> dict[str, Any]:
         """Keyword arguments of :class:`SamplingParams`."""
         return msgspec.structs.asdict(self)
+
+
+def sampler_seed(number: int) -> int | None:
+    """Seed for any signed 64-bit integer, as clients may send; one that is in range is itself. None
+    for -1, by which clients of vLLM ask for no seed."""
+    return None if number == -1 else number % SEED_LIMIT
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pd.core.brief import brief
 from pd.core.errors import NodeFailedError, NotFoundError, UnavailableError
 from pd.proxy.access import caller_of
 from pd.proxy.requests import AbortRequest, WorkerRequest
@@ -101,7 +102,7 @@ class AdminAPI:
     async def model(self, request: Request, model: str) -> Response:
         """One served model."""
         if model not in self._service.models():
-            raise NotFoundError(f"there is no model {model!r}", param="model")
+            raise NotFoundError(f"there is no model {brief(model)}", param="model")
         return json_response(await self._model(model))
 
     async def _model(self, name: str) -> ModelCard:
@@ -126,7 +127,7 @@ class AdminAPI:
         count = self._dispatcher.abort(rid, None if caller.is_admin else caller.owner)
         if not count:
             # The message does not tell whether somebody else has a request of this name.
-            raise NotFoundError(f"no request under way has the rid {rid!r}", param="rid")
+            raise NotFoundError(f"no request under way has the rid {brief(rid)}", param="rid")
         return json_response(AbortResult(aborted=count))
 
     async def flush_cache(self, request: Request) -> Response:

@@ -10,8 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 
 from pd import __version__
+from pd.core.brief import shorten
 from pd.core.errors import InvalidRequestError, NotFoundError, PDError
 from pd.proxy.access import Guard
 from pd.proxy.chat_api import ChatAPI
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
     from pd.proxy.metrics import Metrics
     from pd.proxy.service import Service
     from pd.proxy.typed_routes import Handler
+
+
+# Of a path in a message.
+_MAX_PATH_CHARACTERS = 100
 
 
 class MethodNotAllowedError(PDError):
@@ -179,14 +185,21 @@ def _add(app: FastAPI, endpoint: _Endpoint) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {shorten(request.url.path, _MAX_PATH_CHARACTERS)}"
     if error.status_code == HTTPStatus.NOT_FOUND:
         return error_response(NotFoundError(f"there is no {where}"))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response = error_response(MethodNotAllowedError(f"{where} is not possible"))
-        response.headers.update(error.headers or {})
+        response.headers["Allow"] = ", ".join(sorted(_methods_of(request)))
         return response
     return error_response(InvalidRequestError(f"{where}: {error.detail}"))
+
+
+def _methods_of(request: Request) -> set[str]:
+    """All methods of a path: each has a route of its own, of which Starlette names the first's."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    here = (route for route in routes if route.matches(request.scope)[0] != Match.NONE)
+    return set().union(*(route.methods or () for route in here))
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

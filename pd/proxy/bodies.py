@@ -75,36 +75,41 @@ def count_json(data: bytes) -> Counts:
 
 
 class Body:
-    """One request's body, and the work on it."""
+    """One request's body until it is parsed, and the work on what it asked for."""
 
     def __init__(self, data: bytes, background: Background) -> None:
         self._data = data
+        self._size = len(data)
         self._background = background
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Call ``function(*args)``, on another thread if the body is large."""
-        return await self._background.run(len(self._data), function, *args)
+        return await self._background.run(self._size, function, *args)
 
     async def read(self, model: type[Model]) -> Model:
         """Parse and validate the body, on another thread if it is large.
 
+        The bytes are dropped: the body is read once, and its request may last for hours.
+
         Raises InvalidRequestError.
         """
-        return await self.run(self._parse, model)
+        data, self._data = self._data, b""
+        return await self.run(_parse, data, model)
 
-    def _parse(self, model: type[Model]) -> Model:
-        if len(self._data) > INLINE_BYTES:
-            counts = count_json(self._data)
-            if counts.values > MAX_VALUES:
-                raise InvalidRequestError(
-                    f"the body has {counts.values} values; at most {MAX_VALUES} are taken"
-                )
-            if counts.parts > MAX_PARTS:
-                raise InvalidRequestError(
-                    f"the body has {counts.parts} lists, objects and strings; at most {MAX_PARTS} "
-                    "are taken"
-                )
-        return model.parse(self._data)
+
+def _parse(data: bytes, model: type[Model]) -> Model:
+    if len(data) > INLINE_BYTES:
+        counts = count_json(data)
+        if counts.values > MAX_VALUES:
+            raise InvalidRequestError(
+                f"the body has {counts.values} values; at most {MAX_VALUES} are taken"
+            )
+        if counts.parts > MAX_PARTS:
+            raise InvalidRequestError(
+                f"the body has {counts.parts} lists, objects and strings; at most {MAX_PARTS} "
+                "are taken"
+            )
+    return model.parse(data)
 
 
 def body_of(scope: Scope) -> Body:

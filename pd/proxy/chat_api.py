@@ -68,7 +68,7 @@ class _Renderer:
 
     def __init__(self, job: Job, asked: ChatRequest, shown: str, model: ModelView) -> None:
         self._job = job
-        self._asked = asked
+        self._options = openai_common.AnswerOptions.of(asked)
         self._model = model
         self._head = {
             "id": shown,
@@ -80,7 +80,7 @@ class _Renderer:
     def size(self, choice: Choice, delta: Delta) -> int:
         params = choice.generation.spec.params
         size = logprobs.size(len(delta.logprobs), params.top_logprobs) + len(delta.text)
-        if delta.first and self._asked.return_token_ids:
+        if delta.first and self._options.return_token_ids:
             size += openai_common.TOKEN_ID_BYTES * len(choice.generation.spec.token_ids)
         return size
 
@@ -93,7 +93,7 @@ class _Renderer:
         yield self._chunk({"index": choice.index, "delta": content} | self._rest(choice, delta))
 
     def last_events(self) -> Iterable[object]:
-        if self._asked.include_usage:
+        if self._options.include_usage:
             yield self._head | {"choices": [], "usage": openai_common.usage(self._job)}
 
     def body(self) -> object:
@@ -107,19 +107,19 @@ class _Renderer:
         return whole | self._prompt_ids()
 
     def _prompt_ids(self) -> dict[str, Any]:
-        if not self._asked.return_token_ids:
+        if not self._options.return_token_ids:
             return {}
         return {"prompt_token_ids": self._job.generations[0].spec.token_ids.tolist()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"choices": [choice]}
-        return chunk | openai_common.chunk_usage(self._asked, self._job)
+        return chunk | openai_common.chunk_usage(self._options, self._job)
 
     def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         rest: dict[str, Any] = {"logprobs": None}
         if choice.generation.spec.params.logprobs:
             rest["logprobs"] = logprobs.chat(self._model.text, delta.logprobs)
-        if self._asked.return_token_ids:
+        if self._options.return_token_ids:
             rest["token_ids"] = delta.token_ids
         return rest | openai_common.ending(choice, delta.finish)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,6 +11,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pd.core.brief import shorten
 from pd.core.errors import InvalidRequestError, UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
+# A template may put messages into what it says of them.
+_MAX_REFUSAL_CHARACTERS = 500
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -87,30 +91,37 @@ class ChatTemplate:
             InvalidRequestError: the template refuses these messages.
         """
         variables = self._special_tokens | (extra or {})
+        content, mark = "", ""
+        if continue_final_message:
+            content, mark = messages[-1]["content"], secrets.token_hex(16)
+            messages = [*messages[:-1], messages[-1] | {"content": content + mark}]
         try:
             text = self._template.render(
                 variables, messages=messages, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template is a program and may fail in any way
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                "the model's chat template refuses these messages: "
+                + shorten(str(error), _MAX_REFUSAL_CHARACTERS),
+                param="messages",
             ) from error
-        if continue_final_message:
-            return _cut_after(text, messages[-1]["content"])
-        return text
+        return _cut(text, content, mark) if continue_final_message else text
 
 
-def _cut_after(text: str, content: str) -> str:
-    """End the prompt with the last message's content, without what closes the message."""
-    content = content.strip()
-    end = text.rfind(content)
-    if end < 0:
+def _cut(text: str, content: str, mark: str) -> str:
+    """End the prompt with the last message's content, without white space after it.
+
+    The content is not searched for, since that may take seconds in which no other thread runs, and
+    what closes the message may hold it too. A mark behind it tells where it ends.
+    """
+    begin, found, _ = text.rpartition(mark)
+    if not found or not begin.endswith(content.lstrip()):
         raise InvalidRequestError(
             "continue_final_message: the chat template does not show the last message's content "
             "as it is, so it cannot be continued",
             param="continue_final_message",
         )
-    return text[: end + len(content)]
+    return begin[: len(begin) - len(content.lstrip()) + len(content.strip())]
 
 
 def load_templates(directory: Path) -> dict[str, ChatTemplate]:

@@ -105,7 +105,7 @@ class _Renderer:
         echo: list[str] | None,
     ) -> None:
         self._job = job
-        self._asked = asked
+        self._options = openai_common.AnswerOptions.of(asked)
         self._model = model
         self._echo = echo
         self._head = {
@@ -121,16 +121,16 @@ class _Renderer:
         if delta.first and self._echo is not None:
             entries += len(choice.generation.prompt_logprobs)
         size = logprobs.size(entries, spec.params.top_logprobs) + len(delta.text)
-        if delta.first and self._asked.return_token_ids:
+        if delta.first and self._options.return_token_ids:
             size += openai_common.TOKEN_ID_BYTES * len(spec.token_ids)
         return size
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         event = self._head | {"choices": [self._choice(choice, delta)]}
-        yield event | openai_common.chunk_usage(self._asked, self._job)
+        yield event | openai_common.chunk_usage(self._options, self._job)
 
     def last_events(self) -> Iterable[object]:
-        if self._asked.include_usage:
+        if self._options.include_usage:
             yield self._head | {"choices": [], "usage": openai_common.usage(self._job)}
 
     def body(self) -> object:
@@ -160,7 +160,7 @@ class _Renderer:
                 entries = [*choice.generation.prompt_logprobs, *entries]
                 offsets = [*_prompt_offsets(spec), *offsets]
             result["logprobs"] = logprobs.legacy(self._model.text, entries, offsets)
-        if self._asked.return_token_ids:
+        if self._options.return_token_ids:
             result["token_ids"] = delta.token_ids
             result["prompt_token_ids"] = spec.token_ids.tolist() if first else None
         return result | openai_common.ending(choice, delta.finish)

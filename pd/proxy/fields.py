@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from pd.core.brief import brief
 
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaValue
@@ -23,23 +24,15 @@ _TYPE_NAMES = {
     type(None): "null",
 }
 PROBLEM = "problem"
+MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-_SHOWN = 100
 _PART = 1 << 16
-# A value of megabytes is not written out before it is cut.
-_brief = reprlib.Repr()
-_brief.maxlevel = 3
-_brief.maxlist = _brief.maxdict = 20
-_brief.maxstring = _brief.maxlong = _brief.maxother = 4 * _SHOWN
 
 
 def show(value: object) -> str:
     """A client's value as it may stand in a message: short, with its type."""
-    text = _brief.repr(value)
-    if len(text) > _SHOWN:
-        text = text[:_SHOWN] + "…"
-    return f"{text} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+    return f"{brief(value)} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
 
 
 def problem(text: str, *path: str | int) -> PydanticCustomError:
@@ -85,13 +78,28 @@ class Bounds:
         }
 
     def _check(self, value: float) -> float:
-        if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-            raise mismatch("an integer of at most 64 bits", value)
         if self.above and not self.low < value <= self.high:
             raise mismatch(f"above {self.low:g} and at most {self.high:g}", value)
         if not self.low <= value <= self.high:
             raise mismatch(f"between {self.low} and {self.high}", value)
         return value
+
+
+def _is_integer(value: object) -> bool:
+    """Whether JSON Schema calls this number an integer: ``5.0`` is one."""
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
+
+
+def _check_integer(value: Any) -> int:
+    if not _is_integer(value):
+        raise mismatch("an integer", value)
+    if not MIN_INTEGER <= value <= MAX_INTEGER:
+        raise mismatch("an integer of at most 64 bits", value)
+    return int(value)
+
+
+# Models have no plain ``int``: one of hundreds of digits fails where C code or floats compute.
+Integer = Annotated[int, PlainValidator(_check_integer, json_schema_input_type=int)]
 
 
 # ---- types that pydantic would check in one go, however long a list is, while everybody waits
@@ -102,8 +110,13 @@ _INPUT_IDS = "a list of token ids or a list of such lists"
 PromptValue = str | list[str] | list[int] | list[list[int]]
 
 
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and are_all(int, value)
+def _as_integers(value: object) -> list[int] | None:
+    """The list itself if it holds only ``int``, one made of it if all are integers, else None."""
+    if not isinstance(value, list):
+        return None
+    if are_all(int, value):
+        return value
+    return [int(item) for item in value] if all(map(_is_integer, value)) else None
 
 
 def _check_prompts(value: object, wanted: str, *, texts: bool, ids: bool) -> object:
@@ -113,15 +126,22 @@ def _check_prompts(value: object, wanted: str, *, texts: bool, ids: bool) -> obj
         raise mismatch(wanted, value)
     if not value:
         raise problem("is empty; send at least one token")
-    if ids and (_is_ids(value) or all(_is_ids(item) for item in value)):
-        return value
     if texts and are_all(str, value):
         return value
     # The first item says what the list was meant to be; the odd one does not go with it.
-    if type(value[0]) is list:
-        odd = next((item for item in value if not _is_ids(item)), value[0])
+    first = value[0]
+    if ids and isinstance(first, list):
+        lists = list(map(_as_integers, value))
+        if None not in lists:
+            return lists
+        odd = value[lists.index(None)]
+    elif ids and _is_integer(first):
+        integers = _as_integers(value)
+        if integers is not None:
+            return integers
+        odd = next(item for item in value if not _is_integer(item))
     else:
-        odd = next((item for item in value if type(item) is not type(value[0])), value[0])
+        odd = next((item for item in value if type(item) is not type(first)), first)
     raise problem(f"must be {wanted}, but it contains {show(odd)}")
 
 
@@ -138,9 +158,10 @@ def _check_input_ids(value: object) -> object:
 
 
 def _check_integers(value: object) -> object:
-    if not isinstance(value, list) or (value and not are_all(int, value)):
+    integers = _as_integers(value)
+    if integers is None:
         raise mismatch("a list of integers", value)
-    return value
+    return integers
 
 
 def _check_stop(value: object) -> tuple[str, ...]:

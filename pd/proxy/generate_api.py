@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import TokenLogprobs
     from pd.proxy.generation import Choice, Delta
-    from pd.proxy.requests import NativeSampling
+    from pd.proxy.requests import PromptOptions
     from pd.proxy.service import ModelView, Service
 
 ENDPOINT = "/generate"
@@ -44,7 +44,7 @@ class _Prompt(NamedTuple):
 
     value: str | list[int]
     names: Names
-    sampling: NativeSampling
+    options: PromptOptions
 
 
 class GenerateAPI:
@@ -58,7 +58,7 @@ class GenerateAPI:
         self._service.admit(len(values))
         whole = names_of(asked, request, "")
         names = _names_of_prompts(asked, whole, len(values), is_batch=is_batch)
-        each = zip(values, names, asked.sampling(len(values)), strict=True)
+        each = zip(values, names, asked.options(len(values)), strict=True)
         prompts = [_Prompt(*prompt) for prompt in each]
         specs = await body_of(request.scope).run(_prepare, asked, prompts, model)
         job = Job(
@@ -69,8 +69,8 @@ class GenerateAPI:
             abort_is_result=True,
         )
         shown = [prompt.names.shown for prompt in prompts]
-        as_list = is_batch or prompts[0].sampling.n > 1
-        renderer = _Renderer(job, asked, model, shown, as_list=as_list)
+        as_list = is_batch or prompts[0].options.sampling.n > 1
+        renderer = _Renderer(job, model, shown, as_list=as_list, cumulative=not asked.incremental)
         return self._service.respond(job, specs, renderer, asked.timeout)
 
 
@@ -95,7 +95,8 @@ def _prepare(asked: GenerateRequest, prompts: list[_Prompt], model: ModelView) -
 
 
 def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
-    sampling, limits = prompt.sampling, model.limits
+    options, limits = prompt.options, model.limits
+    sampling = options.sampling
     if sampling.stop:
         model.need_text("sampling_params.stop")
     ids = encode(model, prompt.value, asked.source)
@@ -105,16 +106,16 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         wanted = limits.default_max_tokens(len(ids), GENERATE_TOKENS)
     discard = wanted == 0
     arguments = sampling.arguments() | {"max_tokens": 1 if discard else wanted}
-    if asked.return_logprob:
-        arguments |= {"logprobs": True, "top_logprobs": asked.top_logprobs_num}
-        if asked.logprob_start_len > len(ids):
+    if options.return_logprob:
+        arguments |= {"logprobs": True, "top_logprobs": options.top_logprobs_num}
+        start = options.logprob_start_len
+        if start > len(ids):
             raise InvalidRequestError(
-                f"logprob_start_len is {asked.logprob_start_len}, but the prompt has only "
-                f"{len(ids)} tokens",
+                f"logprob_start_len is {start}, but the prompt has only {len(ids)} tokens",
                 param="logprob_start_len",
             )
-        if 0 <= asked.logprob_start_len < len(ids):
-            arguments["prompt_logprobs_start"] = asked.logprob_start_len
+        if 0 <= start < len(ids):
+            arguments["prompt_logprobs_start"] = start
     try:
         params = make_params(arguments, limits.vocab_size)
     except InvalidRequestError as error:
@@ -153,19 +154,18 @@ class _Renderer:
     def __init__(
         self,
         job: Job,
-        asked: GenerateRequest,
         model: ModelView,
         shown: list[str],
         *,
         as_list: bool,
+        cumulative: bool,
     ) -> None:
         """``shown``: each prompt's name in the answer."""
         self._job = job
-        self._asked = asked
         self._model = model
         self._shown = shown
         self._as_list = as_list
-        self.cumulative = not asked.incremental
+        self.cumulative = cumulative
 
     def size(self, choice: Choice, delta: Delta) -> int:
         entries = len(delta.logprobs)
@@ -208,10 +208,12 @@ class _Renderer:
         else:
             text, token_ids, entries = delta.text, delta.token_ids, delta.logprobs
         meta = self._meta(choice, delta, total)
-        if self._asked.return_logprob:
+        params = choice.generation.spec.params
+        if params.logprobs:
+            top = params.top_logprobs
             if delta.first or delta.finish is not None:
-                meta |= self._logprobs("input", choice.generation.prompt_logprobs)
-            meta |= self._logprobs("output", entries)
+                meta |= self._logprobs("input", choice.generation.prompt_logprobs, top)
+            meta |= self._logprobs("output", entries, top)
         return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
     def _meta(self, choice: Choice, delta: Delta, total: int) -> dict[str, Any]:
@@ -238,9 +240,9 @@ class _Renderer:
         shown = self._shown[generation.number]
         return shown if generation.spec.params.n == 1 else f"{shown}_{choice.index}"
 
-    def _logprobs(self, side: str, entries: list[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, side: str, entries: list[TokenLogprobs], top: int) -> dict[str, Any]:
         text = self._model.text
         result: dict[str, Any] = {f"{side}_token_logprobs": logprobs.chosen(text, entries)}
-        if self._asked.top_logprobs_num:
+        if top:
             result[f"{side}_top_logprobs"] = logprobs.likeliest(text, entries)
         return result

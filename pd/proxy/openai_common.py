@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.proxy.service import make_params
 
@@ -40,11 +40,26 @@ def sampling_params(
     return make_params(arguments | {"max_tokens": max_tokens}, limits.vocab_size)
 
 
-def chunk_usage(asked: OpenAIRequest, job: Job) -> dict[str, Any]:
+class AnswerOptions(NamedTuple):
+    """The fields of a request that rendering its answer needs.
+
+    Renderers live as long as the answer takes, and a request may hold megabytes.
+    """
+
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+
+    @classmethod
+    def of(cls, asked: OpenAIRequest) -> AnswerOptions:
+        return cls(asked.include_usage, asked.continuous_usage, asked.return_token_ids)
+
+
+def chunk_usage(options: AnswerOptions, job: Job) -> dict[str, Any]:
     """What a chunk says of usage: nothing, null before the last, or how much it is so far."""
-    if not asked.include_usage:
+    if not options.include_usage:
         return {}
-    return {"usage": usage(job) if asked.continuous_usage else None}
+    return {"usage": usage(job) if options.continuous_usage else None}
 
 
 def usage(job: Job) -> dict[str, Any]:

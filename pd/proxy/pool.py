@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError, NotFoundError
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
@@ -132,7 +133,9 @@ class WorkerPool:
             known = (worker.url, urlsplit(worker.url).netloc, worker.instance_id)
             if wanted and wanted in known:
                 return worker
-        raise NotFoundError(f"there is no worker {name!r}; see GET /workers", param="instance_id")
+        raise NotFoundError(
+            f"there is no worker {brief(name)}; see GET /workers", param="instance_id"
+        )
 
     def drain(self, worker: Worker) -> None:
         """Send it nothing new and forget it when it has finished what it has."""

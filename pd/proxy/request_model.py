@@ -49,18 +49,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
 class RequestModel(BaseModel):
     """Base of the models of request bodies.
 
-    JSON's types are kept apart: neither ``"5"`` nor ``true`` is an integer. ``null`` counts as
-    absent. A field that the model does not have is ignored, except those in ``unsupported``.
+    JSON's types are kept apart: neither ``"5"`` nor ``true`` is an integer (``5.0`` is one, as in
+    JSON Schema). ``null`` counts as absent. A field that the model does not have is ignored, except
+    those in ``unsupported`` and ``renamed``.
 
     Attributes:
         unsupported: fields that would change the result and are refused, each with the values
             that ask for nothing and so are accepted.
+        renamed: fields that have another name here and are refused under these, each with its name.
         administrative: the body is small, see :meth:`pd.proxy.bodies.Bodies.open`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
     administrative: ClassVar[bool] = False
     _required: ClassVar[tuple[str, ...]] = ()
 
@@ -88,6 +91,8 @@ class RequestModel(BaseModel):
                 continue
             raise problem(f"is not supported yet, but is {show(value)}; leave it out", name)
         given = {name: value for name, value in data.items() if value is not None}
+        for name in cls.renamed.keys() & given.keys():
+            raise problem(f"is called {cls.renamed[name]} here", name)
         # The validator of a required field that is absent says what it must be.
         for name in cls._required:
             given.setdefault(name, None)
@@ -104,6 +109,8 @@ class RequestModel(BaseModel):
         if cls.unsupported:
             names = ", ".join(f"`{name}`" for name in sorted(cls.unsupported))
             described["description"] += f"\n\nNot supported yet, and refused: {names}."
+        for name, ours in cls.renamed.items():
+            described["description"] += f"\n\n`{name}` is called `{ours}` here, and refused."
         return described
 
 

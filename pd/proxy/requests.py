@@ -7,7 +7,7 @@ ids and lengths by :mod:`pd.proxy.service`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -28,11 +28,14 @@ from pd.core.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     RANGES,
+    SEED_LIMIT,
+    sampler_seed,
 )
 from pd.proxy.chat_messages import Messages
 from pd.proxy.fields import (
     MAX_STOP_STRINGS,
     Bounds,
+    Integer,
     Integers,
     LogitBias,
     Prompts,
@@ -50,7 +53,10 @@ from pd.proxy.request_model import RequestModel
 
 T = TypeVar("T")
 
+MAX_MODEL_CHARACTERS = 4096
 MAX_RID_CHARACTERS = 256
+# With the number of a prompt, as prompts of a batch have it.
+_MAX_PROMPT_RID_CHARACTERS = MAX_RID_CHARACTERS + 16
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 MAX_TIMEOUT = 1e6
 COMPLETION_TOKENS = 16
@@ -112,6 +118,14 @@ _UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = _UNSUPPORTED_SAMPLING | {
     "response_format": (),
     "tools": ([],),
 }
+_UNSUPPORTED_TOKENIZE: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "return_token_strs": (False,),
+}
+# OpenAI's names of sampling parameters, and SGLang's.
+_OPENAI_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 
 def _sampled(parameter: str, default: T, description: str) -> T:
@@ -136,7 +150,7 @@ class SamplingFields(RequestModel):
         + _RECOMMENDED,
         json_schema_extra={"exclusiveMinimum": 0.0, "maximum": 1.0},
     )
-    top_k: int = Field(
+    top_k: Integer = Field(
         0,
         description=f"Samples from the k likeliest tokens; 0 or -1: from all. {_RECOMMENDED}",
         json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"][1]},
@@ -161,7 +175,7 @@ class SamplingFields(RequestModel):
         "Divides positive logits of tokens that prompt or answer have, and multiplies negative "
         f"ones. {_RECOMMENDED}",
     )
-    n: int = _sampled("n", 1, "Answers to each prompt, which is computed and transferred once.")
+    n: Integer = _sampled("n", 1, "Answers to each prompt, which is computed and transferred once.")
     logit_bias: LogitBias = Field(
         {},
         description="Token ids and what is added to their logits, "
@@ -206,24 +220,25 @@ def _check_rids(value: object) -> object:
     return value
 
 
+ModelName = Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)]
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARACTERS)]
 Rids = Annotated[
     str | list[str], PlainValidator(_check_rids, json_schema_input_type=Rid | list[Rid])
 ]
-Seed = Annotated[int, Bounds(*RANGES["seed"])]
+Seed = Annotated[Integer, Bounds(-SEED_LIMIT, SEED_LIMIT - 1), AfterValidator(sampler_seed)]
 
 
 class RequestFields(RequestModel):
     """Fields of every request that generates."""
 
-    model: str | None = Field(
+    model: ModelName | None = Field(
         None, description="Name of a served model, see `GET /v1/models`. An unknown one is 404."
     )
     stream: bool = Field(
         False, description="Answers with server-sent events that end with `data: [DONE]`."
     )
     request_id: Rid | None = Field(None, description="The same as `rid`, which goes first.")
-    priority: Annotated[int, Bounds(MIN_PRIORITY, MAX_PRIORITY)] = Field(
+    priority: Annotated[Integer, Bounds(MIN_PRIORITY, MAX_PRIORITY)] = Field(
         0,
         description="Counts on nodes with `--schedule-policy priority` or "
         "`--eviction-policy priority`.",
@@ -266,18 +281,18 @@ class OpenAIRequest(SamplingFields, RequestFields):
         description="Name of the request for `/abort_request`, drawn unless given. 400 while "
         "another request of the same key has it.",
     )
-    max_tokens: int | None = Field(
+    max_tokens: Integer | None = Field(
         None,
         description="Tokens of an answer at most. Unless given: 16 for completions, for chats what "
         "the context leaves.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    max_completion_tokens: int | None = Field(
+    max_completion_tokens: Integer | None = Field(
         None,
         description="The same as `max_tokens`, before which it counts.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    min_tokens: int = _sampled(
+    min_tokens: Integer = _sampled(
         "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
     )
     seed: Seed | None = Field(
@@ -329,7 +344,7 @@ class CompletionRequest(OpenAIRequest):
         description="A string, a list of strings, a list of token ids, or a list of such lists."
     )
     echo: bool = Field(False, description="Puts the prompt before the answer.")
-    logprobs: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
+    logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
         None,
         description="Log probabilities of so many of the likeliest tokens beside each token; with "
         "`echo` also for the prompt.",
@@ -390,11 +405,16 @@ class TemplateFields(RequestModel):
 class ChatRequest(TemplateFields, OpenAIRequest):
     """A request for the next message of a chat."""
 
-    unsupported = _UNSUPPORTED_OPENAI | {"echo": (False,), "prompt": ()}
+    # The template writes the special tokens itself.
+    unsupported = _UNSUPPORTED_OPENAI | {
+        "echo": (False,),
+        "prompt": (),
+        "add_special_tokens": (False,),
+    }
 
     messages: Messages = Field(description="The chat so far.")
     logprobs: bool = Field(False, description="Adds the log probability of each token.")
-    top_logprobs: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
         None, description="With `logprobs`: so many of the likeliest tokens beside each."
     )
 
@@ -414,13 +434,15 @@ class ChatRequest(TemplateFields, OpenAIRequest):
 class NativeSampling(SamplingFields):
     """Sampling parameters under SGLang's names."""
 
-    max_new_tokens: int | None = Field(
+    renamed = _OPENAI_NAMES
+
+    max_new_tokens: Integer | None = Field(
         None,
         description=f"Tokens of an answer at most. Unless given, {GENERATE_TOKENS} or what the "
         "context leaves; 0 computes the prompt only.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    min_new_tokens: int = _sampled(
+    min_new_tokens: Integer = _sampled(
         "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
     )
     sampling_seed: Seed | None = Field(
@@ -437,11 +459,27 @@ class NativeSampling(SamplingFields):
 
 # Tags are no part of a field's name, see pd.proxy.request_model.
 _ONE, _EACH = "<object>", "<list>"
-_SamplingParams = Annotated[
-    Annotated[NativeSampling, Tag(_ONE)]
-    | Annotated[list[NativeSampling], Field(fail_fast=True), Tag(_EACH)],
+# A value for all prompts or, in a batch, a list with one for each.
+_PerPrompt = Annotated[
+    Annotated[T, Tag(_ONE)] | Annotated[list[T], Field(fail_fast=True), Tag(_EACH)],
     Discriminator(lambda value: _EACH if isinstance(value, list) else _ONE),
 ]
+# Its fields, in the order of PromptOptions, and what their values are called in messages.
+_PER_PROMPT = {
+    "sampling_params": ("an object", "objects"),
+    "return_logprob": ("a boolean", "booleans"),
+    "logprob_start_len": ("an integer", "integers"),
+    "top_logprobs_num": ("an integer", "integers"),
+}
+
+
+class PromptOptions(NamedTuple):
+    """What a request in the native shape says of one prompt."""
+
+    sampling: NativeSampling
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
 
 
 class GenerateRequest(RequestFields):
@@ -460,7 +498,7 @@ class GenerateRequest(RequestFields):
         description="Name of the request for `/abort_request`, drawn unless given; for a batch "
         "also a list with one for each prompt. 400 while another request of the same key has it.",
     )
-    sampling_params: _SamplingParams = Field(
+    sampling_params: _PerPrompt[NativeSampling] = Field(
         {},
         validate_default=True,
         description="One object, or for a batch a list with one for each prompt.",
@@ -468,13 +506,17 @@ class GenerateRequest(RequestFields):
     incremental: bool = Field(
         False, description="Every event of a stream has only what is new instead of all so far."
     )
-    return_logprob: bool = Field(False, description="Adds log probabilities to `meta_info`.")
-    logprob_start_len: Annotated[int, Bounds(-1, RANGES["max_tokens"][1])] = Field(
+    return_logprob: _PerPrompt[bool] = Field(
+        False,
+        description="Adds log probabilities to `meta_info`. It and the two fields that go with it "
+        "may be lists for a batch, with a value for each prompt.",
+    )
+    logprob_start_len: _PerPrompt[Annotated[Integer, Bounds(-1, RANGES["max_tokens"][1])]] = Field(
         -1,
         description="With `return_logprob`: the first token of the prompt whose log probability "
         "is given; -1 gives none of the prompt.",
     )
-    top_logprobs_num: Annotated[int, Bounds(0, MAX_TOP_LOGPROBS)] = Field(
+    top_logprobs_num: _PerPrompt[Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)]] = Field(
         0, description="With `return_logprob`: so many of the likeliest tokens beside each."
     )
 
@@ -490,22 +532,24 @@ class GenerateRequest(RequestFields):
         assert prompts is not None
         return prompts
 
-    def sampling(self, num_prompts: int) -> list[NativeSampling]:
-        """Sampling parameters of each prompt."""
-        params = self.sampling_params
-        return params if isinstance(params, list) else [params] * num_prompts
+    def options(self, num_prompts: int) -> list[PromptOptions]:
+        """What the request says of each prompt."""
+        values = [getattr(self, name) for name in _PER_PROMPT]
+        each = [v if isinstance(v, list) else [v] * num_prompts for v in values]
+        return [PromptOptions(*options) for options in zip(*each, strict=True)]
 
-    @field_validator("sampling_params", mode="before")
+    @field_validator(*_PER_PROMPT, mode="before")
     @classmethod
     def _one_for_each_prompt(cls, value: object, info: ValidationInfo) -> object:
         if not isinstance(value, list):
             return value
         given = info.data.get("text") or info.data.get("input_ids")
         prompts, is_batch = split_prompts(given) if given else ([], False)
+        one, several = _PER_PROMPT[info.field_name or ""]
         if not is_batch:
-            raise mismatch("an object", value)
-        if len(value) != len(prompts) or not are_all(dict, value):
-            raise mismatch(f"an object or a list of {len(prompts)} objects", value)
+            raise mismatch(one, value)
+        if len(value) != len(prompts):
+            raise mismatch(f"{one} or a list of {len(prompts)} {several}", value)
         return value
 
     @model_validator(mode="after")
@@ -520,7 +564,8 @@ class GenerateRequest(RequestFields):
                 f"{show(self.rid)}",
                 param="rid",
             )
-        if len({sampling.n for sampling in self.sampling(1)}) > 1:
+        params = self.sampling_params
+        if len({sampling.n for sampling in (params if isinstance(params, list) else [params])}) > 1:
             raise InvalidRequestError("n must be the same for all prompts of a batch", param="n")
         return self
 
@@ -528,7 +573,9 @@ class GenerateRequest(RequestFields):
 class TokenizeRequest(TemplateFields):
     """A text, or a chat, to make tokens of."""
 
-    model: str | None = Field(None, description="Name of a served model.")
+    unsupported = _UNSUPPORTED_TOKENIZE
+
+    model: ModelName | None = Field(None, description="Name of a served model.")
     prompt: str | None = Field(None, description="The text. It or `messages` is needed.")
     text: str | None = Field(None, description="The same as `prompt`, which goes first.")
     messages: Messages | None = Field(None, description="A chat, which goes before a text.")
@@ -553,7 +600,7 @@ class TokenizeRequest(TemplateFields):
 class DetokenizeRequest(RequestModel):
     """Tokens to make text of."""
 
-    model: str | None = Field(None, description="Name of a served model.")
+    model: ModelName | None = Field(None, description="Name of a served model.")
     tokens: Integers = Field(description="Token ids.")
     skip_special_tokens: bool = Field(True, description="Leaves special tokens out of the text.")
 
@@ -563,7 +610,7 @@ class AbortRequest(RequestModel):
 
     administrative = True
 
-    rid: str | None = Field(
+    rid: Annotated[str, Field(max_length=_MAX_PROMPT_RID_CHARACTERS)] | None = Field(
         None, description="The request that is ended. Exactly one of `rid` and `abort_all`."
     )
     abort_all: bool = Field(False, description="Ends all requests; for administrators.")

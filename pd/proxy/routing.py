@@ -7,6 +7,7 @@ import random
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
 from pd.proxy.prefix_tree import PrefixTree
 
@@ -260,7 +261,7 @@ class Router:
             raise UnavailableError("no node was reached yet" + self.reasons())
         if model is not None and model not in models:
             raise NotFoundError(
-                f"there is no model {model!r}; served: {', '.join(models)}", param="model"
+                f"there is no model {brief(model)}; served: {', '.join(models)}", param="model"
             )
         name = model or models[0]
         found = [limits for w in self._workers for limits in self._limits_of(w, name)]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
-from pd.core.sampling_params import SEED_LIMIT, SamplingParams
+from pd.core.sampling_params import SEED_LIMIT, TOKEN_ID_LIMIT, SamplingParams
 from pd.proxy.bodies import Bodies
 from pd.proxy.requests import MAX_RID_CHARACTERS
 from pd.proxy.web import JobResponse
@@ -124,14 +125,15 @@ def check_ids(ids: list[int], vocab_size: int | None, param: str) -> IntArray:
     """
     if not ids:
         raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
-    limit = vocab_size or 1 << 31
+    limit = vocab_size or TOKEN_ID_LIMIT
     array = np.empty(len(ids), np.int32)
     for start in range(0, len(ids), _PART):
         part = ids[start : start + _PART]
         if min(part) < 0 or max(part) >= limit:
             wrong = next(i for i in part if not 0 <= i < limit)
             raise InvalidRequestError(
-                f"{param} has the token id {wrong}, outside the vocabulary of {limit}", param=param
+                f"{param} has the token id {brief(wrong)}, outside the vocabulary of {limit}",
+                param=param,
             )
         array[start : start + len(part)] = part
     return array

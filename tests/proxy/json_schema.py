@@ -7,7 +7,7 @@ from typing import Any
 _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "boolean": (bool,),
-    "integer": (int,),
+    "integer": (int, float),
     "null": (type(None),),
     "number": (int, float),
     "object": (dict,),
@@ -29,7 +29,9 @@ def problems(
     kind = schema.get("type")
     if kind is not None:
         is_bool = isinstance(value, bool) and kind != "boolean"
-        if is_bool or not isinstance(value, _TYPES[kind]):
+        # A number without a fraction is an integer, however it is written.
+        is_fraction = kind == "integer" and isinstance(value, float) and not value.is_integer()
+        if is_bool or is_fraction or not isinstance(value, _TYPES[kind]):
             return [f"{at or 'the value'} must be {kind}, not {value!r}"]
     found = []
     if "enum" in schema and value not in schema["enum"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd.proxy.bodies import count_json
+from pd.proxy.request_model import RequestModel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from proxy_cluster import Cluster
 
 VALUES = st.recursive(
@@ -162,3 +166,61 @@ def test_prompts_in_the_system_are_bounded_in_tokens(
         assert first.result().status_code == 200
     node.auto = True
     assert post().status_code == 200
+
+
+# Lengths that nothing else in the process has.
+PROMPT_IDS, NOISE, BODY_BYTES = 1511, 40_013, 200_021
+PROMPT = b"[" + b",".join([b"7"] * PROMPT_IDS) + b"]"
+TEXT = b'"' + b"a" * PROMPT_IDS + b'"'
+PROMPTS_OF_ENDPOINTS = {
+    "/v1/completions": b'"prompt":[%b]' % PROMPT,
+    "/v1/chat/completions": b'"messages":[{"role":"user","content":%b}]' % TEXT,
+    "/generate": b'"input_ids":%b' % PROMPT,
+}
+
+
+def in_parts(fields: bytes) -> Iterator[bytes]:
+    """A body of BODY_BYTES with these fields and a long list that no endpoint knows.
+
+    Only the proxy ever has it in one piece.
+    """
+    head = b'{"stream":true,' + fields + b',"noise":['
+    noise = [b"1.5,"] * (NOISE - 1) + [b"1.5]"]
+    rest = BODY_BYTES - len(head) - sum(map(len, noise)) - 1
+    yield head
+    for start in range(0, NOISE, 5000):
+        yield b"".join(noise[start : start + 5000])
+    yield b" " * rest + b"}"
+
+
+def remains() -> list[str]:
+    """What the process still holds of the bodies that :func:`in_parts` makes."""
+    gc.collect()
+    objects = gc.get_objects()
+    found = [type(o).__name__ for o in objects if issubclass(type(o), RequestModel)]
+    found += ["list" for o in objects if type(o) is list and len(o) in (PROMPT_IDS, NOISE)]
+    # Bytes and strings are not among the collector's objects themselves.
+    texts = [o for o in gc.get_referents(*objects) if type(o) in (bytes, str)]
+    return found + ["text" for text in texts if len(text) in (PROMPT_IDS, BODY_BYTES)]
+
+
+@pytest.mark.parametrize("path", PROMPTS_OF_ENDPOINTS)
+def test_a_request_under_way_holds_nothing_of_its_body(cluster: Cluster, path: str) -> None:
+    prefill, decode = cluster.pair(
+        auto=False, context_length=4000, pages={"total": 1000, "free": 1000}
+    )
+    proxy = cluster.proxy()
+    headers = {"Content-Type": "application/json"}
+
+    def send() -> int:
+        body = in_parts(PROMPTS_OF_ENDPOINTS[path])
+        return httpx.post(proxy.url + path, content=body, headers=headers).status_code
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(send)
+        try:
+            prefill.wait_generate()
+            assert not remains()
+        finally:
+            decode.fail(decode.wait_generate(), "node_failed")
+        assert answer.result() == 502

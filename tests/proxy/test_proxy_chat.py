@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,6 +175,41 @@ class TestTemplates:
     def test_what_cannot_be_continued_says_so(self) -> None:
         with pytest.raises(InvalidRequestError, match="cannot be continued"):
             self.render("{{ messages[0].content | upper }}", continue_final_message=True)
+
+    @pytest.mark.parametrize(
+        ("content", "end"),
+        [("user", "user"), ("s", "s"), ("", ""), (" a b \n", "a b"), ("/user", "/user")],
+    )
+    def test_what_is_continued_ends_the_prompt(self, content: str, end: str) -> None:
+        """Even where the template writes the same text behind it."""
+        template = ChatTemplate(
+            "{% for m in messages %}<user>{{ m.content | trim }}</user>\n{% endfor %}", {}
+        )
+        messages = [{"role": "user", "content": "s"}, {"role": "user", "content": content}]
+        rendered = template.render(messages, continue_final_message=True)
+        assert rendered == f"<user>s</user>\n<user>{end}"
+        assert messages[-1]["content"] == content
+
+    @pytest.mark.parametrize(
+        ("first", "last"),
+        [
+            ("</think>x" * 80_000, "<?think>x" + "</think>x" * 8000),
+            ("a" * 1_001_000, "a" * 1_000_000 + "</think>" + "a" * 1_000_000),
+        ],
+        ids=["periodic", "almost all of the text"],
+    )
+    def test_a_content_that_the_template_changes_is_refused_at_once(
+        self, first: str, last: str
+    ) -> None:
+        """Searching for it would hold up all threads for as long as the square of its length."""
+        template = ChatTemplate(
+            "{{ messages[0].content }}{{ messages[1].content.split('</think>')[-1] }}", {}
+        )
+        messages = [{"role": "user", "content": first}, {"role": "assistant", "content": last}]
+        began = time.thread_time()
+        with pytest.raises(InvalidRequestError, match="cannot be continued"):
+            template.render(messages, continue_final_message=True)
+        assert time.thread_time() - began < 0.25
 
     def test_templates_come_from_the_config_or_a_file(self, tmp_path: Path) -> None:
         assert load_templates(tmp_path) == {}

@@ -161,6 +161,55 @@ def test_prompts_of_a_batch_have_seeds_of_their_own(cluster: Cluster) -> None:
     assert [prefill.wait_generate(number).params.seed for number in (3, 4)] == [7, 7]
 
 
+@pytest.mark.parametrize(
+    ("seed", "used"),
+    [
+        (7, 7),
+        (7.0, 7),
+        (-2, (1 << 63) - 2),
+        (-(1 << 63), 0),
+        ((1 << 63) - 1, (1 << 63) - 1),
+    ],
+)
+def test_any_signed_integer_of_64_bits_is_a_seed(cluster: Cluster, seed: float, used: int) -> None:
+    prefill, _ = cluster.pair()
+    client = cluster.client()
+    complete(client, seed=seed)
+    for name in ("sampling_seed", "seed"):
+        asked = {"input_ids": [5], "sampling_params": {name: seed}}
+        assert client.post("/generate", json=asked).status_code == 200
+    assert [prefill.wait_generate(number).params.seed for number in (1, 2, 3)] == [used] * 3
+
+
+def test_minus_one_is_no_seed(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair()
+    complete(cluster.client(), prompt=["hello", "hello"], seed=-1)
+    assert prefill.wait_generate(1).params.seed != prefill.wait_generate(2).params.seed
+
+
+def test_a_number_without_a_fraction_is_an_integer(cluster: Cluster) -> None:
+    """As in JSON Schema: some clients write all numbers alike."""
+    prefill, _ = cluster.pair()
+    client = cluster.client()
+    asked = {
+        "prompt": [5.0, 6],
+        "max_tokens": 3.0,
+        "n": 2.0,
+        "top_k": 5.0,
+        "logprobs": 1.0,
+        "stop_token_ids": [9.0],
+    }
+    assert complete(client, **asked)["usage"]["completion_tokens"] == 6
+    request = prefill.wait_generate()
+    assert np.frombuffer(request.token_ids, "<i4").tolist() == [5, 6]
+    params = request.params
+    numbers = [params.max_tokens, params.n, params.top_k, *params.stop_token_ids]
+    assert numbers == [3, 2, 5, 9]
+    assert all(type(number) is int for number in numbers)
+    answer = client.post("/detokenize", json={"tokens": [float(i) for i in ids("hello")]})
+    assert answer.json()["text"] == "hello"
+
+
 def test_defaults(cluster: Cluster) -> None:
     prefill, _ = cluster.pair()
     body = complete(cluster.client())

@@ -183,7 +183,8 @@ def test_examples_of_the_documentation_are_valid(document: dict[str, Any]) -> No
         {"prompt": "a", "temperature": "hot"},
         {"prompt": "a", "stop": 5},
         {"prompt": "a", "stream_options": True},
-        {"prompt": "a", "seed": -1},
+        {"prompt": "a", "seed": 1 << 64},
+        {"prompt": "a", "max_tokens": 3.5},
     ],
 )
 def test_what_is_refused_is_not_valid(
@@ -191,6 +192,47 @@ def test_what_is_refused_is_not_valid(
 ) -> None:
     assert client.post("/v1/completions", json=body).status_code == 400
     assert problems(body, body_schema(document, "/v1/completions"), document)
+
+
+BARE: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [5]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/generate": {"input_ids": [5]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+def kinds_of(field: dict[str, Any]) -> set[str]:
+    """What a field may be; ``integers``: a list of them."""
+    several = [kind for name in ("anyOf", "oneOf") for kind in field.get(name, ())]
+    if several:
+        return set().union(*map(kinds_of, several))
+    if field.get("type") == "array":
+        return {f"{kind}s" for kind in kinds_of(field["items"])}
+    return {field.get("type", "")}
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), 1 << 63, 1e300], ids=["huge", "negative", "65 bits", "float"]
+)
+def test_every_integer_has_at_most_64_bits(
+    client: httpx.Client, document: dict[str, Any], value: Any
+) -> None:
+    count = 0
+    for path, bare in BARE.items():
+        for name, field in fields_of(document, path).items():
+            for kind in kinds_of(field) & {"integer", "integers"}:
+                given = [value] if kind == "integers" else value
+                outer, _, inner = name.partition(".")
+                body = bare | {outer: {inner: given} if inner else given}
+                answer = client.post(path, json=body)
+                assert answer.status_code == 400, (path, name, answer.text[:300])
+                message = answer.json()["error"]["message"]
+                assert name.rpartition(".")[2] in message
+                assert len(message) < 300
+                count += 1
+    assert count > 30
 
 
 def test_null_is_valid_where_it_counts_as_absent(
@@ -206,6 +248,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hello", "max_tokens": 3, "n": 2}),
     ("/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": "hello", "max_tokens": 3, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": [[5.0, 6]], "max_tokens": 3.0, "seed": -1}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
     (
         "/v1/chat/completions",
@@ -220,6 +263,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 3}}),
     ("/generate", {"input_ids": [[5], [6]], "sampling_params": [{"stop": "x"}, {}]}),
     ("/generate", {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": 0}),
+    ("/generate", {"input_ids": [[5], [6]], "return_logprob": [True, False]}),
     ("/tokenize", {"prompt": "hello"}),
     ("/detokenize", {"tokens": [5, 6]}),
 ]

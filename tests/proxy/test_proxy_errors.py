@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from proxy_cluster import Cluster
 
+from pd.core.errors import MAX_MESSAGE_CHARACTERS, InvalidRequestError, error_body
 from pd.proxy.fields import show
 
 if TYPE_CHECKING:
@@ -73,7 +76,7 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     # types are never converted
     (completion(max_tokens="5"), "max_tokens must be an integer, not '5' (a string)", "max_tokens"),
     (completion(max_tokens=True), "not True (a boolean)", "max_tokens"),
-    (completion(max_tokens=5.0), "not 5.0 (a number)", "max_tokens"),
+    (completion(max_tokens=5.5), "not 5.5 (a number)", "max_tokens"),
     (completion(temperature="hot"), "'hot'", "temperature"),
     (completion(temperature=False), "False", "temperature"),
     (completion(stream=1), "stream must be a boolean", "stream"),
@@ -110,8 +113,10 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(presence_penalty=3), "presence_penalty", "presence_penalty"),
     (completion(frequency_penalty=-3), "frequency_penalty", "frequency_penalty"),
     (completion(repetition_penalty=0), "repetition_penalty", "repetition_penalty"),
-    (completion(seed=-1), "seed", "seed"),
-    (completion(seed=1 << 70), "64 bits", "seed"),
+    (completion(seed=1 << 63), "64 bits", "seed"),
+    (completion(seed=-(1 << 63) - 1), "64 bits", "seed"),
+    (completion(priority=1 << 63), "64 bits", "priority"),
+    (completion(n=1 << 100), "n must be an integer of at most 64 bits", "n"),
     (completion(n=0), "n must be between 1 and 64", "n"),
     (completion(n=65), "n must be between 1 and 64", "n"),
     (completion(logprobs=21), "logprobs must be between 0 and 20, not 21", "logprobs"),
@@ -131,7 +136,8 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (generate(top_logprobs_num=21), "top_logprobs_num", "top_logprobs_num"),
     (generate({"max_new_tokens": -1}), "max_new_tokens", "max_new_tokens"),
     (generate({"min_new_tokens": 200}), "min_new_tokens", "min_new_tokens"),
-    (generate({"sampling_seed": -5}), "sampling_seed", "sampling_params.sampling_seed"),
+    (generate({"sampling_seed": 1e300}), "sampling_seed", "sampling_params.sampling_seed"),
+    (generate({"sampling_seed": 5.5}), "sampling_seed", "sampling_params.sampling_seed"),
     # prompts
     ((COMPLETIONS, {}), "prompt must be", "prompt"),
     (completion(prompt=""), "prompt is empty", "prompt"),
@@ -141,7 +147,10 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(prompt=[5, 1000]), "token id 1000, outside the vocabulary of 1000", "prompt"),
     (completion(prompt=[5, "a"]), "'a'", "prompt"),
     (completion(prompt=[5, True]), "prompt", "prompt"),
-    (completion(prompt=[5, 1.0]), "1.0", "prompt"),
+    (completion(prompt=[5, 1.5]), "1.5", "prompt"),
+    (completion(prompt=[[5], [6, 1.5]]), "[6, 1.5]", "prompt"),
+    (completion(prompt=[5, 10**400]), "outside the vocabulary of 1000", "prompt"),
+    (completion(stop_token_ids=[5.5]), "a list of integers", "stop_token_ids"),
     (completion(prompt={"a": 1}), "prompt must be", "prompt"),
     (completion(prompt=5), "prompt must be", "prompt"),
     (completion(prompt=[7] * 200), "200 tokens; the model's context of 200", "prompt"),
@@ -155,6 +164,28 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (generate(input_ids=[[5], []]), "input_ids is empty", "input_ids"),
     (generate(input_ids=[[5], [6]], rid=["a"]), "a list of 2 strings", "rid"),
     (generate([{}], input_ids=[[5], [6]]), "a list of 2 objects", "sampling_params"),
+    (generate(return_logprob=[True]), "return_logprob must be a boolean, not", "return_logprob"),
+    (
+        generate(return_logprob=[True], input_ids=[[5], [6]]),
+        "return_logprob must be a boolean or a list of 2 booleans",
+        "return_logprob",
+    ),
+    (
+        generate(return_logprob=[True, 1], input_ids=[[5], [6]]),
+        "return_logprob[1] must be a boolean, not 1",
+        "return_logprob[1]",
+    ),
+    (
+        generate(logprob_start_len=[0, -2], input_ids=[[5], [6]]),
+        "logprob_start_len[1] must be between -1",
+        "logprob_start_len[1]",
+    ),
+    (
+        generate(top_logprobs_num=[21, 0], input_ids=[[5], [6]]),
+        "top_logprobs_num[0] must be between 0 and 20, not 21",
+        "top_logprobs_num[0]",
+    ),
+    (generate([{}, 1], input_ids=[[5], [6]]), "must be an object, not 1", "sampling_params[1]"),
     # messages
     ((CHAT, {}), "messages must be a list", "messages"),
     (chat(messages=[]), "at least one message", "messages"),
@@ -189,7 +220,38 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (generate({"json_schema": "{}"}), "json_schema", "sampling_params.json_schema"),
     (generate({"ebnf": "root ::= x"}), "ebnf", "sampling_params.ebnf"),
     (generate(image_data="x"), "image_data", "image_data"),
+    (chat(add_special_tokens=True), "add_special_tokens is not supported", "add_special_tokens"),
+    (generate({"max_tokens": 5}), "is called max_new_tokens here", "sampling_params.max_tokens"),
+    (generate({"min_tokens": 3}), "is called min_new_tokens here", "sampling_params.min_tokens"),
+    (
+        generate([{}, {"max_tokens": 5}], input_ids=[[5], [6]]),
+        "is called max_new_tokens here",
+        "sampling_params[1].max_tokens",
+    ),
+    (("/tokenize", {"messages": HELLO, "tools": [{"type": "function"}]}), "tools is not", "tools"),
+    (("/tokenize", {"messages": HELLO, "chat_template": "x"}), "is not supp", "chat_template"),
+    (("/tokenize", {"messages": HELLO, "documents": [{}]}), "is not supported", "documents"),
+    (("/tokenize", {"prompt": "a", "return_token_strs": True}), "is not", "return_token_strs"),
 ]
+
+
+ASKS_FOR_NOTHING = [
+    completion(best_of=1, suffix="", tools=[], max_tokens=None),
+    chat(add_special_tokens=False, tools=[], tool_choice="none", echo=False),
+    generate({"max_tokens": None, "max_new_tokens": 3, "regex": None}),
+    ("/tokenize", {"messages": HELLO, "tools": [], "chat_template": None, "documents": []}),
+    ("/tokenize", {"prompt": "a", "return_token_strs": False}),
+]
+
+
+@pytest.mark.parametrize("request_", ASKS_FOR_NOTHING, ids=str)
+def test_values_that_ask_for_nothing_are_accepted(
+    cluster: Cluster, request_: tuple[str, Any]
+) -> None:
+    cluster.pair()
+    path, body = request_
+    response = cluster.client().post(path, json=body)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(("request_", "says", "param"), BAD_REQUESTS, ids=str)
@@ -230,6 +292,57 @@ def test_a_value_is_shown_in_short() -> None:
     assert {value: show(value) for value in shown} == shown
     assert show([[[]] * 1000] * 1000).startswith("[[[], [], ")
     assert len(show({"a": [{"b": ["c" * 1000] * 1000}] * 1000})) < 200
+
+
+LONG, LONG_PATH = "\uffff" * 20_000, "x" * 20_000
+REFLECTING: list[tuple[str, str, Any]] = [
+    ("POST", *completion(model=LONG)),
+    ("POST", *completion(model=LONG[:4000])),
+    ("POST", *chat(model=LONG[:4000])),
+    ("POST", *generate(model=LONG[:4000])),
+    ("POST", "/tokenize", {"prompt": "a", "model": LONG[:4000]}),
+    ("POST", "/abort_request", {"rid": LONG}),
+    ("POST", "/abort_request", {"rid": LONG[:256]}),
+    ("POST", "/workers", {"role": "prefill", "url": LONG}),
+    ("POST", "/workers", {"role": "prefill", "url": f"http://{LONG_PATH}/path"}),
+    ("POST", *generate(rid=LONG)),
+    ("POST", *completion(stop=LONG)),
+    ("POST", *completion(suffix=[LONG] * 50)),
+    ("POST", *chat(messages=[{"role": LONG, "content": "a"}])),
+    ("POST", *chat(messages=[{"role": "user", "content": [{"type": LONG}]}])),
+    ("POST", *completion(logit_bias={LONG: 1})),
+    ("GET", f"/v1/models/{LONG_PATH}", None),
+    ("DELETE", f"/workers/{LONG_PATH}", None),
+    ("GET", f"/{LONG_PATH}", None),
+    ("PUT", f"/workers/{LONG_PATH}", {}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), REFLECTING)
+def test_an_error_repeats_no_more_than_a_little_of_the_request(
+    client: httpx.Client, method: str, path: str, body: Any
+) -> None:
+    response = client.request(method, path, json=body)
+    check(response, response.status_code, "")
+    assert 400 <= response.status_code < 500
+    assert len(response.json()["error"]["message"]) < 500, response.text[:1000]
+
+
+def test_an_error_of_the_chat_template_is_cut_short(cluster: Cluster, tmp_path: Path) -> None:
+    source = "{{ raise_exception('not with ' + messages[0].content) }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    shutil.copy(Path(cluster.model_dir, "tokenizer.json"), tmp_path)
+    cluster.pair()
+    client = cluster.client(tokenizer=str(tmp_path))
+    path, body = chat(messages=[{"role": "user", "content": LONG}])
+    response = client.post(path, json=body)
+    check(response, 400, "not with \uffff", "messages")
+    assert len(response.json()["error"]["message"]) < 1000
+
+
+def test_no_error_is_longer_than_a_page() -> None:
+    message = error_body(InvalidRequestError("x" * 1_000_000))["error"]["message"]
+    assert message == "x" * MAX_MESSAGE_CHARACTERS + "…"
 
 
 def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +411,24 @@ def test_unknown_paths_and_methods(
     client: httpx.Client, method: str, path: str, status: int
 ) -> None:
     check(client.request(method, path), status, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/workers", "GET, HEAD, POST"),
+        ("/workers/nobody", "DELETE"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/models/a/b", "GET, HEAD"),
+        ("/docs", "GET, HEAD"),
+        (GENERATE, "POST"),
+    ],
+)
+def test_a_405_names_all_methods_of_the_path(client: httpx.Client, path: str, methods: str) -> None:
+    response = client.put(path, json={})
+    check(response, 405, f"PUT {path} is not possible")
+    assert response.headers["Allow"] == methods
 
 
 @pytest.mark.parametrize("request_", [completion(model="gpt"), chat(model="gpt")])

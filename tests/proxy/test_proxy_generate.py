@@ -87,7 +87,7 @@ def test_defaults_and_native_names(cluster: Cluster) -> None:
 def test_parameters_of_a_batch_are_read_once(cluster: Cluster) -> None:
     body = {"input_ids": [[5], [6], [7]], "sampling_params": {"logit_bias": {"5": 1}}}
     asked = GenerateRequest.parse(json.dumps(body).encode())
-    assert len({id(sampling) for sampling in asked.sampling(3)}) == 1
+    assert len({id(options.sampling) for options in asked.options(3)}) == 1
     prefill, _ = cluster.pair()
     answers = cluster.client().post("/generate", json=body).json()
     assert len(answers) == 3
@@ -149,6 +149,28 @@ def test_each_prompt_may_have_its_own_sampling_and_name(cluster: Cluster) -> Non
     body = cluster.client().post("/generate", json=asked).json()
     assert [len(r["output_ids"]) for r in body] == [1, 2]
     assert [r["meta_info"]["id"] for r in body] == ["a", "b"]
+
+
+def test_each_prompt_may_have_its_own_log_probabilities(cluster: Cluster) -> None:
+    """As in SGLang."""
+    cluster.pair()
+    asked = {
+        "input_ids": [[5, 6, 7], [8, 9], [10]],
+        "sampling_params": {"max_new_tokens": 2},
+        "return_logprob": [True, False, True],
+        "logprob_start_len": [1, -1, -1],
+        "top_logprobs_num": [2, 0, 0],
+    }
+    client = cluster.client()
+    metas = [answer["meta_info"] for answer in client.post("/generate", json=asked).json()]
+    assert [len(m.get("output_token_logprobs", ())) for m in metas] == [2, 0, 2]
+    assert [len(m.get("input_token_logprobs", ())) for m in metas] == [2, 0, 0]
+    assert [len(m.get("output_top_logprobs", ())) for m in metas] == [2, 0, 0]
+    assert "output_token_logprobs" not in metas[1]
+    with client.stream("POST", "/generate", json=asked | {"stream": True}) as response:
+        *events, _ = read_events(response)
+    last = {event["index"]: event for event in events}
+    assert [set(last[i]["meta_info"]) for i in range(3)] == [set(meta) for meta in metas]
 
 
 @pytest.mark.parametrize("stop", ["quick", ["nothing", "quick"]])
