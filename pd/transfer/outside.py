@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GROUP = "pd.transfer"
+# What peers accept as the addresses of a node.
+_addresses = msgspec.msgpack.Decoder(Transfers)
 
 
 class Offer(NamedTuple):
@@ -116,7 +118,7 @@ def _check(manager: TransferManager, name: str) -> None:
             f"its manager's patience is {patience!r}, not the Patience that it is given"
         )
     try:
-        addresses = msgspec.convert(manager.addresses(), Transfers)
+        addresses = _addresses.decode(msgspec.msgpack.encode(manager.addresses()))
     except msgspec.ValidationError as error:
         raise TypeError(f"peers could not read its manager's addresses: {error}") from error
     if name not in addresses:
