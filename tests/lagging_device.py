@@ -93,5 +93,17 @@ class LaggingDevice:
 
     def _sample_later(self, logits: _LaterLogits, draw: Draw) -> Any:
         draw = replace(draw, states=[copy.copy(state) for state in draw.states])
-        compute = lambda: self._sample(logits.get(), draw)  # noqa: E731
+
+        def compute() -> Any:
+            return self._sample(logits.get(), _with_tokens(draw))
+
         return _LaterSamples(_Later(self._queue, compute))
+
+
+def _with_tokens(draw: Draw) -> Draw:
+    """The draw with the tokens of the step before it, which is computed by now."""
+    penalized = draw.penalized
+    if penalized is None or penalized.previous is None:
+        return draw
+    previous: Any = penalized.previous
+    return replace(draw, penalized=replace(penalized, previous=previous.get()))

@@ -10,6 +10,7 @@ import torch
 
 from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
+from pd.engine.penalties import PenalizedRows, Penalties
 from pd.engine.sampling_state import SamplingState
 from pd.kernels.sampling import noise_keys, sample_rows
 from pd.kernels.staging import PinnedStaging
@@ -119,10 +120,16 @@ class PromptLogprobs:
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
     """The inputs of sampling besides logits, for the rows of a step. The tensors are arguments of
-    :func:`pd.kernels.sampling.sample_rows`, on the device."""
+    :func:`pd.kernels.sampling.sample_rows`, on the device.
+
+    Attributes:
+        ahead: for each row, whether one token before it was not observed yet, 0 or 1.
+        penalized: rows with penalties, or None.
+    """
 
     states: Sequence[SamplingState]
     ahead: Sequence[int]
+    penalized: PenalizedRows | None
     temperatures: torch.Tensor
     keys: torch.Tensor
     top_k: torch.Tensor
@@ -142,22 +149,30 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._staging = PinnedStaging(self._device)
+        self._penalties = Penalties(vocab_size, self._device)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """Call :meth:`prepare` and :meth:`launch`, and return the result."""
         return self.launch(logits, self.prepare(states)).result()
 
     @torch.inference_mode()
-    def prepare(self, states: Sequence[SamplingState], ahead: Sequence[int] | None = None) -> Draw:
+    def prepare(
+        self,
+        states: Sequence[SamplingState],
+        follows: Sequence[int | None] | None = None,
+        previous: torch.Tensor | None = None,
+    ) -> Draw:
         """Upload the inputs of :meth:`launch` for these rows, best before the step that computes
-        their logits is launched. States are read, not changed (see ``observe``).
+        their logits is launched. Every draw is launched, in the order in which they are prepared.
 
         Args:
-            states: in the order of the rows.
-            ahead: how many tokens of each row were sampled and not observed yet, by default none.
-                Rows with penalties cannot be ahead.
+            states: in the order of the rows. What penalties count moves from them to the device.
+            follows: for each row, the row of ``previous`` whose token comes before it and was not
+                observed yet, or None; by default None for all.
+            previous: :attr:`Samples.tokens` of the previous step.
         """
-        ahead = ahead or [0] * len(states)
+        follows = follows or [None] * len(states)
+        ahead = [0 if row is None else 1 for row in follows]
         vocab = self._vocab_size
         params = [state.params for state in states]
         keys = [
@@ -173,7 +188,8 @@ class Sampler:
                 np.array([p.min_p for p in params], np.float32),
             ]
         )
-        return Draw(states, ahead, *tensors)
+        penalized = self._penalties.prepare(states, follows, previous)
+        return Draw(states, ahead, penalized, *tensors)
 
     @torch.inference_mode()
     def launch(self, logits: torch.Tensor, draw: Draw) -> Samples:
@@ -191,7 +207,7 @@ class Sampler:
             return Samples(nothing, nothing.bool(), None)
         params = [state.params for state in states]
         tokens, finite = sample_rows(
-            self._adjust(logits, states, draw.ahead),
+            self._adjust(logits, draw),
             draw.temperatures,
             draw.keys,
             draw.top_k,
@@ -227,45 +243,26 @@ class Sampler:
         counts = [states[i].params.top_logprobs for i in asked]
         return _RowLogprobs.of(logits.index_select(0, rows), tokens[rows], asked, counts)
 
-    def _adjust(
-        self, logits: torch.Tensor, states: Sequence[SamplingState], ahead: Sequence[int]
-    ) -> torch.Tensor:
+    def _adjust(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Apply penalties, bias and minimum length to the rows that ask for them."""
-        penalized = [(i, state) for i, state in enumerate(states) if state.has_penalties]
-        biased = [(i, s) for i, s in enumerate(states) if s.params.logit_bias]
-        shortest = [(i, s) for i, s in enumerate(states) if s.must_continue(ahead[i])]
-        if not (penalized or biased or shortest):
+        rows = list(enumerate(draw.states))
+        biased = [(i, s) for i, s in rows if s.params.logit_bias]
+        shortest = [(i, s) for i, s in rows if s.must_continue(draw.ahead[i])]
+        if not (draw.penalized or biased or shortest):
             return logits
         logits = logits.to(torch.float32, copy=True)
-        if penalized:
-            self._penalize(logits, penalized)
+        if draw.penalized is not None:
+            self._penalties.apply(logits, draw.penalized)
         if biased:
-            rows = np.repeat([i for i, _ in biased], [len(s.bias_ids) for _, s in biased])
-            index = self._index(rows), self._index(np.concatenate([s.bias_ids for _, s in biased]))
+            places = np.repeat([i for i, _ in biased], [len(s.bias_ids) for _, s in biased])
+            ids = np.concatenate([s.bias_ids for _, s in biased])
+            index = self._index(places), self._index(ids)
             logits[index] += self._floats(np.concatenate([s.bias for _, s in biased]))
         if shortest:
-            rows = np.repeat([i for i, _ in shortest], [len(s.stop_ids) for _, s in shortest])
+            places = np.repeat([i for i, _ in shortest], [len(s.stop_ids) for _, s in shortest])
             ids = np.concatenate([s.stop_ids for _, s in shortest])
-            logits[self._index(rows), self._index(ids)] = float("-inf")
+            logits[self._index(places), self._index(ids)] = float("-inf")
         return logits
-
-    def _penalize(self, logits: torch.Tensor, penalized: list[tuple[int, SamplingState]]) -> None:
-        """Apply penalties in place: repetition over prompt and output, frequency and presence over
-        output."""
-        ids = [state.seen_ids for _, state in penalized]
-        sizes = [len(each) for each in ids]
-        index = (
-            self._index(np.repeat([i for i, _ in penalized], sizes)),
-            self._index(np.concatenate(ids)),
-        )
-        params = [state.params for _, state in penalized]
-        counts = self._floats(np.concatenate([state.seen_counts for _, state in penalized]))
-        repetition = self._floats(np.repeat([p.repetition_penalty for p in params], sizes))
-        frequency = self._floats(np.repeat([p.frequency_penalty for p in params], sizes))
-        presence = self._floats(np.repeat([p.presence_penalty for p in params], sizes))
-        values = logits[index]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[index] = values - frequency * counts - presence * (counts > 0)
 
     def _index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values, torch.int64, self._device)

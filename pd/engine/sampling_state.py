@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class SamplingState:
-    """Number of output tokens and the tokens that penalties act on; an attribute of the request.
+    """Number of output tokens, and those that the device does not count yet for penalties; an
+    attribute of the request. One sampler draws all its tokens.
 
     Attributes:
         params: sampling parameters of the request.
@@ -28,6 +29,11 @@ class SamplingState:
         has_penalties: whether any penalty changes logits.
         bias_ids, bias: int64 and float32 arrays of the request's ``logit_bias``.
         stop_ids: int64 ids that end the choice, masked while :meth:`must_continue`.
+        prompt_ids: distinct tokens of the prompt, int32, if a repetition penalty acts on them.
+        uncounted: output tokens for :class:`pd.engine.penalties.Penalties` to count.
+        counted_ahead: tokens which that has counted, and which were not observed yet.
+        penalty_row: where it counts them, or None.
+        drafted: tokens that are taken to come after those observed (see :meth:`after`).
     """
 
     def __init__(
@@ -53,7 +59,9 @@ class SamplingState:
         repeats = params.repetition_penalty != 1.0
         self.has_penalties = repeats or bool(params.frequency_penalty or params.presence_penalty)
         # Sorted and never written to, because all choices of a request share it.
-        self._prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
+        self.prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
+        self._base: SamplingState | None = None
+        self.drafted: tuple[int, ...] = ()
         self._forget_output()
 
     def position(self, ahead: int = 0) -> int:
@@ -68,21 +76,17 @@ class SamplingState:
         return self.num_output_tokens + ahead < self.params.min_tokens
 
     @property
-    def seen_ids(self) -> IntArray:
-        """Distinct tokens that penalties act on: those of the output, and with a repetition penalty
-        those of the prompt. int32."""
-        return self._seen_ids[: self._num_seen]
-
-    @property
-    def seen_counts(self) -> IntArray:
-        """How often each of :attr:`seen_ids` occurs in the output. int32."""
-        return self._seen_counts[: self._num_seen]
+    def base(self) -> SamplingState:
+        """The state without drafted tokens."""
+        return self if self._base is None else self._base
 
     def observe(self, token: int) -> Finish | None:
         """Count an output token. Returns the reason if the choice ends with it, else None."""
         self.num_output_tokens += 1
-        if self.has_penalties:
-            self._count(token)
+        if self.counted_ahead:
+            self.counted_ahead -= 1
+        elif self.has_penalties:
+            self.uncounted.append(token)
         if self.num_output_tokens > self.params.min_tokens and token in self._ending:
             return Finish("stop", matched=token)
         if self.num_output_tokens >= self.params.max_tokens:
@@ -97,14 +101,13 @@ class SamplingState:
         return states
 
     def after(self, token: int) -> SamplingState:
-        """The state as it would be if ``token`` were observed next; this one stays as it is."""
-        state = copy(self)
-        if state.has_penalties:
-            state._seen_ids = state._seen_ids.copy()
-            state._seen_counts = state._seen_counts.copy()
-            state._seen_at = state._seen_at.copy()
-        state.observe(token)
-        return state
+        """The state as it would be if ``token`` were observed next; this one stays as it is. Only
+        for sampling: tokens are observed by the state itself."""
+        made = copy(self)
+        made._base = self.base
+        made.drafted = (*self.drafted, token)
+        made.num_output_tokens += 1
+        return made
 
     def fork(self, index: int) -> SamplingState:
         """Make the state of choice ``index`` of the same request, with its own seed and no
@@ -116,28 +119,6 @@ class SamplingState:
 
     def _forget_output(self) -> None:
         self.num_output_tokens = 0
-        self._seen_ids = self._prompt_ids
-        self._num_seen = len(self._seen_ids)
-        self._seen_counts = np.zeros(self._num_seen, np.int32)
-        # Indices of the output's tokens among the seen ones.
-        self._seen_at: dict[int, int] = {}
-
-    def _count(self, token: int) -> None:
-        at = self._seen_at.get(token)
-        if at is None:
-            at = self._seen_at[token] = self._find(token)
-        if at == self._num_seen:
-            if at == len(self._seen_ids):
-                room = max(64, len(self._seen_ids))
-                self._seen_ids = np.concatenate((self._seen_ids, np.zeros(room, np.int32)))
-                self._seen_counts = np.concatenate((self._seen_counts, np.zeros(room, np.int32)))
-            self._seen_ids[at] = token
-            self._num_seen += 1
-        self._seen_counts[at] += 1
-
-    def _find(self, token: int) -> int:
-        """Return the index of a token that is new in the output: its index among the prompt's
-        tokens, or the next free one."""
-        at = int(np.searchsorted(self._prompt_ids, token))
-        is_there = at < len(self._prompt_ids) and self._prompt_ids[at] == token
-        return at if is_there else self._num_seen
+        self.uncounted: list[int] = []
+        self.counted_ahead = 0
+        self.penalty_row: int | None = None

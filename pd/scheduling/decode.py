@@ -192,9 +192,7 @@ class DecodeScheduler:
             return False
         if self.retracted or self._memory.available < len(self.running):
             return False
-        if not all(work.is_decode for work in launched):
-            return False
-        return not any(sequence.choice.has_penalties for sequence in self.running)
+        return all(work.is_decode for work in launched)
 
     def _admit(self) -> None:
         """Start sequences that have their pages or get them, retracted ones first.

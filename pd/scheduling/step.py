@@ -152,7 +152,7 @@ def launch(
     items = [work.item for work in works]
     rows: list[int] = []
     states: list[SamplingState] = []
-    ahead: list[int] = []
+    follows: list[int | None] = []
     offset = 0
     for work, item in zip(works, items, strict=True):
         offset += item.num_logits
@@ -163,8 +163,8 @@ def launch(
         else:
             rows += [offset - 1] * len(work.samples)
             states += work.samples
-        ahead += [0 if work.follows is None else 1] * work.num_sampled
-    draw = sampler.prepare(states, ahead)
+        follows += [None if work.follows is None else work.follows.row] * work.num_sampled
+    draw = sampler.prepare(states, follows, known)
     logits = runner.forward(items, on_layers_done, known)
     prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
     if rows != list(range(len(logits))):

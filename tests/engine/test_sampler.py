@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from pd.core.sampling_params import SamplingParams
+from pd.engine.penalties import Penalties
 from pd.engine.sampler import Sampler, SamplingState
 
 torch.set_num_threads(1)
@@ -146,15 +149,11 @@ class TestGreedy:
     def test_penalties_come_in_vllms_order(self) -> None:
         """Repetition first, then frequency and presence: 4 / 2 - 0.5 * 2 - 0.5 = 0.5."""
         logits = torch.tensor([4.0, 0.49, 0.51] + [-9.0] * 47)
-        made = state(
-            temperature=0.0,
-            repetition_penalty=2.0,
-            frequency_penalty=0.5,
-            presence_penalty=0.5,
-            output=[0, 0],
-        )
-        assert greedy(logits, made) == 2
-        assert greedy(logits.index_fill(0, torch.tensor([2]), -9.0), made) == 0
+        penalties = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+        sampler, made = Sampler(VOCAB, "cpu"), state(temperature=0.0, output=[0, 0], **penalties)
+        assert sampler.sample(logits[None], [made])[0].token_id == 2
+        without = logits.index_fill(0, torch.tensor([2]), -9.0)
+        assert sampler.sample(without[None], [made])[0].token_id == 0
 
     def test_many_output_tokens_are_remembered(self) -> None:
         made = state(temperature=0.0, presence_penalty=2.0, output=list(range(VOCAB - 1)) * 9)
@@ -318,16 +317,99 @@ class TestEnding:
     def test_a_fork_starts_over(self) -> None:
         made = state(output=[1, 2], presence_penalty=1.0)
         forked = made.fork(1)
-        assert (forked.num_output_tokens, len(forked.seen_ids)) == (0, 0)
+        assert (forked.num_output_tokens, forked.uncounted) == (0, [])
+        assert made.uncounted == [1, 2]
         assert forked.seed != made.seed
 
     def test_forks_share_what_is_known_of_the_prompt(self) -> None:
         """A prompt may have as many different tokens as the vocabulary, and 64 choices."""
         made = state(prompt=[3, 1, 3], repetition_penalty=2.0)
-        forked = [made.fork(index) for index in range(3)]
-        assert all(np.shares_memory(made.seen_ids, fork.seen_ids) for fork in forked)
-        for fork, output in zip(forked, ([], [3, 3], [5, 1, 5]), strict=True):
-            for token in output:
-                fork.observe(token)
-        counts = [dict(zip(f.seen_ids, f.seen_counts, strict=True)) for f in [made, *forked]]
-        assert counts == [{1: 0, 3: 0}, {1: 0, 3: 0}, {1: 0, 3: 2}, {1: 1, 3: 0, 5: 2}]
+        assert made.prompt_ids.tolist() == [1, 3]
+        assert all(made.fork(index).prompt_ids is made.prompt_ids for index in range(3))
+
+
+@dataclass
+class Penalized:
+    """A choice of the test below. ``unobserved``: row of the last step that sampled its last token,
+    which the host does not have yet."""
+
+    state: SamplingState
+    prompt: list[int]
+    output: list[int] = field(default_factory=list)
+    unobserved: int | None = None
+
+    def adjusted(self, logits: torch.Tensor, drafted: list[int]) -> torch.Tensor:
+        """The logits of one row, token by token."""
+        params, output, result = self.state.params, self.output + drafted, logits.clone()
+        for token, value in enumerate(logits):
+            count = output.count(token)
+            if count or (token in self.prompt and params.repetition_penalty != 1.0):
+                strength = params.repetition_penalty
+                value = value / strength if value > 0 else value * strength
+            result[token] = value - params.frequency_penalty * count
+            result[token] -= params.presence_penalty * (count > 0)
+        return result
+
+
+class TestPenaltiesOnTheDevice:
+    """The table that counts tokens, against counts that are made afresh for each step."""
+
+    def test_whatever_runs_beside_and_in_whatever_order(self, seed: int) -> None:
+        """Choices come and go, skip steps, are drafted for, and go on before the host has their
+        last token."""
+        rng, vocab = random.Random(seed), 24
+        torch.manual_seed(seed)
+        table = Penalties(vocab, torch.device("cpu"))
+        live: list[Penalized] = []
+        known = torch.zeros(0, dtype=torch.int64)
+        for _ in range(120):
+            while len(live) < 40 and rng.random() < 0.6:
+                prompt = [rng.randrange(vocab) for _ in range(rng.randrange(6))]
+                params = SamplingParams(
+                    max_tokens=999,
+                    repetition_penalty=rng.choice((1.0, 1.3)),
+                    frequency_penalty=rng.choice((0.0, 0.7)),
+                    presence_penalty=rng.choice((0.4, -0.3)),
+                )
+                made = SamplingState(params, np.array(prompt, np.int32), (), vocab)
+                live.append(Penalized(made, prompt))
+            states, follows, expected = [], [], []
+            running: list[tuple[Penalized, int]] = []
+            logits = torch.randn(4 * len(live), vocab)
+            for each in rng.sample(live, rng.randrange(len(live) + 1)):
+                running.append((each, len(states)))
+                drafted = rng.choices(range(vocab), k=3) if rng.random() < 0.3 else []
+                if each.unobserved is not None:
+                    drafted = []
+                for count, drawn in enumerate(each.state.along(drafted)):
+                    expected.append(each.adjusted(logits[len(states)], drafted[:count]))
+                    states.append(drawn)
+                    follows.append(each.unobserved)
+            logits = logits[: len(states)].clone()
+            step = table.prepare(states, follows, known)
+            if step is not None:
+                table.apply(logits, step)
+                assert torch.allclose(logits, torch.stack(expected), atol=1e-6), f"seed {seed}"
+            # The host learns the tokens of the step before.
+            for each in live:
+                if each.unobserved is not None:
+                    each.state.observe(each.output[-1])
+                    each.unobserved = None
+            known = torch.randint(vocab, (len(states),))
+            for each, row in running:
+                each.output.append(int(known[row]))
+                if rng.random() < 0.5:
+                    each.unobserved = row
+                else:
+                    each.state.observe(each.output[-1])
+            live = [each for each in live if rng.random() > 0.05]
+
+    def test_rows_of_choices_that_are_no_more_are_used_again(self) -> None:
+        table = Penalties(8, torch.device("cpu"))
+        for _ in range(100):
+            some = [state(presence_penalty=1.0) for _ in range(3)]
+            step = table.prepare(some, [None] * 3, None)
+            assert step is not None
+            table.apply(torch.zeros(3, 8), step)
+        # Three are alive while three others are prepared.
+        assert len(table._counts) <= 8

@@ -101,10 +101,15 @@ def test_tokens_are_those_of_steps_one_by_one(split: bool, seed: int) -> None:
     assert sum(device.ahead for device in devices) > 10
 
 
-def test_a_request_at_its_last_token_is_not_computed_further() -> None:
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"frequency_penalty": 0.5, "repetition_penalty": 1.1}],
+    ids=["plain", "penalties"],
+)
+def test_a_request_at_its_last_token_is_not_computed_further(params: dict[str, Any]) -> None:
     with tiny_cluster(0, 0, 1, overlap_schedule="on") as cluster:
         device = LaggingDevice(cluster.unified[0])
         (prompt,) = random_prompts(0, [10])
-        cluster.client.generate(prompt, cluster.unified, max_tokens=9).tokens()
+        cluster.client.generate(prompt, cluster.unified, max_tokens=9, **params).tokens()
         cluster.wait_idle()
         assert (device.launched, device.ahead) == (9, 7)
