@@ -136,6 +136,9 @@ class StepLoop(threading.Thread):
             logger.exception("a step failed")
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
+        if any(len(work.draft) for work in step.works):
+            took = time.monotonic() - step.began - step.draft_seconds
+            self._core.metrics.speculation.observe_step(step.draft_seconds, took)
         with self._events.event():
             if self._broken:  # the pool need not hold the step's result
                 self._forget(step.works)

@@ -81,6 +81,19 @@ class SpeculationMetrics:
             ["position"],
             registry=registry,
         )
+        self._steps = Counter("pd_speculative_steps", "Steps with drafts", registry=registry)
+        self._seconds = Counter(
+            "pd_speculative_step_seconds",
+            "Time of steps with drafts, by part",
+            ["part"],
+            registry=registry,
+        )
+
+    def observe_step(self, draft_seconds: float, verify_seconds: float) -> None:
+        """A step with drafts is complete."""
+        self._steps.inc()
+        self._seconds.labels("draft").inc(draft_seconds)
+        self._seconds.labels("verify").inc(verify_seconds)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """A draft was verified."""

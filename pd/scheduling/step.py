@@ -6,6 +6,7 @@ queued meanwhile; the tokens that it needs stay on the GPU.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -114,11 +115,15 @@ class LaunchedStep:
         works: not to be changed until :meth:`complete` has returned.
         samples: samples of all works, in their order.
         prompt_logprobs: log probabilities of works that want them.
+        began: monotonic time at which drafting began, or else the launch.
+        draft_seconds: how long drafting took.
     """
 
     works: list[Work]
     samples: Samples
     prompt_logprobs: list[tuple[Work, PromptLogprobs]]
+    began: float
+    draft_seconds: float
 
     def complete(self) -> None:
         """Wait for the step and fill in its works' results."""
@@ -143,8 +148,10 @@ def launch(
         previous: the step that works with ``follows`` continue; launched, maybe not complete.
         drafter: drafts tokens for works with a ``draft_limit``.
     """
+    began = time.monotonic()
     if drafter is not None:
         _draft(drafter, works)
+    draft_seconds = time.monotonic() - began
     known = None
     if any(work.follows is not None for work in works):
         assert previous is not None
@@ -172,7 +179,8 @@ def launch(
     for work in works:
         work.follows = None  # else each keeps all that came before it
     # NOTE: also where no work samples: pages must not change their owner before its result is here.
-    return LaunchedStep(works, sampler.launch(logits, draw), prompt_logprobs)
+    samples = sampler.launch(logits, draw)
+    return LaunchedStep(works, samples, prompt_logprobs, began, draft_seconds)
 
 
 def _draft(drafter: Drafter, works: list[Work]) -> None:

@@ -35,7 +35,7 @@ def make_drafter(
     if draft_model is not None:
         from pd.speculative.draft_model import ModelDrafter
 
-        return ModelDrafter(draft_model.runner(engine.pool.num_pages))
+        return ModelDrafter(draft_model.runner(engine.pool.num_pages), engine.sampler)
     from pd.speculative.ngram import NgramDrafter
 
     return NgramDrafter()

@@ -15,7 +15,6 @@ import numpy as np
 
 from pd.engine.model_runner import ForwardItem
 from pd.engine.page_allocator import PageAllocator, PageState
-from pd.engine.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.model_runner import ModelRunner
+    from pd.engine.sampler import Sampler
     from pd.engine.sampling_state import SamplingState
     from pd.speculative.drafter import DraftRequest
 
@@ -100,13 +100,14 @@ class ModelDrafter:
 
     Args:
         runner: of the draft model, used by nothing else.
+        sampler: that of the node, which knows what the penalties of each choice count.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner = runner
         self._page_size = runner.pool.page_size
         self._context = runner.model.config.context_length
-        self._sampler = Sampler(runner.model.config.vocab_size, runner.pool.buffer.device)
+        self._sampler = sampler
         self._allocator = PageAllocator(runner.pool.num_pages)
         self._memories: dict[TokenSequence, _Memory] = {}
         # Sequences that will decode here, in the order in which they came.

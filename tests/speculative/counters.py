@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from pd.launch import NodeServer
 
 
-def counter(server: NodeServer, name: str) -> float:
-    """The sum of all values of a metric."""
+def counter(server: NodeServer, name: str, **labels: str) -> float:
+    """The sum of all values of a metric that have these labels."""
     text = server.node.core.metrics.expose().decode()
     families = text_string_to_metric_families(text)
-    return sum(s.value for family in families for s in family.samples if s.name == name)
+    samples = (s for family in families for s in family.samples if s.name == name)
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())

@@ -64,6 +64,10 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind: str, params: dict[
         assert drafts == len(PROMPTS) * 40 / (DRAFTED + 1)
         assert accepted == drafts * DRAFTED
         cluster.wait_idle()
+        steps = counter(decoding, "pd_speculative_steps_total")
+        assert 0 < steps <= drafts
+        for part in ("draft", "verify"):
+            assert counter(decoding, "pd_speculative_step_seconds_total", part=part) > 0
 
 
 def test_a_prompt_is_computed_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
