@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError
 from pd.core.exit import STUCK_PREFIX
+from pd.core.seldom import Seldom
 from pd.scheduling.step import LaunchedStep, Work, launch
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class StepLoop(threading.Thread):
         self._engine, self._events, self._rooms = core.engine, core.events, core.rooms
         self._overlap = core.engine.overlaps(core.config.overlap_schedule)
         self._launched: LaunchedStep | None = None
+        self._no_drafts = Seldom(logger)
         # When the steps that are under way began, or the older of them.
         self._busy_since: float | None = None
         self._stopping = False
@@ -103,7 +105,7 @@ class StepLoop(threading.Thread):
             if last is None or self._scheduler.may_plan_ahead(last.works):
                 works = self._scheduler.plan()
         if not works and last is None:
-            if self._core.drafter is None or not self._core.drafter.catch_up():
+            if not self._catch_up():
                 events.work_available.wait(_IDLE_WAIT)
             return
         began = time.monotonic()
@@ -115,6 +117,16 @@ class StepLoop(threading.Thread):
         if self._launched is not None and not self._overlap:
             self._account(self._launched)
             self._launched = self._busy_since = None
+
+    def _catch_up(self) -> bool:
+        """Let the drafter prepare for expected sequences; False if it has nothing to do."""
+        drafter = self._core.drafter
+        try:
+            return drafter is not None and drafter.catch_up()
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is, the model can go on without drafts.
+            self._no_drafts.warn(f"nothing was prepared for drafts: {error!r}")
+            return False
 
     def _launch(self, works: list[Work], last: LaunchedStep | None) -> LaunchedStep | None:
         engine = self._engine

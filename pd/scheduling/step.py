@@ -6,6 +6,7 @@ queued meanwhile; the tokens that it needs stay on the GPU.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from pd.core.messages import TokenLogprobs
+from pd.core.seldom import Seldom
 from pd.engine.device_copy import to_device
 from pd.engine.model_runner import ForwardItem
 from pd.speculative.drafter import DraftRequest
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
+_no_drafts = Seldom(logging.getLogger(__name__))
 NO_DRAFT: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -184,13 +187,19 @@ def launch(
 
 
 def _draft(drafter: Drafter, works: list[Work]) -> None:
-    """Have tokens drafted for the works that may have some."""
+    """Have tokens drafted for the works that may have some. A drafter that raises, for want of
+    memory say, leaves them without: that changes no output."""
     asked = [work for work in works if work.draft_limit]
     prompt_tokens = sum(work.stop - work.start for work in works if not work.sequence.decodes)
     if not asked and not prompt_tokens:
         return
     requests = [DraftRequest(work.sequence, work.samples[0], work.draft_limit) for work in asked]
-    drafts = drafter.draft(requests, prompt_tokens)
+    try:
+        drafts = drafter.draft(requests, prompt_tokens)
+    except Exception as error:  # noqa: BLE001
+        # Whatever it is, the model can go on without.
+        _no_drafts.warn(f"nothing was drafted: {error!r}")
+        return
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft
 

@@ -171,6 +171,23 @@ def test_too_little_memory_and_aborts_change_nothing(
         assert counter(targets(cluster)[-1], "pd_retractions_total") > 0
 
 
+def test_a_drafter_that_raises_ends_no_request(
+    plain: dict[str, list[Pending]], drafts_with: Callable[[Drafter], None]
+) -> None:
+    class Broken(Oracle):
+        def draft(self, *_: Any) -> Any:
+            raise MemoryError("no page left")
+
+        def catch_up(self) -> bool:
+            raise MemoryError("no page left")
+
+    drafts_with(Broken(VOCAB_SIZE, 0.0))
+    with layout("split") as cluster:
+        for ours, theirs in zip(answers(cluster), plain["greedy"], strict=True):
+            same(ours, theirs)
+        cluster.wait_idle()
+
+
 def test_a_planted_fault_is_noticed(
     plain: dict[str, list[Pending]],
     drafts_with: Callable[[Drafter], None],
