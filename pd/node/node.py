@@ -116,8 +116,12 @@ class Node:
                 self.receiving.pump()  # which may end requests
 
     def _close(self, ended: float, request: Request) -> None:
-        """Release the pages of an ended request, unless something can still touch them. No page
-        of a request is released anywhere else, but those of retracted and parked ones."""
+        """Release the pages of an ended request, unless something can still touch them.
+
+        Schedulers and ends release pages of a request that goes on: when a choice is complete
+        (``DecodeScheduler._leave``), when a sequence is retracted or parked, and when an admission
+        fails after it has matched cached pages.
+        """
         if request.in_step or not all(end.may_release(request) for end in self.ends):
             self.rooms.closing.rest(ended, request)
             return

@@ -5,9 +5,12 @@ D owns the destination and P pushes. A room's hand-off is one :class:`Sender` on
 differ. Control messages (reservation, commit, abort, drained) travel on the nodes' message sockets;
 a backend moves only KV bytes.
 
-All methods may be called from any thread, return without waiting for the network or a GPU, and keep
-order within one sender. States only move forward; the first recorded error wins. An exception that
-a method does not name ends its request alone (:mod:`pd.transfer.contained`).
+All methods may be called from any thread, and keep order within one sender. The node holds its lock
+when it calls them, so they return without waiting for the network or a GPU. There are two
+exceptions: :meth:`TransferManager.close` is called without the lock and waits for threads, and
+:meth:`TransferManager.connect` is called without the lock on D, by a thread that shakes hands.
+States only move forward; the first recorded error wins. An exception that a method does not name
+ends its request alone (:mod:`pd.transfer.contained`).
 """
 
 from __future__ import annotations
@@ -187,6 +190,9 @@ class TransferManager(ABC):
     def connect(self, peer: NodeInfo) -> None:
         """Learn a peer; replaces what was known of it, but keeps connections to the same instance
         at the same address. Does not wait for the network. Raises TransferError on a bad address.
+
+        P holds the node's lock during the call. D does not, so that :meth:`disconnect`, or this
+        method for another peer, may run at the same time.
         """
 
     @abstractmethod
@@ -245,4 +251,5 @@ class TransferManager(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop threads and close sockets; everything open fails."""
+        """Stop threads and close sockets; everything open fails. Called without the node's lock, it
+        may wait some seconds for threads and for peers to drain."""

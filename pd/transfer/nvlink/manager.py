@@ -18,8 +18,8 @@ Guarantees, and what they rest on:
   and unmapped, or broke with P's process (then :data:`LAST_LAUNCH_SECONDS` later), or never came.
   ``disconnect`` on D asks P to close; a stopped P does when it goes on.
 - When D dies, P's channel ends at once: its rooms fail, what was launched completes in memory that
-  the mapping keeps alive, and the pool is unmapped, so that D's successor finds the memory free:
-  within milliseconds, since what is launched waits for nothing.
+  the mapping keeps alive, and the pool is unmapped, so that D's successor finds the memory
+  free: within a second, since what is launched waits for nothing.
 - Both ends authenticate each other with the cluster key (:mod:`pd.transfer.wire.greeting`). KV
   itself never leaves the GPUs.
 

@@ -56,9 +56,10 @@ class InState(IntEnum):
 class IncomingLink:
     """D's staging buffers of one link.
 
-    ``incoming.lock`` guards it. The pump's thread alone calls the library. The hub's thread reads
-    messages and empties the buffers that they announce: a change of threads per block would cost
-    more than it saves.
+    ``incoming.lock`` guards it. Threads of the link's own call the library to prepare it and to
+    make the buffers; from then on the pump's thread alone does. The hub's thread reads messages and
+    empties the buffers that they announce: a change of threads per block would cost more than it
+    saves.
 
     Attributes:
         views: the buffers in the form that the copier wants.

@@ -5,8 +5,9 @@ What the end of a channel proves, and why:
 - P closes a channel only when nothing of it can write into D's memory any more. So D knows by a FIN
   or a reset that P drained or that P's process is gone (``proof``): the kernel of a killed process
   sends the same. A time-out or an unreachable peer proves nothing.
-- D never closes first: :meth:`Channel.half_close` sends D's FIN, P drains and closes, and the
-  channel ends on D with proof.
+- D does not close a channel over which P may still write: :meth:`Channel.half_close` sends D's FIN,
+  P drains and closes, and the channel ends on D with proof. Only a channel for which D never made
+  memory is closed by D at once.
 - A peer that stays silent for about 20 minutes although asked (TCP keep-alive) ends the channel
   without proof.
 
