@@ -119,7 +119,7 @@ def module_name(path: Path) -> str:
 
 
 def runtime_graph(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
-    """Which modules of ours each module imports when it is imported itself."""
+    """List the modules of pd that each module imports when it is imported itself."""
     graph: dict[str, set[str]] = {}
     for module, found in imports.items():
         targets: set[str] = set()

@@ -113,7 +113,8 @@ class SendingEnd(PromptSender):
             for outgoing in self._outgoing():
                 if outgoing.request.peer == instance:
                     self._rooms.fail(outgoing.request, error)
-            self.decode_peers.drop(instance)  # with the aborts that it would be sent later
+            # NOTE: again, since the requests that failed have left aborts for the node.
+            self.decode_peers.drop(instance)
             return True
 
     def peers(self) -> list[NodeInfo]:
@@ -359,7 +360,8 @@ class SendingEnd(PromptSender):
     def sweep(self, now: float) -> None:
         for instance in self.decode_peers.expired(now):
             self.drop_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
-        # NOTE: both wait for something of the proxy too, so the most delayed of all others counts.
+        # NOTE: both waits also end by a message of the proxy, so the run delay of the most delayed
+        # process extends them.
         for key, (came, reservation) in list(self._early.items()):
             if self._patience.is_over(came, LEASE_SECONDS):
                 del self._early[key]

@@ -415,7 +415,7 @@ class Dispatcher:
         generation.job.fail(generation, error)
 
     def _close(self, generation: Generation) -> None:
-        """The one way out of the books."""
+        """Remove a generation from the records; no other method does."""
         generation.done = True
         generation.finished_at = time.monotonic()
         if self._rooms.pop(generation.room, None) is not None:

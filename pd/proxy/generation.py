@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What is asked about one prompt, after validation.
+    """The request for one prompt, after validation.
 
     Attributes:
         stop: stop strings; the nodes know nothing of them.
@@ -123,7 +123,7 @@ class Choice:
         return added
 
     def take(self) -> Delta:
-        """What is new since the last call."""
+        """Take the part of the choice that is new since the last call."""
         delta = Delta(
             "".join(self._pieces[self._taken_pieces :]),
             self.output_ids[self._taken_tokens :],
@@ -249,7 +249,8 @@ class Generation:
 
     @property
     def missing_prompt_logprobs(self) -> str | None:
-        """What is wrong with the prompt's log probabilities, if they were asked for."""
+        """The error of the prompt's log probabilities; None if they are complete or were not asked
+        for."""
         start = self.spec.params.prompt_logprobs_start
         if start is None:
             return None
@@ -299,7 +300,7 @@ class Generation:
             raise NodeFailedError("the prefill node sent log probabilities of too many tokens")
 
     def stages(self) -> dict[str, float]:
-        """Seconds per stage, as the nodes report them; each is the word of whom it happened on."""
+        """Seconds per stage. Each stage is reported by the node on which it happened."""
         first = self._stages.get("first", Stages())
         decode = self._stages.get("decode", first)
         measured = 0.0

@@ -1,4 +1,4 @@
-"""Which nodes work on a request."""
+"""Chooses the nodes that work on a request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PAIR = ("prefill", "decode")
 
 
 class Prompt(NamedTuple):
-    """What routing looks at."""
+    """The properties of a prompt by which routing chooses."""
 
     token_ids: IntArray
     namespace: str
@@ -99,7 +99,7 @@ class RoundRobin(_LoadOnly):
 
 
 class Random(_LoadOnly):
-    """Any."""
+    """Chooses each worker with the same probability."""
 
     def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
         return random.choice(workers)
@@ -149,7 +149,8 @@ def _extremes(
 ) -> tuple[_Matched, _Matched]:
     """The worker with the longest match and the one with the least load.
 
-    Of equals, the one that holds least, so that different prompts use all caches.
+    Among workers of equal load and match, the one whose cache holds fewest tokens is taken, so that
+    different prompts use all caches.
     """
 
     def held(worker: Worker) -> int:
@@ -177,7 +178,7 @@ def make_policy(name: str) -> Policy:
 
 
 class Limits(NamedTuple):
-    """What some pair of nodes can do for a model.
+    """Limits of a model's requests.
 
     ``context_length`` and ``pool_tokens`` are those of the pair that can do most.
     """
@@ -252,7 +253,7 @@ class Router:
         return list(dict.fromkeys(info.model for info in firsts))
 
     def limits(self, model: str | None) -> Limits:
-        """What can be served of a model (None: of the first), by nodes that are there or were.
+        """Limits of a model's requests (None: of the first model), by nodes that are there or were.
 
         Raises NotFoundError for an unknown model, UnavailableError if nothing is known yet.
         """

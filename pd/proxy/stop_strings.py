@@ -38,7 +38,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """Return the text that was held back; called when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -38,8 +38,9 @@ def by_priority(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
 def depth_first_weight(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
     """dfs-weight: depth-first through the radix tree, the branch with most waiting requests first,
     so that requests of one branch run together (the order proven optimal for an offline batch in
-    Zheng et al., SGLang, 2024, section 3). Who leaves the tree at a node comes after those that
-    go deeper: what they use is cached, and is used before it is evicted."""
+    Zheng et al., SGLang, 2024, section 3). A request whose path ends at a node comes after those
+    that go deeper: the prefixes that these share are cached, and are used before they are evicted.
+    """
     paths = [radix.path(request.prompt, request.namespace) for request in waiting]
     weights = Counter(node for path in paths for node in path)
 

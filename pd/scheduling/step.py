@@ -170,8 +170,9 @@ def launch(
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
     for work in works:
-        work.follows = None  # else each keeps all that came before it
-    # NOTE: also where no work samples: pages must not change their owner before its result is here.
+        work.follows = None  # a chain of works would keep all earlier ones in memory
+    # NOTE: sampling is launched even if no work samples. Pages must not change their owner before
+    # the step is over, which the host sees by the samples.
     return LaunchedStep(works, sampler.launch(logits, draw), prompt_logprobs)
 
 

@@ -77,15 +77,19 @@ class TransferState(IntEnum):
 
 
 class Sender(ABC):
-    """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`."""
+    """Sending side of one room and epoch, on P. The caller keeps the source pages as they are until
+    :meth:`drained`."""
 
     error: PDError | None = None
 
     @property
     def flops_per_byte(self) -> float:
-        """Above 0 where every use of the link costs the forward pass something, however little is
-        sent: while a byte leaves, the GPU computes this much. KV should then be sent in one go, as
-        late as what is left to compute still hides it."""
+        """Operations that the GPU computes while one byte is sent; 0 if KV may be sent at any time.
+
+        Above 0 where every use of the link slows the forward pass, however little is sent. KV
+        should then be collected and sent at once, as late as the operations that are left still
+        hide it.
+        """
         return 0.0
 
     @property
@@ -123,7 +127,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """D's side of one room and epoch."""
+    """Receiving side of one room and epoch, on D."""
 
     error: PDError | None = None
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A kernel sends unacknowledged bytes again for a shorter time.
+# A link whose end proves nothing keeps its buffers in quarantine for this time. A kernel sends
+# unacknowledged bytes again for a shorter time.
 QUARANTINE_SECONDS = 20 * 60.0
 # The sockets of a killed process close before its GPU context. Copies between GPUs that it had
 # begun end within this time or with the context.
@@ -119,7 +120,7 @@ class IncomingLink:
         return self.live and self._prepared.is_set() and self._peer_prepared
 
     def prepare(self) -> None:
-        """Any thread: let the library do its slow preparations now."""
+        """Have the library do its slow preparations now. Any thread."""
         name = STUCK_PREFIX + "preparation of a link"
         threading.Thread(target=self._prepare, name=name, daemon=True).start()
 
@@ -133,7 +134,7 @@ class IncomingLink:
             self._prepared.set()
 
     def end(self) -> None:
-        """Any thread: ask P to drain. The buffers stay until P has drained or is gone."""
+        """Ask P to drain. The buffers stay until P has drained or is gone. Any thread."""
         with self._incoming.lock:
             if self.state >= InState.ENDING:
                 return
@@ -171,7 +172,7 @@ class IncomingLink:
             self._safe_at = min(self._safe_at, time.monotonic() + seconds)
             unused = self.buffers is None and not self._setting_up
         if unused:
-            # If P lives it opens the next link for its rooms; if not, its lease ends them.
+            # Rooms wait for the next link, which P opens if it lives. If not, its lease ends them.
             self.end()
             self.finish_unused()
         else:
@@ -213,7 +214,7 @@ class IncomingLink:
         threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
 
     def _set_up(self, wishes: Open) -> None:
-        """On a thread of its own, since libraries take their time."""
+        """Make the buffers, on a thread of its own: the library may take long."""
         incoming = self._incoming
         self._prepared.wait()
         try:
@@ -257,7 +258,7 @@ class IncomingLink:
         return 4 * len(self.read) >= len(self.landing) + len(self.read)
 
     def reject(self, reason: str) -> None:
-        """P broke the rules: end the channel."""
+        """End the channel because P broke the rules."""
         self._channel.give_up(reason)
 
     def done_reading(self, buffer: int) -> None:

@@ -149,9 +149,12 @@ class IncomingLinks:
             return any(link.peer == peer and link.prepared for link in self._links)
 
     def refusal(self, link: IncomingLink) -> str:
-        """Reason to make no buffers for a link; empty if there is none. Buffers that the peer
-        cannot write any more count less: its end of their link is over, and it opens the next one
-        before they are freed here."""
+        """Reason to make no buffers for a link; empty if there is none.
+
+        Twice as many lost links are allowed if the peer cannot write into their buffers any more.
+        The peer's end of such a link is over, so it opens the next one, and does so before the
+        buffers are freed here.
+        """
         with self.lock:
             lost = [x for x in self._links if x.peer == link.peer and x.holds_buffers]
             writable = sum(x.may_be_written for x in lost)
