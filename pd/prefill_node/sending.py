@@ -144,7 +144,7 @@ class SendingEnd(PromptSender):
         request.outgoing = outgoing = OutgoingRoom(request, self._cost)
         early = self._early.pop((request.room, request.peer), None)
         if early is not None:
-            self.reserve(outgoing, early[1])
+            self.take_reservation(outgoing, early[1])
 
     def _on_reservation(self, identity: bytes, message: Reservation) -> None:
         """The peer reserved slots, for a room that may be known, unknown yet, or ended."""
@@ -174,11 +174,11 @@ class SendingEnd(PromptSender):
                 abort = self._abort(message.sender, message.room, message.epoch, error)
                 self.decode_peers.send_when_reached(abort)
         elif first is None:
-            self.reserve(outgoing, message)
+            self.take_reservation(outgoing, message)
         else:
             logger.warning("dropped a repeated reservation of room %s", message.room.hex())
 
-    def reserve(self, outgoing: OutgoingRoom, reservation: Reservation) -> None:
+    def take_reservation(self, outgoing: OutgoingRoom, reservation: Reservation) -> None:
         """Take the reservation of a room; open the sender and push what is computed already."""
         request = outgoing.request
         if not 0 <= reservation.cached_prefix_len <= len(request.prompt):

@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
     namespace: str
 
 
-class Choice(NamedTuple):
+class RouteChoice(NamedTuple):
     """A worker and why it was chosen (a label of the metrics)."""
 
     worker: Worker
@@ -48,9 +48,9 @@ class Choice(NamedTuple):
 class Policy(Protocol):
     """Picks among workers that can all serve the request (never an empty list)."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice: ...
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice: ...
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         """The worker holds (or is about to hold) the KV of these tokens."""
@@ -59,11 +59,11 @@ class Policy(Protocol):
 class _LoadOnly:
     """Base of the policies that do not look at the prompt."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
-        return Choice(self._pick(workers, _prefill_load), type(self).__name__)
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
+        return RouteChoice(self._pick(workers, _prefill_load), type(self).__name__)
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
-        return Choice(self._pick(workers, _decode_load), type(self).__name__)
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
+        return RouteChoice(self._pick(workers, _decode_load), type(self).__name__)
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         pass
@@ -88,14 +88,14 @@ class RoundRobin(_LoadOnly):
         self._prefill_turns, self._decode_turns = count(), count()
         self._num_prefill = 1
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         self._num_prefill = len(workers)
-        return Choice(workers[next(self._prefill_turns) % len(workers)], "RoundRobin")
+        return RouteChoice(workers[next(self._prefill_turns) % len(workers)], "RoundRobin")
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         turn = next(self._decode_turns)
         repeats = turn // math.lcm(self._num_prefill, len(workers))
-        return Choice(workers[(turn + repeats) % len(workers)], "RoundRobin")
+        return RouteChoice(workers[(turn + repeats) % len(workers)], "RoundRobin")
 
 
 class Random(_LoadOnly):
@@ -115,20 +115,20 @@ class PowerOfTwo(_LoadOnly):
 class CacheAware:
     """The node with the longest cached prefix, or the least loaded one when loads differ much."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         longest, least = _extremes(workers, prompt, _prefill_load)
         excess = longest.worker.prefill_load - least.worker.prefill_load
         saved = longest.matched - least.matched
         if longest.matched and excess <= saved + IMBALANCE_TOKENS:
-            return Choice(longest.worker, "prefix")
-        return Choice(least.worker, "load")
+            return RouteChoice(longest.worker, "prefix")
+        return RouteChoice(least.worker, "load")
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         longest, least = _extremes(workers, prompt, _decode_load)
         limit = least.worker.decode_load * IMBALANCE_SHARE + IMBALANCE_REQUESTS
         if longest.matched and longest.worker.decode_load <= limit:
-            return Choice(longest.worker, "prefix")
-        return Choice(least.worker, "load")
+            return RouteChoice(longest.worker, "prefix")
+        return RouteChoice(least.worker, "load")
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         if worker.tree is None and worker.info is not None:

@@ -14,7 +14,7 @@ from pd.core.starvation import RUN_DELAY
 
 if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat
-    from pd.proxy.channel import Channel
+    from pd.proxy.channel import NodeChannel
     from pd.proxy.generation import Generation
     from pd.proxy.prefix_tree import PrefixTree
     from pd.proxy.responses import WorkerEntry
@@ -117,7 +117,7 @@ class Worker:
         self.url = url
         self.claimed: ServerInfo | None = None
         self.info: ServerInfo | None = None
-        self.channel: Channel | None = None
+        self.channel: NodeChannel | None = None
         self.alive = False
         self.connected = True
         self.accepting = False

@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
 from pd.transfer.nvlink.messages import SessionWelcome
+from pd.transfer.wire.channel import LAST_WRITE_SECONDS, QUARANTINE_SECONDS
 
 if TYPE_CHECKING:
     from pd.transfer.nvlink.receiver import NvlinkReceiver
     from pd.transfer.wire.channel import Channel
 
 logger = logging.getLogger(__name__)
-
-# The sockets of a killed process close before its GPU context: the stores that it had launched end
-# within this time or with the context.
-LAST_LAUNCH_SECONDS = 2.0
-# A link whose end proves nothing stays in quarantine for this time, which is longer than Linux
-# retransmits.
-NO_PROOF_SECONDS = 20 * 60.0
 
 
 class NvlinkSession:
@@ -81,7 +75,7 @@ class NvlinkSession:
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         now = time.monotonic()
         with self._changed:
-            safe_at = now + (LAST_LAUNCH_SECONDS if proof else NO_PROOF_SECONDS)
+            safe_at = now + (LAST_WRITE_SECONDS if proof else QUARANTINE_SECONDS)
             self._safe_at = safe_at if self._safe_at is None else min(self._safe_at, safe_at)
             self._fail(TransferError(f"the nvlink channel from {self.peer} ended: {reason}"))
             self._changed.notify_all()

@@ -22,6 +22,7 @@ from pd.transfer.staged.messages import (
     Waiting,
 )
 from pd.transfer.staged.mover import MoverError
+from pd.transfer.wire.channel import LAST_WRITE_SECONDS, QUARANTINE_SECONDS
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A link whose end proves nothing keeps its buffers in quarantine for this time. A kernel sends
-# unacknowledged bytes again for a shorter time.
-QUARANTINE_SECONDS = 20 * 60.0
-# The sockets of a killed process close before its GPU context. Copies between GPUs that it had
-# begun end within this time or with the context.
-LAST_COPY_SECONDS = 2.0
 _SHORT, _LONG = 100e-6, 20e-3
 # A call of the library that took longer than this has moved something.
 _MOVED_SECONDS = 20e-6
@@ -100,19 +95,19 @@ class IncomingLink:
 
     @property
     def takes_buffers(self) -> bool:
-        """Whether it has buffers or they are being made."""
+        """Whether the link has buffers or has some made."""
         return self.buffers is not None or self._setting_up
 
     @property
-    def holds_buffers(self) -> bool:
-        """Whether it is ending and has buffers, which may still be in the making."""
+    def in_quarantine(self) -> bool:
+        """Whether the link is ending and has buffers, or has some made."""
         return self.state is InState.ENDING and self.takes_buffers
 
     @property
     def may_be_written(self) -> bool:
         """Whether P, or a copy that it had begun, may still write into the buffers of an ended
         link."""
-        return self.holds_buffers and time.monotonic() < self._safe_at
+        return self.in_quarantine and time.monotonic() < self._safe_at
 
     @property
     def prepared(self) -> bool:
@@ -167,7 +162,7 @@ class IncomingLink:
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         incoming = self._incoming
         with incoming.lock:
-            late = LAST_COPY_SECONDS if self._on_device and not self._drained else 0.0
+            late = LAST_WRITE_SECONDS if self._on_device and not self._drained else 0.0
             seconds = late if proof else QUARANTINE_SECONDS
             self._safe_at = min(self._safe_at, time.monotonic() + seconds)
             unused = self.buffers is None and not self._setting_up

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.staged.incoming_link import IncomingLink
-from pd.transfer.staged.outgoing_links import MAX_LINKS
+from pd.transfer.staged.outgoing_links import MAX_LINKS, MAX_LOST_LINKS
 from pd.transfer.wire.errors import PeerDataError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LOST_LINKS = 4
 _LOG_INTERVAL = 1.0
 _PINNED_BUFFER_BYTES = 8 << 20
 
@@ -156,7 +155,7 @@ class IncomingLinks:
         buffers are freed here.
         """
         with self.lock:
-            lost = [x for x in self._links if x.peer == link.peer and x.holds_buffers]
+            lost = [x for x in self._links if x.peer == link.peer and x.in_quarantine]
             writable = sum(x.may_be_written for x in lost)
         if writable < MAX_LOST_LINKS and len(lost) < 2 * MAX_LOST_LINKS:
             return ""

@@ -347,7 +347,7 @@ class OutgoingLink:
 
     @property
     def holds_buffers(self) -> bool:
-        """Buffers were asked for and are not given up."""
+        """Whether buffers were asked for and the link has not begun to end."""
         return self.state in (OutgoingState.OPENING, OutgoingState.UP)
 
     @property

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pd.transfer.staged.sender import StagedSender
     from pd.transfer.wire.hub import ChannelHub
 
+# Lost links to or from one peer whose buffers may be in quarantine.
 MAX_LOST_LINKS = 4
 # Links of one node that may hold buffers. When another one needs some, a link that no room uses is
 # closed.

@@ -39,6 +39,12 @@ MAX_BACKLOG_BYTES = 4 << 20
 _READ_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_PROBES = 60, 20
+# The sockets of a killed process close before its GPU context. Stores and copies between GPUs that
+# it had launched end within this time or with the context.
+LAST_WRITE_SECONDS = 2.0
+# Memory that a peer may write stays in quarantine for this time after an end that proves nothing. A
+# kernel sends unacknowledged bytes again for a shorter time.
+QUARANTINE_SECONDS = 20 * 60.0
 
 
 class ChannelEvents(Protocol):
