@@ -48,7 +48,7 @@ class StepLoop(threading.Thread):
 
     @property
     def broken(self) -> bool:
-        """Nothing will be computed any more."""
+        """Whether nothing will be computed any more."""
         return self._broken
 
     def stop(self) -> None:

@@ -214,8 +214,8 @@ class SendingEnd(PromptSender):
             self._open(request.outgoing)
 
     def _open(self, outgoing: OutgoingRoom) -> None:
-        """Begin to send, if the peer has reserved; pushes KV that is in the pool and may not wait
-        for what is not launched yet."""
+        """Begin to send, if the peer has reserved. Pushes KV that is in the pool, unless it may
+        wait for work that is not launched yet."""
         if outgoing.reservation is None or outgoing.sender is not None:
             return
         request = outgoing.request
@@ -245,9 +245,12 @@ class SendingEnd(PromptSender):
                 self._commits.start_digest(outgoing)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """A function for one step: it pushes the step's chunks while their layers are computed, and
-        tokens before them for which the reservation came too late, also if that comes during the
-        step. It acquires the node's lock, as this method does."""
+        """Make a function that the forward pass of one step calls; None if the step has no chunks.
+
+        The function pushes the step's chunks while their layers are computed. It also pushes tokens
+        before them whose reservation came too late, even during the step. It acquires the node's
+        lock, as this method does.
+        """
         with self._core.events.lock:
             chunks = [
                 Chunk(outgoing, work.start, work.stop, len(outgoing.request.prompt))
@@ -268,7 +271,7 @@ class SendingEnd(PromptSender):
         return layers_done
 
     def chunk_computed(self, work: Work) -> None:
-        """Push a chunk that is in the pool, unless the forward pass did, or it may wait."""
+        """Push a chunk that is in the pool, unless the forward pass has done so, or it may wait."""
         outgoing = work.sequence.request.outgoing
         if outgoing is None or outgoing.sender is None:
             return

@@ -30,11 +30,11 @@ class Detokenizer(Protocol):
         """Text that is certain now that this token is there; often it lags behind."""
 
     def flush(self) -> str:
-        """The rest, once no more tokens come."""
+        """Return the rest of the text, once no more tokens come."""
 
 
 class NoDetokenizer:
-    """Without a tokenizer there is no text."""
+    """Detokenizer of a proxy without a tokenizer: there is no text."""
 
     def push(self, token_id: int) -> str:
         return ""

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 MAX_MODEL_CHARACTERS = 4096
 MAX_RID_CHARACTERS = 256
-# With the number of a prompt, as prompts of a batch have it.
+# Prompts of a batch have an id that ends with their number.
 _MAX_PROMPT_RID_CHARACTERS = MAX_RID_CHARACTERS + 16
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 MAX_TIMEOUT = 1e6

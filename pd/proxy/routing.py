@@ -106,14 +106,15 @@ class Random(_LoadOnly):
 
 
 class PowerOfTwo(_LoadOnly):
-    """The less loaded of two drawn at random (Mitzenmacher, 2001)."""
+    """Chooses the less loaded of two workers that are drawn at random (Mitzenmacher, 2001)."""
 
     def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
         return min(random.sample(workers, min(2, len(workers))), key=load)
 
 
 class CacheAware:
-    """The node with the longest cached prefix, or the least loaded one when loads differ much."""
+    """Chooses the node with the longest cached prefix, or the least loaded one when loads differ
+    much."""
 
     def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         longest, least = _extremes(workers, prompt, _prefill_load)
@@ -171,7 +172,7 @@ _POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """Raises UsageError for an unknown name."""
+    """Make the policy with this name. Raises UsageError for an unknown name."""
     if name not in _POLICIES:
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(_POLICIES)}")
     return _POLICIES[name]()
@@ -191,7 +192,8 @@ class Limits(NamedTuple):
     sampling_defaults: SamplingDefaults
 
     def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
-        """Refuse what no node could ever do. ``explicit``: the client chose ``max_tokens``."""
+        """Refuse a prompt that no node could ever serve. ``explicit``: the client chose
+        ``max_tokens``."""
         if num_tokens >= self.context_length:
             raise InvalidRequestError(
                 f"the prompt has {num_tokens} tokens; the model's context of "
@@ -236,7 +238,7 @@ class Router:
         return any(self._can_start(worker, 0, with_decode=True) for worker in self._workers)
 
     def differences(self) -> list[str]:
-        """Why nodes that are there cannot work together."""
+        """Reasons why nodes that are there cannot work together."""
         infos = [w.info for w in self._workers if w.ready and w.info]
         found = [p.difference(d) for p in infos for d in infos if (p.role, d.role) == _PAIR]
         return [difference for difference in dict.fromkeys(found) if difference]

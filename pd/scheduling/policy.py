@@ -1,5 +1,9 @@
-"""In which order waiting requests are looked at. Each policy is a function from the waiting
-requests, oldest first, to the order of preference; none may starve anyone, see WaitingQueue."""
+"""Policies: the order in which waiting requests are looked at.
+
+A policy is a function from the waiting requests, oldest first, to the order of preference. It need
+not care about requests that are overtaken again and again:
+:class:`pd.scheduling.waiting_queue.WaitingQueue` bounds that.
+"""
 
 from __future__ import annotations
 
