@@ -83,7 +83,7 @@ class NodeServer:
         while not drained and time.monotonic() < deadline:
             time.sleep(0.05)
             drained = self._has_finished()
-        # Not before: the decode nodes of accepted requests may still have to shake hands.
+        # The registry closes last: decode nodes of accepted requests may still have to shake hands.
         if self._registry is not None:
             self._registry.set_draining()
         if not drained:

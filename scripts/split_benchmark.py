@@ -43,7 +43,7 @@ from pd.bench.serve import (  # noqa: E402
     timing_row,
     unloaded_rows,
 )
-from pd.bench.serve_client import Completion, Server  # noqa: E402
+from pd.bench.serve_client import BenchCompletion, Server  # noqa: E402
 from pd.bench.shapes import NAMES, SHAPES, model_directory  # noqa: E402
 from pd.commands.processes import Child, Children  # noqa: E402
 from pd.core.errors import PDError, SetupError  # noqa: E402
@@ -159,7 +159,7 @@ class Measurement:
         kinds = {name: self._args.outputs}
         if prefill is not None:
             kinds = {"prefill node alone": 1} | kinds
-        answers: dict[str, list[Completion]] = {kind: [] for kind in kinds}
+        answers: dict[str, list[BenchCompletion]] = {kind: [] for kind in kinds}
         stages: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         repeats = self._args.repeats * (3 if length < SHORT else 1)
         for repeat in range(repeats + 1):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pd.bench.serve_client import Completion, Reception, Server
+from pd.bench.serve_client import BenchCompletion, Reception, Server
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -196,13 +196,13 @@ async def measure_unloaded(
     return unloaded_rows(length, answers[1:])
 
 
-async def ask_one(server: Server, prompts: Prompts, length: int, outputs: int) -> Completion:
+async def ask_one(server: Server, prompts: Prompts, length: int, outputs: int) -> BenchCompletion:
     """Ask with a new random prompt. Raises PDError if it is not answered."""
     request = server.request(prompts.make(length), outputs)
     return _checked(await server.ask(request), outputs)
 
 
-def unloaded_rows(length: int, answers: list[Completion]) -> list[Row]:
+def unloaded_rows(length: int, answers: list[BenchCompletion]) -> list[Row]:
     """Rows of answers to prompts of one length, sent one at a time."""
     work = f"unloaded:{length}"
     rows = [timing_row(work, "first token", _first(answers))]
@@ -212,7 +212,7 @@ def unloaded_rows(length: int, answers: list[Completion]) -> list[Row]:
     return rows
 
 
-def _checked(answer: Completion, num_tokens: int) -> Completion:
+def _checked(answer: BenchCompletion, num_tokens: int) -> BenchCompletion:
     if answer.error is not None:
         raise NodeFailedError(answer.error)
     if answer.num_tokens != num_tokens:
@@ -220,11 +220,11 @@ def _checked(answer: Completion, num_tokens: int) -> Completion:
     return answer
 
 
-def _first(answers: list[Completion]) -> list[float]:
+def _first(answers: list[BenchCompletion]) -> list[float]:
     return [answer.times[0] - answer.sent for answer in answers if answer.times]
 
 
-def _second(answers: list[Completion]) -> list[float]:
+def _second(answers: list[BenchCompletion]) -> list[float]:
     return [answer.times[1] - answer.times[0] for answer in answers if len(answer.times) > 1]
 
 
@@ -307,7 +307,7 @@ async def measure_load(server: Server, prompts: Prompts, load: Load) -> tuple[li
 
 
 def _load_rows(
-    streams: list[Completion], answers: list[Completion], begin: float, end: float
+    streams: list[BenchCompletion], answers: list[BenchCompletion], begin: float, end: float
 ) -> list[Row]:
     every = [pair for s in streams for pair in pairwise(s.times) if begin < pair[1] <= end]
     later = [pair for s in streams for pair in pairwise(s.times[1:]) if begin < pair[1] <= end]
@@ -322,7 +322,7 @@ def _load_rows(
     ]
 
 
-def _volume(streams: list[Completion], begin: float, end: float) -> Row:
+def _volume(streams: list[BenchCompletion], begin: float, end: float) -> Row:
     """Output of the streams; more than one token in an event means that an end was slow."""
     counts = [
         count

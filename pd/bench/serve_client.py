@@ -26,7 +26,7 @@ _ENDPOINT = "/v1/completions"
 
 
 @dataclass
-class Completion:
+class BenchCompletion:
     """One streamed answer; times are of ``time.perf_counter``.
 
     Attributes:
@@ -85,9 +85,9 @@ class Reception(asyncio.Protocol):
         self._was_cut = True
         self._transport.abort()
 
-    def completion(self) -> Completion:
+    def completion(self) -> BenchCompletion:
         """Parse what was received."""
-        found = Completion(self.sent)
+        found = BenchCompletion(self.sent)
         status, body = _parse_http(self._pieces)
         if status == 0 and self._was_cut:
             return found
@@ -203,7 +203,7 @@ class Server:
         reception.send(request)
         return reception
 
-    async def ask(self, request: bytes) -> Completion:
+    async def ask(self, request: bytes) -> BenchCompletion:
         """Send and wait for the end. Raises SetupError if no server answers."""
         reception = await self.start(request)
         await reception.ended

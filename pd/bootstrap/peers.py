@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a failure answers for its peer before the next demand tries again, from the beginning of
-# the handshake: after one that timed out the peer's state is unknown.
+# A failed handshake is the answer to all demands for its peer until this time after its beginning.
+# The next demand tries again. The time counts from the beginning, since the state of a peer is
+# unknown after a handshake that timed out.
 FAILURE_SECONDS = 0.5
 _WORKERS = 4
 _MAX_FAILURES = 1024

@@ -170,9 +170,9 @@ class NodeHeartbeat(Message):
         ready: accepts new requests.
         queued_tokens: prompt tokens not yet computed (prefill) or reserved (decode).
         running: requests on the node.
-        losses: how often it gave up the requests of this proxy, because messages were lost or the
-            proxy was silent; when the number grows, so must the proxy.
-        run_delay: of the node.
+        losses: how often the node gave up the requests of this proxy, because messages were lost or
+            the proxy was silent. When the number grows, the proxy gives up what it has at the node.
+        run_delay: run delay of the node in seconds (:mod:`pd.core.starvation`).
         linked: a decode node's prefill nodes whose link is made; None if the node has no links.
     """
 
@@ -275,12 +275,13 @@ AnyMessage: TypeAlias = (
     | Drained
 )
 
-# Repeated twice a second: a lost one is no loss.
+# Messages that are sent twice a second, so that the loss of one has no consequence.
 _HEARTBEATS = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat)
 
 
 def counts(message: Message) -> bool:
-    """Whether it is missed when it is lost (:mod:`pd.core.numbering`)."""
+    """Whether the loss of a message has consequences, so that it is numbered
+    (:mod:`pd.core.numbering`)."""
     return not isinstance(message, _HEARTBEATS)
 
 

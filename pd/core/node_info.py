@@ -78,7 +78,8 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return address
 
 
-# What cannot be converted between peers. Page size and sharding, by contrast, may differ freely.
+# Properties that must be equal, since KV cannot be converted between peers. Page size and sharding
+# may differ.
 _MUST_MATCH_KV = ("num_layers", "num_kv_heads", "head_dim", "dtype", "layout")
 
 

@@ -50,7 +50,7 @@ class Received:
         self.began = 0
 
     def missing(self, number: bytes) -> bool:
-        """Take the frame before a message; whether messages before it were lost.
+        """Take the frame before a message. Returns whether messages before it were lost.
 
         Raises:
             ValueError: it is not such a frame.
@@ -59,7 +59,7 @@ class Received:
             raise ValueError(f"a message number has {_FRAME.size} bytes, not {len(number)}")
         stream, count, counts = _FRAME.unpack(number)
         if stream < self._stream:
-            return False  # of a connection that was given up
+            return False  # the message comes from a connection that was given up
         first = stream != self._stream
         last = 0 if first else self._count
         self.began += first

@@ -26,7 +26,7 @@ CEILING_SECONDS = 30.0
 READING_INTERVAL = 0.5
 
 _TASKS = "/proc/self/task"
-# Growth is asked for over a wait, which ends at the ceiling.
+# Readings are kept somewhat longer than the longest wait, which ends at the ceiling.
 _HISTORY_SECONDS = CEILING_SECONDS + 5.0
 _MAX_PEERS = 4096
 
@@ -35,7 +35,7 @@ class Delay(Protocol):
     """Run delay of one process over time."""
 
     def growth(self, since: float) -> float:
-        """Seconds by which it grew since ``time.monotonic()`` was ``since``."""
+        """Seconds by which the run delay grew since ``time.monotonic()`` was ``since``."""
 
 
 class DelayHistory:

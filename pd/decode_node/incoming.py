@@ -24,10 +24,11 @@ class IncomingRoom:
 
     Attributes:
         connected: whether the prefill node shook hands.
-        receiver: accepts the KV, from the reservation on.
-        reservation: made when there was memory, and sent once ``send_at`` has passed.
-        commit_at: when ``commit`` came.
-        digest: being computed since all of the KV is here.
+        receiver: accepts the KV; None until pages are reserved.
+        reservation: message to the prefill node, which is sent once ``send_at`` has passed; None
+            until pages are reserved.
+        commit_at: time at which ``commit`` arrived.
+        digest: digest of the KV, computed from the pool; None until the KV is complete.
         quarantine: pages that were released and may still be written by the peer; None while the
             room lives.
         abort_error: cause of the room's end, as the peer is told.

@@ -156,7 +156,7 @@ class Attention(nn.Module):
             self._eps,
         )
         if rows is not None and len(rows) == 0:
-            # So that the K and V of all ranks are written before this layer is reported as done.
+            # K and V of all ranks must be written before this layer is reported as done.
             self._tp.barrier(x.device)
             return x[:0]
         if rows is not None and attention.last is not None:

@@ -38,19 +38,20 @@ class ControlHandler(Protocol):
     """Receives the calls of the control thread; no other thread calls these."""
 
     def on_message(self, identity: bytes, message: AnyMessage) -> None:
-        """A message from the process with this identity."""
+        """Handle a message from the process with this identity."""
 
     def on_gap(self, identity: bytes) -> None:
-        """Messages of this process were lost before the one that comes next."""
+        """Note that messages of a process were lost before the one that is handled next."""
 
     def on_anew(self, identity: bytes) -> None:
-        """This process dropped all that it had here and begins anew."""
+        """Note that a process dropped everything that it had at this node and begins anew."""
 
     def on_tick(self) -> None:
-        """About ten times a second."""
+        """Handle a tick of the clock; called about ten times a second."""
 
     def on_poll(self) -> bool:
-        """After every turn; True asks to be called again soon (a transfer is completing)."""
+        """Move transfers along; called after every turn. True asks for another call a
+        millisecond later, since a transfer is about to complete."""
 
 
 class _Wakeup:

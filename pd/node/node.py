@@ -116,8 +116,12 @@ class Node:
                 self.receiving.pump()  # which may end requests
 
     def _close(self, ended: float, request: Request) -> None:
-        """Release the pages of an ended request, unless something can still touch them. No page
-        of a request is released anywhere else, but those of retracted and parked ones."""
+        """Release the pages of an ended request, unless something can still touch them.
+
+        Schedulers and ends release pages of a request that goes on: when a choice is complete
+        (``DecodeScheduler._leave``), when a sequence is retracted or parked, and when an admission
+        fails after it has matched cached pages.
+        """
         if request.in_step or not all(end.may_release(request) for end in self.ends):
             self.rooms.closing.rest(ended, request)
             return
@@ -236,7 +240,7 @@ class Node:
             for node, run_delay in message.run_delays.items():
                 patience.heard(node, run_delay)
         if proxy != identity:
-            return  # of the thread that only keeps the lease
+            return  # the sender is the proxy's thread that only keeps the lease
         if self.receiving is not None and self.ready:
             self.receiving.meet(message.meet)
         reply = NodeHeartbeat(
@@ -252,7 +256,7 @@ class Node:
         self.core.post(identity, reply)
 
     def on_gap(self, identity: bytes) -> None:
-        """Messages of a process were lost though it lives, so it may wait for what is not here."""
+        """Drop a process of which messages were lost: it may wait for answers to them."""
         instance, why = identity.decode(errors="replace"), "messages from it were lost"
         with self.core.events.event():
             if not any([end.drop_peer(instance, why) for end in self.ends]):

@@ -46,10 +46,11 @@ class Proxies:
         for proxy in self._leases.expired(now):
             self._leases.drop(proxy)
             if self._abort_all(proxy, "its proxy is gone"):
-                self._count_loss(proxy)  # should it only have stood still
+                # NOTE: if the proxy only stood still, its next heartbeat is told so.
+                self._count_loss(proxy)
 
     def _abort_all(self, proxy: bytes, why: str) -> bool:
-        """End the requests of a proxy; whether there were any."""
+        """End the requests of a proxy. Returns whether there were any."""
         found = [request for request in self._rooms.live() if request.proxy == proxy]
         for request in found:
             self._rooms.fail(request, AbortedError(why), tell_proxy=False)

@@ -50,7 +50,7 @@ class StepLoop(threading.Thread):
 
     @property
     def broken(self) -> bool:
-        """Nothing will be computed any more."""
+        """Whether nothing will be computed any more."""
         return self._broken
 
     def stop(self) -> None:
@@ -100,7 +100,7 @@ class StepLoop(threading.Thread):
         events, last = self._events, self._launched
         works: list[Work] = []
         with events.event():
-            # NOTE: before the look: what comes after it is not missed.
+            # NOTE: cleared before planning, so that work which arrives later sets it again.
             events.work_available.clear()
             if last is None or self._scheduler.may_plan_ahead(last.works):
                 works = self._scheduler.plan()
@@ -160,9 +160,9 @@ class StepLoop(threading.Thread):
             self._rooms.outputs.flush()
 
     def _step_failed(self, works: list[Work], error: NodeFailedError) -> None:
-        """Requests of a step that could not be computed fail; the node goes on."""
-        # NOTE: before any page changes its owner. On a GPU that is broken this raises, and the node
-        # is not ready any more.
+        """Fail the requests of a step that could not be computed; the node goes on."""
+        # NOTE: the host waits for the GPU before any page changes its owner. On a broken GPU this
+        # raises, and the node is not ready any more.
         self._engine.synchronize()
         with self._events.event():
             self._forget(works)

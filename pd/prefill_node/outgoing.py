@@ -62,8 +62,8 @@ class OutgoingRoom:
         reservation: the peer's, once it came.
         pushed: leading tokens whose KV of all layers was given to the sender (or is the peer's
             already).
-        parked: whether the computed prompt was evicted for others before the peer reserved; it is
-            computed again when it does.
+        parked: whether the computed prompt's pages were released to the prefix cache before the
+            peer reserved; tokens that were evicted since are computed again when it does.
         digest: being computed since the whole prompt is here and the peer has reserved.
         reserved_at, computed_at: when the reservation came; when token 1 was known.
         first_sent, sent: when KV first went out; when the last byte had left.

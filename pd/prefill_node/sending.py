@@ -113,7 +113,8 @@ class SendingEnd(PromptSender):
             for outgoing in self._outgoing():
                 if outgoing.request.peer == instance:
                     self._rooms.fail(outgoing.request, error)
-            self.decode_peers.drop(instance)  # with the aborts that it would be sent later
+            # NOTE: again, since the requests that failed have left aborts for the node.
+            self.decode_peers.drop(instance)
             return True
 
     def peers(self) -> list[NodeInfo]:
@@ -143,7 +144,7 @@ class SendingEnd(PromptSender):
         request.outgoing = outgoing = OutgoingRoom(request, self._cost)
         early = self._early.pop((request.room, request.peer), None)
         if early is not None:
-            self.reserve(outgoing, early[1])
+            self.take_reservation(outgoing, early[1])
 
     def _on_reservation(self, identity: bytes, message: Reservation) -> None:
         """The peer reserved slots, for a room that may be known, unknown yet, or ended."""
@@ -173,11 +174,11 @@ class SendingEnd(PromptSender):
                 abort = self._abort(message.sender, message.room, message.epoch, error)
                 self.decode_peers.send_when_reached(abort)
         elif first is None:
-            self.reserve(outgoing, message)
+            self.take_reservation(outgoing, message)
         else:
             logger.warning("dropped a repeated reservation of room %s", message.room.hex())
 
-    def reserve(self, outgoing: OutgoingRoom, reservation: Reservation) -> None:
+    def take_reservation(self, outgoing: OutgoingRoom, reservation: Reservation) -> None:
         """Take the reservation of a room; open the sender and push what is computed already."""
         request = outgoing.request
         if not 0 <= reservation.cached_prefix_len <= len(request.prompt):
@@ -213,8 +214,8 @@ class SendingEnd(PromptSender):
             self._open(request.outgoing)
 
     def _open(self, outgoing: OutgoingRoom) -> None:
-        """Begin to send, if the peer has reserved; pushes KV that is in the pool and may not wait
-        for what is not launched yet."""
+        """Begin to send, if the peer has reserved. Pushes KV that is in the pool, unless it may
+        wait for work that is not launched yet."""
         if outgoing.reservation is None or outgoing.sender is not None:
             return
         request = outgoing.request
@@ -244,9 +245,12 @@ class SendingEnd(PromptSender):
                 self._commits.start_digest(outgoing)
 
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """A function for one step: it pushes the step's chunks while their layers are computed, and
-        tokens before them for which the reservation came too late, also if that comes during the
-        step. It acquires the node's lock, as this method does."""
+        """Make a function that the forward pass of one step calls; None if the step has no chunks.
+
+        The function pushes the step's chunks while their layers are computed. It also pushes tokens
+        before them whose reservation came too late, even during the step. It acquires the node's
+        lock, as this method does.
+        """
         with self._core.events.lock:
             chunks = [
                 Chunk(outgoing, work.start, work.stop, len(outgoing.request.prompt))
@@ -267,7 +271,7 @@ class SendingEnd(PromptSender):
         return layers_done
 
     def chunk_computed(self, work: Work) -> None:
-        """Push a chunk that is in the pool, unless the forward pass did, or it may wait."""
+        """Push a chunk that is in the pool, unless the forward pass has done so, or it may wait."""
         outgoing = work.sequence.request.outgoing
         if outgoing is None or outgoing.sender is None:
             return
@@ -359,7 +363,8 @@ class SendingEnd(PromptSender):
     def sweep(self, now: float) -> None:
         for instance in self.decode_peers.expired(now):
             self.drop_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
-        # NOTE: both wait for something of the proxy too, so the most delayed of all others counts.
+        # NOTE: both waits also end by a message of the proxy, so the run delay of the most delayed
+        # process extends them.
         for key, (came, reservation) in list(self._early.items()):
             if self._patience.is_over(came, LEASE_SECONDS):
                 del self._early[key]

@@ -38,7 +38,7 @@ class Sockets:
         node: str,
         on_message: Callable[[AnyMessage], None],
         on_gap: Callable[[], None],
-    ) -> Channel:
+    ) -> NodeChannel:
         """Connect to a node's ROUTER. Raises zmq.ZMQError for an endpoint that makes no sense.
 
         ``node``: its instance id. With a cluster key no other node's ROUTER takes the connection,
@@ -47,7 +47,7 @@ class Sockets:
         ``on_gap``: called before a message when others before it were lost.
         """
         socket = self.connect(self._context, self.instance_id, endpoint, node)
-        return Channel(socket, self.instance_id, on_message, on_gap)
+        return NodeChannel(socket, self.instance_id, on_message, on_gap)
 
     def connect(self, context: zmq.Context[S], identity: str, endpoint: str, node: str) -> S:
         """A socket of ``context`` that is (or will be) connected to the ROUTER of ``node``.
@@ -82,7 +82,7 @@ class Sockets:
         self._context.destroy(linger=0)
 
 
-class Channel:
+class NodeChannel:
     """Sends without waiting and hands every message of this proxy to one callback."""
 
     def __init__(

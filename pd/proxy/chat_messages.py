@@ -28,7 +28,7 @@ class TextPart(TypedDict):
 
 
 @with_config(ConfigDict(extra="allow"))
-class Message(TypedDict):
+class InputMessage(TypedDict):
     """A message as clients write it. Templates also see the fields that are not named here."""
 
     role: Annotated[MessageRole, Field(description="The author.")]
@@ -54,7 +54,7 @@ def read_messages(messages: object) -> list[ReadMessage]:
 
 
 Messages = Annotated[
-    list[ReadMessage], PlainValidator(read_messages, json_schema_input_type=list[Message])
+    list[ReadMessage], PlainValidator(read_messages, json_schema_input_type=list[InputMessage])
 ]
 
 

@@ -30,11 +30,11 @@ class Detokenizer(Protocol):
         """Text that is certain now that this token is there; often it lags behind."""
 
     def flush(self) -> str:
-        """The rest, once no more tokens come."""
+        """Return the rest of the text, once no more tokens come."""
 
 
 class NoDetokenizer:
-    """Without a tokenizer there is no text."""
+    """Detokenizer of a proxy without a tokenizer: there is no text."""
 
     def push(self, token_id: int) -> str:
         return ""
@@ -55,7 +55,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenTable:
-    """What single tokens of one tokenizer stand for, looked up once each."""
+    """Texts and bytes of single tokens of one tokenizer, looked up once each."""
 
     def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
         self.tokenizer = tokenizer
@@ -157,7 +157,7 @@ class _ByteRun:
 
 
 class _WindowDetokenizer:
-    """Any other tokenizer: decode a short window that begins one step back.
+    """Detokenizer for all other tokenizers: decodes a short window that begins one step back.
 
     Decoders treat the first token of a text differently (a leading space is stripped), so the
     window keeps the tokens of the previous step, and what they alone decode to is subtracted.

@@ -283,8 +283,8 @@ class Dispatcher:
         self._send(generation, route)
 
     def _route(self, model: str, prompt: Prompt, needs_decode: bool) -> Route:
-        """To nodes whose connections stand: one that died a moment ago, whose heartbeats are not
-        missed yet, is found out here. Raises as :meth:`pd.proxy.routing.Router.route` does."""
+        """Choose nodes whose connections stand. A node that died a moment ago is found out here,
+        before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
         while True:
             route = self._router.route(model, prompt, needs_decode=needs_decode)
             nodes = [node for node in (route.first, route.decode) if node is not None]
@@ -415,7 +415,7 @@ class Dispatcher:
         generation.job.fail(generation, error)
 
     def _close(self, generation: Generation) -> None:
-        """The one way out of the books."""
+        """Remove a generation from the records; no other method does."""
         generation.done = True
         generation.finished_at = time.monotonic()
         if self._rooms.pop(generation.room, None) is not None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What is asked about one prompt, after validation.
+    """The request for one prompt, after validation.
 
     Attributes:
         stop: stop strings; the nodes know nothing of them.
@@ -53,18 +53,19 @@ class Spec:
 
 
 class FinishReason(NamedTuple):
-    """Why a choice ended; ``matched``: the token id or the stop string."""
+    """Reason why a choice ended; ``matched``: the token id or the stop string."""
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
 
 
 class Delta(NamedTuple):
-    """News of a choice since the last look.
+    """Tokens and text of a choice that are new since the last delta.
 
     Attributes:
-        first: nothing was taken before.
-        total: tokens so far, these included; ``pieces`` the same of pieces of text.
+        first: whether this is the choice's first delta.
+        total: tokens of the choice so far, with those of this delta.
+        pieces: pieces of text of the choice so far, with those of this delta.
     """
 
     text: str
@@ -80,7 +81,7 @@ class Choice:
     """One of the ``n`` answers to a prompt.
 
     Attributes:
-        end_taken: its end was taken, so nothing new will come.
+        end_taken: whether a delta with the choice's end was taken, so that no other will come.
         text_ends: length of the text after each token (for ``text_offset``).
     """
 
@@ -123,7 +124,7 @@ class Choice:
         return added
 
     def take(self) -> Delta:
-        """What is new since the last call."""
+        """Take the part of the choice that is new since the last call."""
         delta = Delta(
             "".join(self._pieces[self._taken_pieces :]),
             self.output_ids[self._taken_tokens :],
@@ -144,7 +145,7 @@ class Choice:
         return "".join(self._pieces[: delta.pieces])
 
     def text_begins(self, start: int, count: int) -> list[int]:
-        """Where each of ``count`` tokens from ``start`` on begins in the text."""
+        """Offsets in the text at which ``count`` tokens begin, from token ``start`` on."""
         if count == 0:
             return []
         if start == 0:
@@ -152,7 +153,7 @@ class Choice:
         return self.text_ends[start - 1 : start + count - 1]
 
     def end(self, reason: FinishReason) -> None:
-        """End with what there is; text held back for a stop string is shown."""
+        """End the choice; text that was held back for a stop string is shown."""
         self._show(self._stops.push(self._detokenizer.flush()))
         if self._stops.matched is not None:
             reason = FinishReason("stop", self._stops.matched)
@@ -249,7 +250,8 @@ class Generation:
 
     @property
     def missing_prompt_logprobs(self) -> str | None:
-        """What is wrong with the prompt's log probabilities, if they were asked for."""
+        """The error of the prompt's log probabilities; None if they are complete or were not asked
+        for."""
         start = self.spec.params.prompt_logprobs_start
         if start is None:
             return None
@@ -299,7 +301,7 @@ class Generation:
             raise NodeFailedError("the prefill node sent log probabilities of too many tokens")
 
     def stages(self) -> dict[str, float]:
-        """Seconds per stage, as the nodes report them; each is the word of whom it happened on."""
+        """Seconds per stage. Each stage is reported by the node on which it happened."""
         first = self._stages.get("first", Stages())
         decode = self._stages.get("decode", first)
         measured = 0.0

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a proxy."""
+"""Metrics of a proxy for Prometheus."""
 
 from __future__ import annotations
 

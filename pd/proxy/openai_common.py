@@ -1,4 +1,4 @@
-"""What the two OpenAI endpoints share."""
+"""Parts that the two OpenAI endpoints share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pd.proxy.requests import OpenAIRequest
     from pd.proxy.service import ModelView
 
-# In JSON, about.
+# Approximate size of a token id in JSON.
 TOKEN_ID_BYTES = 7
 
 
@@ -56,7 +56,7 @@ class AnswerOptions(NamedTuple):
 
 
 def chunk_usage(options: AnswerOptions, job: Job) -> dict[str, Any]:
-    """What a chunk says of usage: nothing, null before the last, or how much it is so far."""
+    """The field ``usage`` of a chunk: none, null before the last chunk, or the usage so far."""
     if not options.include_usage:
         return {}
     return {"usage": usage(job) if options.continuous_usage else None}

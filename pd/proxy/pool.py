@@ -1,4 +1,4 @@
-"""All workers: who is there, who died, who came back."""
+"""All workers: which are there, which died, and which came back."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class WorkerPool:
 
     def _receive(self, worker: Worker, message: AnyMessage) -> None:
         if message.sender != worker.instance_id:
-            # Somebody else answers at this endpoint; /server_info will say who.
+            # Another process answers at this endpoint; /server_info will say which.
             self._wake[worker].set()
             return
         if not isinstance(message, NodeHeartbeat):
@@ -287,7 +287,7 @@ class WorkerPool:
             late = time.monotonic() - due
             run_delays = {w.instance_id: w.run_delay for w in self.workers if w.alive}
             for worker in list(self.workers):
-                # While this process stood still nobody was heard, which says nothing about them.
+                # NOTE: this process heard no node while it stood still, so nodes are not blamed.
                 if late > HEARTBEAT_INTERVAL:
                     worker.last_heard += late
                 before = worker.ready

@@ -1,4 +1,4 @@
-"""Which prefixes a node presumably holds: its radix cache, guessed from what was sent there."""
+"""Prefixes that a node presumably holds: its radix cache, estimated from what was sent there."""
 
 from __future__ import annotations
 

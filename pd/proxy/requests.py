@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 MAX_MODEL_CHARACTERS = 4096
 MAX_RID_CHARACTERS = 256
-# With the number of a prompt, as prompts of a batch have it.
+# Prompts of a batch have an id that ends with their number.
 _MAX_PROMPT_RID_CHARACTERS = MAX_RID_CHARACTERS + 16
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 MAX_TIMEOUT = 1e6
@@ -252,7 +252,7 @@ class RequestFields(RequestModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream reports beside the answer."""
+    """Options of a stream: what it reports beside the answer."""
 
     include_usage: bool = Field(
         False, description="One more event before the end has the request's `usage`."
@@ -474,7 +474,7 @@ _PER_PROMPT = {
 
 
 class PromptOptions(NamedTuple):
-    """What a request in the native shape says of one prompt."""
+    """Options of one prompt of a request in the native shape."""
 
     sampling: NativeSampling
     return_logprob: bool
@@ -533,7 +533,7 @@ class GenerateRequest(RequestFields):
         return prompts
 
     def options(self, num_prompts: int) -> list[PromptOptions]:
-        """What the request says of each prompt."""
+        """The options of each prompt."""
         values = [getattr(self, name) for name in _PER_PROMPT]
         each = [v if isinstance(v, list) else [v] * num_prompts for v in values]
         return [PromptOptions(*options) for options in zip(*each, strict=True)]

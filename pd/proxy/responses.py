@@ -12,7 +12,7 @@ LogprobTriple = tuple[float | None, int, str]
 
 
 class ErrorDetail(TypedDict):
-    """What was wrong."""
+    """Description of an error."""
 
     message: Annotated[str, Field(description="Names the field and its value, and the remedy.")]
     type: str
@@ -71,7 +71,7 @@ class CompletionChoice(Ending):
 
 
 class CompletionHead(TypedDict):
-    """What an answer and all events of one request begin with."""
+    """Fields that an answer and all events of one request have in common."""
 
     id: str
     object: Literal["text_completion"]
@@ -132,7 +132,7 @@ class ChatChoice(Ending):
 
 
 class ChatHead(TypedDict):
-    """What an answer and all events of one request begin with."""
+    """Fields that an answer and all events of one request have in common."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -149,7 +149,7 @@ class ChatCompletion(ChatHead):
 
 
 class ChatDelta(TypedDict, total=False):
-    """What a message gained. The first event of a choice has the role."""
+    """The new part of a message. The first event of a choice has the role."""
 
     role: Literal["assistant"]
     content: str

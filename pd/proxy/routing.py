@@ -1,4 +1,4 @@
-"""Which nodes work on a request."""
+"""Chooses the nodes that work on a request."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _PAIR = ("prefill", "decode")
 
 
 class Prompt(NamedTuple):
-    """What routing looks at."""
+    """The properties of a prompt by which routing chooses."""
 
     token_ids: IntArray
     namespace: str
 
 
-class Choice(NamedTuple):
+class RouteChoice(NamedTuple):
     """A worker and why it was chosen (a label of the metrics)."""
 
     worker: Worker
@@ -48,9 +48,9 @@ class Choice(NamedTuple):
 class Policy(Protocol):
     """Picks among workers that can all serve the request (never an empty list)."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice: ...
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice: ...
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         """The worker holds (or is about to hold) the KV of these tokens."""
@@ -59,11 +59,11 @@ class Policy(Protocol):
 class _LoadOnly:
     """Base of the policies that do not look at the prompt."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
-        return Choice(self._pick(workers, _prefill_load), type(self).__name__)
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
+        return RouteChoice(self._pick(workers, _prefill_load), type(self).__name__)
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
-        return Choice(self._pick(workers, _decode_load), type(self).__name__)
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
+        return RouteChoice(self._pick(workers, _decode_load), type(self).__name__)
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         pass
@@ -88,47 +88,48 @@ class RoundRobin(_LoadOnly):
         self._prefill_turns, self._decode_turns = count(), count()
         self._num_prefill = 1
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         self._num_prefill = len(workers)
-        return Choice(workers[next(self._prefill_turns) % len(workers)], "RoundRobin")
+        return RouteChoice(workers[next(self._prefill_turns) % len(workers)], "RoundRobin")
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         turn = next(self._decode_turns)
         repeats = turn // math.lcm(self._num_prefill, len(workers))
-        return Choice(workers[(turn + repeats) % len(workers)], "RoundRobin")
+        return RouteChoice(workers[(turn + repeats) % len(workers)], "RoundRobin")
 
 
 class Random(_LoadOnly):
-    """Any."""
+    """Chooses each worker with the same probability."""
 
     def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
         return random.choice(workers)
 
 
 class PowerOfTwo(_LoadOnly):
-    """The less loaded of two drawn at random (Mitzenmacher, 2001)."""
+    """Chooses the less loaded of two workers that are drawn at random (Mitzenmacher, 2001)."""
 
     def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
         return min(random.sample(workers, min(2, len(workers))), key=load)
 
 
 class CacheAware:
-    """The node with the longest cached prefix, or the least loaded one when loads differ much."""
+    """Chooses the node with the longest cached prefix, or the least loaded one when loads differ
+    much."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         longest, least = _extremes(workers, prompt, _prefill_load)
         excess = longest.worker.prefill_load - least.worker.prefill_load
         saved = longest.matched - least.matched
         if longest.matched and excess <= saved + IMBALANCE_TOKENS:
-            return Choice(longest.worker, "prefix")
-        return Choice(least.worker, "load")
+            return RouteChoice(longest.worker, "prefix")
+        return RouteChoice(least.worker, "load")
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> Choice:
+    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         longest, least = _extremes(workers, prompt, _decode_load)
         limit = least.worker.decode_load * IMBALANCE_SHARE + IMBALANCE_REQUESTS
         if longest.matched and longest.worker.decode_load <= limit:
-            return Choice(longest.worker, "prefix")
-        return Choice(least.worker, "load")
+            return RouteChoice(longest.worker, "prefix")
+        return RouteChoice(least.worker, "load")
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         if worker.tree is None and worker.info is not None:
@@ -149,7 +150,8 @@ def _extremes(
 ) -> tuple[_Matched, _Matched]:
     """The worker with the longest match and the one with the least load.
 
-    Of equals, the one that holds least, so that different prompts use all caches.
+    Among workers of equal load and match, the one whose cache holds fewest tokens is taken, so that
+    different prompts use all caches.
     """
 
     def held(worker: Worker) -> int:
@@ -170,14 +172,14 @@ _POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """Raises UsageError for an unknown name."""
+    """Make the policy with this name. Raises UsageError for an unknown name."""
     if name not in _POLICIES:
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(_POLICIES)}")
     return _POLICIES[name]()
 
 
 class Limits(NamedTuple):
-    """What some pair of nodes can do for a model.
+    """Limits of a model's requests.
 
     ``context_length`` and ``pool_tokens`` are those of the pair that can do most.
     """
@@ -190,7 +192,8 @@ class Limits(NamedTuple):
     sampling_defaults: SamplingDefaults
 
     def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
-        """Refuse what no node could ever do. ``explicit``: the client chose ``max_tokens``."""
+        """Refuse a prompt that no node could ever serve. ``explicit``: the client chose
+        ``max_tokens``."""
         if num_tokens >= self.context_length:
             raise InvalidRequestError(
                 f"the prompt has {num_tokens} tokens; the model's context of "
@@ -235,7 +238,7 @@ class Router:
         return any(self._can_start(worker, 0, with_decode=True) for worker in self._workers)
 
     def differences(self) -> list[str]:
-        """Why nodes that are there cannot work together."""
+        """Reasons why nodes that are there cannot work together."""
         infos = [w.info for w in self._workers if w.ready and w.info]
         found = [p.difference(d) for p in infos for d in infos if (p.role, d.role) == _PAIR]
         return [difference for difference in dict.fromkeys(found) if difference]
@@ -252,7 +255,7 @@ class Router:
         return list(dict.fromkeys(info.model for info in firsts))
 
     def limits(self, model: str | None) -> Limits:
-        """What can be served of a model (None: of the first), by nodes that are there or were.
+        """Limits of a model's requests (None: of the first model), by nodes that are there or were.
 
         Raises NotFoundError for an unknown model, UnavailableError if nothing is known yet.
         """

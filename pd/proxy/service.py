@@ -1,4 +1,4 @@
-"""What all APIs share: models, prompts, limits."""
+"""Parts that all APIs share: models, prompts, limits."""
 
 from __future__ import annotations
 

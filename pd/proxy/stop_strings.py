@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Passes text on, except what a stop string ends, or may still turn out to be one.
+    """Passes text on up to a stop string, and holds back what may turn out to be a part of one.
 
-    The stop string that is complete first wins; of several complete at the same character, the
-    longest. So the result does not depend on how the text is cut into pieces.
+    The stop string that is complete first counts; if several are complete at the same character,
+    the longest does. So the result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """Return the text that was held back; called when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""What the proxy knows about one node."""
+"""One node, as the proxy knows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pd.core.starvation import RUN_DELAY
 
 if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat
-    from pd.proxy.channel import Channel
+    from pd.proxy.channel import NodeChannel
     from pd.proxy.generation import Generation
     from pd.proxy.prefix_tree import PrefixTree
     from pd.proxy.responses import WorkerEntry
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _JUST_NOW_SECONDS = 0.02
 
 
-# Types of what a stranger may say of itself.
+# Bounds of what a node that is not authenticated yet may report of itself.
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 _Name = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
 _InstanceId = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")]
@@ -117,7 +117,7 @@ class Worker:
         self.url = url
         self.claimed: ServerInfo | None = None
         self.info: ServerInfo | None = None
-        self.channel: Channel | None = None
+        self.channel: NodeChannel | None = None
         self.alive = False
         self.connected = True
         self.accepting = False

@@ -42,18 +42,19 @@ class ClosingQueue:
         return self._due.popleft() if self._due else None
 
     def rest(self, ended: float, request: Request) -> None:
-        """Something still uses the pages of a request that was taken."""
+        """Keep a request that was taken, and whose pages are still in use."""
         queue = self._in_step if request.in_step else self._in_transfer
         queue.append((ended, request))
 
     def look_after_step(self) -> None:
-        """A step is over: what waited for one is due."""
+        """Make requests due that waited for the end of a step."""
         self._due.extend(self._in_step)
         self._in_step.clear()
 
     def look_at_transfers(self, since: float = -math.inf) -> None:
-        """Transfers may have let go of pages: those of requests that ended after ``since`` are due
-        (more or less: the last of those that rest, as far as they ended after it)."""
+        """Make resting requests due whose transfers may have released their pages: the last ones in
+        the queue that ended after ``since``. A request is left out if one
+        that ended earlier rests behind it."""
         rested = self._in_transfer
         while rested and rested[-1][0] > since:
             self._due.appendleft(rested.pop())

@@ -68,7 +68,7 @@ class CombinedScheduler:
 
     def process(self, works: list[Work]) -> None:
         """Account for a completed step."""
-        # NOTE: before anything is accounted for, which makes a complete prompt a running sequence.
+        # NOTE: works are split first, since accounting makes a complete prompt a running sequence.
         chunks, batch = self._split(works)
         self._core.events.want_pump()
         if self.decode is not None:

@@ -1,5 +1,9 @@
-"""In which order waiting requests are looked at. Each policy is a function from the waiting
-requests, oldest first, to the order of preference; none may starve anyone, see WaitingQueue."""
+"""Policies: the order in which waiting requests are looked at.
+
+A policy is a function from the waiting requests, oldest first, to the order of preference. It need
+not care about requests that are overtaken again and again:
+:class:`pd.scheduling.waiting_queue.WaitingQueue` bounds that.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,9 @@ def by_priority(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
 def depth_first_weight(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
     """dfs-weight: depth-first through the radix tree, the branch with most waiting requests first,
     so that requests of one branch run together (the order proven optimal for an offline batch in
-    Zheng et al., SGLang, 2024, section 3). Who leaves the tree at a node comes after those that
-    go deeper: what they use is cached, and is used before it is evicted."""
+    Zheng et al., SGLang, 2024, section 3). A request whose path ends at a node comes after those
+    that go deeper: the prefixes that these share are cached, and are used before they are evicted.
+    """
     paths = [radix.path(request.prompt, request.namespace) for request in waiting]
     weights = Counter(node for path in paths for node in path)
 

@@ -59,11 +59,12 @@ class PrefillScheduler:
     """Queues "waiting" and "running" of prefill. The caller holds the node's lock.
 
     Args:
-        waiting: requests that wait, none of them yet.
+        waiting: queue of requests that wait; empty at first.
         will_leave: whether a request, once computed, waits for no other (its decode node holds
             memory for it already). Such requests run even while others lack memory, since they
             release theirs soon. None if no request is like that.
-        reclaim: called when one of these lacks this many pages; frees what it can.
+        reclaim: called with a number of pages that such a request lacks; frees pages of others
+            until so many are available, or as many as it can.
         headroom: pages that must stay available after the admission of a request.
     """
 

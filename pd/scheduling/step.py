@@ -71,19 +71,19 @@ class Work:
 
     @property
     def num_logits(self) -> int:
-        """Positions at the end of the range whose logits are needed."""
+        """Number of positions at the end of the range whose logits are needed."""
         if self.logprobs_from is not None:
             return max(0, min(self.stop - self.start, self.stop - max(self.logprobs_from - 1, 0)))
         return 1 + len(self.draft) if self.samples else 0
 
     @property
     def num_sampled(self) -> int:
-        """Entries of ``sampled`` once the step is complete."""
+        """Number of entries of ``sampled`` once the step is complete."""
         return len(self.samples) + len(self.draft)
 
     @property
     def accepted(self) -> int:
-        """Leading tokens of the draft that the model sampled itself."""
+        """Number of leading tokens of the draft that the model sampled itself."""
         count = 0
         for drafted, sampled in zip(self.draft.tolist(), self.sampled, strict=False):
             if sampled.token_id != drafted:
@@ -93,7 +93,7 @@ class Work:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it brings a running sequence one token further."""
+        """Whether the work computes a running sequence's last token, to sample the next one."""
         is_last = self.stop - self.start == 1 and bool(self.samples)
         return is_last and self.sequence.decodes
 
@@ -180,8 +180,9 @@ def launch(
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
     for work in works:
-        work.follows = None  # else each keeps all that came before it
-    # NOTE: also where no work samples: pages must not change their owner before its result is here.
+        work.follows = None  # a chain of works would keep all earlier ones in memory
+    # NOTE: sampling is launched even if no work samples. Pages must not change their owner before
+    # the step is over, which the host sees by the samples.
     samples = sampler.launch(logits, draw)
     return LaunchedStep(works, samples, prompt_logprobs, began, draft_seconds)
 

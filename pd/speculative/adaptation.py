@@ -1,4 +1,4 @@
-"""How many tokens to draft for each sequence: as many as make a step's tokens come fastest."""
+"""Chooses how many tokens to draft for each sequence, so that tokens per second are highest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepCosts:
     draft: FloatArray
 
     def at(self, costs: FloatArray, sizes: FloatArray | float) -> FloatArray:
-        """Seconds for sizes between and beyond the measured ones."""
+        """Interpolate ``costs``, in seconds, for sizes between and beyond the measured ones."""
         inside = np.interp(sizes, self.sizes, costs)
         beyond = np.maximum(np.asarray(sizes) - self.sizes[-1], 0.0)
         slope = costs[-1] / self.sizes[-1]
@@ -74,11 +74,11 @@ class DraftLengths:
     holds the node's lock.
 
     The ``j``-th drafted token of a sequence is accepted with probability ``p**j``, where ``p`` is
-    the share of its drafted tokens that were accepted lately. Of all tokens that may be drafted,
-    the likeliest are, as long as the expected tokens per second grow.
+    the share of its drafted tokens that were accepted lately. The likeliest tokens of all sequences
+    are drafted first, as long as the expected tokens per second grow.
 
     Args:
-        costs: None drafts as many tokens as may be.
+        costs: seconds of steps; if None, as many tokens as possible are drafted.
     """
 
     def __init__(self, costs: StepCosts | None) -> None:
@@ -92,7 +92,7 @@ class DraftLengths:
         return self._rest > 0
 
     def choose(self, sequences: Sequence[TokenSequence], limits: Sequence[int]) -> list[int]:
-        """How many tokens to draft for each sequence, at most ``limits[i]``."""
+        """Choose the number of tokens to draft for each sequence, at most ``limits[i]``."""
         if self._costs is None:
             return list(limits)
         if self._rest:
@@ -109,7 +109,7 @@ class DraftLengths:
         return [int(length) for length in lengths]
 
     def observe(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
+        """Note how many tokens of a draft were accepted when it was verified."""
         seen = self._seen.get(sequence)
         if seen is not None:
             seen.fade(_KEPT)
@@ -117,7 +117,7 @@ class DraftLengths:
             seen.accepted += accepted
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Give up what is kept of a sequence."""
+        """Drop the record of a sequence."""
         self._seen.pop(sequence, None)
 
     def _fade(self, sequences: Sequence[TokenSequence]) -> None:

@@ -1,4 +1,4 @@
-"""Which drafter a node has, by ``--speculative-algorithm``."""
+"""Makes the drafter that ``--speculative-algorithm`` names."""
 
 from __future__ import annotations
 

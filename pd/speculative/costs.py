@@ -38,7 +38,7 @@ _SECONDS = 5.0
 
 def measure_costs(engine: Engine, drafter: Drafter, config: NodeConfig) -> StepCosts:
     """Time steps of growing sizes with contexts of a few tokens. Nothing else may use the engine;
-    the KV that is written belongs to nobody."""
+    the KV that is written belongs to no request."""
     largest = min(config.max_running_requests * (config.speculative_num_draft_tokens + 1), 512)
     began = time.monotonic()
     rows: list[tuple[float, float, float, float]] = []
@@ -97,7 +97,7 @@ def _draft(engine: Engine, drafter: Drafter, count: int) -> None:
 
 
 def _state(engine: Engine) -> SamplingState:
-    """A greedy choice without any output."""
+    """Sampling state of a greedy choice without any output."""
     model = engine.model_config
     params = SamplingParams(max_tokens=64, temperature=0.0)
     return SamplingState(

@@ -43,7 +43,8 @@ class _Memory:
     Attributes:
         pages: page table, int32.
         num_tokens: leading tokens of the sequence whose KV is there.
-        guessed: tokens after these, int32, whose KV is there as well, if they came out so.
+        guessed: drafted tokens after these, int32, whose KV is there as well. It is valid for those
+            that were accepted.
     """
 
     pages: IntArray = field(default_factory=lambda: _NOTHING)
@@ -51,12 +52,12 @@ class _Memory:
     guessed: IntArray = field(default_factory=lambda: _NOTHING)
 
     def item(self, ids: IntArray, stop: int, num_logits: int) -> ForwardItem:
-        """Have the tokens up to ``stop`` computed, for which there are pages."""
+        """Make the item that computes the tokens up to ``stop``, for which there are pages."""
         start, self.num_tokens = self.num_tokens, stop
         return ForwardItem(ids[start:stop], start, self.pages, num_logits)
 
     def settle(self, ids: IntArray) -> None:
-        """Count those guessed tokens that the sequence has now."""
+        """Count the guessed tokens that were accepted as tokens with KV."""
         true = ids[self.num_tokens : self.num_tokens + len(self.guessed)]
         wrong = np.flatnonzero(true != self.guessed[: len(true)])
         self.num_tokens += int(wrong[0]) if len(wrong) else len(true)
@@ -68,8 +69,8 @@ class _Drafting:
     """A draft while it is made.
 
     Attributes:
-        place: of its request among all.
-        choice: draws its next token.
+        place: index of its request among those of the step.
+        choice: sampling state that draws the next token.
     """
 
     place: int
@@ -79,12 +80,12 @@ class _Drafting:
     tokens: list[int] = field(default_factory=list)
 
     def next_item(self) -> ForwardItem:
-        """Have the last token computed, after which the next one is drawn."""
+        """Make the item that computes the last token, after which the next one is drawn."""
         start = self.memory.num_tokens + len(self.tokens) - 1
         return ForwardItem(np.array(self.tokens[-1:], np.int32), start, self.memory.pages)
 
     def finish(self) -> IntArray:
-        """The draft. The KV of all its tokens but the last was computed."""
+        """Return the draft. The KV of all its tokens but the last was computed."""
         draft = np.array(self.tokens, np.int32)
         self.memory.guessed = draft[:-1]
         return draft
@@ -94,13 +95,13 @@ class ModelDrafter:
     """Keeps KV of all running sequences in pages of its own, so that pages of the node's pool,
     which sequences share, never depend on a drafter.
 
-    The KV of a prompt is computed while the node waits for that of its own model, beside the steps
-    of other sequences. A sequence whose prompt is not computed yet, or for which there is no page,
-    gets no draft.
+    The draft model computes a prompt's KV beside the steps of other sequences, while the node waits
+    for the KV of its own model. A sequence whose prompt is not computed yet, or for which there is
+    no page, gets no draft.
 
     Args:
-        runner: of the draft model, used by nothing else.
-        sampler: that of the node, which knows what the penalties of each choice count.
+        runner: model runner of the draft model, which nothing else uses.
+        sampler: the node's, which knows what the penalties of each choice count.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
@@ -112,7 +113,7 @@ class ModelDrafter:
         self._memories: dict[TokenSequence, _Memory] = {}
         # Sequences that will decode here, in the order in which they came.
         self._expected: dict[TokenSequence, None] = {}
-        # What other threads said: a sequence, and whether it is expected or forgotten.
+        # Calls of other threads: a sequence, and whether it is expected (True) or forgotten.
         self._changes: queue.SimpleQueue[tuple[TokenSequence, bool]] = queue.SimpleQueue()
 
     def expect(self, sequence: TokenSequence) -> None:
@@ -146,13 +147,14 @@ class ModelDrafter:
     def _begin(
         self, requests: Sequence[DraftRequest], budget: int
     ) -> tuple[list[ForwardItem], list[_Drafting]]:
-        """The first forward pass: all known tokens whose KV is missing, ``budget`` at most; and the
-        drafts whose first token comes out of it, in the order of their items."""
+        """Make items of the first forward pass: all known tokens whose KV is missing, ``budget`` at
+        most. Returns them and the drafts whose first token this pass yields, in the order of
+        their items."""
         forgotten = self._apply_changes()
         items: list[ForwardItem] = []
         drafting: list[_Drafting] = []
         for place, request in enumerate(requests):
-            # One that ended after the step was planned would be kept for ever.
+            # The state of a sequence that ended after the step was planned would be kept for ever.
             if request.sequence in forgotten or budget == 0:
                 continue
             self._expected.pop(request.sequence, None)

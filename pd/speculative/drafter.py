@@ -45,13 +45,13 @@ class Drafter(Protocol):
         """
 
     def expect(self, sequence: TokenSequence) -> None:
-        """Prepare for a sequence that is to decode here, once its prompt is computed or received:
-        what can be done for its first draft is done before. Any thread."""
+        """Prepare for a sequence that is to decode here. Called before its prompt is computed or
+        received, so that work for its first draft can be done meanwhile. Any thread."""
 
     def catch_up(self) -> bool:
-        """Do a part of what is to be done for expected sequences, when no step is to be computed.
-        False if nothing was left to do. Called by the thread that launches steps."""
+        """Do a part of the work for expected sequences; called when no step is to be computed, by
+        the thread that launches steps. Returns False if nothing was left to do."""
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Give up what is kept of a sequence: it has ended, or waits for memory. Any thread; the
-        sequence may still be in the step that is being launched."""
+        """Drop the state of a sequence that has ended or waits for memory. Any thread; the sequence
+        may still be in the step that is being launched."""

@@ -5,9 +5,12 @@ D owns the destination and P pushes. A room's hand-off is one :class:`Sender` on
 differ. Control messages (reservation, commit, abort, drained) travel on the nodes' message sockets;
 a backend moves only KV bytes.
 
-All methods may be called from any thread, return without waiting for the network or a GPU, and keep
-order within one sender. States only move forward; the first recorded error wins. An exception that
-a method does not name ends its request alone (:mod:`pd.transfer.contained`).
+All methods may be called from any thread, and keep order within one sender. The node holds its lock
+when it calls them, so they return without waiting for the network or a GPU. There are two
+exceptions: :meth:`TransferManager.close` is called without the lock and waits for threads, and
+:meth:`TransferManager.connect` is called without the lock on D, by a thread that shakes hands.
+States only move forward; the first recorded error wins. An exception that a method does not name
+ends its request alone (:mod:`pd.transfer.contained`).
 """
 
 from __future__ import annotations
@@ -74,15 +77,19 @@ class TransferState(IntEnum):
 
 
 class Sender(ABC):
-    """P's side of one room and epoch. Source pages stay untouched until :meth:`drained`."""
+    """Sending side of one room and epoch, on P. The caller keeps the source pages as they are until
+    :meth:`drained`."""
 
     error: PDError | None = None
 
     @property
     def flops_per_byte(self) -> float:
-        """Above 0 where every use of the link costs the forward pass something, however little is
-        sent: while a byte leaves, the GPU computes this much. KV should then be sent in one go, as
-        late as what is left to compute still hides it."""
+        """Operations that the GPU computes while one byte is sent; 0 if KV may be sent at any time.
+
+        Above 0 where every use of the link slows the forward pass, however little is sent. KV
+        should then be collected and sent at once, as late as the operations that are left still
+        hide it.
+        """
         return 0.0
 
     @property
@@ -120,7 +127,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """D's side of one room and epoch."""
+    """Receiving side of one room and epoch, on D."""
 
     error: PDError | None = None
 
@@ -187,6 +194,9 @@ class TransferManager(ABC):
     def connect(self, peer: NodeInfo) -> None:
         """Learn a peer; replaces what was known of it, but keeps connections to the same instance
         at the same address. Does not wait for the network. Raises TransferError on a bad address.
+
+        P holds the node's lock during the call. D does not, so that :meth:`disconnect`, or this
+        method for another peer, may run at the same time.
         """
 
     @abstractmethod
@@ -245,4 +255,5 @@ class TransferManager(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop threads and close sockets; everything open fails."""
+        """Stop threads and close sockets; everything open fails. Called without the node's lock, it
+        may wait some seconds for threads and for peers to drain."""

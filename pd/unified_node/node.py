@@ -1,6 +1,6 @@
 """The unified node: prefill chunks and the decode batch in one forward pass over one pool.
 
-An honest colocated baseline for the split.
+This node is the baseline with which a pair of a prefill and a decode node is compared.
 """
 
 from __future__ import annotations

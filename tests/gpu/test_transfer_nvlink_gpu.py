@@ -13,7 +13,7 @@ from gpu.nvlink_gpu_process import LAYERS, SLOTS, GpuNodeProcess
 from transfer.transfer_helpers import SEED, wait_until
 
 from pd.transfer.base import TransferState
-from pd.transfer.nvlink.manager import LAST_LAUNCH_SECONDS
+from pd.transfer.wire.channel import LAST_WRITE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -153,6 +153,6 @@ def test_a_killed_prefill_node_leaves_the_decode_node_whole(start: Start) -> Non
     assert "channel from P ended" in failed(d, 1)
     d.call("disconnect", "P")
     wait_until(lambda: is_drained(d, 1), "the end of the last launch")
-    assert time.monotonic() - began >= LAST_LAUNCH_SECONDS
+    assert time.monotonic() - began >= LAST_WRITE_SECONDS
     introduce(again, d)
     transfer_works(again, d, 2)

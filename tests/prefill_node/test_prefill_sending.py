@@ -121,7 +121,7 @@ class Node:
 
     def reserve(self, prompt: Any) -> None:
         reservation: Any = SimpleNamespace(prompt=prompt, cached_prefix_len=prompt.cached_by_d)
-        self.sending.reserve(prompt.outgoing, reservation)
+        self.sending.take_reservation(prompt.outgoing, reservation)
 
     def plan(self) -> list[Work]:
         while self.waiting and self.rng.random() < 0.7:

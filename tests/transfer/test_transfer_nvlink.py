@@ -289,7 +289,7 @@ def test_a_commit_of_another_size_fails(pair: Pair) -> None:
 def test_disconnect_on_d_quarantines_until_p_has_drained_and_unmapped(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvlink_sessions, "LAST_LAUNCH_SECONDS", 0.05)
+    monkeypatch.setattr(nvlink_sessions, "LAST_WRITE_SECONDS", 0.05)
     pair.p.device.flows.clear()
     room = pair.room()
     room.send_all()

@@ -96,7 +96,7 @@ def run_all(count: int, *, careless: str = "", series: str = "") -> list[NvlinkS
 @pytest.fixture(autouse=True)
 def no_process_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides live in this process, so a channel's end always follows the drain."""
-    monkeypatch.setattr(nvlink_sessions, "LAST_LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr(nvlink_sessions, "LAST_WRITE_SECONDS", 0.0)
 
 
 def test_no_room_sees_a_foreign_byte() -> None:

@@ -12,7 +12,7 @@ from transfer_helpers import SEED, wait_until
 from transfer_process import LAYERS
 
 from pd.transfer.base import TransferState
-from pd.transfer.nvlink.manager import LAST_LAUNCH_SECONDS
+from pd.transfer.wire.channel import LAST_WRITE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,7 +131,7 @@ def test_a_killed_prefill_node_fails_its_rooms_only(start: Start) -> None:
     assert not is_drained(d, 1), "what it had launched may still land"
     d.call("disconnect", "P")
     wait_until(lambda: is_drained(d, 1), "the end of the last launch")
-    assert time.monotonic() - begun >= LAST_LAUNCH_SECONDS
+    assert time.monotonic() - begun >= LAST_WRITE_SECONDS
     num_bytes = other.call("finish", 2)
     wait_until(lambda: state(other, 2) is TransferState.DONE, "the stores")
     d.call("commit", 2, num_bytes)
@@ -150,7 +150,7 @@ def test_a_stopped_prefill_node_keeps_the_pages_in_quarantine(start: Start) -> N
     p.stop()
     d.call("disconnect", "P")
     assert "disconnected" in error(d, 1)
-    time.sleep(LAST_LAUNCH_SECONDS + 0.5)
+    time.sleep(LAST_WRITE_SECONDS + 0.5)
     assert not is_drained(d, 1), "P may still store"
     before = d.call("checksum")
     p.resume()

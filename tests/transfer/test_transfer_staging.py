@@ -185,7 +185,7 @@ def with_buffers_on_device(pair) -> Pair:
 
 
 def test_buffers_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, monkeypatch) -> None:
-    monkeypatch.setattr(staging_in, "LAST_COPY_SECONDS", 0.5)
+    monkeypatch.setattr(staging_in, "LAST_WRITE_SECONDS", 0.5)
     nodes = with_buffers_on_device(pair)
     begun = time.monotonic()
     nodes.p._outgoing.link("D")._channel.close()  # as a kernel does for a killed process
@@ -200,7 +200,7 @@ def test_buffers_of_a_gpu_are_free_at_once_when_the_peer_says_that_it_drained(pa
     begun = time.monotonic()
     for side in (first, "d" if first == "p" else "p"):
         getattr(nodes, side).close()
-    assert time.monotonic() - begun < staging_in.LAST_COPY_SECONDS
+    assert time.monotonic() - begun < staging_in.LAST_WRITE_SECONDS
     (target,) = nodes.into.targets
     assert target.closed
 

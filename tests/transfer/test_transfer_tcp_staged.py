@@ -115,7 +115,7 @@ def test_an_aborted_room_is_not_drained_while_a_copy_into_its_pages_is_under_way
         gate.set()
         wait_until(receiver.drained, "the receiver to drain")
         assert receiver.bytes_received == 2 * 256
-        # The connection was parked; it discards the rest and carries the next room.
+        # The connection was paused; it discards the rest and carries the next room.
         transfer_works(p, d, target)
         assert d.counters.discarded_frames + d.counters.frames >= 6
 

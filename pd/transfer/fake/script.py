@@ -228,7 +228,7 @@ def load_script(path: Path) -> Script:
 
 
 def _complaint(rule: AnyRule) -> str:
-    """What is wrong with a rule although its types are right; empty if nothing is."""
+    """Describe the error of a rule whose types are right; empty if there is none."""
     seconds = getattr(rule, "seconds", 0.0)
     bounds = seconds if isinstance(seconds, list) else [seconds, seconds]
     if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] <= MAX_SECONDS:

@@ -15,11 +15,12 @@ Guarantees, and what they rest on:
   the event that ``Sender.send`` recorded behind the kernels that wrote the KV.
 - D cannot see stores. After an abort ``Receiver.drained`` is False until P says so
   (``peer_drained``) or the session is over: its channel was closed, which P does after it drained
-  and unmapped, or broke with P's process (then :data:`LAST_LAUNCH_SECONDS` later), or never came.
-  ``disconnect`` on D asks P to close; a stopped P does when it goes on.
+  and unmapped, or broke with P's process (then ``LAST_WRITE_SECONDS`` of
+  :mod:`pd.transfer.wire.channel` later), or never came. ``disconnect`` on D asks P to close; a
+  stopped P does when it goes on.
 - When D dies, P's channel ends at once: its rooms fail, what was launched completes in memory that
-  the mapping keeps alive, and the pool is unmapped, so that D's successor finds the memory free:
-  within milliseconds, since what is launched waits for nothing.
+  the mapping keeps alive, and the pool is unmapped, so that D's successor finds the memory
+  free: within a second, since what is launched waits for nothing.
 - Both ends authenticate each other with the cluster key (:mod:`pd.transfer.wire.greeting`). KV
   itself never leaves the GPUs.
 
@@ -50,7 +51,7 @@ from pd.transfer.nvlink.messages import (
 )
 from pd.transfer.nvlink.receiver import NvlinkReceiver
 from pd.transfer.nvlink.sender import NvlinkPoolShape, NvlinkSender
-from pd.transfer.nvlink.sessions import LAST_LAUNCH_SECONDS, NvlinkSessions
+from pd.transfer.nvlink.sessions import NvlinkSessions
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import require_loopback, transfer_key
 from pd.transfer.wire.hub import ChannelHub
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
     from pd.core.node_info import KVLayout, NodeInfo
     from pd.transfer.base import IntArray, KVBuffer
     from pd.transfer.nvlink.device import StoreDevice
-
-__all__ = ["LAST_LAUNCH_SECONDS", "NvlinkManager"]
 
 logger = logging.getLogger(__name__)
 

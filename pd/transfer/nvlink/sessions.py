@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import TransferError
 from pd.transfer.nvlink.messages import SessionWelcome
+from pd.transfer.wire.channel import LAST_WRITE_SECONDS, QUARANTINE_SECONDS
 
 if TYPE_CHECKING:
     from pd.transfer.nvlink.receiver import NvlinkReceiver
@@ -17,20 +18,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The sockets of a killed process close before its GPU context: the stores that it had launched end
-# within this time or with the context.
-LAST_LAUNCH_SECONDS = 2.0
-# After an end that proves nothing: longer than Linux retransmits.
-NO_PROOF_SECONDS = 20 * 60.0
-
 
 class NvlinkSession:
-    """One life of the link from a prefill node. Reservations name it, and P stores only for those
-    that name the session in which D welcomed its channel. Before a channel came and after it ended,
-    nothing can land.
+    """The time from one connection of a prefill node to its end.
+
+    Reservations name their session, and P stores only for those that name the session in which D
+    welcomed its channel. Nothing can land before a channel came and after it ended.
 
     Args:
-        changed: guards the session and its receivers; the inbox's.
+        changed: the condition of :class:`NvlinkSessions`, which guards the session and its
+            receivers.
     """
 
     def __init__(self, peer: str, changed: threading.Condition) -> None:
@@ -78,7 +75,7 @@ class NvlinkSession:
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         now = time.monotonic()
         with self._changed:
-            safe_at = now + (LAST_LAUNCH_SECONDS if proof else NO_PROOF_SECONDS)
+            safe_at = now + (LAST_WRITE_SECONDS if proof else QUARANTINE_SECONDS)
             self._safe_at = safe_at if self._safe_at is None else min(self._safe_at, safe_at)
             self._fail(TransferError(f"the nvlink channel from {self.peer} ended: {reason}"))
             self._changed.notify_all()
@@ -100,7 +97,7 @@ class NvlinkSessions:
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._current: dict[str, NvlinkSession] = {}
-        # Over, but something of them may land yet.
+        # Sessions that are over, but whose stores may still land.
         self._ending: list[NvlinkSession] = []
         self._closed = False
 

@@ -1,4 +1,4 @@
-"""Which staging buffers of an outgoing link are free, and what becomes of the others."""
+"""Staging buffers of an outgoing link: which are free, and what becomes of the others."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from pd.transfer.staged.messages import (
     Waiting,
 )
 from pd.transfer.staged.mover import MoverError
+from pd.transfer.wire.channel import LAST_WRITE_SECONDS, QUARANTINE_SECONDS
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A kernel sends unacknowledged bytes again for a shorter time.
-QUARANTINE_SECONDS = 20 * 60.0
-# The sockets of a killed process close before its GPU context. Copies between GPUs that it had
-# begun end within this time or with the context.
-LAST_COPY_SECONDS = 2.0
 _SHORT, _LONG = 100e-6, 20e-3
 # A call of the library that took longer than this has moved something.
 _MOVED_SECONDS = 20e-6
@@ -56,9 +52,10 @@ class InState(IntEnum):
 class IncomingLink:
     """D's staging buffers of one link.
 
-    ``incoming.lock`` guards it. The pump's thread alone calls the library. The hub's thread reads
-    messages and empties the buffers that they announce: a change of threads per block would cost
-    more than it saves.
+    ``incoming.lock`` guards it. Threads of the link's own call the library to prepare it and to
+    make the buffers; from then on the pump's thread alone does. The hub's thread reads messages and
+    empties the buffers that they announce: a change of threads per block would cost more than it
+    saves.
 
     Attributes:
         views: the buffers in the form that the copier wants.
@@ -98,19 +95,19 @@ class IncomingLink:
 
     @property
     def takes_buffers(self) -> bool:
-        """Whether it has buffers or they are being made."""
+        """Whether the link has buffers or has some made."""
         return self.buffers is not None or self._setting_up
 
     @property
-    def holds_buffers(self) -> bool:
-        """Whether it is ending and has buffers, which may still be in the making."""
+    def in_quarantine(self) -> bool:
+        """Whether the link is ending and has buffers, or has some made."""
         return self.state is InState.ENDING and self.takes_buffers
 
     @property
     def may_be_written(self) -> bool:
         """Whether P, or a copy that it had begun, may still write into the buffers of an ended
         link."""
-        return self.holds_buffers and time.monotonic() < self._safe_at
+        return self.in_quarantine and time.monotonic() < self._safe_at
 
     @property
     def prepared(self) -> bool:
@@ -118,7 +115,7 @@ class IncomingLink:
         return self.live and self._prepared.is_set() and self._peer_prepared
 
     def prepare(self) -> None:
-        """Any thread: let the library do its slow preparations now."""
+        """Have the library do its slow preparations now. Any thread."""
         name = STUCK_PREFIX + "preparation of a link"
         threading.Thread(target=self._prepare, name=name, daemon=True).start()
 
@@ -132,7 +129,7 @@ class IncomingLink:
             self._prepared.set()
 
     def end(self) -> None:
-        """Any thread: ask P to drain. The buffers stay until P has drained or is gone."""
+        """Ask P to drain. The buffers stay until P has drained or is gone. Any thread."""
         with self._incoming.lock:
             if self.state >= InState.ENDING:
                 return
@@ -165,12 +162,12 @@ class IncomingLink:
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         incoming = self._incoming
         with incoming.lock:
-            late = LAST_COPY_SECONDS if self._on_device and not self._drained else 0.0
+            late = LAST_WRITE_SECONDS if self._on_device and not self._drained else 0.0
             seconds = late if proof else QUARANTINE_SECONDS
             self._safe_at = min(self._safe_at, time.monotonic() + seconds)
             unused = self.buffers is None and not self._setting_up
         if unused:
-            # If P lives it opens the next link for its rooms; if not, its lease ends them.
+            # Rooms wait for the next link, which P opens if it lives. If not, its lease ends them.
             self.end()
             self.finish_unused()
         else:
@@ -212,7 +209,7 @@ class IncomingLink:
         threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
 
     def _set_up(self, wishes: Open) -> None:
-        """On a thread of its own, since libraries take their time."""
+        """Make the buffers, on a thread of its own: the library may take long."""
         incoming = self._incoming
         self._prepared.wait()
         try:
@@ -256,7 +253,7 @@ class IncomingLink:
         return 4 * len(self.read) >= len(self.landing) + len(self.read)
 
     def reject(self, reason: str) -> None:
-        """P broke the rules: end the channel."""
+        """End the channel because P broke the rules."""
         self._channel.give_up(reason)
 
     def done_reading(self, buffer: int) -> None:

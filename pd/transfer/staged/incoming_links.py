@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.staged.incoming_link import IncomingLink
-from pd.transfer.staged.outgoing_links import MAX_LINKS
+from pd.transfer.staged.outgoing_links import MAX_LINKS, MAX_LOST_LINKS
 from pd.transfer.wire.errors import PeerDataError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LOST_LINKS = 4
 _LOG_INTERVAL = 1.0
 _PINNED_BUFFER_BYTES = 8 << 20
 
@@ -149,11 +148,14 @@ class IncomingLinks:
             return any(link.peer == peer and link.prepared for link in self._links)
 
     def refusal(self, link: IncomingLink) -> str:
-        """Reason to make no buffers for a link; empty if there is none. Buffers that the peer
-        cannot write any more count less: its end of their link is over, and it opens the next one
-        before they are freed here."""
+        """Reason to make no buffers for a link; empty if there is none.
+
+        Twice as many lost links are allowed if the peer cannot write into their buffers any more.
+        The peer's end of such a link is over, so it opens the next one, and does so before the
+        buffers are freed here.
+        """
         with self.lock:
-            lost = [x for x in self._links if x.peer == link.peer and x.holds_buffers]
+            lost = [x for x in self._links if x.peer == link.peer and x.in_quarantine]
             writable = sum(x.may_be_written for x in lost)
         if writable < MAX_LOST_LINKS and len(lost) < 2 * MAX_LOST_LINKS:
             return ""

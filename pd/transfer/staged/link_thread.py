@@ -38,7 +38,7 @@ class LinkThread:
     it without a change of threads, each of which would cost more than the calls.
 
     Args:
-        name: of the thread, which starts with the first event.
+        name: name of the thread, which starts with the first event.
     """
 
     def __init__(self, name: str, copier: Copier) -> None:
@@ -60,7 +60,7 @@ class LinkThread:
             self._start()
 
     def wake(self) -> None:
-        """There may be something to gather."""
+        """Have the thread look for something to gather."""
         self.post(_nothing)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class LinkThread:
     # ---- called by links, on the thread
 
     def link_up(self, link: OutgoingLink) -> None:
-        """Blocks are gathered for it from now on, in turns with those of other links."""
+        """Gather blocks for a link from now on, in turns with those of other links."""
         self._up.append(link)
 
     def link_down(self, link: OutgoingLink) -> None:
@@ -157,7 +157,7 @@ class LinkThread:
                 view = link.view(staged.pair.source)
                 ticket = self._copier.gather(staged.sender.table, staged.block, view)
             except Exception as error:
-                # Say a CUDA error: it ends the room only.
+                # For example, a CUDA error: it ends the room only.
                 logger.exception(_UNREADABLE, link.name)
                 self._failed(link, staged, error)
             else:
@@ -169,7 +169,7 @@ class LinkThread:
         try:
             gather.ticket.wait()
         except Exception as error:
-            # As above.
+            # For example, a CUDA error: it ends the room only.
             logger.exception(_UNREADABLE, gather.link.name)
             self._failed(gather.link, gather.staged, error)
             return

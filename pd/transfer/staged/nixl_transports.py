@@ -1,4 +1,4 @@
-"""Which transports UCX may use, and what that opens to whom.
+"""Transports that UCX may use, and the ports that they open.
 
 UCX's TCP transport listens, on every device unless told otherwise, and asks for no key: a
 connection that begins with its magic number may write to any address of the process

@@ -71,7 +71,7 @@ class OutgoingLink:
         self._channel: Channel | None = None
         self._setting_up = False
         self._prepared = threading.Event()
-        # D's library is driven from the start until D is told that nothing waits for it.
+        # Whether D calls its library. It does from the start, until it is told that nothing waits.
         self._helped = True
         self._broken = False
 
@@ -163,7 +163,8 @@ class OutgoingLink:
         self._not_opened(reason, lasting=lasting)
 
     def _not_opened(self, reason: str, *, lasting: bool = False) -> None:
-        """The rooms wait for another link, unless that would end the same way."""
+        """End a link that could not be opened. Its rooms wait for another link, unless that would
+        fail in the same way."""
         self.to.link_not_opened(reason)
         self.end(reason, move=not lasting)
 
@@ -222,7 +223,7 @@ class OutgoingLink:
 
     @property
     def writing(self) -> bool:
-        """The library has something to do."""
+        """Whether the library has a write to do."""
         return self.writes is not None and self.writes.pool.flying > 0
 
     def view(self, source: int) -> Any:
@@ -268,8 +269,8 @@ class OutgoingLink:
     def _guarded(self, call: Callable[[], object]) -> bool:
         """Whether a call did not raise.
 
-        If it did, a library broke its promise, or we ours. What is still written is unknown, so the
-        channel stays open and the buffers are never used again.
+        An exception means that the library or this code broke its contract. It is unknown which
+        writes are still under way, so the channel stays open and the buffers are never used again.
         """
         try:
             call()
@@ -321,7 +322,7 @@ class OutgoingLink:
         self.to.progressed()
 
     def _reject(self, reason: str) -> None:
-        """D broke the rules; the hub reports the end of the channel."""
+        """End the channel because D broke the rules; the hub reports the end."""
         assert self._channel is not None
         self._channel.give_up(reason)
 
@@ -346,12 +347,12 @@ class OutgoingLink:
 
     @property
     def holds_buffers(self) -> bool:
-        """Buffers were asked for and are not given up."""
+        """Whether buffers were asked for and the link has not begun to end."""
         return self.state in (OutgoingState.OPENING, OutgoingState.UP)
 
     @property
     def idle(self) -> bool:
-        """It has buffers and no room that needs them."""
+        """Whether the link has buffers and no room that needs them."""
         writes = self.writes
         if self.state is not OutgoingState.UP or writes is None:
             return False
@@ -393,7 +394,7 @@ class OutgoingLink:
         self._spawn("end", close)
 
     def _finish(self) -> None:
-        """Nothing can land any more, which closing the channel says."""
+        """End the link. Nothing can land any more, and the closed channel tells D so."""
         self.state = OutgoingState.OVER
         if self._channel is not None:
             self._channel.close(LinkDrained())

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from pd.transfer.staged.sender import StagedSender
     from pd.transfer.wire.hub import ChannelHub
 
+# Lost links to or from one peer whose buffers may be in quarantine.
 MAX_LOST_LINKS = 4
-# Links of one node that hold buffers; beyond that one that no room uses is closed for another. More
-# peers than MAX_CHANNELS are connected when the first room is there, not before.
-MAX_LINKS, MAX_CHANNELS = 16, 64
+# Links of one node that may hold buffers. When another one needs some, a link that no room uses is
+# closed.
+MAX_LINKS = 16
+# Peers whose channels are opened as soon as they are connected. A channel to any further peer is
+# opened for its first room.
+MAX_CHANNELS = 64
 _SETTLED_SECONDS = 5.0
 _MAX_DELAY = 1.0
 
@@ -39,7 +43,7 @@ class TooManyLostLinks(TransferError):
 class StagingShape:
     """Staging buffers of a link: how many, how large, and whether they may lie in CUDA memory.
 
-    ``host``: what both ends must share for that.
+    ``host``: identity of the host, which must be equal on both ends for buffers in CUDA memory.
     """
 
     count: int
@@ -149,7 +153,7 @@ class OutgoingLinks:
             return current
 
     def _end(self, old: _Current, reason: str) -> None:
-        """A peer that is not connected any more, or not at this address."""
+        """End the link to a peer that is not connected any more, or not at this address."""
         old.peer.close(reason)
         self.thread.post(lambda: old.link.end(reason))
 
@@ -160,7 +164,7 @@ class OutgoingLinks:
             return link
 
     def _serving(self, to: OutgoingPeer) -> _Current | None:
-        """None if the peer is not connected any more."""
+        """The peer's current link; None if the peer is not connected any more."""
         with self.changed:
             current = self._peers.get(to.peer)
             return current if current is not None and current.peer is to else None
@@ -185,8 +189,8 @@ class OutgoingLinks:
         return self.copier.make_buffers(ready.count, ready.buffer_bytes, on_device=ready.device)
 
     def make_room(self) -> None:
-        """Before a link takes buffers: close the one that was used longest ago if too many hold
-        some. Its peer stays connected."""
+        """Called before a link takes buffers. If too many links hold some, end the idle one that
+        was used longest ago. Its peer stays connected."""
         with self.changed:
             links = [current.link for current in self._peers.values()]
         holding = [link for link in links if link.holds_buffers]
@@ -196,8 +200,8 @@ class OutgoingLinks:
             link.end("another link needs its buffers", move=True)
 
     def renew(self, link: OutgoingLink) -> bool:
-        """The link has begun to end. Whether its rooms can wait for another one: that is opened if
-        the peer is still wanted."""
+        """Open another link if the peer of a link that has begun to end is still wanted. Returns
+        whether rooms can wait for the new link."""
         current = self._serving(link.to)
         if current is None or current.link is not link or link.to.refusal is not None:
             return False

@@ -1,4 +1,4 @@
-"""The thread on which D's library is called."""
+"""The thread that calls the library of a decode node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAP = 300e-6
 
 
 class Driven(Protocol):
-    """D's end of a link."""
+    """Receiving side of a link, as the pump drives it."""
 
     def drive(self) -> float | None:
         """Do what can be done without waiting for the peer. Returns in how many seconds to call

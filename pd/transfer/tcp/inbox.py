@@ -1,7 +1,7 @@
 """Receiving side of the tcp backend: one thread reads all data connections into the pool.
 
 If the pool is staged, the thread begins copies and does not wait for them: a connection whose
-buffers are all being unpacked is parked, and the others go on.
+buffers are all being unpacked is paused, and the others go on.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Connection:
         self.buffers: StagingBuffers | None = None
         self.landing: Landing | None = None
         self.remaining = 0
-        self.parked = False
+        self.paused = False
 
     def __str__(self) -> str:
         return f"{self.peer} ({self.origin})"
@@ -94,7 +94,7 @@ class TcpInbox:
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count(1)
         self._scatters = Scatters(memory.pool) if memory.staged else None
-        self._unparked: deque[_Connection] = deque()
+        self._resumed: deque[_Connection] = deque()
         self._closing = False
         self._discard = memoryview(bytearray(1 << 20))
         self._next_log = 0.0
@@ -169,7 +169,7 @@ class TcpInbox:
                     self._serve(key.data)
                 else:
                     key.data()
-            self._unpark()
+            self._resume_reading()
             self._acceptor.sweep()
         for connection in list(self._connections.values()):
             self._drop(connection, "this node stopped")
@@ -199,7 +199,7 @@ class TcpInbox:
             for _ in range(_READS_PER_TURN):
                 landing = connection.landing
                 if landing is not None and not landing.ready():
-                    self._park(connection)
+                    self._pause_reading(connection)
                     return
                 if not self._read(connection):
                     return
@@ -216,21 +216,21 @@ class TcpInbox:
             logger.exception("failed to receive from %s", connection)
             self._drop(connection, str(error))
 
-    def _park(self, connection: _Connection) -> None:
+    def _pause_reading(self, connection: _Connection) -> None:
         """Stop reading a connection until :meth:`_call_back` reports that its landing is ready."""
         self._selector.unregister(connection.sock)
-        connection.parked = True
+        connection.paused = True
 
     def _call_back(self, connection: _Connection) -> None:
-        """Have the thread read a parked connection again. Any thread."""
-        self._unparked.append(connection)
+        """Have the thread read a paused connection again. Any thread."""
+        self._resumed.append(connection)
         self._waker.wake()
 
-    def _unpark(self) -> None:
-        while self._unparked:
-            connection = self._unparked.popleft()
+    def _resume_reading(self) -> None:
+        while self._resumed:
+            connection = self._resumed.popleft()
             if connection.number in self._connections:
-                connection.parked = False
+                connection.paused = False
                 self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _read(self, connection: _Connection) -> bool:
@@ -304,9 +304,9 @@ class TcpInbox:
         self._drop(connection, reason)
 
     def _drop(self, connection: _Connection, reason: str) -> None:
-        if not connection.parked:
+        if not connection.paused:
             self._selector.unregister(connection.sock)
-        # NOTE: else `disconnect` could shut down the next socket with this descriptor.
+        # NOTE: without the lock `disconnect` could shut down the next socket with this descriptor.
         with self._lock:
             del self._connections[connection.number]
             connection.sock.close()

@@ -85,7 +85,7 @@ class TcpManager(TransferManager):
         self._inbox = TcpInbox(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
         self._links: dict[str, TcpLink] = {}
-        # Ended, but lanes may still have something in hand.
+        # Links that have ended, but whose lanes may still send a block.
         self._ending: list[TcpLink] = []
         self.counters = self._inbox.counters
 

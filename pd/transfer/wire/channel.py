@@ -5,8 +5,9 @@ What the end of a channel proves, and why:
 - P closes a channel only when nothing of it can write into D's memory any more. So D knows by a FIN
   or a reset that P drained or that P's process is gone (``proof``): the kernel of a killed process
   sends the same. A time-out or an unreachable peer proves nothing.
-- D never closes first: :meth:`Channel.half_close` sends D's FIN, P drains and closes, and the
-  channel ends on D with proof.
+- D does not close a channel over which P may still write: :meth:`Channel.half_close` sends D's FIN,
+  P drains and closes, and the channel ends on D with proof. Only a channel for which D never made
+  memory is closed by D at once.
 - A peer that stays silent for about 20 minutes although asked (TCP keep-alive) ends the channel
   without proof.
 
@@ -38,6 +39,12 @@ MAX_BACKLOG_BYTES = 4 << 20
 _READ_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_PROBES = 60, 20
+# The sockets of a killed process close before its GPU context. Stores and copies between GPUs that
+# it had launched end within this time or with the context.
+LAST_WRITE_SECONDS = 2.0
+# Memory that a peer may write stays in quarantine for this time after an end that proves nothing. A
+# kernel sends unacknowledged bytes again for a shorter time.
+QUARANTINE_SECONDS = 20 * 60.0
 
 
 class ChannelEvents(Protocol):

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Channels whose end would be a false promise.
+# Channels that stay open until the process ends, since their end would tell the peer that this end
+# drained, which it did not.
 _KEPT: list[Channel] = []
 
 

@@ -2,7 +2,17 @@
 
 Each node has a private directory in /dev/shm. The sender copies a block out of its pool and writes
 it into a file there; the receiver, whenever it is polled, copies the files of its room into its
-pages. So nobody but the receiver writes pages, and nobody but the sender reads its own.
+pages. So only the receiver writes its pages, and only the sender reads its own.
+
+This is an example of the interface and not for use, since it leaves out:
+
+- Threads. Files are written and read while the node holds its lock, so that a large prompt delays
+  everything else on the node.
+- A limit to the wait after a commit. If a file is missing then, the receiver waits until the
+  request's deadline. It should fail when ``patience`` says that a lease has passed.
+- Authentication. A peer names the directory that this process writes to, and any process of the
+  same user can write files into a mailbox. Peers have the cluster key, but a backend should not
+  trust them with the files of its user.
 """
 
 from __future__ import annotations
