@@ -38,7 +38,7 @@ class ChatAPI:
         spec = await body_of(request.scope).run(_prepare, asked, names.rid, model)
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, streaming=asked.stream)
-        renderer = _Renderer(job, asked, names.shown, model)
+        renderer = _ChatRenderer(job, asked, names.shown, model)
         return self._service.respond(job, [spec], renderer, asked.timeout)
 
 
@@ -61,7 +61,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> Spec:
     )
 
 
-class _Renderer:
+class _ChatRenderer:
     """Chat completions, whole or in chunks; a choice's first chunk carries the role."""
 
     cumulative = False

@@ -43,7 +43,7 @@ class CompletionsAPI:
         specs, echoed = await body.run(_prepare, asked, names.rid, prompts, model)
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, streaming=asked.stream)
-        renderer = _Renderer(job, asked, names.shown, model, echoed)
+        renderer = _CompletionRenderer(job, asked, names.shown, model, echoed)
         return self._service.respond(job, specs, renderer, asked.timeout)
 
 
@@ -91,7 +91,7 @@ def _echo_text(model: ModelView, prompt: str | list[int], spec: Spec) -> str:
     return model.text.decode(prompt, skip_special_tokens=spec.skip_special_tokens)
 
 
-class _Renderer:
+class _CompletionRenderer:
     """Completions, whole or in chunks, with the prompt in front if it is echoed."""
 
     cumulative = False
