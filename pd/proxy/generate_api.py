@@ -70,7 +70,9 @@ class GenerateAPI:
         )
         shown = [prompt.names.shown for prompt in prompts]
         as_list = is_batch or prompts[0].options.sampling.n > 1
-        renderer = _Renderer(job, model, shown, as_list=as_list, cumulative=not asked.incremental)
+        renderer = _GenerateRenderer(
+            job, model, shown, as_list=as_list, cumulative=not asked.incremental
+        )
         return self._service.respond(job, specs, renderer, asked.timeout)
 
 
@@ -142,7 +144,7 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     return InvalidRequestError(message, param=native or None)
 
 
-class _Renderer:
+class _GenerateRenderer:
     """Results per choice.
 
     Streamed ones are cumulative unless asked otherwise. Log probabilities are not, or a stream
