@@ -47,6 +47,8 @@ def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
     settings.setdefault("dtype", "float32")
     # PD_TEST_OVERLAP=on runs them with steps planned ahead, as on a GPU.
     settings.setdefault("overlap_schedule", os.environ.get("PD_TEST_OVERLAP", "auto"))
+    # PD_TEST_SPECULATION=ngram runs them with drafts.
+    settings.setdefault("speculative_algorithm", os.environ.get("PD_TEST_SPECULATION", "none"))
     # What a node chooses by itself depends on what is installed here.
     settings.setdefault("transfer_backend", "tcp")
     # Answers are compared with transformers' under the sampling that a test asks for.
