@@ -12,7 +12,7 @@ from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.penalties import PenalizedRows, Penalties
 from pd.engine.sampling_state import SamplingState
-from pd.kernels.sampling import noise_keys, sample_rows
+from pd.kernels.sampling import sample_rows
 from pd.kernels.staging import PinnedStaging
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Draw:
     ahead: Sequence[int]
     penalized: PenalizedRows | None
     temperatures: torch.Tensor
-    keys: torch.Tensor
+    noise_at: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -175,14 +175,13 @@ class Sampler:
         ahead = [0 if row is None else 1 for row in follows]
         vocab = self._vocab_size
         params = [state.params for state in states]
-        keys = [
-            noise_keys(state.seed, state.position(count))
-            for state, count in zip(states, ahead, strict=True)
+        noise_at = [
+            (state.seed, state.position(count)) for state, count in zip(states, ahead, strict=True)
         ]
         tensors = self._staging.upload(
             [
                 np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
-                np.array(keys, np.int32).reshape(-1, 2),
+                np.array(noise_at, np.int64).reshape(-1, 2),
                 np.array([min(p.top_k or vocab, vocab) for p in params], np.int64),
                 np.array([p.top_p for p in params], np.float32),
                 np.array([p.min_p for p in params], np.float32),
@@ -209,7 +208,7 @@ class Sampler:
         tokens, finite = sample_rows(
             self._adjust(logits, draw),
             draw.temperatures,
-            draw.keys,
+            draw.noise_at,
             draw.top_k,
             draw.top_p,
             draw.min_p,

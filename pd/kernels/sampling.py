@@ -10,29 +10,48 @@ from torch.nn import functional
 
 from pd.kernels.dispatch import use_triton
 
+
+def _signed(value: int, bits: int = 32) -> int:
+    """The signed integer with the bits of an unsigned one."""
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
 _MASK = (1 << 32) - 1
 # The multipliers of the 32-bit mixer "lowbias32" (C. Wellons, hash-prospector, 2018), of which two
 # rounds are applied, and the golden ratio, which spreads consecutive token ids.
 _MIX_A, _MIX_B, _SPREAD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
+# The increment and multipliers of splitmix64, and an odd number that spreads positions.
+_SPLITMIX_STEP = _signed(0x9E3779B97F4A7C15, 64)
+_SPLITMIX_A, _SPLITMIX_B = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
+_POSITION_SPREAD = _signed(0xD1342543DE82EF95, 64)
 # Likeliest tokens that top-p tries first; where they are not enough, 16 times as many, and so on.
 _CANDIDATES = 256
 # Dividing by less would overflow float32; at this temperature sampling is greedy in all but name.
 _MIN_TEMPERATURE = 1e-5
 
 
-def _signed(value: int) -> int:
-    """The int32 with the bits of a uint32."""
-    return value - (1 << 32) if value & 0x80000000 else value
+def noise_keys(noise_at: torch.Tensor) -> torch.Tensor:
+    """Mix seeds and positions by splitmix64 (Steele et al., 2014).
+
+    Args:
+        noise_at: int64 ``[rows, 2]``: a seed, and a position of that seed.
+
+    Returns:
+        int32 ``[rows, 2]`` on the same device, two keys for each row.
+    """
+    # int64 products wrap as those of uint64 do.
+    z = (noise_at[:, 0] ^ (noise_at[:, 1] * _POSITION_SPREAD)) + _SPLITMIX_STEP
+    z = (z ^ _shift(z, 30)) * _SPLITMIX_A
+    z = (z ^ _shift(z, 27)) * _SPLITMIX_B
+    z = z ^ _shift(z, 31)
+    halves = torch.stack((z & _MASK, _shift(z, 32)), dim=1)
+    # As int32 with the same bits.
+    return ((halves ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
-def noise_keys(seed: int, position: int) -> tuple[int, int]:
-    """Two int32 keys of one position of one seed, mixed by splitmix64 (Steele et al., 2014)."""
-    mask = (1 << 64) - 1
-    z = ((seed ^ (position * 0xD1342543DE82EF95)) + 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    z ^= z >> 31
-    return _signed(z & _MASK), _signed(z >> 32)
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift right of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +153,7 @@ def _threshold(
 def sample_rows(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
-    keys: torch.Tensor,
+    noise_at: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
@@ -151,7 +170,7 @@ def sample_rows(
         logits: float32 or bfloat16 ``[rows, vocab_size]``, left as they are. Tokens that must not
             be sampled may be -inf.
         temperatures: float32 ``[rows]``; 0 is greedy.
-        keys: int32 ``[rows, 2]`` from :func:`noise_keys`.
+        noise_at: int64 ``[rows, 2]``, the seed and the position of each row's noise.
         top_k: int64 ``[rows]``, at least 1; ``vocab_size`` keeps all.
         top_p: float32 ``[rows]``; 1 or more keeps all.
         min_p: float32 ``[rows]``, the least share of the likeliest token's probability; 0 keeps
@@ -167,14 +186,16 @@ def sample_rows(
         from pd.kernels import sampling_triton
 
         rest = top_k, top_p, min_p, any_random, any_filter, _MIN_TEMPERATURE
-        return sampling_triton.sample_rows(logits.contiguous(), temperatures, keys, *rest)
+        return sampling_triton.sample_rows(logits.contiguous(), temperatures, noise_at, *rest)
     best, tokens = logits.float().max(dim=-1)
     if any_random:
         rows = torch.nonzero(temperatures > 0).flatten()
         scaled = logits[rows].float() / temperatures[rows].clamp(min=_MIN_TEMPERATURE)[:, None]
         if any_filter:
             _filter(scaled, top_k[rows], top_p[rows], min_p[rows])
-        drawn = scaled.add_(gumbel_noise(keys[rows], logits.shape[1])).argmax(dim=-1)
+        drawn = scaled.add_(gumbel_noise(noise_keys(noise_at[rows]), logits.shape[1])).argmax(
+            dim=-1
+        )
         tokens = tokens.index_copy(0, rows, drawn)
     return tokens, torch.isfinite(best)
 

@@ -34,6 +34,24 @@ def _mix(x):
 
 
 @triton.jit
+def _shifted(x, BITS: tl.constexpr):
+    """splitmix64's ``x ^ (x >> BITS)`` of uint64."""
+    return x ^ (x >> BITS)
+
+
+@triton.jit
+def _noise_keys(noise_at, row):
+    """Two uint32 keys as :func:`pd.kernels.sampling.noise_keys` defines them."""
+    seed = tl.load(noise_at + 2 * row).to(tl.uint64, bitcast=True)
+    position = tl.load(noise_at + 2 * row + 1).to(tl.uint64, bitcast=True)
+    z = (seed ^ (position * 0xD1342543DE82EF95)) + 0x9E3779B97F4A7C15
+    z = _shifted(z, 30) * 0xBF58476D1CE4E5B9
+    z = _shifted(z, 27) * 0x94D049BB133111EB
+    z = _shifted(z, 31)
+    return (z & 0xFFFFFFFF).to(tl.uint32), (z >> 32).to(tl.uint32)
+
+
+@triton.jit
 def _gumbel(first_key, second_key, tokens):
     """float32 noise as :func:`pd.kernels.sampling.gumbel_noise` defines it.
 
@@ -41,8 +59,8 @@ def _gumbel(first_key, second_key, tokens):
     section 1.14.1), since Triton has none.
     """
     x = tokens.to(tl.uint32) * 0x9E3779B9
-    x = _mix(x ^ first_key.to(tl.uint32, bitcast=True))
-    x = _mix(x ^ second_key.to(tl.uint32, bitcast=True))
+    x = _mix(x ^ first_key)
+    x = _mix(x ^ second_key)
     u = ((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
     u = tl.minimum(u, 0.9999999403953552)  # 1 - 2^-24
     rest = 1.0 - u
@@ -55,7 +73,7 @@ def _gumbel(first_key, second_key, tokens):
 def _sample_chunks(
     logits,
     temperatures,
-    keys,
+    noise_at,
     thresholds,
     best_values,
     best_tokens,
@@ -83,7 +101,7 @@ def _sample_chunks(
             values = tl.div_rn(values, tl.maximum(temperature, MIN_TEMPERATURE))
             if FILTER:
                 values = tl.where(values < tl.load(thresholds + row), float("-inf"), values)
-            first_key, second_key = tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
+            first_key, second_key = _noise_keys(noise_at, row)
             values += _gumbel(first_key, second_key, tokens)
     best = tl.max(values, 0)
     there = row * tl.num_programs(1) + tl.program_id(1)
@@ -299,7 +317,7 @@ def _thresholds(
 def sample_rows(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
-    keys: torch.Tensor,
+    noise_at: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
@@ -324,7 +342,7 @@ def sample_rows(
         _sample_chunks,
         (rows, chunks),
         logits.device,
-        *(logits, temperatures, keys, thresholds, values, best, finite_chunks, vocab_size),
+        *(logits, temperatures, noise_at, thresholds, values, best, finite_chunks, vocab_size),
         MIN_TEMPERATURE=min_temperature,
         CHUNK=_CHUNK,
         RANDOM=any_random,

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd.core.sampling_params import SEED_LIMIT
 from pd.kernels.sampling import filter_threshold, gumbel_noise, noise_keys, random_bits
 
 torch.set_num_threads(1)
@@ -24,12 +25,12 @@ def lowbias32(x: int) -> int:
 
 
 def keys(*pairs: tuple[int, int]) -> torch.Tensor:
-    return torch.tensor([noise_keys(*pair) for pair in pairs], dtype=torch.int32)
+    return noise_keys(torch.tensor(pairs))
 
 
 class TestNoise:
     def test_is_the_documented_hash_on_unsigned_integers(self) -> None:
-        first, second = noise_keys(2**62 + 12345, 678)
+        (first, second), *_ = keys((2**62 + 12345, 678)).tolist()
         bits = random_bits(keys((2**62 + 12345, 678)), 1000)[0].tolist()
         for token in (0, 1, 2, 500, 999):
             x = lowbias32((token * 0x9E3779B9 & MASK) ^ (first & MASK))
@@ -47,7 +48,18 @@ class TestNoise:
 
     def test_seeds_and_positions_differ(self) -> None:
         pairs = [(seed, position) for seed in range(30) for position in range(30)]
-        assert len({noise_keys(*pair) for pair in pairs}) == 900
+        assert len({tuple(each) for each in keys(*pairs).tolist()}) == 900
+
+    @given(st.integers(0, SEED_LIMIT - 1), st.integers(0, 1 << 40))
+    @settings(deadline=None)
+    def test_keys_are_splitmix64_on_unsigned_integers(self, seed: int, position: int) -> None:
+        mask = (1 << 64) - 1
+        z = ((seed ^ (position * 0xD1342543DE82EF95 & mask)) + 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        z ^= z >> 31
+        (first, second), *_ = keys((seed, position)).tolist()
+        assert (first & MASK, second & MASK) == (z & MASK, z >> 32)
 
     def test_is_gumbel_distributed(self) -> None:
         """Moments, and the distribution function on 20 bins of equal probability."""

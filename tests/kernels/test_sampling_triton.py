@@ -15,7 +15,11 @@ from kernels.triton_device import (
     skip_unless_interpreter_works,
 )
 
-from pd.kernels.sampling import filter_threshold, noise_keys, sample_rows
+from pd.core.sampling_params import SEED_LIMIT
+from pd.kernels.sampling import filter_threshold, sample_rows
+
+# Between the seeds of two rows.
+_FAR = 0x1234567890ABCDEF
 
 pytestmark = pytest.mark.usefixtures("_works")
 
@@ -51,7 +55,7 @@ def parameters(rows: int, vocab_size: int) -> list[torch.Tensor]:
     temperatures, top_k, top_p, min_p = zip(*chosen, strict=True)
     return [
         torch.tensor(temperatures),
-        torch.tensor([noise_keys(SEED + row, 3 * row) for row in range(rows)], dtype=torch.int32),
+        torch.tensor([((SEED + row * _FAR) % SEED_LIMIT, 3 * row) for row in range(rows)]),
         torch.tensor([min(k or vocab_size, vocab_size) for k in top_k]),
         torch.tensor(top_p),
         torch.tensor(min_p),

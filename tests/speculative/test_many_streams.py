@@ -61,8 +61,8 @@ class Judge:
         place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
         tokens = torch.tensor([prompt + ours[:place]])
         logits = self._model(tokens).logits[0, -1]
-        keys = noise_keys(choice_seed(seed, 0), len(prompt) + place)
-        noise = gumbel_noise(torch.tensor([keys], dtype=torch.int32), VOCAB)[0]
+        noise_at = torch.tensor([[choice_seed(seed, 0), len(prompt) + place]])
+        noise = gumbel_noise(noise_keys(noise_at), VOCAB)[0]
         scores = logits + noise.double()
         return float(abs(scores[ours[place]] - scores[theirs[place]]))
 
