@@ -304,7 +304,7 @@ def test_dialling_goes_on_until_somebody_listens(make) -> None:
         port = taken.getsockname()[1]
     p.dial(d, "D", port)
     wait_until(lambda: p.errors, "the first failure")
-    assert p.errors[0] == ("D is gone: nobody listens at its address", False)
+    assert p.errors[0] == ("node D is gone: nobody listens at its address", False)
     relay = Relay(d.hub.port, at=port)
     wait_until(lambda: p.channel is not None, "the channel")
     relay.close()

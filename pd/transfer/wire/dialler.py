@@ -59,7 +59,7 @@ class Dialler:
             # UnicodeError: a host that cannot be a name.
             logger.info("cannot reach %s at %s:%d: %s", peer, *self._address, error)
             if isinstance(error, ConnectionRefusedError):
-                raise PeerGoneError(f"{peer} is gone: nobody listens at its address") from error
+                raise PeerGoneError(f"node {peer} is gone: nobody listens at its address") from error
             return None
         try:
             greet(sock, self._service, self._own, peer, self._key, self._patience)
