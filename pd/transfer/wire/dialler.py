@@ -59,7 +59,8 @@ class Dialler:
             # UnicodeError: a host that cannot be a name.
             logger.info("cannot reach %s at %s:%d: %s", peer, *self._address, error)
             if isinstance(error, ConnectionRefusedError):
-                raise PeerGoneError(f"node {peer} is gone: nobody listens at its address") from error
+                message = f"node {peer} is gone: nobody listens at its address"
+                raise PeerGoneError(message) from error
             return None
         try:
             greet(sock, self._service, self._own, peer, self._key, self._patience)
