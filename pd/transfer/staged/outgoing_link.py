@@ -179,7 +179,9 @@ class OutgoingLink:
 
     def _spawn(self, what: str, run: Callable[[], None]) -> None:
         name = f"{STUCK_PREFIX}{what} of a link"
-        threading.Thread(target=run, name=name, daemon=True).start()
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        self._links.add_thread(thread)
 
     def _prepare(self) -> None:
         try:

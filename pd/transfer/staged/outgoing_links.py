@@ -77,6 +77,7 @@ class OutgoingLinks:
         self._peers: dict[str, _Current] = {}
         # Links that are not over.
         self._alive: set[OutgoingLink] = set()
+        self._threads: list[threading.Thread] = []
         self._closing = False
 
     # ---- any thread
@@ -127,10 +128,22 @@ class OutgoingLinks:
             peers, self._peers = list(self._peers.values()), {}
         for current in peers:
             self._end(current, "the transfer manager was closed")
+        deadline = time.monotonic() + seconds
         with self.changed:
             self.changed.wait_for(lambda: not self._alive, timeout=seconds)
+            threads = list(self._threads)
+        for thread in threads:
+            # A library whose objects are freed while the process ends may abort it.
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
         self.thread.close()
         return list(self._alive)
+
+    def add_thread(self, thread: threading.Thread) -> None:
+        """Have :meth:`close` wait for a thread that calls the library. Those that ended are
+        forgotten."""
+        with self.changed:
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     @property
     def quarantined(self) -> int:
