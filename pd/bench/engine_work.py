@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pd.bench.engine_client import RequestTimes
     from pd.bench.engine_steps import Interval
     from pd.launch import NodeServer
-    from pd.scheduling.step import Work
 
 Kind = Literal["decode", "prefill", "cached", "offline", "spec"]
 _WORK = re.compile(r"(decode|prefill|cached):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec):\d+:\d+")
@@ -132,9 +131,9 @@ class Simulated:
                 high = middle
         self.probability, self._rng = high, rng
 
-    def __call__(self, work: Work) -> int:
-        rejected = np.flatnonzero(self._rng.random(len(work.draft)) >= self.probability)
-        return int(rejected[0]) if len(rejected) else len(work.draft)
+    def __call__(self, drafted: int) -> int:
+        rejected = np.flatnonzero(self._rng.random(drafted) >= self.probability)
+        return int(rejected[0]) if len(rejected) else drafted
 
 
 class Bench:
@@ -247,19 +246,20 @@ class Bench:
         """Have at most so many tokens drafted for each sequence and step."""
         scheduler = self._node.scheduler.decode
         assert scheduler is not None
-        before = scheduler.draft_tokens, scheduler.count_accepted
-        if tokens > before[0]:
+        lengths = self._node.core.draft_lengths
+        before = scheduler.draft_tokens
+        if tokens > before:
             raise UsageError(
-                f"spec:…:{tokens} drafts more than --speculative-num-draft-tokens {before[0]}, or "
+                f"spec:…:{tokens} drafts more than --speculative-num-draft-tokens {before}, or "
                 "--speculative-algorithm is not given"
             )
         scheduler.draft_tokens = tokens
         if tokens and self._acceptance is not None:
-            scheduler.count_accepted = Simulated(self._acceptance, tokens, self._rng)
+            lengths.simulate = Simulated(self._acceptance, tokens, self._rng)
         try:
             yield
         finally:
-            scheduler.draft_tokens, scheduler.count_accepted = before
+            scheduler.draft_tokens, lengths.simulate = before, None
 
     def _spec(self, work: Workload) -> Measured:
         intervals = self._intervals(work, work.num_out + 1)

@@ -40,7 +40,8 @@ class PenalizedRows:
         output: pairs of output tokens that the host has.
         following: rows of the table, and rows of ``previous`` whose token each of them gets.
         previous: tokens that only the device has, int64, or None.
-        drafted: pairs of (index into ``rows``, token id) of drafted tokens before a row.
+        drafted: pairs of (index into ``rows``, index into ``drafts``): drafted tokens before a row.
+        drafts: the step's drafted tokens, int64, or None.
     """
 
     rows: torch.Tensor
@@ -54,6 +55,7 @@ class PenalizedRows:
     following: tuple[torch.Tensor, torch.Tensor]
     previous: torch.Tensor | None
     drafted: tuple[torch.Tensor, torch.Tensor]
+    drafts: torch.Tensor | None
 
 
 class Penalties:
@@ -75,6 +77,7 @@ class Penalties:
         states: Sequence[SamplingState],
         follows: Sequence[int | None],
         previous: torch.Tensor | None,
+        drafts: torch.Tensor | None,
     ) -> PenalizedRows | None:
         """Upload what :meth:`apply` needs; None if no state has penalties. What the states' choices
         have output since their last step is taken from them.
@@ -84,6 +87,7 @@ class Penalties:
             follows: for each row, the row of ``previous`` whose token comes before it and was not
                 observed yet, or None.
             previous: tokens sampled by the previous step, int64 on the device.
+            drafts: tokens that ``SamplingState.drafted`` refers to, int64 on the device.
         """
         penalized = [(row, state) for row, state in enumerate(states) if state.has_penalties]
         if not penalized:
@@ -116,6 +120,7 @@ class Penalties:
             following=following.on(self._device),
             previous=previous,
             drafted=drafted.on(self._device),
+            drafts=drafts,
         )
 
     def apply(self, logits: torch.Tensor, step: PenalizedRows) -> None:
@@ -130,8 +135,9 @@ class Penalties:
             some = slice(first, first + _PIECE)
             places, rows = step.places[some], step.rows[some]
             counts = self._counts.index_select(0, places)
-            index, tokens = step.drafted
-            if len(index):
+            index, places_of_drafts = step.drafted
+            if step.drafts is not None and len(index):
+                tokens = step.drafts.index_select(0, places_of_drafts)
                 inside = (index >= first) & (index < first + len(rows))
                 # NOTE: for other pieces this adds 0 to the first row, so that nothing waits.
                 where = torch.where(inside, index - first, 0)

@@ -161,6 +161,7 @@ class Sampler:
         states: Sequence[SamplingState],
         follows: Sequence[int | None] | None = None,
         previous: torch.Tensor | None = None,
+        drafts: torch.Tensor | None = None,
     ) -> Draw:
         """Upload the inputs of :meth:`launch` for these rows, best before the step that computes
         their logits is launched. Every draw is launched, in the order in which they are prepared.
@@ -170,6 +171,7 @@ class Sampler:
             follows: for each row, the row of ``previous`` whose token comes before it and was not
                 observed yet, or None; by default None for all.
             previous: :attr:`Samples.tokens` of the previous step.
+            drafts: tokens that ``SamplingState.drafted`` refers to, int64 on the device.
         """
         follows = follows or [None] * len(states)
         ahead = [0 if row is None else 1 for row in follows]
@@ -187,7 +189,7 @@ class Sampler:
                 np.array([p.min_p for p in params], np.float32),
             ]
         )
-        penalized = self._penalties.prepare(states, follows, previous)
+        penalized = self._penalties.prepare(states, follows, previous, drafts)
         return Draw(states, ahead, penalized, *tensors)
 
     @torch.inference_mode()

@@ -33,7 +33,8 @@ class SamplingState:
         uncounted: output tokens for :class:`pd.engine.penalties.Penalties` to count.
         counted_ahead: tokens which that has counted, and which were not observed yet.
         penalty_row: where it counts them, or None.
-        drafted: tokens that are taken to come after those observed (see :meth:`after`).
+        drafted: where the tokens are that are taken to come after those observed: indices of the
+            step's drafted tokens, which the device has (see :meth:`after`).
     """
 
     def __init__(
@@ -93,19 +94,24 @@ class SamplingState:
             return Finish("length")
         return None
 
-    def along(self, tokens: list[int]) -> list[SamplingState]:
-        """The states before each of ``tokens``, which may be observed next, and after the last."""
+    def along(self, parents: IntArray, first: int) -> list[SamplingState]:
+        """This state, and the state after each token of a draft.
+
+        Args:
+            parents: see :class:`pd.speculative.draft.Draft`.
+            first: index of the draft's first token among the step's drafted tokens.
+        """
         states = [self]
-        for token in tokens:
-            states.append(states[-1].after(token))
+        for index, parent in enumerate(parents.tolist()):
+            states.append(states[parent + 1].after(first + index))
         return states
 
-    def after(self, token: int) -> SamplingState:
-        """The state as it would be if ``token`` were observed next; this one stays as it is. Only
-        for sampling: tokens are observed by the state itself."""
+    def after(self, place: int) -> SamplingState:
+        """The state as it would be if the step's drafted token ``place`` were observed next; this
+        one stays as it is. Only for sampling: tokens are observed by the state itself."""
         made = copy(self)
         made._base = self.base
-        made.drafted = (*self.drafted, token)
+        made.drafted = (*self.drafted, place)
         made.num_output_tokens += 1
         return made
 

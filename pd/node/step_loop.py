@@ -132,8 +132,12 @@ class StepLoop(threading.Thread):
         engine = self._engine
         try:
             layers_done = self._scheduler.on_layers_done(works)
-            drafter = None if self._core.draft_lengths.rests else self._core.drafter
-            return launch(engine.runner, engine.sampler, works, layers_done, last, drafter)
+            lengths = self._core.draft_lengths
+            drafter = None if lengths.rests else self._core.drafter
+            simulate = lengths.simulate
+            return launch(
+                engine.runner, engine.sampler, works, layers_done, last, drafter, simulate
+            )
         except Exception as error:
             # Any error of a kernel or of torch. It concerns this step's requests only.
             logger.exception("a step failed")
@@ -148,7 +152,7 @@ class StepLoop(threading.Thread):
             logger.exception("a step failed")
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
-        if any(len(work.draft) for work in step.works):
+        if any(work.num_drafted for work in step.works):
             took = time.monotonic() - step.began - step.draft_seconds
             self._core.metrics.speculation.observe_step(step.draft_seconds, took)
         with self._events.event():

@@ -17,7 +17,7 @@ from pd.scheduling.reserve import DecodeReserve
 from pd.scheduling.step import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator
 
     from pd.core.messages import Finish, FirstToken
     from pd.core.request import Request
@@ -42,8 +42,6 @@ class DecodeScheduler:
 
     Attributes:
         draft_tokens: tokens drafted for a sequence and step, at most.
-        count_accepted: says how many tokens of a work's draft are accepted; a benchmark without
-            trained weights replaces it.
     """
 
     def __init__(self, core: NodeCore) -> None:
@@ -57,7 +55,6 @@ class DecodeScheduler:
         self._drafter, self._lengths = core.drafter, core.draft_lengths
         drafts = core.drafter is not None
         self.draft_tokens = core.config.speculative_num_draft_tokens if drafts else 0
-        self.count_accepted: Callable[[Work], int] = lambda work: work.accepted
         self.reserve = DecodeReserve(core.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
         self.retracted: deque[Sequence] = deque()
@@ -298,8 +295,8 @@ class DecodeScheduler:
 
     def _take_tokens(self, sequence: Sequence, work: Work) -> None:
         """Append the sampled token; after a draft, the tokens that it foretold and the next one."""
-        accepted = self.count_accepted(work)
-        finish, taken = None, work.sampled[: accepted + 1]
+        accepted = work.accepted
+        finish, taken = None, [work.sampled[0], *(work.sampled[i + 1] for i in accepted)]
         for count, sampled in enumerate(taken, 1):
             if sampled.error is not None:
                 self._rooms.fail(sequence.request, NodeFailedError(sampled.error))
@@ -311,9 +308,9 @@ class DecodeScheduler:
                 break
         # The KV of each token but the last is there: it was computed as a part of the draft.
         sequence.num_computed += len(taken) - 1
-        if len(work.draft):
-            self._lengths.observe(sequence, len(work.draft), accepted)
-            self._metrics.speculation.observe(len(work.draft), min(accepted, len(taken)))
+        if work.num_drafted:
+            self._lengths.observe(sequence, work.num_drafted, len(accepted))
+            self._metrics.speculation.observe(work.num_drafted, min(len(accepted), len(taken)))
         self._emit(sequence, taken, finish)
         if finish is not None:
             sequence.finished = True

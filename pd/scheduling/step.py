@@ -16,7 +16,7 @@ import torch
 
 from pd.core.messages import TokenLogprobs
 from pd.core.seldom import Seldom
-from pd.engine.device_copy import to_device
+from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.model_runner import ForwardItem
 from pd.speculative.drafter import DraftRequest
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from pd.engine.model_runner import ModelRunner
     from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples, SamplingState
     from pd.engine.tensor_parallel.leader import LeadingRunner
+    from pd.speculative.draft import Draft, DraftedTokens
     from pd.speculative.drafter import Drafter
 
     IntArray = npt.NDArray[np.int32]
 
 _no_drafts = Seldom(logging.getLogger(__name__))
-NO_DRAFT: IntArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass(eq=False, slots=True)
@@ -46,14 +46,16 @@ class Work:
             that does not end at the last known token.
         draft_limit: tokens that may be drafted after the last known one; the sequence has pages for
             them. At most one of ``samples`` then.
-        draft: tokens that were drafted, int32; they are computed after the known ones, and a token
-            is sampled after each of them, too. Set when launched.
+        draft: guesses, which are computed after the known tokens; a token is sampled after each of
+            them, too. Set when launched.
+        forced: with a draft, how many of its leading tokens count as accepted whatever is sampled;
+            for benchmarks. None where the sampled tokens decide.
         logprobs_from: prompt log probabilities are wanted of tokens from this position on.
         follows: a work that is launched and not accounted for, whose sample is the one token to
             compute; None where the tokens are known.
         row: index of this work's first sample among the step's; set when launched.
         sampled: result, one per entry of ``samples``; with a draft, the token after the last known
-            one and the tokens after each drafted one.
+            one and the tokens after each guess.
         prompt_logprobs: result, of tokens ``max(start + 1, logprobs_from) .. stop`` of the prompt.
     """
 
@@ -64,32 +66,37 @@ class Work:
     logprobs_from: int | None = None
     follows: Work | None = None
     draft_limit: int = 0
-    draft: IntArray = field(default_factory=lambda: NO_DRAFT)
+    draft: Draft | None = None
+    forced: int | None = None
     row: int = -1
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of guesses."""
+        return 0 if self.draft is None else len(self.draft)
 
     @property
     def num_logits(self) -> int:
         """Number of positions at the end of the range whose logits are needed."""
         if self.logprobs_from is not None:
             return max(0, min(self.stop - self.start, self.stop - max(self.logprobs_from - 1, 0)))
-        return 1 + len(self.draft) if self.samples else 0
+        return 1 + self.num_drafted if self.samples else 0
 
     @property
     def num_sampled(self) -> int:
         """Number of entries of ``sampled`` once the step is complete."""
-        return len(self.samples) + len(self.draft)
+        return len(self.samples) + self.num_drafted
 
     @property
-    def accepted(self) -> int:
-        """Number of leading tokens of the draft that the model sampled itself."""
-        count = 0
-        for drafted, sampled in zip(self.draft.tolist(), self.sampled, strict=False):
-            if sampled.token_id != drafted:
-                break
-            count += 1
-        return count
+    def accepted(self) -> list[int]:
+        """Indices of the guesses that are accepted, each following the one before it."""
+        if self.draft is None:
+            return []
+        if self.forced is not None:
+            return list(range(self.forced))
+        return self.draft.path([sampled.token_id for sampled in self.sampled])
 
     @property
     def is_decode(self) -> bool:
@@ -97,14 +104,18 @@ class Work:
         is_last = self.stop - self.start == 1 and bool(self.samples)
         return is_last and self.sequence.decodes
 
-    @property
-    def item(self) -> ForwardItem:
-        """The work as the model runner takes it."""
+    def item(self, first_draft: int) -> ForwardItem:
+        """The work as the model runner takes it.
+
+        Args:
+            first_draft: where the tokens of the draft are among those that only the device has.
+        """
         sequence = self.sequence
         if self.follows is None:
             token_ids = sequence.tokens[self.start : self.stop]
-            if len(self.draft):
-                token_ids = np.concatenate([token_ids, self.draft])
+            if self.num_drafted:
+                drafted = -1 - np.arange(first_draft, first_draft + self.num_drafted)
+                token_ids = np.concatenate([token_ids, drafted.astype(np.int32)])
         else:
             token_ids = np.array([-1 - self.follows.row], dtype=np.int32)
         return ForwardItem(token_ids, self.start, sequence.pages, self.num_logits)
@@ -117,6 +128,7 @@ class LaunchedStep:
     Attributes:
         works: not to be changed until :meth:`complete` has returned.
         samples: samples of all works, in their order.
+        drafted: the step's drafted tokens that the host does not have, and their copies.
         prompt_logprobs: log probabilities of works that want them.
         began: monotonic time at which drafting began, or else the launch.
         draft_seconds: how long drafting took.
@@ -124,6 +136,7 @@ class LaunchedStep:
 
     works: list[Work]
     samples: Samples
+    drafted: tuple[list[DraftedTokens], HostCopy]
     prompt_logprobs: list[tuple[Work, PromptLogprobs]]
     began: float
     draft_seconds: float
@@ -131,10 +144,55 @@ class LaunchedStep:
     def complete(self) -> None:
         """Wait for the step and fill in its works' results."""
         sampled = self.samples.result()
+        batches, copies = self.drafted
+        for batch, tokens in zip(batches, copies.wait(), strict=True):
+            batch.host = tokens.numpy().astype(np.int32)
         for work in self.works:
             work.sampled = sampled[work.row : work.row + work.num_sampled]
         for work, logprobs in self.prompt_logprobs:
             work.prompt_logprobs += logprobs.result()
+
+
+class _DeviceTokens:
+    """The tokens of a step that only the device has: samples of the step before, then drafts.
+
+    Attributes:
+        tokens: int64 ``[n]`` on the device, or None if there are none.
+        drafts: those that were drafted, or None.
+        missing: drafted tokens that the host does not have.
+    """
+
+    def __init__(self, previous: LaunchedStep | None, works: list[Work]) -> None:
+        parts: list[torch.Tensor] = []
+        if any(work.follows is not None for work in works):
+            assert previous is not None
+            parts.append(previous.samples.tokens)
+        self._first_draft = sum(len(part) for part in parts)
+        self._places: dict[DraftedTokens, int] = {}
+        batches = {work.draft.batch: None for work in works if work.draft is not None}
+        place = 0
+        for batch in batches:
+            self._places[batch] = place
+            place += len(batch.tokens)
+        drafts = [batch.tokens for batch in batches]
+        self.drafts = _joined(drafts)
+        self.tokens = _joined([*parts, *drafts])
+        self.missing = [batch for batch in batches if batch.host is None]
+
+    def place(self, draft: Draft) -> int:
+        """Where a draft begins among ``drafts``."""
+        return self._places[draft.batch] + draft.first
+
+    def item(self, work: Work) -> ForwardItem:
+        """See :meth:`Work.item`."""
+        place = 0 if work.draft is None else self.place(work.draft)
+        return work.item(self._first_draft + place)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return torch.cat(parts)
 
 
 def launch(
@@ -144,22 +202,21 @@ def launch(
     on_layers_done: Callable[[int, int], None] | None = None,
     previous: LaunchedStep | None = None,
     drafter: Drafter | None = None,
+    simulate: Callable[[int], int] | None = None,
 ) -> LaunchedStep:
     """Begin to compute all works in one forward pass.
 
     Args:
         previous: the step that works with ``follows`` continue; launched, maybe not complete.
         drafter: drafts tokens for works with a ``draft_limit``.
+        simulate: says how many tokens of a draft of so many count as accepted; for benchmarks.
     """
     began = time.monotonic()
     if drafter is not None:
         _draft(drafter, works)
     draft_seconds = time.monotonic() - began
-    known = None
-    if any(work.follows is not None for work in works):
-        assert previous is not None
-        known = previous.samples.tokens
-    items = [work.item for work in works]
+    known = _DeviceTokens(previous, works)
+    items = [known.item(work) for work in works]
     rows: list[int] = []
     states: list[SamplingState] = []
     follows: list[int | None] = []
@@ -167,15 +224,18 @@ def launch(
     for work, item in zip(works, items, strict=True):
         offset += item.num_logits
         work.row = len(rows)
-        if len(work.draft):
+        if work.draft is not None:
             rows += range(offset - item.num_logits, offset)
-            states += work.samples[0].along(work.draft.tolist())
+            states += work.samples[0].along(work.draft.parents, known.place(work.draft))
+            if simulate is not None:
+                work.forced = simulate(len(work.draft))
         else:
             rows += [offset - 1] * len(work.samples)
             states += work.samples
         follows += [None if work.follows is None else work.follows.row] * work.num_sampled
-    draw = sampler.prepare(states, follows, known)
-    logits = runner.forward(items, on_layers_done, known)
+    before = None if previous is None else previous.samples.tokens
+    draw = sampler.prepare(states, follows, before, known.drafts)
+    logits = runner.forward(items, on_layers_done, known.tokens)
     prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
@@ -184,7 +244,9 @@ def launch(
     # NOTE: sampling is launched even if no work samples. Pages must not change their owner before
     # the step is over, which the host sees by the samples.
     samples = sampler.launch(logits, draw)
-    return LaunchedStep(works, samples, prompt_logprobs, began, draft_seconds)
+    copies = HostCopy([batch.tokens for batch in known.missing])
+    drafted = known.missing, copies
+    return LaunchedStep(works, samples, drafted, prompt_logprobs, began, draft_seconds)
 
 
 def _draft(drafter: Drafter, works: list[Work]) -> None:

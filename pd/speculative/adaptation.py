@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -79,9 +79,14 @@ class DraftLengths:
 
     Args:
         costs: seconds of steps; if None, as many tokens as possible are drafted.
+
+    Attributes:
+        simulate: says how many tokens of a draft of so many count as accepted, for benchmarks
+            without trained weights; None where the model decides.
     """
 
     def __init__(self, costs: StepCosts | None) -> None:
+        self.simulate: Callable[[int], int] | None = None
         self._costs = costs
         self._seen: dict[TokenSequence, _Acceptance] = {}
         self._rest = 0

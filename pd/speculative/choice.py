@@ -38,7 +38,7 @@ def make_drafter(
         return ModelDrafter(draft_model.runner(engine.pool.num_pages), engine.sampler)
     from pd.speculative.ngram import NgramDrafter
 
-    return NgramDrafter()
+    return NgramDrafter(engine.pool.buffer.device)
 
 
 def draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -> DraftLengths:

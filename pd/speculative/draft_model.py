@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from pd.engine.device_copy import to_device
 from pd.engine.model_runner import ForwardItem
 from pd.engine.page_allocator import PageAllocator, PageState
+from pd.speculative.draft import Draft, DraftedTokens, chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,13 +46,13 @@ class _Memory:
     Attributes:
         pages: page table, int32.
         num_tokens: leading tokens of the sequence whose KV is there.
-        guessed: drafted tokens after these, int32, whose KV is there as well. It is valid for those
-            that were accepted.
+        guessed: the last draft after these. The KV of all its tokens but the last is there as well,
+            and valid for those that were accepted.
     """
 
     pages: IntArray = field(default_factory=lambda: _NOTHING)
     num_tokens: int = 0
-    guessed: IntArray = field(default_factory=lambda: _NOTHING)
+    guessed: Draft | None = None
 
     def item(self, ids: IntArray, stop: int, num_logits: int) -> ForwardItem:
         """Make the item that computes the tokens up to ``stop``, for which there are pages."""
@@ -58,37 +61,38 @@ class _Memory:
 
     def settle(self, ids: IntArray) -> None:
         """Count the guessed tokens that were accepted as tokens with KV."""
-        true = ids[self.num_tokens : self.num_tokens + len(self.guessed)]
-        wrong = np.flatnonzero(true != self.guessed[: len(true)])
-        self.num_tokens += int(wrong[0]) if len(wrong) else len(true)
-        self.guessed = _NOTHING
+        # NOTE: the host does not have the tokens of a draft whose step failed.
+        if self.guessed is not None and self.guessed.batch.host is not None:
+            guessed = self.guessed.tokens[:-1]
+            true = ids[self.num_tokens : self.num_tokens + len(guessed)]
+            wrong = np.flatnonzero(true != guessed[: len(true)])
+            self.num_tokens += int(wrong[0]) if len(wrong) else len(true)
+        self.guessed = None
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """A draft while it is made.
+    """A draft while it is made, on the device.
 
     Attributes:
-        place: index of its request among those of the step.
+        request: index of its request among those of the step.
+        first: where its tokens lie among those of the step's drafts: one after another.
         choice: sampling state that draws the next token.
+        count: tokens drawn so far.
     """
 
-    place: int
+    request: int
     limit: int
     memory: _Memory
     choice: SamplingState
-    tokens: list[int] = field(default_factory=list)
+    first: int = 0
+    count: int = 0
 
     def next_item(self) -> ForwardItem:
         """Make the item that computes the last token, after which the next one is drawn."""
-        start = self.memory.num_tokens + len(self.tokens) - 1
-        return ForwardItem(np.array(self.tokens[-1:], np.int32), start, self.memory.pages)
-
-    def finish(self) -> IntArray:
-        """Return the draft. The KV of all its tokens but the last was computed."""
-        draft = np.array(self.tokens, np.int32)
-        self.memory.guessed = draft[:-1]
-        return draft
+        last = np.array([-1 - (self.first + self.count - 1)], np.int32)
+        start = self.memory.num_tokens + self.count - 1
+        return ForwardItem(last, start, self.memory.pages)
 
 
 class ModelDrafter:
@@ -132,16 +136,22 @@ class ModelDrafter:
             self._runner.forward(items)
         return bool(items)
 
-    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
+    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        items, drafting = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
-        drafted = list(drafting)
+        items, drafted = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
+        ends = np.cumsum([each.limit for each in drafted])
+        tokens = torch.zeros(int(ends[-1]) if drafted else 0, dtype=torch.int64)
+        tokens = tokens.to(self._runner.pool.buffer.device)
+        for each, end in zip(drafted, ends.tolist(), strict=True):
+            each.first = end - each.limit
+        drafting = drafted
         while items:
-            drafting = self._extend(items, drafting)
+            drafting = self._extend(items, drafting, tokens)
             items = [each.next_item() for each in drafting]
-        drafts = [_NOTHING] * len(requests)
+        batch, drafts = DraftedTokens(tokens), list[Draft | None]([None] * len(requests))
         for each in drafted:
-            drafts[each.place] = each.finish()
+            draft = Draft(batch, each.first, chain(each.limit))
+            each.memory.guessed = drafts[each.request] = draft
         return drafts
 
     def _begin(
@@ -171,19 +181,24 @@ class ModelDrafter:
                 drafting.append(_Drafting(place, request.limit, memory, request.choice))
         return items + self._catch_up_items(budget), drafting
 
-    def _extend(self, items: list[ForwardItem], drafting: list[_Drafting]) -> list[_Drafting]:
-        """Compute the items and draw a token for each draft; returns those that go on."""
-        logits = self._runner.forward(items)
-        sampled = self._sampler.sample(logits, [each.choice for each in drafting])
-        unfinished = []
-        for each, sample in zip(drafting, sampled, strict=True):
-            if sample.error is not None:
-                continue
-            each.tokens.append(sample.token_id)
-            if len(each.tokens) < each.limit:
-                each.choice = each.choice.after(sample.token_id)
-                unfinished.append(each)
-        return unfinished
+    def _extend(
+        self, items: list[ForwardItem], drafting: list[_Drafting], tokens: torch.Tensor
+    ) -> list[_Drafting]:
+        """Compute the items and draw a token for each draft into ``tokens``; returns the drafts
+        that go on."""
+        if not drafting:
+            self._runner.forward(items)
+            return []
+        states = [each.choice for each in drafting]
+        draw = self._sampler.prepare(states, drafts=tokens)
+        logits = self._runner.forward(items, previous_tokens=tokens)
+        places = [each.first + each.count for each in drafting]
+        drawn = self._sampler.launch(logits, draw).tokens
+        tokens.index_copy_(0, to_device(places, torch.int64, tokens.device), drawn)
+        for each, place in zip(drafting, places, strict=True):
+            each.count += 1
+            each.choice = each.choice.after(place)
+        return [each for each in drafting if each.count < each.limit]
 
     def _catch_up_items(self, budget: int) -> list[ForwardItem]:
         """The next tokens of the prompts of expected sequences, ``budget`` in all."""

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    import numpy.typing as npt
-
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.sampling_state import SamplingState
-
-    IntArray = npt.NDArray[np.int32]
+    from pd.speculative.draft import Draft
 
 
 class DraftRequest(NamedTuple):
@@ -33,15 +29,16 @@ class DraftRequest(NamedTuple):
 class Drafter(Protocol):
     """Guesses how sequences go on. A wrong guess costs time and never changes the output."""
 
-    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
-        """Draft tokens for each sequence, or none. Called by the thread that launches steps.
+    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
+        """Draft tokens for each sequence, or none. On a GPU this is only queued. Called by the
+        thread that launches steps.
 
         Args:
             prompt_tokens: tokens of prompts in the step that is about to be computed. As many may
                 be computed for expected sequences.
 
         Returns:
-            For each sequence what may follow its tokens, int32, at most ``limit`` tokens.
+            For each sequence what may follow its tokens, at most ``limit`` tokens, or None.
         """
 
     def expect(self, sequence: TokenSequence) -> None:

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd.speculative.draft import Draft, upload_chains
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    import torch
 
     from pd.core.request import Sequence as TokenSequence
     from pd.speculative.drafter import DraftRequest
@@ -26,11 +29,19 @@ _SHORTEST, _LONGEST = 2, 8
 
 class NgramDrafter:
     """Finds the place in a sequence whose preceding tokens equal its last ones, as many of them as
-    possible, and drafts what follows it. Keeps nothing between steps."""
+    possible, and drafts what follows it. Keeps nothing between steps.
 
-    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
+    Args:
+        device: of the model that verifies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        return [_draft(request.sequence.ids, request.limit) for request in requests]
+        chains = [_draft(request.sequence.ids, request.limit) for request in requests]
+        return upload_chains(chains, self._device)
 
     def expect(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""

@@ -373,20 +373,26 @@ class TestPenaltiesOnTheDevice:
                 )
                 made = SamplingState(params, np.array(prompt, np.int32), (), vocab)
                 live.append(Penalized(made, prompt))
-            states, follows, expected = [], [], []
+            states, follows, expected, drafts = [], [], [], list[int]()
             running: list[tuple[Penalized, int]] = []
             logits = torch.randn(4 * len(live), vocab)
             for each in rng.sample(live, rng.randrange(len(live) + 1)):
                 running.append((each, len(states)))
-                drafted = rng.choices(range(vocab), k=3) if rng.random() < 0.3 else []
-                if each.unobserved is not None:
-                    drafted = []
-                for count, drawn in enumerate(each.state.along(drafted)):
-                    expected.append(each.adjusted(logits[len(states)], drafted[:count]))
+                size = 3 if each.unobserved is None and rng.random() < 0.3 else 0
+                # A tree of guesses, and the guessed tokens before each row.
+                parents = [rng.randrange(-1, index) for index in range(size)]
+                before: list[list[int]] = [[]]
+                for parent in parents:
+                    before.append([*before[parent + 1], rng.randrange(vocab)])
+                first = len(drafts)
+                drafts += [tokens[-1] for tokens in before[1:]]
+                along = each.state.along(np.array(parents, np.int32), first)
+                for drawn, tokens in zip(along, before, strict=True):
+                    expected.append(each.adjusted(logits[len(states)], tokens))
                     states.append(drawn)
                     follows.append(each.unobserved)
             logits = logits[: len(states)].clone()
-            step = table.prepare(states, follows, known)
+            step = table.prepare(states, follows, known, torch.tensor(drafts, dtype=torch.int64))
             if step is not None:
                 table.apply(logits, step)
                 assert torch.allclose(logits, torch.stack(expected), atol=1e-6), f"seed {seed}"
@@ -408,7 +414,7 @@ class TestPenaltiesOnTheDevice:
         table = Penalties(8, torch.device("cpu"))
         for _ in range(100):
             some = [state(presence_penalty=1.0) for _ in range(3)]
-            step = table.prepare(some, [None] * 3, None)
+            step = table.prepare(some, [None] * 3, None, None)
             assert step is not None
             table.apply(torch.zeros(3, 8), step)
         # Three are alive while three others are prepared.

@@ -7,6 +7,9 @@ import random
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+
+from pd.speculative.draft import Draft, upload_chains
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
+DEVICE = os.environ.get("PD_TEST_DEVICE", "cpu")
 # Another one with each run; PD_TEST_SEED repeats one.
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 
@@ -39,9 +43,10 @@ class Oracle:
         """Know a prompt and its answer."""
         self._known.setdefault(tuple(sequence[:2]), []).append(np.array(sequence, np.int32))
 
-    def draft(self, asks: Sequence[DraftRequest], prompt_tokens: int) -> list[IntArray]:
+    def draft(self, asks: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        return [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
+        chains = [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
+        return upload_chains(chains, torch.device(DEVICE))
 
     def expect(self, sequence: object) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""

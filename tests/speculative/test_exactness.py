@@ -198,7 +198,9 @@ def test_a_planted_fault_is_noticed(
     true = Work.accepted.fget
     assert true is not None
     monkeypatch.setattr(
-        Work, "accepted", property(lambda work: min(true(work) + 1, len(work.draft)))
+        Work,
+        "accepted",
+        property(lambda work: list(range(min(len(true(work)) + 1, work.num_drafted)))),
     )
     with layout("unified") as cluster:
         ours = [pending.result() for pending in answers(cluster)]

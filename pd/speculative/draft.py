@@ -1,0 +1,86 @@
+"""Drafted tokens, which stay on the device until the step that verifies them is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd.engine.device_copy import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class DraftedTokens:
+    """Tokens that were drafted together, those of one draft after those of another.
+
+    Attributes:
+        tokens: int64 ``[n]`` on the device.
+        host: the same tokens, int32; None until the host has them.
+    """
+
+    def __init__(self, tokens: torch.Tensor, host: IntArray | None = None) -> None:
+        self.tokens = tokens
+        self.host = host
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """Guesses of how one sequence goes on: a tree whose root is the sequence's last known token.
+
+    Attributes:
+        batch: holds the guessed tokens.
+        first: index of the first of them in ``batch``.
+        parents: for each guessed token the index of the one that it would follow, which comes
+            before it, or -1 for the root; int32. Tokens that follow the same one differ.
+    """
+
+    batch: DraftedTokens
+    first: int
+    parents: IntArray
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def tokens(self) -> IntArray:
+        """The guessed tokens, int32, once the host has them."""
+        assert self.batch.host is not None, "the step is not complete"
+        return self.batch.host[self.first : self.first + len(self)]
+
+    def path(self, sampled: Sequence[int]) -> list[int]:
+        """The indices of the guesses that are right, each following the one before it.
+
+        Args:
+            sampled: the model's own token after the root and after each guess.
+        """
+        found, last = list[int](), -1
+        guesses = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
+        for index, (parent, token) in enumerate(guesses):
+            if parent == last and token == sampled[last + 1]:
+                found.append(index)
+                last = index
+        return found
+
+
+def chain(length: int) -> IntArray:
+    """The ``parents`` of guesses that follow one another."""
+    return np.arange(-1, length - 1, dtype=np.int32)
+
+
+def upload_chains(chains: Sequence[IntArray], device: torch.device) -> list[Draft | None]:
+    """Make drafts of chains of tokens on the host, int32; None of empty ones."""
+    tokens = np.concatenate([*chains, np.empty(0, np.int32)]).astype(np.int32)
+    batch = DraftedTokens(to_device(tokens, torch.int64, device), tokens)
+    ends = np.cumsum([len(each) for each in chains])
+    return [
+        Draft(batch, int(end) - len(each), chain(len(each))) if len(each) else None
+        for each, end in zip(chains, ends, strict=True)
+    ]
