@@ -95,8 +95,10 @@ def load_model(
         _check_tied(stored.get_tensor(name), shard.parent)
         return True
 
+    # NOTE: prepare() frees weights as it goes, so nothing else may refer to their memory by then.
     places = dict(model.checkpoint_tensors())
     fill(places, path, load_format, seed, progress, tp, is_tied_head)
+    del places
     model.prepare()
     return model.eval()
 
