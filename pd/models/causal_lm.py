@@ -91,6 +91,9 @@ class CausalLM(nn.Module):
     Attributes:
         config: configuration of this rank's part (:meth:`pd.models.config.ModelConfig.divided`).
         tp: the ranks. Each has the whole embedding, and a part of the head's vocabulary.
+        aux_layers: layers before which :meth:`forward` copies the residual stream to ``features``,
+            ascending, each once; ``num_layers`` stands for the last layer's output.
+        aux_normed: whether the last layer's output is copied after the last norm.
     """
 
     head: torch.Tensor
@@ -105,6 +108,8 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp
+        self.aux_layers: tuple[int, ...] = ()
+        self.aux_normed = False
         self.embedding = empty_parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, make_attention(config, layer, tp), make_mlp(config, tp))
@@ -135,6 +140,7 @@ class CausalLM(nn.Module):
         attention: PlannedAttention,
         layer_done: Callable[[int], None] | None = None,
         rows: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute hidden states ``[rows, hidden_size]`` before the last norm.
 
@@ -143,17 +149,43 @@ class CausalLM(nn.Module):
             attention: planned for exactly these tokens.
             layer_done: called with the index of each layer after that layer is launched.
             rows: int64, the tokens whose hidden states are wanted; None for all. In the last
-                layer only the KV of the other tokens is computed.
+                layer only the KV of the other tokens is computed, unless its output is wanted in
+                ``features``.
+            features: overwritten with what ``aux_layers`` chooses, side by side in their order, of
+                all tokens; ``[tokens, len(aux_layers) * hidden_size]`` in the model's dtype. None
+                to compute none; all ranks must agree.
         """
+        aux_layers = () if features is None else self.aux_layers
+        end = len(self.layers)
         hidden = functional.embedding(token_ids, self.embedding)
         cos_sin = rotations(positions, self._frequencies)
         update = None
         for index, layer in enumerate(self.layers):
-            wanted = rows if index == len(self.layers) - 1 else None
+            if features is not None and index in aux_layers:
+                self._copy_feature(index, hidden, update, features)
+            wanted = rows if index == end - 1 and end not in aux_layers else None
             hidden, update = layer(hidden, update, cos_sin, attention, wanted)
             if layer_done is not None:
                 layer_done(index)
-        return hidden if update is None else hidden.add_(update)
+        hidden = hidden if update is None else hidden.add_(update)
+        if features is not None and end in aux_layers:
+            self._copy_feature(end, hidden, None, features)
+            hidden = hidden if rows is None else hidden.index_select(0, rows)
+        return hidden
+
+    def _copy_feature(
+        self, layer: int, hidden: torch.Tensor, update: torch.Tensor | None, features: torch.Tensor
+    ) -> None:
+        """Copy the residual stream, to which ``update`` is not added yet, to the layer's part of
+        ``features``."""
+        size, place = hidden.shape[1], self.aux_layers.index(layer)
+        part = features[:, place * size : (place + 1) * size]
+        if update is not None:
+            torch.add(hidden, update, out=part)
+        elif layer == len(self.layers) and self.aux_normed:
+            part.copy_(self.norm(hidden))
+        else:
+            part.copy_(hidden)
 
     def prepare(self) -> None:
         """Lay the weights out for the kernels. Called once, after loading; afterwards no weight may

@@ -203,13 +203,7 @@ class ModelConfig:
         settings = dataclasses.asdict(self)
         for name in ("dtype", "eos_token_ids", "bos_token_id", "context_length"):
             del settings[name]
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        if load_format == "dummy":
-            digest.update(f"dummy {seed}".encode())
-        else:
-            for file in sorted(find_checkpoint(path).glob("model*.safetensors")):
-                _hash_sample(file, digest)
-        return digest.hexdigest()[:16]
+        return hash_weights(settings, path, load_format, seed)
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -276,6 +270,18 @@ def _eos_token_ids(*configs: Settings) -> tuple[int, ...]:
                 raise UsageError(f"config.json: eos_token_id must be integers, not {value!r}")
             ids.add(token)
     return tuple(sorted(ids))
+
+
+def hash_weights(settings: Settings, path: str | Path, load_format: str, seed: int) -> str:
+    """Hash settings and the weights that belong to them, as :meth:`ModelConfig.fingerprint` says;
+    returns 16 hex digits."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    if load_format == "dummy":
+        digest.update(f"dummy {seed}".encode())
+    else:
+        for file in sorted(find_checkpoint(path).glob("model*.safetensors")):
+            _hash_sample(file, digest)
+    return digest.hexdigest()[:16]
 
 
 def _hash_sample(file: Path, digest: _Hash, spots: int = 16, width: int = 4096) -> None:

@@ -118,16 +118,27 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions over the paged pool."""
+    """Grouped-query attention with rotary positions over the paged pool.
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel) -> None:
+    Args:
+        input_size: width of the input; None if it is the model's hidden size, as the output is.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        tp: TensorParallel,
+        input_size: int | None = None,
+    ) -> None:
         super().__init__()
         self._layer, self._tp = layer, tp
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         q_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = Linear(qkv, config.hidden_size, config.attention_bias, split=True)
+        inputs = config.hidden_size if input_size is None else input_size
+        self.qkv = Linear(qkv, inputs, config.attention_bias, split=True)
         self.output = ReducedLinear("o_proj", config.hidden_size, q_size, config.output_bias, tp)
         self._eps = config.rms_norm_eps
         self.q_norm = self.k_norm = None

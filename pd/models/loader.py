@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from pd.models.registry import find_architecture
 from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from pd.models.causal_lm import CausalLM
@@ -43,8 +45,10 @@ class _LazyTensor(Protocol):
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
 
 
-class _Stored(Protocol):
+class Stored(Protocol):
     """The methods of an open safetensors file, which has no types, that are used here."""
+
+    def keys(self) -> list[str]: ...
 
     def get_slice(self, name: str) -> _LazyTensor: ...
 
@@ -83,13 +87,44 @@ def load_model(
             model = architecture.make_model(config.divided(tp.size), tp)
         finally:
             torch.set_default_dtype(previous)
-    _fill(model, path, load_format, seed, progress)
+    tied = model.config.tie_word_embeddings
+
+    def is_tied_head(name: str, stored: Stored, shard: Path) -> bool:
+        if name != HEAD or not tied:
+            return False
+        _check_tied(stored.get_tensor(name), shard.parent)
+        return True
+
+    # NOTE: prepare() frees weights as it goes, so nothing else may refer to their memory by then.
+    places = dict(model.checkpoint_tensors())
+    fill(places, path, load_format, seed, progress, tp, is_tied_head)
+    del places
     model.prepare()
     return model.eval()
 
 
-def _fill(model: CausalLM, path: str | Path, load_format: str, seed: int, progress: bool) -> None:
-    places = dict(model.checkpoint_tensors())
+def fill(
+    places: dict[str, Place],
+    path: str | Path,
+    load_format: str,
+    seed: int,
+    progress: bool,
+    tp: TensorParallel,
+    is_known: Callable[[str, Stored, Path], bool],
+    canonical: Callable[[str], str] = str,
+) -> None:
+    """Fill every place from a checkpoint, or with dummy weights; arguments as of
+    :func:`load_model`.
+
+    Args:
+        places: by name.
+        is_known: called with the name of each other tensor, the open file and its path; returns
+            whether the checkpoint may hold that tensor.
+        canonical: the name among ``places`` for a name in the checkpoint.
+
+    Raises:
+        UsageError: a tensor is missing, misshaped, quantized or unknown.
+    """
     bar = tqdm(
         total=sum(place.memory.nbytes for place in places.values()),
         desc="loading weights",
@@ -100,39 +135,39 @@ def _fill(model: CausalLM, path: str | Path, load_format: str, seed: int, progre
     )
     with bar:
         if load_format == "dummy":
-            _fill_dummy(places, model.tp, seed, bar)
+            _fill_dummy(places, tp, seed, bar)
         else:
-            tied = model.config.tie_word_embeddings
-            _read_checkpoint(find_checkpoint(path), places, model.tp, tied, bar)
+            _read_checkpoint(find_checkpoint(path), places, tp, bar, is_known, canonical)
 
 
 def _read_checkpoint(
-    directory: Path, places: dict[str, Place], tp: TensorParallel, tied: bool, bar: tqdm
+    directory: Path,
+    places: dict[str, Place],
+    tp: TensorParallel,
+    bar: tqdm,
+    is_known: Callable[[str, Stored, Path], bool],
+    canonical: Callable[[str], str],
 ) -> None:
     """Fill every place, opening one shard at a time and copying one tensor at a time."""
     missing = set(places)
-    for shard in _shards(directory):
-        try:
-            with safe_open(shard, framework="pt", device="cpu") as stored:
-                # Not a dictionary: safe_open's handle is iterated by keys() only.
-                for name in stored.keys():  # noqa: SIM118
-                    if name in missing:
-                        _copy(stored, places[name], tp, name, shard)
-                        missing.discard(name)
-                        bar.update(places[name].memory.nbytes)
-                    elif name == HEAD and tied:
-                        _check_tied(stored.get_tensor(name), directory)
-                    elif not name.endswith(_IGNORED_SUFFIX):
-                        what = "a second time" if name in places else "which the model lacks"
-                        raise UsageError(f"{shard} holds tensor {name}, {what}")
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"cannot read {shard}: {error}") from None
+    for shard in shards(directory):
+        with open_shard(shard) as stored:
+            # Not a dictionary: safe_open's handle is iterated by keys() only.
+            for name in stored.keys():  # noqa: SIM118
+                key = canonical(name)
+                if key in missing:
+                    _copy(stored, places[key], tp, name, shard)
+                    missing.discard(key)
+                    bar.update(places[key].memory.nbytes)
+                elif not is_known(name, stored, shard) and not name.endswith(_IGNORED_SUFFIX):
+                    what = "a second time" if key in places else "which the model lacks"
+                    raise UsageError(f"{shard} holds tensor {name}, {what}")
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(f"{directory} lacks tensor {min(missing)}{more}")
 
 
-def _copy(stored: _Stored, place: Place, tp: TensorParallel, name: str, shard: Path) -> None:
+def _copy(stored: Stored, place: Place, tp: TensorParallel, name: str, shard: Path) -> None:
     whole = stored.get_slice(name)
     shape, expected = list(whole.get_shape()), place.whole_shape(tp)
     if shape != expected:
@@ -145,7 +180,7 @@ def _copy(stored: _Stored, place: Place, tp: TensorParallel, name: str, shard: P
 
 def _check_tied(head: torch.Tensor, directory: Path) -> None:
     """Raise UsageError unless the head that a checkpoint repeats equals the embedding."""
-    for shard in _shards(directory):
+    for shard in shards(directory):
         with safe_open(shard, framework="pt", device="cpu") as stored:
             if EMBEDDING in stored.keys() and torch.equal(stored.get_tensor(EMBEDDING), head):  # noqa: SIM118
                 return
@@ -155,12 +190,29 @@ def _check_tied(head: torch.Tensor, directory: Path) -> None:
     )
 
 
-def _shards(directory: Path) -> list[Path]:
+@contextmanager
+def open_shard(shard: Path) -> Iterator[Stored]:
+    """Open a file of a checkpoint. Raises UsageError when it, or one of its tensors, cannot be
+    read."""
+    try:
+        with safe_open(shard, framework="pt", device="cpu") as stored:
+            yield stored
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"cannot read {shard}: {error}") from None
+
+
+def shards(directory: Path) -> list[Path]:
     """List the files that the index names, or the only one."""
     index = directory / INDEX
     if not index.exists():
         single = directory / "model.safetensors"
         if not single.exists():
+            pickled = next(directory.glob("pytorch_model*.bin"), None)
+            if pickled is not None:
+                raise UsageError(
+                    f"{pickled} is a pickle, which could run code when it is read: convert it to "
+                    "model.safetensors"
+                )
             raise UsageError(
                 f"{directory} holds neither model.safetensors nor {INDEX}; "
                 "pass --load-format dummy for random weights"
@@ -183,7 +235,8 @@ def _fill_dummy(places: dict[str, Place], tp: TensorParallel, seed: int, bar: tq
     variance 1, but where it is the output head too it is scaled like one: otherwise every token
     would predict itself, and greedy output would repeat one token.
     """
-    embedding_scale = 1.0 if HEAD in places else places[EMBEDDING].memory.shape[-1] ** -0.5
+    is_tied = EMBEDDING in places and HEAD not in places
+    embedding_scale = places[EMBEDDING].memory.shape[-1] ** -0.5 if is_tied else 1.0
     for name, place in places.items():
         if name.endswith("norm.weight"):
             place.memory.fill_(1.0)

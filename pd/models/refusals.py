@@ -8,6 +8,8 @@ from pd.core.errors import UnsupportedModelError
 from pd.models.settings import positive_int
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pd.models.architecture import Architecture
     from pd.models.settings import Settings
 
@@ -61,12 +63,24 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 def check_supported(architecture: Architecture, cfg: Settings) -> None:
     """Raise UnsupportedModelError for the first setting that is not implemented; the message has
     its name and value."""
-    for key, neutral in _NEUTRAL.items():
-        value = cfg.get(key)
-        if not any(value is each or value == each for each in neutral):
-            _refuse(key, value)
+    check_neutral(cfg, _NEUTRAL)
     _check_rope(cfg)
     _check_window(architecture, cfg)
+
+
+def check_neutral(
+    cfg: Settings, neutral: Mapping[str, tuple[object, ...]], prefix: str = ""
+) -> None:
+    """Raise UnsupportedModelError for the first key of ``neutral`` whose value in ``cfg`` is not
+    among those of ``neutral``; None stands for null or absent.
+
+    Args:
+        prefix: stands before the key in the message, where ``cfg`` is a part of the file.
+    """
+    for key, values in neutral.items():
+        value = cfg.get(key)
+        if not any(value is each or value == each for each in values):
+            refuse(prefix + key, value)
 
 
 def rope_type(rope: Settings, name: str) -> str:
@@ -78,11 +92,12 @@ def rope_type(rope: Settings, name: str) -> str:
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        _refuse(f"{name}.rope_type", kind)
+        refuse(f"{name}.rope_type", kind)
     return kind
 
 
-def _refuse(key: str, value: object) -> NoReturn:
+def refuse(key: str, value: object) -> NoReturn:
+    """Raise UnsupportedModelError that names a setting of ``config.json`` and its value."""
     text = repr(value)
     text = text if len(text) <= 100 else text[:97] + "..."
     raise UnsupportedModelError(f"config.json: {key} = {text} is not supported")
@@ -94,12 +109,12 @@ def _check_rope(cfg: Settings) -> None:
         if not rope:
             continue
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            _refuse(name, rope)
+            refuse(name, rope)
         rope_type(rope, name)
         if rope.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-            _refuse(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
+            refuse(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
         if rope.get("mrope_section"):
-            _refuse(f"{name}.mrope_section", rope["mrope_section"])
+            refuse(f"{name}.mrope_section", rope["mrope_section"])
 
 
 def _check_window(architecture: Architecture, cfg: Settings) -> None:
@@ -107,9 +122,9 @@ def _check_window(architecture: Architecture, cfg: Settings) -> None:
     layer_types = cfg.get("layer_types") or []
     kinds = layer_types if isinstance(layer_types, list) else [layer_types]
     if any(kind != "full_attention" for kind in kinds):
-        _refuse("layer_types", sorted(set(map(str, kinds))))
+        refuse("layer_types", sorted(set(map(str, kinds))))
     window = cfg.get("sliding_window")
     if window is None or not architecture.uses_window(cfg):
         return
     if not isinstance(window, int) or window < positive_int(cfg, "max_position_embeddings"):
-        _refuse("sliding_window", window)
+        refuse("sliding_window", window)

@@ -1,0 +1,462 @@
+"""EAGLE heads: one decoder layer that drafts tokens from a target's hidden states.
+
+The slot of token ``t`` in a head's KV joins the fused hidden state of token ``t - 1`` with the
+embedding of token ``t``, at rotary position ``t``; its output predicts token ``t + 1``. What a head
+computes is that of EAGLE-1 and EAGLE-2 (Li et al., 2024) or EAGLE-3 (Li et al., 2025); see
+:mod:`pd.models.eagle_config` for what the checkpoints may say.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pd.core.errors import UsageError
+from pd.kernels.linear import linear, pack_weight
+from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
+from pd.models.causal_lm import HEAD
+from pd.models.config import find_checkpoint
+from pd.models.eagle_config import EAGLE3
+from pd.models.layers import (
+    Attention,
+    GatedMLP,
+    Linear,
+    NamedPlaces,
+    RMSNorm,
+    empty_parameter,
+    within,
+)
+from pd.models.loader import fill, open_shard, shards
+from pd.models.tensor_parallel import SINGLE, Place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd.kernels.attention import PlannedAttention
+    from pd.models.causal_lm import CausalLM
+    from pd.models.config import ModelConfig
+    from pd.models.eagle_config import EagleConfig
+
+# Names of tensors of a head, as SGLang's and vLLM's loaders bring them into one form.
+_EMBEDDING, _BIAS, _TO_TARGET = "embed_tokens.weight", "fc.bias", "d2t"
+# It says which of the target's tokens are in the draft vocabulary, which d2t says, too.
+_TO_DRAFT = "t2d"
+# Rows of the embedding that are compared with the target's at a time.
+_ROWS = 8192
+
+
+class HeadAttention(Attention):
+    """The attention of a head, which can also write K and V alone."""
+
+    def __init__(self, config: ModelConfig, input_size: int) -> None:
+        super().__init__(config, 0, SINGLE, input_size)
+        self._kv_weight: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Lay out the projections to K and V by themselves, before those to Q, K and V together."""
+        # On a GPU this is the same memory.
+        self._kv_weight = pack_weight(self.qkv.weight[self._heads * self._head_dim :].detach())
+
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Write K and V of the rows of ``x``, as :meth:`forward` does."""
+        assert self._kv_weight is not None, "prepare() comes first"
+        bias = self.qkv.bias
+        kv = linear(
+            x, self._kv_weight, None if bias is None else bias[self._heads * self._head_dim :]
+        )
+        rotate_and_store(
+            kv.view(len(x), -1, self._head_dim),
+            0,
+            self._kv_heads,
+            cos_sin,
+            keys,
+            values,
+            slots,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self._eps,
+        )
+
+
+class EagleHead(nn.Module):
+    """The layer that all heads share; subclasses say what goes in and what comes out.
+
+    A head is whole on one rank, also where its target is divided among several.
+
+    Args:
+        embedding: the target's, ``[vocab_size, hidden_size]``; None for one of the head's own.
+        head: an output head of others, ready for :func:`pd.kernels.linear.linear`; None for one of
+            the head's own.
+
+    Attributes:
+        target_ids: int64 ``[draft_vocab_size]``, the id in the target's vocabulary of each column
+            of the logits; None if both vocabularies are equal.
+    """
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+    target_ids: torch.Tensor | None
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        fc: Linear,
+        input_size: int,
+        embedding: torch.Tensor | None,
+        head: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        layer, hidden = config.layer, config.hidden_size
+        self.config = config
+        self.fc = fc
+        self.attention = HeadAttention(layer, input_size)
+        self.mlp_norm = RMSNorm(hidden, layer.rms_norm_eps)
+        self.mlp = GatedMLP(layer, SINGLE)
+        # What is shared is no parameter of the head's.
+        self.embedding = (
+            empty_parameter(layer.vocab_size, hidden) if embedding is None else embedding.detach()
+        )
+        if layer.tie_word_embeddings and config.algorithm == EAGLE3:
+            head = self.embedding
+        self.head = (
+            empty_parameter(config.draft_vocab_size, hidden) if head is None else head.detach()
+        )
+        self.target_ids = None
+        rope = layer.rope
+        self._frequencies = inverse_frequencies(
+            layer.head_dim,
+            rope.theta,
+            rope.type,
+            rope.factor,
+            rope.low_freq_factor,
+            rope.high_freq_factor,
+            rope.original_context,
+        ).to(self.embedding.device)
+
+    @abstractmethod
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Make fused hidden states ``[tokens, hidden_size]`` of the target's
+        ``[tokens, feature_size]``."""
+
+    @abstractmethod
+    def _join(
+        self, token_ids: torch.Tensor, fused: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Make attention's input, and the residual stream, which may be written to; None if it
+        starts as ``fused``."""
+
+    @abstractmethod
+    def _finish(
+        self, residual: torch.Tensor, update: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add ``update`` to ``residual``, in place; returns the input of the output head and the
+        hidden state for the next draft."""
+
+    def write_kv(
+        self,
+        token_ids: torch.Tensor,
+        fused: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Write K and V of pairs of a token and the fused hidden state of the token before it.
+
+        Args:
+            token_ids, positions: int64 ``[tokens]``.
+            fused: ``[tokens, hidden_size]`` in the head's dtype, from :meth:`fuse` or
+                :meth:`forward`.
+            keys, values: contiguous ``[slots, num_kv_heads, head_dim]``.
+            slots: int64 ``[tokens]``.
+        """
+        x, _ = self._join(token_ids, fused)
+        self.attention.write_kv(x, rotations(positions, self._frequencies), keys, values, slots)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        fused: torch.Tensor,
+        positions: torch.Tensor,
+        attention: PlannedAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft the token after each pair of a token and the fused hidden state of the token before
+        it; their K and V are written.
+
+        Args:
+            token_ids, fused, positions: as for :meth:`write_kv`.
+            attention: planned for exactly these tokens, over a pool of one layer.
+
+        Returns:
+            Logits ``[tokens, draft_vocab_size]``, and ``[tokens, hidden_size]``, which stands for
+            the fused hidden states of ``token_ids`` in the next draft; both in the head's dtype.
+        """
+        x, residual = self._join(token_ids, fused)
+        attended = self.attention(x, rotations(positions, self._frequencies), attention)
+        if residual is None:
+            residual = fused + attended
+            normed = self.mlp_norm(residual)
+        else:
+            normed = self.mlp_norm.after_add(residual, attended)
+        output, hidden = self._finish(residual, self.mlp(normed))
+        return linear(output, self.head), hidden
+
+    def prepare(self) -> None:
+        """Lay the weights out for the kernels. Called once, after loading; afterwards no weight may
+        be read or written by name."""
+        self.attention.prepare()
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare()
+        if isinstance(self.head, nn.Parameter):
+            self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
+
+    def checkpoint_tensors(self) -> NamedPlaces:
+        """List every tensor that is read from the checkpoint, except d2t, and its memory."""
+        yield from self.fc.checkpoint_tensors()
+        yield from within("layers.0.self_attn", self.attention.checkpoint_tensors())
+        yield from within("layers.0.post_attention_layernorm", self.mlp_norm.checkpoint_tensors())
+        yield from within("layers.0.mlp", self.mlp.checkpoint_tensors())
+        if isinstance(self.embedding, nn.Parameter):
+            yield _EMBEDDING, Place(self.embedding)
+        if isinstance(self.head, nn.Parameter):
+            yield HEAD, Place(self.head)
+
+
+class Eagle1Head(EagleHead):
+    """EAGLE-1 and EAGLE-2: ``fc`` joins the embedding and the target's last hidden state; the layer
+    starts without a norm, and its output goes to the target's output head as it is."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        embedding: torch.Tensor | None,
+        head: torch.Tensor | None,
+        *,
+        fc_bias: bool,
+    ) -> None:
+        hidden = config.hidden_size
+        fc = Linear({"fc": hidden}, 2 * hidden, fc_bias)
+        super().__init__(config, fc, hidden, embedding, head)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+    def _join(
+        self, token_ids: torch.Tensor, fused: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = self.fc(torch.cat((functional.embedding(token_ids, self.embedding), fused), dim=-1))
+        return x, x
+
+    def _finish(
+        self, residual: torch.Tensor, update: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = residual.add_(update)
+        return hidden, hidden
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3: ``fc`` fuses the target's hidden states of several layers; attention reads the
+    embedding and the fused hidden state side by side, each normalized."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        embedding: torch.Tensor | None,
+        head: torch.Tensor | None,
+        *,
+        fc_bias: bool,
+    ) -> None:
+        hidden, eps = config.hidden_size, config.layer.rms_norm_eps
+        fc = Linear({"fc": hidden}, config.feature_size, fc_bias)
+        super().__init__(config, fc, 2 * hidden, embedding, head)
+        self.embedding_norm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        fused: torch.Tensor = self.fc(features)
+        return fused
+
+    def _join(
+        self, token_ids: torch.Tensor, fused: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        embedded = functional.embedding(token_ids, self.embedding)
+        normed = self.hidden_norm(fused)
+        x = torch.cat((self.embedding_norm(embedded), normed), dim=-1)
+        return x, normed if self.config.norm_before_residual else None
+
+    def _finish(
+        self, residual: torch.Tensor, update: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.norm.after_add(residual, update), residual
+
+    def checkpoint_tensors(self) -> NamedPlaces:
+        yield from super().checkpoint_tensors()
+        yield from within("layers.0.input_layernorm", self.embedding_norm.checkpoint_tensors())
+        yield from within("layers.0.hidden_norm", self.hidden_norm.checkpoint_tensors())
+        yield from within("norm", self.norm.checkpoint_tensors())
+
+
+def load_eagle_head(
+    path: str | Path,
+    config: EagleConfig,
+    target: CausalLM,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    target_path: str | Path | None = None,
+) -> EagleHead:
+    """Build the head of ``config`` and fill its weights.
+
+    The embedding is the target's unless the checkpoint holds another; so is the output head.
+
+    Args:
+        path: the checkpoint's directory (or an id in the local cache); not read for ``dummy``.
+        target: the model, loaded and prepared, on ``device`` and in ``dtype``.
+        load_format, seed, progress: as for :func:`pd.models.loader.load_model`.
+        target_path: the target's checkpoint, from which its output head is read once more where the
+            target's ranks have parts of it and this head has none.
+
+    Raises:
+        UsageError: the weights are missing, or are not those of ``config`` (names the tensor), or
+            the target's output head is needed, divided, and ``target_path`` is None.
+    """
+    is_dummy = load_format == "dummy"
+    stored = set() if is_dummy else _stored_names(find_checkpoint(path))
+    embedding: torch.Tensor | None = target.embedding
+    if config.hidden_size != target.config.hidden_size or (
+        _EMBEDDING in stored and not _same_embedding(find_checkpoint(path), target.embedding)
+    ):
+        embedding = None
+    head = None
+    if _needs_target_head(config, stored, is_dummy):
+        head = _whole_head(target, target_path, load_format, seed, path)
+    kind = Eagle3Head if config.algorithm == EAGLE3 else Eagle1Head
+    with torch.device(device):
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            fc_bias = config.fc_bias if is_dummy else _BIAS in stored
+            eagle = kind(config, embedding, head, fc_bias=fc_bias)
+        finally:
+            torch.set_default_dtype(previous)
+    shared = {_TO_TARGET, _TO_DRAFT} | ({_EMBEDDING} if embedding is not None else set())
+    fill(
+        dict(eagle.checkpoint_tensors()),
+        path,
+        load_format,
+        seed,
+        progress,
+        SINGLE,
+        lambda name, stored, shard: _canonical(name) in shared,
+        _canonical,
+    )
+    eagle.target_ids = _target_ids(path, config, is_dummy, _TO_TARGET in stored, device)
+    eagle.prepare()
+    return eagle.eval()
+
+
+def _canonical(name: str) -> str:
+    """Bring the spellings of a tensor's name into one."""
+    name = name.removeprefix("model.")
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _stored_names(directory: Path) -> set[str]:
+    names: set[str] = set()
+    for shard in shards(directory):
+        with open_shard(shard) as stored:
+            names.update(map(_canonical, stored.keys()))
+    return names
+
+
+def _read(directory: Path, wanted: str) -> torch.Tensor:
+    """Read one tensor, which exists, to the CPU."""
+    for shard in shards(directory):
+        with open_shard(shard) as stored:
+            for name in stored.keys():  # noqa: SIM118
+                if _canonical(name) == wanted:
+                    return stored.get_tensor(name)
+    raise AssertionError(f"{wanted} is among the stored names")
+
+
+def _same_embedding(directory: Path, embedding: torch.Tensor) -> bool:
+    """Whether the checkpoint repeats the target's embedding, in the target's dtype."""
+    own = _read(directory, _EMBEDDING)
+    return own.shape == embedding.shape and all(
+        torch.equal(rows.to(embedding.device, embedding.dtype), theirs)
+        for rows, theirs in zip(own.split(_ROWS), embedding.split(_ROWS), strict=True)
+    )
+
+
+def _needs_target_head(config: EagleConfig, stored: set[str], is_dummy: bool) -> bool:
+    """Whether the output head is the target's: EAGLE-1's is, and EAGLE-3's where the checkpoint
+    holds none and both have the same tokens."""
+    if config.algorithm != EAGLE3:
+        return HEAD not in stored
+    is_alike = (config.draft_vocab_size, config.hidden_size) == (
+        config.layer.vocab_size,
+        config.target_hidden_size,
+    )
+    is_tied = config.layer.tie_word_embeddings
+    return is_alike and not is_dummy and not is_tied and HEAD not in stored
+
+
+def _whole_head(
+    target: CausalLM, target_path: str | Path | None, load_format: str, seed: int, path: str | Path
+) -> torch.Tensor:
+    """Return the target's output head, whole and packed."""
+    if target.tp.size == 1:
+        return target.head
+    if target.config.tie_word_embeddings:
+        return target.embedding
+    if target_path is None:
+        raise UsageError(
+            f"--speculative-draft-model {path} has no {HEAD}, and --tp-size {target.tp.size} "
+            "divides that of the model"
+        )
+    whole = torch.empty_like(target.embedding)
+    place = {HEAD: Place(whole)}
+    fill(place, target_path, load_format, seed, False, SINGLE, lambda name, stored, shard: True)
+    return pack_weight(whole)
+
+
+def _target_ids(
+    path: str | Path, config: EagleConfig, is_dummy: bool, has_map: bool, device: torch.device | str
+) -> torch.Tensor | None:
+    """Return :attr:`EagleHead.target_ids`. The checkpoint's ``d2t`` holds, for each row of the
+    head, how much larger the token's id in the target's vocabulary is."""
+    size, vocab_size = config.draft_vocab_size, config.layer.vocab_size
+    draft_ids = torch.arange(size)
+    if is_dummy:
+        ids = draft_ids * vocab_size // size
+    elif has_map:
+        larger = _read(find_checkpoint(path), _TO_TARGET)
+        if larger.is_floating_point() or larger.shape != (size,):
+            raise UsageError(
+                f"{path}: tensor {_TO_TARGET} is {larger.dtype} {list(larger.shape)}, "
+                f"config.json makes it integers [{size}]"
+            )
+        ids = draft_ids + larger.long()
+    elif size < vocab_size:
+        raise UsageError(f"{path} lacks tensor {_TO_TARGET}")
+    else:
+        return None
+    if len(ids.unique()) < size or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise UsageError(f"{path}: tensor {_TO_TARGET} does not name {size} tokens of {vocab_size}")
+    return None if torch.equal(ids, torch.arange(vocab_size)) else ids.to(device)
