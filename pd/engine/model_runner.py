@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pd.models.causal_lm import CausalLM
 
     IntArray = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
+    BoolArray = npt.NDArray[np.bool_]
 
 
 # Wanted tokens are few if a step has at least this many times as many tokens.
@@ -41,12 +43,51 @@ class ForwardItem:
         pages: page table, int32, covering ``start + len(token_ids)`` tokens at least.
         num_logits: number of the last new tokens whose logits are wanted; 0 for a chunk that does
             not end the prompt.
+        tree: for drafted tokens, which are the last of ``token_ids``: their ``parents`` (see
+            :class:`pd.speculative.draft.Draft`), int32. None where each token follows the one
+            before it.
+        reread: the first token is in the pool already and is computed for its hidden state alone:
+            its K and V go to the pool's extra page.
+        carried: row of :attr:`pd.engine.eagle.EagleWriter.carried` with the state of the token
+            before the first one.
     """
 
     token_ids: IntArray
     start: int
     pages: IntArray
     num_logits: int = 1
+    tree: IntArray | None = None
+    reread: bool = False
+    carried: int = 0
+
+    def predecessors(self) -> Int64Array:
+        """For each new token the index of the new token that it follows; -1 for the first."""
+        found: Int64Array = np.arange(-1, len(self.token_ids) - 1)
+        if self.tree is not None:
+            root = len(self.token_ids) - len(self.tree) - 1
+            found[root + 1 :] = root + 1 + self.tree
+        return found
+
+    def positions(self) -> Int64Array:
+        """Positions of the new tokens in the sequence that each of them continues."""
+        count = len(self.token_ids)
+        if self.tree is None:
+            return np.arange(self.start, self.start + count)
+        found = np.empty(count, np.int64)
+        for index, before in enumerate(self.predecessors().tolist()):
+            found[index] = self.start if before < 0 else found[before] + 1
+        return found
+
+    def visible(self) -> BoolArray | None:
+        """What the new tokens see of one another, as
+        :class:`pd.kernels.attention.AttentionBatch` wants it."""
+        if self.tree is None:
+            return None
+        seen = np.eye(len(self.token_ids), dtype=np.bool_)
+        for index, before in enumerate(self.predecessors().tolist()):
+            if before >= 0:
+                seen[index] |= seen[before]
+        return seen
 
 
 class PlannedLate(PlannedAttention):

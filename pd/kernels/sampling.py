@@ -64,21 +64,28 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def random_bits(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def random_bits(
+    keys: torch.Tensor, vocab_size: int, token_ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """A hash of (key, token id).
 
     Args:
         keys: int32 ``[rows, 2]`` from :func:`noise_keys`.
+        token_ids: int64 ``[vocab_size]``; by default each number below ``vocab_size``.
 
     Returns:
         int32 ``[rows, vocab_size]``, the same on every device.
     """
     x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    if token_ids is not None:
+        x.copy_(token_ids)
     x = _mix(x.mul_(_signed(_SPREAD)) ^ keys[:, :1])
     return _mix(x ^ keys[:, 1:])
 
 
-def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gumbel_noise(
+    keys: torch.Tensor, vocab_size: int, token_ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """Standard Gumbel noise; ``argmax(logits + noise)`` samples softmax(logits).
 
     31 bits of the hash make a uniform u in (0, 1), rounded to float32, and ``-log(-log1p(-u))`` is
@@ -86,12 +93,12 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     probability 1e-8 is drawn as often as it should be. Values lie in [-2.9, 22.2]: never infinite.
 
     Args:
-        keys: int32 ``[rows, 2]`` from :func:`noise_keys`.
+        keys, token_ids: see :func:`random_bits`.
 
     Returns:
         float32 ``[rows, vocab_size]``.
     """
-    bits = random_bits(keys, vocab_size) & 0x7FFFFFFF
+    bits = random_bits(keys, vocab_size, token_ids) & 0x7FFFFFFF
     u = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
@@ -159,6 +166,7 @@ def sample_rows(
     min_p: torch.Tensor,
     any_random: bool = True,
     any_filter: bool = True,
+    token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token for each row; on a GPU nothing waits for it.
 
@@ -177,15 +185,18 @@ def sample_rows(
             all.
         any_random: whether any temperature may differ from 0; otherwise no noise is computed.
         any_filter: whether any of the last three may exclude something.
+        token_ids: int64 ``[vocab_size]``, the tokens that the columns stand for, by which noise is
+            drawn; by default column i is token i.
 
     Returns:
-        tokens, int64 ``[rows]``, always inside the vocabulary; and bool ``[rows]``: False where the
+        tokens, int64 ``[rows]``, always inside the vocabulary (columns, if ``token_ids`` are
+        given); and bool ``[rows]``: False where the
         row has a NaN, +inf, or nothing above -inf, so that its token is undefined.
     """
     if use_triton(logits):
         from pd.kernels import sampling_triton
 
-        rest = top_k, top_p, min_p, any_random, any_filter, _MIN_TEMPERATURE
+        rest = top_k, top_p, min_p, any_random, any_filter, _MIN_TEMPERATURE, token_ids
         return sampling_triton.sample_rows(logits.contiguous(), temperatures, noise_at, *rest)
     best, tokens = logits.float().max(dim=-1)
     if any_random:
@@ -193,9 +204,8 @@ def sample_rows(
         scaled = logits[rows].float() / temperatures[rows].clamp(min=_MIN_TEMPERATURE)[:, None]
         if any_filter:
             _filter(scaled, top_k[rows], top_p[rows], min_p[rows])
-        drawn = scaled.add_(gumbel_noise(noise_keys(noise_at[rows]), logits.shape[1])).argmax(
-            dim=-1
-        )
+        noise = gumbel_noise(noise_keys(noise_at[rows]), logits.shape[1], token_ids)
+        drawn = scaled.add_(noise).argmax(dim=-1)
         tokens = tokens.index_copy(0, rows, drawn)
     return tokens, torch.isfinite(best)
 

@@ -78,14 +78,17 @@ def _sample_chunks(
     best_values,
     best_tokens,
     are_finite,
+    token_ids,
     vocab_size,
     MIN_TEMPERATURE: tl.constexpr,
     CHUNK: tl.constexpr,
     RANDOM: tl.constexpr,
     FILTER: tl.constexpr,
+    NAMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best token of one chunk of one row, and whether the chunk's logits are below infinity."""
+    """The best token of one chunk of one row, and whether the chunk's logits are below infinity.
+    With NAMED, column i stands for ``token_ids[i]``."""
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -102,7 +105,10 @@ def _sample_chunks(
             if FILTER:
                 values = tl.where(values < tl.load(thresholds + row), float("-inf"), values)
             first_key, second_key = _noise_keys(noise_at, row)
-            values += _gumbel(first_key, second_key, tokens)
+            names = tokens
+            if NAMED:
+                names = tl.load(token_ids + tokens, mask=tokens < vocab_size, other=0).to(tl.int32)
+            values += _gumbel(first_key, second_key, names)
     best = tl.max(values, 0)
     there = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_values + there, best)
@@ -324,6 +330,7 @@ def sample_rows(
     any_random: bool,
     any_filter: bool,
     min_temperature: float,
+    token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`pd.kernels.sampling.sample_rows`, of contiguous logits."""
     rows, vocab_size = logits.shape
@@ -342,11 +349,13 @@ def sample_rows(
         _sample_chunks,
         (rows, chunks),
         logits.device,
-        *(logits, temperatures, noise_at, thresholds, values, best, finite_chunks, vocab_size),
+        *(logits, temperatures, noise_at, thresholds, values, best, finite_chunks),
+        *(best if token_ids is None else token_ids, vocab_size),
         MIN_TEMPERATURE=min_temperature,
         CHUNK=_CHUNK,
         RANDOM=any_random,
         FILTER=is_filtered,
+        NAMED=token_ids is not None,
         num_warps=8,
     )
     launch(
