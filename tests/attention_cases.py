@@ -14,9 +14,9 @@ from pd.kernels.attention.torch_backend import TorchAttention
 from pd.kernels.kv_store import store_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from pd.kernels.attention import AttentionBackend
+    from pd.kernels.attention import AttentionBackend, DraftAttention
 
 LAYERS = 2
 
@@ -52,12 +52,14 @@ class Case:
         device: str = "cpu",
         *,
         adjacent: bool = False,
+        trees: Sequence[np.ndarray | None] | None = None,
     ) -> None:
-        """``shapes``: (tokens in the pool, new tokens) of each sequence."""
+        """``shapes``: (tokens in the pool, new tokens) of each sequence; ``trees`` as in
+        :class:`AttentionBatch`."""
         random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
         self.shapes, self.group, self.page_size = shapes, group, page_size
-        self.head_dim = head_dim
+        self.head_dim, self.trees = head_dim, trees
         sizes = [-(-(start + length) // page_size) for start, length in shapes]
         num_pages = sum(sizes) + 3
         order = random.permutation(num_pages).astype(np.int32)
@@ -79,7 +81,7 @@ class Case:
     @property
     def batch(self) -> AttentionBatch:
         starts, lengths = np.array(self.shapes, dtype=np.int64).T
-        return AttentionBatch(starts, lengths, self.pages)
+        return AttentionBatch(starts, lengths, self.pages, self.trees)
 
     def slots(self, sequence: int, stop: int) -> torch.Tensor:
         positions = np.arange(stop)
@@ -91,15 +93,25 @@ class Case:
         out = torch.empty(self.q.shape, dtype=torch.float64)
         row = 0
         for sequence, (start, length) in enumerate(self.shapes):
-            for position in range(start, start + length):
-                slots = self.slots(sequence, position + 1)
-                keys = self.pool.key(layer)[slots].double()
-                values = self.pool.value(layer)[slots].double()
-                for head in range(self.q.shape[1]):
-                    shared = head // self.group
-                    scores = keys[:, shared] @ self.q[row, head].double() / self.head_dim**0.5
-                    out[row, head] = scores.softmax(0) @ values[:, shared]
+            tree = None if self.trees is None else self.trees[sequence]
+            for token in range(length):
+                slots = self.slots(sequence, start + token + 1)
+                if tree is not None:
+                    seen = np.concatenate([np.ones(start, bool), tree[token, : token + 1]])
+                    slots = slots[torch.from_numpy(seen)]
+                out[row] = self.expected_row(self.q[row], layer, slots)
                 row += 1
+        return out
+
+    def expected_row(self, q: torch.Tensor, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Attend with one token's ``q``, ``[heads, head_dim]``, to the keys in ``slots``."""
+        out = torch.empty(q.shape, dtype=torch.float64)
+        keys = self.pool.key(layer)[slots].double()
+        values = self.pool.value(layer)[slots].double()
+        for head in range(len(q)):
+            shared = head // self.group
+            scores = keys[:, shared] @ q[head].double() / self.head_dim**0.5
+            out[head] = scores.softmax(0) @ values[:, shared]
         return out
 
     def attend(self, backend: AttentionBackend, layer: int = 1) -> torch.Tensor:
@@ -125,6 +137,91 @@ class Case:
         for i, (start, length) in enumerate(self.shapes):
             free[self.slots(i, start + length)] = False
         self.pool.buffer[:, :, free.to(self.pool.buffer.device)] = value
+
+
+def random_tree(length: int, random: np.random.Generator) -> np.ndarray:
+    """Make a tree as :class:`AttentionBatch` has it, each token under one before it, or a root."""
+    tree = np.eye(length, dtype=np.bool_)
+    for token in range(1, length):
+        parent = int(random.integers(-1, token))
+        if parent >= 0:
+            tree[token] |= tree[parent]
+    return tree
+
+
+class DraftStep:
+    """Rows of one draft step over the sequences of a case, which see keys at random."""
+
+    def __init__(self, case: Case, sequences: Sequence[int], random: np.random.Generator) -> None:
+        """``sequences``: that of each row, whose tokens lie at different places."""
+        self.case, self.sequences = case, list(sequences)
+        self.limits = np.array([sum(case.shapes[i]) for i in sequences], np.int64)
+        self.pages = [case.pages[i] for i in sequences]
+        self.places, self.bases, self.masks = (np.zeros(len(sequences), np.int64) for _ in range(3))
+        for row, limit in enumerate(self.limits):
+            taken = {
+                int(self.places[other])
+                for other in range(row)
+                if sequences[other] == sequences[row]
+            }
+            free = [place for place in range(limit) if place not in taken]
+            place = int(random.choice(free[-64:]))
+            base = max(0, place - int(random.integers(0, 64)))
+            bits = random.integers(0, 2, 64).astype(bool)
+            bits[place - base] = True
+            bits[limit - base :] = False
+            self.places[row], self.bases[row] = place, base
+            self.masks[row] = np.packbits(bits, bitorder="little").view("<i8")[0]
+        heads, kv_heads = case.q.shape[1], case.k.shape[1]
+        self.q, self.k, self.v = (
+            torch.from_numpy(random.standard_normal((len(sequences), width, case.head_dim))).to(
+                case.q.device, case.q.dtype
+            )
+            for width in (heads, kv_heads, kv_heads)
+        )
+
+    def visible(self, row: int) -> np.ndarray:
+        """Positions that a row sees, ascending."""
+        base, mask = int(self.bases[row]), int(self.masks[row])
+        return np.array([*range(base), *(base + bit for bit in range(64) if mask >> bit & 1)])
+
+    def seen_slots(self, row: int) -> torch.Tensor:
+        table = self.case.slots(self.sequences[row], int(self.limits[row]))
+        return table[torch.from_numpy(self.visible(row))]
+
+    def spoil(self) -> None:
+        """Fill every slot that no row sees with NaN."""
+        hidden = torch.ones(self.case.pool.buffer.shape[2], dtype=torch.bool)
+        for row in range(len(self.sequences)):
+            hidden[self.seen_slots(row)] = False
+        self.case.pool.buffer[:, :, hidden.to(self.case.pool.buffer.device)] = float("nan")
+
+    def attend(self, graph: DraftAttention, layer: int = 1) -> torch.Tensor:
+        """Run a planned step on the device; rows of padding get arbitrary numbers."""
+        n, padding = len(self.sequences), len(graph.places) - len(self.sequences)
+        for tensor, values in (
+            (graph.places, self.places),
+            (graph.bases, self.bases),
+            (graph.masks, self.masks),
+        ):
+            tensor[:n] = torch.from_numpy(values)
+            tensor[n:] = 7
+        graph.locate()
+        q, k, v = (
+            torch.cat((x, torch.ones(padding, *x.shape[1:], dtype=x.dtype, device=x.device)))
+            for x in (self.q, self.k, self.v)
+        )
+        pool = self.case.pool
+        store_kv(pool.key(layer), pool.value(layer), graph.slots, k, v)
+        with poisoned_memory():
+            return graph.attend(layer, q, k, v)
+
+    def expected(self, layer: int = 1) -> torch.Tensor:
+        """By definition; the pool must be written."""
+        rows = range(len(self.sequences))
+        return torch.stack(
+            [self.case.expected_row(self.q[i].cpu(), layer, self.seen_slots(i)) for i in rows]
+        )
 
 
 @contextmanager

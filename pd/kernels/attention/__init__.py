@@ -5,8 +5,10 @@ from pd.kernels.attention.base import (
     AttentionBatch,
     ChunkAttention,
     DecodeAttention,
+    DraftAttention,
     PagedKV,
     PlannedAttention,
+    VerifyAttention,
 )
 from pd.kernels.attention.registry import find_attention_backend, make_attention_backend
 
@@ -15,8 +17,10 @@ __all__ = [
     "AttentionBatch",
     "ChunkAttention",
     "DecodeAttention",
+    "DraftAttention",
     "PagedKV",
     "PlannedAttention",
+    "VerifyAttention",
     "find_attention_backend",
     "make_attention_backend",
 ]

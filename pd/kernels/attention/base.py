@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class PagedKV(Protocol):
@@ -45,15 +46,24 @@ class AttentionBatch:
         lengths: new tokens of each sequence, at least 1; int64 ``[sequences]``.
         pages: page table of each sequence, int32, covering at least ``starts[i] + lengths[i]``
             tokens.
+        trees: what new tokens of each sequence see of one another, at most
+            :data:`~pd.kernels.attention.trees.MAX_TREE` tokens a tree; bool
+            ``[lengths[i], lengths[i]]``, where row a has column b set if token a sees token b,
+            which is a itself or one before it. None for a sequence, or for all of them, is a chain:
+            every token sees those before it. All new tokens see everything before ``starts[i]``,
+            and the KV of new token j lies at position ``starts[i] + j``, however deep it is in its
+            tree.
     """
 
     starts: Int64Array
     lengths: Int64Array
     pages: Sequence[IntArray]
+    trees: Sequence[BoolArray | None] | None = None
 
 
 class PlannedAttention(ABC):
-    """Causal grouped-query attention of one planned step, an argument of a model's forward pass.
+    """Grouped-query attention of one planned step, an argument of a model's forward pass: causal,
+    or along the branches of trees.
 
     Per layer, write the step's new keys and values into ``pool`` at ``slots``, then call
     :meth:`attend`; layers in any order.
@@ -70,7 +80,7 @@ class PlannedAttention(ABC):
 
     @abstractmethod
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend to everything up to each token.
+        """Attend to everything that each token sees.
 
         Args:
             q: ``[tokens, heads, head_dim]``, rotated, in the pool's dtype and on its device; the
@@ -125,6 +135,77 @@ class ChunkAttention(PlannedAttention):
         """
 
 
+class VerifyAttention(PlannedAttention):
+    """A fixed number of new tokens, divided among sequences in any way, for a CUDA graph.
+
+    Addresses stay the same and a plan is for the replay that follows it, as with
+    :class:`DecodeAttention`.
+    """
+
+    @abstractmethod
+    def plan(
+        self,
+        starts: Int64Array,
+        lengths: Int64Array,
+        pages: Sequence[IntArray],
+        trees: Sequence[BoolArray | None] | None = None,
+    ) -> None:
+        """Queue the copies that prepare the next replay, waiting no longer than
+        :meth:`DecodeAttention.plan`.
+
+        Args:
+            starts, pages, trees: as in :class:`AttentionBatch`; there may be no sequence.
+            lengths: new tokens of each sequence, 1 to
+                :data:`~pd.kernels.attention.trees.MAX_TREE`, int64; together at most as many as the
+                graph has. Tokens after them are padding: they are written to the pool's extra page,
+                which is all they attend to.
+        """
+
+
+class DraftAttention(PlannedAttention):
+    """One new token for each of a fixed number of rows, whose place only the GPU knows, for CUDA
+    graphs of several decode steps.
+
+    :meth:`plan` gives upper bounds. Then for each step the caller's device code fills
+    :attr:`places`, :attr:`bases` and :attr:`masks`, calls :meth:`locate`, and per layer writes keys
+    and values at :attr:`slots` and calls :meth:`attend`. All of that may be captured, for several
+    steps in one graph. Several rows may be tokens of one sequence, each with its page table.
+
+    A plan is for the steps up to the next plan of any graph of the backend, on one stream.
+
+    Attributes:
+        places: positions at which the rows' new tokens lie, int64 ``[rows]`` on the pool's device.
+            A token outside of its row's limit is written to the pool's extra page.
+        bases: int64 ``[rows]`` on the pool's device, not negative. A row sees all keys at positions
+            below its base.
+        masks: int64 ``[rows]`` on the pool's device. A row sees the key at position
+            ``bases[row] + bit`` if that bit is set, for bits 0 to 63; as it must see its own token,
+            one of the two has to cover its place. No key that it does not see is read, so it may be
+            NaN.
+    """
+
+    places: torch.Tensor
+    bases: torch.Tensor
+    masks: torch.Tensor
+
+    @abstractmethod
+    def plan(self, limits: Int64Array, pages: Sequence[IntArray]) -> None:
+        """Queue the copies that prepare the next steps, waiting no longer than
+        :meth:`DecodeAttention.plan`.
+
+        Args:
+            limits: most tokens of each row's sequence in any of the steps, new ones included; int64
+                ``[n]``, at least 1, and at most ``rows`` of them. Rows from n on are padding,
+                whatever the tensors on the device say of them: their token goes to the pool's extra
+                page, which is all they attend to.
+            pages: page tables, int32, covering ``limits[i]`` tokens at least.
+        """
+
+    @abstractmethod
+    def locate(self) -> None:
+        """Compute :attr:`slots` of the step from :attr:`places`, on the device."""
+
+
 class AttentionBackend(PlannedAttention):
     """Attention of batches of any shape over one pool: ``plan`` once per step.
 
@@ -161,4 +242,14 @@ class AttentionBackend(PlannedAttention):
     def chunk_graph(self, tokens: int, max_context: int) -> ChunkAttention | None:
         """Attention for a CUDA graph over a chunk of up to ``tokens`` tokens of one sequence, or
         None if this backend has none; ``max_context`` as in :meth:`decode_graph`."""
+        return None
+
+    def verify_graph(self, rows: int, max_context: int) -> VerifyAttention | None:
+        """Attention for a CUDA graph over up to ``rows`` new tokens of several sequences, or None
+        if this backend has none; buffers and ``max_context`` as in :meth:`decode_graph`."""
+        return None
+
+    def draft_graph(self, rows: int, max_context: int) -> DraftAttention | None:
+        """Attention for CUDA graphs of decode steps over ``rows`` rows whose places the GPU knows,
+        or None if this backend has none; buffers and ``max_context`` as in :meth:`decode_graph`."""
         return None

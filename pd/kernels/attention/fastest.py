@@ -8,13 +8,18 @@ from pd.kernels.attention.flashinfer_backend import FlashInferAttention
 from pd.kernels.attention.triton_backend import TritonAttention
 
 if TYPE_CHECKING:
-    from pd.kernels.attention.base import DecodeAttention, PagedKV
+    from pd.kernels.attention.base import (
+        DecodeAttention,
+        DraftAttention,
+        PagedKV,
+        VerifyAttention,
+    )
 
 
 class FastestAttention(FlashInferAttention):
     """Chunks and mixed steps by FlashInfer, decode graphs by our Triton kernel: each is the faster
     of the two there on an H200, but for one long sequence (``benchmarks/attention.py`` measures
-    both)."""
+    both). Graphs that verify and draft are Triton's alone."""
 
     name = "flashinfer+triton"
 
@@ -24,3 +29,9 @@ class FastestAttention(FlashInferAttention):
 
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
         return self._triton.decode_graph(rows, max_context)
+
+    def verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
+        return self._triton.verify_graph(rows, max_context)
+
+    def draft_graph(self, rows: int, max_context: int) -> DraftAttention:
+        return self._triton.draft_graph(rows, max_context)

@@ -66,6 +66,18 @@ def padded_decode(
     """
     missing = rows - len(starts)
     assert missing >= 0, "more sequences than the graph has rows"
-    starts = np.concatenate([starts, np.zeros(missing, np.int64)])
+    starts = extended(starts, missing, 0)
+    return starts, padded_tables(pool, pages, starts + 1)
+
+
+def padded_tables(pool: PagedKV, pages: Sequence[IntArray], totals: Int64Array) -> PageTables:
+    """Make tables of ``totals`` tokens: those given, then, for what is left of ``totals``, padding
+    of one token each in the pool's extra page."""
     extra = np.array([pool.num_pages], np.int32)
-    return starts, PageTables([*pages, *[extra] * missing], starts + 1, pool.page_size)
+    missing = len(totals) - len(pages)
+    return PageTables([*pages, *[extra] * missing], totals, pool.page_size)
+
+
+def extended(values: Int64Array, count: int, value: int) -> Int64Array:
+    """Append ``value`` to an array ``count`` times."""
+    return np.concatenate([values, np.full(count, value, np.int64)])

@@ -11,13 +11,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
 from pd.kernels.attention.page_tables import PageTables
+from pd.kernels.attention.torch_draft import TorchDraft
+from pd.kernels.attention.trees import assert_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from pd.kernels.attention.base import Int64Array
+    from pd.kernels.attention.base import BoolArray, DraftAttention, Int64Array
 
 # Queries of a chunk are attended in blocks of this many, which bounds the mask's memory and skips
 # most of the keys that causality hides.
@@ -45,12 +47,16 @@ class _DecodeBucket:
 
 @dataclass
 class _Chunk:
-    """Several new tokens of one sequence: rows ``[first, stop)``, context ``start``."""
+    """Several new tokens of one sequence: rows ``[first, stop)``, context ``start``.
+
+    ``tree``: additive mask ``[tokens, start + tokens]`` of a tree.
+    """
 
     first: int
     stop: int
     start: int
     pages: torch.Tensor
+    tree: torch.Tensor | None = None
 
 
 class TorchAttention(AttentionBackend):
@@ -92,8 +98,12 @@ class TorchAttention(AttentionBackend):
         for i in np.flatnonzero(~single):
             first, start, length = int(firsts[i]), int(batch.starts[i]), int(batch.lengths[i])
             pages = self._tensor(tables.table(i))
-            self._chunks.append(_Chunk(first, first + length, start, pages))
-        self._causal = self._causal_mask([chunk for chunk in self._chunks if chunk.start])
+            tree = None if batch.trees is None else batch.trees[i]
+            mask = None if tree is None else self._tree_mask(start, length, tree)
+            self._chunks.append(_Chunk(first, first + length, start, pages, mask))
+        self._causal = self._causal_mask(
+            [chunk for chunk in self._chunks if chunk.start and chunk.tree is None]
+        )
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = self.pool.key(layer), self.pool.value(layer)
@@ -111,6 +121,9 @@ class TorchAttention(AttentionBackend):
             self._attend_chunk(chunk, q, k, v, keys, values, out)
         return out
 
+    def draft_graph(self, rows: int, max_context: int) -> DraftAttention:
+        return TorchDraft(self.pool, rows)
+
     def _bucket(
         self,
         members: Int64Array,
@@ -125,8 +138,7 @@ class TorchAttention(AttentionBackend):
         width = pages.shape[1] * tables.page_size
         if int(lengths.min()) < width:
             hidden = self._tensor(np.arange(width) >= lengths[:, None])
-            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-            mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            mask = additive(hidden, self._dtype)[:, None, None, :]
         in_order = len(rows) == num_tokens and bool((rows[1:] > rows[:-1]).all())
         return _DecodeBucket(
             None if in_order else self._tensor(rows), self._tensor(pages.ravel()), mask, len(rows)
@@ -139,8 +151,12 @@ class TorchAttention(AttentionBackend):
         with one token per sequence they all see the same keys, and K and V need no repetition."""
         kv_heads, head_dim = keys.shape[1:]
         grouped = q.view(bucket.size, kv_heads, -1, head_dim)
-        k = self._gather(keys, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
-        v = self._gather(values, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
+        k, v = (
+            gather_pages(x, bucket.pages, self.pool.page_size).view(
+                bucket.size, -1, kv_heads, head_dim
+            )
+            for x in (keys, values)
+        )
         out = scaled_dot_product_attention(
             grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bucket.mask
         )
@@ -162,14 +178,22 @@ class TorchAttention(AttentionBackend):
         # [kv heads, group, tokens, head_dim]; the group's K and V are views of the same memory.
         query = q[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         result = out[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        if chunk.start == 0:
+        if chunk.start == 0 and chunk.tree is None:
             k, v = _per_group(k[rows], group), _per_group(v[rows], group)
             result.copy_(scaled_dot_product_attention(query, k, v, is_causal=True))
             return
-        assert self._causal is not None
-        k = _per_group(self._gather(keys, chunk.pages), group)
-        v = _per_group(self._gather(values, chunk.pages), group)
+        k = _per_group(gather_pages(keys, chunk.pages, self.pool.page_size), group)
+        v = _per_group(gather_pages(values, chunk.pages, self.pool.page_size), group)
         length = chunk.stop - chunk.first
+        if chunk.tree is not None:
+            seen = chunk.start + length
+            result.copy_(
+                scaled_dot_product_attention(
+                    query, k[:, :, :seen], v[:, :, :seen], attn_mask=chunk.tree
+                )
+            )
+            return
+        assert self._causal is not None
         for first in range(0, length, QUERY_BLOCK):
             stop = min(first + QUERY_BLOCK, length)
             seen = chunk.start + stop
@@ -181,6 +205,11 @@ class TorchAttention(AttentionBackend):
             result[:, :, first:stop] = scaled_dot_product_attention(
                 query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
             )
+
+    def _tree_mask(self, start: int, length: int, tree: BoolArray) -> torch.Tensor:
+        assert_tree(tree, length)
+        hidden = self._tensor(np.concatenate([np.zeros((length, start), np.bool_), ~tree], axis=1))
+        return additive(hidden, self._dtype)
 
     def _causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
         """Make one additive mask ``[QUERY_BLOCK, width]``; the mask of every block is a slice of
@@ -197,13 +226,20 @@ class TorchAttention(AttentionBackend):
         )
         return mask.triu_(width - QUERY_BLOCK + 1)
 
-    def _gather(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
-        paged = layer.view(-1, self.pool.page_size * layer.shape[1] * layer.shape[2])
-        return paged.index_select(0, pages).view(-1, *layer.shape[1:])
-
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def gather_pages(layer: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
+    paged = layer.view(-1, page_size * layer.shape[1] * layer.shape[2])
+    return paged.index_select(0, pages).view(-1, *layer.shape[1:])
+
+
+def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make a mask for ``scaled_dot_product_attention`` that hides keys."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, float("-inf"))
 
 
 def _per_group(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,12 +15,16 @@ from pd.kernels.attention.base import (
     AttentionBackend,
     AttentionBatch,
     DecodeAttention,
+    DraftAttention,
     Int64Array,
     PagedKV,
+    VerifyAttention,
 )
 from pd.kernels.attention.page_tables import PageTables, padded_decode
+from pd.kernels.attention.trees import branching, tree_masks
+from pd.kernels.attention.triton_graphs import TritonDraft, TritonVerify
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
-from pd.kernels.attention.triton_work import SplitPolicy, Tiles
+from pd.kernels.attention.triton_work import SplitPolicy, Tiles, Work
 from pd.kernels.linear_triton import MAX_ROWS
 from pd.kernels.paging import page_count
 from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
@@ -42,6 +47,7 @@ class TileShape:
         num_warps, num_stages: see Triton.
         programs: work items per multiprocessor and KV head when keys are split.
         min_tiles: K tiles of the smallest split.
+        merge_rows: rows whose splits are merged at a time; a power of two.
     """
 
     rows: int
@@ -50,6 +56,7 @@ class TileShape:
     num_stages: int
     programs: int
     min_tiles: int = 1
+    merge_rows: int = 4
 
 
 # More sequences than these decode with the shape for many.
@@ -69,6 +76,13 @@ def decode_shape(dtype: torch.dtype, head_dim: int, num_sequences: int) -> TileS
     return TileShape(16, 32, 4, 2, programs=8, min_tiles=4)
 
 
+def tree_shape(dtype: torch.dtype, head_dim: int, num_tiles: int) -> TileShape:
+    """Return the shape for trees of a few tokens, the same work as that for decoding but for the
+    results: a full tile of 16 rows has several times as many to merge."""
+    shape = decode_shape(dtype, head_dim, num_tiles)
+    return dataclasses.replace(shape, merge_rows=8) if num_tiles <= _FEW else shape
+
+
 def chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) -> TileShape:
     """Return the shape for many query tokens, whose time is that of arithmetic. float32 has no
     tensor cores here.
@@ -80,20 +94,27 @@ def chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) -> TileSh
     if head_dim > 128:
         return TileShape(64, 32, 4, 2, programs=2, min_tiles=4)
     if shared_memory > 225 << 10:
-        return TileShape(128, 128, 8, 5, programs=1, min_tiles=4)
-    return TileShape(128, 64, 8, 3, programs=1, min_tiles=4)
+        return TileShape(128, 128, 8, 5, programs=1, min_tiles=4, merge_rows=8)
+    return TileShape(128, 64, 8, 3, programs=1, min_tiles=4, merge_rows=8)
 
 
-class _Kernel:
+class Kernel:
     """:func:`paged_attention` with one tile shape, and the memory for partial results of splits."""
 
     def __init__(
-        self, pool: PagedKV, num_heads: int, shape: TileShape, one_token: bool = False
+        self,
+        pool: PagedKV,
+        num_heads: int,
+        shape: TileShape,
+        *,
+        one_token: bool = False,
+        overlaps: bool = False,
     ) -> None:
-        """``one_token``: a tile holds one token."""
+        """``one_token``: a tile holds one token. ``overlaps``: kernels after this one may begin
+        before it ends if the step is small."""
         sample = pool.key(0)
         device, (_, kv_heads, head_dim) = sample.device, sample.shape
-        self._pool, self._shape, self._one_token = pool, shape, one_token
+        self._pool, self._shape, self._overlaps = pool, shape, overlaps
         self._group, self._kv_heads, self._head_dim = num_heads // kv_heads, kv_heads, head_dim
         self._block_m = max(shape.rows, triton.next_power_of_2(self._group))
         self.tile_tokens = 1 if one_token else self._block_m // self._group
@@ -107,10 +128,13 @@ class _Kernel:
         self._arrivals = torch.zeros((slots, kv_heads), dtype=torch.int32, device=device)
 
     def launch(
-        self, layer: int, q: torch.Tensor, out: torch.Tensor, work: _Work, tables: torch.Tensor
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, work: Work, tables: torch.Tensor
     ) -> None:
         """Attend ``work``'s rows of ``q`` into the same rows of ``out``."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        seen = {"masks": work.masks, "bases": work.bases}
+        given = [tensor for tensor in seen.values() if tensor is not None]
+        missing = {name: None for name, tensor in seen.items() if tensor is None}
         launch(
             paged_attention,
             (work.capacity * self._kv_heads,),
@@ -127,13 +151,15 @@ class _Kernel:
             self._arrivals,
             q.stride(0),
             math.log2(math.e) / math.sqrt(self._head_dim),
+            *given,
+            **missing,
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
             PAGE_SIZE=self._pool.page_size,
             NUM_FIELDS=FIELDS,
             ROWS=self._rows,
-            MERGE_ROWS=min(triton.next_power_of_2(self._rows), self._shape.num_warps),
+            MERGE_ROWS=min(triton.next_power_of_2(self._rows), self._shape.merge_rows),
             MERGE_SPLITS=8,
             BLOCK_M=self._block_m,
             BLOCK_N=self._shape.keys,
@@ -142,23 +168,14 @@ class _Kernel:
             num_warps=self._shape.num_warps,
             num_stages=self._shape.num_stages,
             # An overlap helps where the product that follows overlaps too.
-            overlaps=self._one_token and len(q) <= MAX_ROWS,
+            overlaps=self._overlaps and len(q) <= MAX_ROWS,
         )
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Work items on the device; ``capacity`` of them at most."""
-
-    num_items: torch.Tensor
-    items: torch.Tensor
-    capacity: int
 
 
 class TritonAttention(AttentionBackend):
     """Needs nothing but Triton; float32 is IEEE float32.
 
-    Single tokens and chunks are two launches into one result. On a CPU it works with
+    Single tokens, chunks and trees are three launches into one result. On a CPU it works with
     ``TRITON_INTERPRET=1``, for tests.
     """
 
@@ -171,48 +188,69 @@ class TritonAttention(AttentionBackend):
         *,
         decode: TileShape | None = None,
         chunk: TileShape | None = None,
+        tree: TileShape | None = None,
     ) -> None:
-        """``decode``, ``chunk``: tile shapes to measure; by default those for dtype and head
-        size."""
+        """``decode``, ``chunk``, ``tree``: tile shapes to measure; by default those for dtype and
+        head size."""
         self.pool = pool
+        self._num_heads, self._tree = num_heads, tree
         sample = pool.key(0)
         self.device, dtype, head_dim = sample.device, sample.dtype, sample.shape[-1]
         self._few_kernel, self._many_kernel = (
-            _Kernel(pool, num_heads, decode or decode_shape(dtype, head_dim, n), one_token=True)
+            Kernel(
+                pool,
+                num_heads,
+                decode or decode_shape(dtype, head_dim, n),
+                one_token=True,
+                overlaps=True,
+            )
             for n in (_FEW, _FEW + 1)
         )
-        self._chunk_kernel = _Kernel(
+        self._chunk_kernel = Kernel(
             pool, num_heads, chunk or chunk_shape(dtype, head_dim, _shared_memory(self.device))
         )
         self.staging = PinnedStaging(self.device)
         self.graph_memory = GraphMemory(self.device)
-        self._launches: list[tuple[_Kernel, _Work]] = []
+        # Made when they are needed, since their partial results take memory.
+        self._tree_kernels: dict[bool, Kernel] = {}
+        self._launches: list[tuple[Kernel, Work]] = []
 
     def plan(self, batch: AttentionBatch) -> None:
-        tables = PageTables(batch.pages, batch.starts + batch.lengths, self.pool.page_size)
-        rows = np.cumsum(batch.lengths) - batch.lengths
-        everyone = np.arange(len(rows))
-        single = batch.lengths == 1
-        kernels, arrays = [], []
-        for kernel, chosen in (
-            (self.decode_kernel(int(single.sum())), np.flatnonzero(single)),
-            (self._chunk_kernel, np.flatnonzero(~single)),
-        ):
+        lengths = batch.lengths
+        tables = PageTables(batch.pages, batch.starts + lengths, self.pool.page_size)
+        rows = np.cumsum(lengths) - lengths
+        single, tree = lengths == 1, branching(lengths, batch.trees)
+        parts = [
+            (self.decode_kernel(int(single.sum())), single, False),
+            (self._chunk_kernel, ~single & ~tree, False),
+        ]
+        masks = np.empty(0, np.int64)
+        if tree.any():
+            parts.append((self.tree_kernel(int(lengths[tree].sum())), tree, True))
+            masks = tree_masks(lengths, batch.trees)
+        slots = tables.slots(np.arange(len(rows)), batch.starts, lengths)
+        arrays: list[Array] = [slots, tables.flat, masks]
+        kernels = []
+        for kernel, members, trees in parts:
+            chosen = np.flatnonzero(members)
             if len(chosen):
                 tiles = Tiles.cut(
                     rows[chosen],
                     batch.starts[chosen],
-                    batch.lengths[chosen],
+                    lengths[chosen],
                     tables.offsets[chosen],
                     kernel.tile_tokens,
+                    trees=trees,
                 )
                 work = kernel.policy.work(tiles)
-                kernels.append(kernel)
+                kernels.append((kernel, trees))
                 arrays += [np.array([len(work)], np.int32), work]
-        slots = tables.slots(everyone, batch.starts, batch.lengths)
-        self.slots, self._tables, *uploaded = self.staging.upload([slots, tables.flat, *arrays])
-        works = [_Work(n, w, len(w)) for n, w in zip(uploaded[::2], uploaded[1::2], strict=True)]
-        self._launches = list(zip(kernels, works, strict=True))
+        self.slots, self._tables, seen, *uploaded = self.staging.upload(arrays)
+        works = zip(kernels, uploaded[::2], uploaded[1::2], strict=True)
+        self._launches = [
+            (kernel, Work(number, items, len(items), seen if trees else None))
+            for (kernel, trees), number, items in works
+        ]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -223,8 +261,25 @@ class TritonAttention(AttentionBackend):
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
         return TritonDecode(self, rows, max_context)
 
-    def decode_kernel(self, num_sequences: int) -> _Kernel:
+    def verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
+        return TritonVerify(self, rows, max_context)
+
+    def draft_graph(self, rows: int, max_context: int) -> DraftAttention:
+        return TritonDraft(self, rows, max_context)
+
+    def decode_kernel(self, num_sequences: int) -> Kernel:
         return self._few_kernel if num_sequences <= _FEW else self._many_kernel
+
+    def tree_kernel(self, num_tokens: int) -> Kernel:
+        """Return the kernel for trees of so many tokens in all."""
+        sample = self.pool.key(0)
+        group = self._num_heads // sample.shape[1]
+        num_tiles = num_tokens // max(1, 16 // group)
+        is_few = num_tiles <= _FEW
+        if is_few not in self._tree_kernels:
+            shape = self._tree or tree_shape(sample.dtype, sample.shape[-1], num_tiles)
+            self._tree_kernels[is_few] = Kernel(self.pool, self._num_heads, shape, overlaps=True)
+        return self._tree_kernels[is_few]
 
 
 class TritonDecode(DecodeAttention):
@@ -248,12 +303,12 @@ class TritonDecode(DecodeAttention):
     def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
         starts, tables = padded_decode(self.pool, self._rows, starts, pages)
         everyone, ones = np.arange(self._rows), np.ones(self._rows, np.int64)
-        work = self._kernel.policy.work(Tiles(everyone, ones, starts, tables.offsets))
+        work = self._kernel.policy.work(Tiles.single(starts, tables.offsets, starts + 1))
         arrays = self._layout(tables.slots(everyone, starts, ones), work, tables.flat)
         assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
         views = self._backend.staging.upload(arrays, self._memory)
         self.slots, num_items, items, self._tables = views
-        self._work = _Work(num_items, items, self._capacity)
+        self._work = Work(num_items, items, self._capacity)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

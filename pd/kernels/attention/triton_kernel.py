@@ -1,4 +1,4 @@
-"""Paged attention in Triton: one kernel for decode steps and for chunks.
+"""Paged attention in Triton: one kernel for decode steps, chunks and trees.
 
 FlashAttention-2 (Dao, 2023) over pages, with the query heads that share K and V packed into the
 rows of one tile, and keys split among programs as in Flash-Decoding (Dao et al., 2023). The program
@@ -16,9 +16,17 @@ import triton.language as tl
 from pd.kernels.triton_launch import start_next, wait_for_previous
 
 # Fields of a work item, int32 each: where its tile begins among the step's tokens, its tokens, the
-# position of the first of them, where its page table begins, the keys ``[begin, end)`` to attend
-# to, its own slot for a partial result, the first slot of its tile, and the splits of its tile.
+# position of the first of them (of the first of its tree), where its page table begins, the keys
+# ``[begin, end)`` to attend to, its own slot for a partial result, the first slot of its tile, and
+# the splits of its tile.
 FIELDS = 9
+
+
+@triton.jit
+def _sees(mask, offset):
+    """Whether the key ``offset`` positions behind the base of an int64 mask is visible."""
+    bit = tl.minimum(tl.maximum(offset, 0), 63).to(tl.int64)
+    return (offset < 0) | ((offset < 64) & (((mask >> bit) & 1) == 1))
 
 
 @triton.jit
@@ -34,6 +42,7 @@ def _attend_range(
     stop,
     end,
     reach,
+    base,
     scale,
     dims,
     KV_STRIDE: tl.constexpr,
@@ -41,24 +50,33 @@ def _attend_range(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    SEEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Online softmax over the keys ``[first, stop)``.
 
-    With MASKED, row i sees keys up to ``reach[i]`` and none from ``end`` on, which are not loaded,
-    since they may be NaN. Without, every row sees all of them.
+    Without MASKED, every row sees all of them. With it, SEEN says what rows see of the keys before
+    ``end``; the others are not loaded, since they may be NaN:
+
+    - "causal": row i sees keys up to ``reach[i]``.
+    - "trees": row i sees keys before ``base``, and from there those of the mask ``reach[i]``.
+    - "drafts": all rows see keys before ``base``, and from there those of the one mask ``reach``;
+      what it hides is not loaded either.
     """
     for start in tl.range(first, stop, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         if MASKED:
-            pages = tl.load(table + positions // PAGE_SIZE, mask=positions < end, other=0)
+            there = positions < end
+            if SEEN == "drafts":
+                there = there & _sees(reach, positions - base)
+            pages = tl.load(table + positions // PAGE_SIZE, mask=there, other=0)
         else:
             pages = tl.load(table + positions // PAGE_SIZE)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
         offsets = slots[:, None] * KV_STRIDE + dims[None, :]
         mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
-            mask = mask & (positions < end)[:, None]
+            mask = mask & there[:, None]
         if MASKED or dims.shape[0] != HEAD_DIM:
             k = tl.load(keys + offsets, mask=mask, other=0.0)
             v = tl.load(values + offsets, mask=mask, other=0.0)
@@ -67,7 +85,12 @@ def _attend_range(
             v = tl.load(values + offsets)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         if MASKED:
-            visible = (positions[None, :] <= reach[:, None]) & (positions < end)[None, :]
+            if SEEN == "causal":
+                visible = (positions[None, :] <= reach[:, None]) & there[None, :]
+            elif SEEN == "trees":
+                visible = _sees(reach[:, None], (positions - base)[None, :]) & there[None, :]
+            else:
+                visible = there[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
         shift = new_peak
@@ -154,6 +177,8 @@ def paged_attention(
     arrivals,
     q_stride,
     scale,
+    masks,
+    bases,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -179,6 +204,10 @@ def paged_attention(
             partial_lse: ``[slots, KV_HEADS, ROWS]``, base-2 logarithms of their softmax sums.
         arrivals: int32 ``[slots, KV_HEADS]``, zero before and after.
         scale: what scores are multiplied by, times log2(e).
+        masks: int64, one for each token, or None if all tokens are causal. Bit i stands for the key
+            i positions behind the first token of the tree, or behind the token's base.
+        bases: int64, for each token the position before which it sees all keys; tiles are single
+            tokens then. None if work items say it.
         ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
         MERGE_ROWS, MERGE_SPLITS: rows and splits merged at a time.
         PDL: see :mod:`pd.kernels.triton_launch`. Work items are uploaded before a step's kernels,
@@ -217,12 +246,20 @@ def paged_attention(
 
     keys += head * HEAD_DIM
     values += head * HEAD_DIM
+    SEEN: tl.constexpr = "causal" if masks is None else "trees" if bases is None else "drafts"
+    base = position
     reach = position + token
+    if SEEN == "causal":
+        base += 1
+    elif SEEN == "drafts":
+        base = tl.minimum(tl.load(bases + row), end).to(tl.int32)
+        end = tl.minimum(end, base + 64)
+        reach = tl.load(masks + row)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Up to the first token's own position every row sees every key.
-    seen_by_all = tl.minimum(end, position + 1)
+    # Before the base every row sees every key.
+    seen_by_all = tl.minimum(end, base)
     unmasked = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
     stride: tl.constexpr = KV_HEADS * HEAD_DIM
     peak, total, result = _attend_range(
@@ -237,6 +274,7 @@ def paged_attention(
         unmasked,
         end,
         reach,
+        base,
         scale,
         dims,
         stride,
@@ -244,8 +282,12 @@ def paged_attention(
         PAGE_SIZE,
         BLOCK_N,
         False,
+        SEEN,
         PRECISION,
     )
+    if SEEN == "trees":
+        # Not before the loop, in which it would take the registers of another program.
+        reach = tl.load(masks + row + token, mask=exists, other=0)
     peak, total, result = _attend_range(
         peak,
         total,
@@ -258,6 +300,7 @@ def paged_attention(
         end,
         end,
         reach,
+        base,
         scale,
         dims,
         stride,
@@ -265,6 +308,7 @@ def paged_attention(
         PAGE_SIZE,
         BLOCK_N,
         True,
+        SEEN,
         PRECISION,
     )
     heads: tl.constexpr = KV_HEADS * GROUP
@@ -306,3 +350,36 @@ def paged_attention(
                     wanted[:, None] & dims_exist,
                 )
             tl.store(arrival, 0)
+
+
+@triton.jit
+def locate_tokens(
+    slots,
+    places,
+    limits,
+    firsts,
+    tables,
+    rows,
+    extra_slot,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Slots of one token a row.
+
+    Args:
+        slots, places: int64 ``[rows]``. A place outside of ``[0, limits[row])`` is ``extra_slot``.
+        limits, firsts: int32 ``[rows]``: tokens that a row's page table is for, and where it begins
+            in ``tables``, int32.
+    """
+    start_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < rows
+    place = tl.load(places + row, mask=exists, other=-1)
+    limit = tl.load(limits + row, mask=exists, other=0)
+    first = tl.load(firsts + row, mask=exists, other=0)
+    inside = (place >= 0) & (place < limit)
+    page = tl.load(tables + first + place // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    slot = tl.where(inside, page * PAGE_SIZE + place % PAGE_SIZE, extra_slot)
+    tl.store(slots + row, slot, exists)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
+
     from pd.kernels.attention.base import Int64Array, IntArray
 
 
@@ -18,14 +20,16 @@ class Tiles:
     Attributes (int64 ``[tiles]`` each):
         rows: the first token's row among the step's tokens.
         tokens: how many tokens.
-        positions: the first token's position in its sequence.
+        positions: the first token's position in its sequence, or that of the first of its tree.
         tables: where the sequence's page table begins.
+        ends: keys that the tile's tokens see at most, from the sequence's beginning on; at least 1.
     """
 
     rows: Int64Array
     tokens: Int64Array
     positions: Int64Array
     tables: Int64Array
+    ends: Int64Array
 
     @classmethod
     def cut(
@@ -35,17 +39,28 @@ class Tiles:
         lengths: Int64Array,
         tables: Int64Array,
         size: int,
+        *,
+        trees: bool = False,
     ) -> Tiles:
-        """Cut chunks of ``lengths`` tokens into tiles of ``size``."""
+        """Cut chunks of ``lengths`` tokens, or ``trees`` of them, into tiles of ``size``."""
         counts = -(-lengths // size)
         chunk = np.repeat(np.arange(len(lengths)), counts)
         offsets = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+        tokens = np.minimum(lengths[chunk] - offsets, size)
+        positions = starts[chunk] + offsets
         return cls(
             rows[chunk] + offsets,
-            np.minimum(lengths[chunk] - offsets, size),
-            starts[chunk] + offsets,
+            tokens,
+            starts[chunk] if trees else positions,
             tables[chunk],
+            positions + tokens,
         )
+
+    @classmethod
+    def single(cls, positions: Int64Array, tables: Int64Array, ends: Int64Array) -> Tiles:
+        """Make a tile of every row of a step."""
+        rows = np.arange(len(ends))
+        return cls(rows, np.ones_like(rows), positions, tables, ends)
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,7 @@ class SplitPolicy:
         one ``items``-th of all keys. So how a sequence is split, and with it the last bits of its
         result, depends on the whole step.
         """
-        ends = tiles.positions + tiles.tokens
+        ends = tiles.ends
         share = max(self.granule, -(-int(ends.sum()) // self.items))
         splits = np.maximum(1, (2 * ends + share) // (2 * share))
         sizes = -(-ends // (splits * self.granule)) * self.granule
@@ -98,3 +113,15 @@ class SplitPolicy:
         )
         order = np.argsort(begins - stops, kind="stable")
         return np.stack(fields, axis=1)[order].astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work items on the device, ``capacity`` of them at most; ``masks`` and ``bases`` as in
+    :func:`pd.kernels.attention.triton_kernel.paged_attention`."""
+
+    num_items: torch.Tensor
+    items: torch.Tensor
+    capacity: int
+    masks: torch.Tensor | None = None
+    bases: torch.Tensor | None = None

@@ -1,0 +1,78 @@
+"""The reference for :class:`pd.kernels.attention.base.DraftAttention`, in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pd.kernels.attention.base import DraftAttention, Int64Array, PagedKV
+from pd.kernels.attention.page_tables import extended, padded_tables
+from pd.kernels.attention.trees import MAX_TREE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.kernels.attention.base import IntArray
+
+
+class TorchDraft(DraftAttention):
+    """One padded batch of all rows, however many tokens they have.
+
+    It serves on every device, but a CUDA graph would not see a new plan.
+    """
+
+    def __init__(self, pool: PagedKV, rows: int) -> None:
+        self.pool = pool
+        self._rows = rows
+        self._device = pool.key(0).device
+        self.slots, self.places, self.bases, self.masks = (
+            torch.zeros(rows, dtype=torch.int64, device=self._device) for _ in range(4)
+        )
+        self.plan(np.empty(0, np.int64), [])
+
+    def plan(self, limits: Int64Array, pages: Sequence[IntArray]) -> None:
+        missing = self._rows - len(limits)
+        assert missing >= 0, "more sequences than the graph has rows"
+        ends = extended(limits, missing, 1)
+        tables = padded_tables(self.pool, pages, ends)
+        self._pages = torch.from_numpy(tables.padded(np.arange(self._rows))).to(self._device)
+        self._ends = torch.from_numpy(ends).to(self._device)
+        self._limits = torch.from_numpy(extended(limits, missing, 0)).to(self._device)
+
+    def locate(self) -> None:
+        size = self.pool.page_size
+        inside = (self.places >= 0) & (self.places < self._limits)
+        places = torch.where(inside, self.places, 0)
+        pages = self._pages.gather(1, (places // size)[:, None])[:, 0]
+        pages = torch.where(inside, pages, self.pool.num_pages)
+        self.slots.copy_(pages * size + places % size)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        kv_heads, head_dim = k.shape[1:]
+        visible = self._visible()
+        keys, values = (
+            x.view(-1, self.pool.page_size, kv_heads, head_dim)[self._pages]
+            .view(self._rows, -1, kv_heads, head_dim)
+            # A weight of zero does not hide NaN.
+            .masked_fill(~visible[:, :, None, None], 0)
+            .transpose(1, 2)
+            for x in (self.pool.key(layer), self.pool.value(layer))
+        )
+        out = scaled_dot_product_attention(
+            q.view(self._rows, kv_heads, -1, head_dim),
+            keys,
+            values,
+            attn_mask=visible[:, None, None, :],
+        )
+        return out.reshape(q.shape)
+
+    def _visible(self) -> torch.Tensor:
+        """Say which keys each row sees: bool ``[rows, keys]``."""
+        positions = torch.arange(self._pages.shape[1] * self.pool.page_size, device=self._device)
+        offsets = positions - self.bases[:, None]
+        bits = (self.masks[:, None] >> offsets.clamp(0, MAX_TREE - 1)) & 1
+        in_mask = (offsets < MAX_TREE) & (bits == 1)
+        return ((offsets < 0) | in_mask) & (positions < self._ends[:, None])

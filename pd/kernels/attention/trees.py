@@ -1,0 +1,58 @@
+"""Trees of new tokens as bit masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.kernels.attention.base import BoolArray, Int64Array
+
+# Most tokens of a tree: the bits of a mask.
+MAX_TREE = 64
+
+
+def tree_masks(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> Int64Array:
+    """Pack what every new token sees of its sequence's new tokens.
+
+    Args:
+        lengths: new tokens of each sequence, int64 ``[sequences]``.
+        trees: as in :class:`pd.kernels.attention.base.AttentionBatch`.
+
+    Returns:
+        int64 ``[tokens]``: bit i stands for new token i of the token's sequence. Masks of chains
+        of more than :data:`MAX_TREE` tokens are meaningless.
+    """
+    firsts = np.cumsum(lengths) - lengths
+    index = np.arange(lengths.sum()) - np.repeat(firsts, lengths)
+    masks: Int64Array = (np.uint64(2) << index.astype(np.uint64)).view(np.int64) - 1
+    if trees is None:
+        return masks
+    bits = np.zeros((len(masks), MAX_TREE), np.bool_)
+    is_tree = np.zeros(len(masks), np.bool_)
+    for first, length, tree in zip(firsts.tolist(), lengths.tolist(), trees, strict=True):
+        if tree is not None:
+            assert_tree(tree, length)
+            bits[first : first + length, :length] = tree
+            is_tree[first : first + length] = True
+    packed = np.packbits(bits, axis=1, bitorder="little").view("<i8")[:, 0]
+    return np.where(is_tree, packed, masks)
+
+
+def branching(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> BoolArray:
+    """Say which sequences have trees: bool ``[sequences]``. One token alone is a chain."""
+    if trees is None:
+        return np.zeros(len(lengths), np.bool_)
+    given = np.fromiter((tree is not None for tree in trees), np.bool_, len(lengths))
+    return given & (lengths > 1)
+
+
+def assert_tree(tree: BoolArray, length: int) -> None:
+    """Assert that a matrix is a tree of ``length`` tokens: each sees itself and none after it."""
+    assert tree.shape == (length, length), f"a tree of {length} tokens has shape {tree.shape}"
+    assert length <= MAX_TREE, f"a tree of {length} tokens, and {MAX_TREE} are the most"
+    assert tree.diagonal().all(), "a token does not see itself"
+    assert not np.triu(tree, 1).any(), "a token sees one after it"

@@ -1,0 +1,275 @@
+"""The Triton kernels of speculative decoding by the torch reference."""
+
+from __future__ import annotations
+
+import itertools
+import random as stdlib_random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, DraftStep, Pool, poisoned_memory, random_tree
+from triton_device import DEVICE, SEED
+
+from pd.kernels.attention.torch_draft import TorchDraft
+from pd.kernels.attention.triton_backend import TritonAttention
+from pd.kernels.attention.triton_work import Tiles
+from pd.kernels.kv_store import store_kv
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from _pytest.mark import ParameterSet
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
+# KV heads, query heads per KV head, head size, page size.
+SHAPES = [
+    (2, 1, 16, 1),
+    (2, 2, 32, 16),
+    (1, 4, 64, 64),
+    (1, 8, 128, 16),
+    (2, 5, 80, 1),
+]
+# (tokens in the pool, new tokens, whether they are a tree) of each sequence. Contexts are empty,
+# short, and such as are split; trees are one tile and several, and as large as they may be.
+STEPS = [
+    [(40, 4, True), (300, 4, True), (0, 4, True)],
+    [(290, 4, False), (3, 1, False), (127, 7, True), (0, 2, False), (61, 3, True)],
+    [(515, 64, True), (64, 9, False), (1, 1, True)],
+]
+
+
+def every_cell(count: int) -> list[ParameterSet]:
+    """Every one of ``count`` steps with every shape; each of both once in ``make test``."""
+    return [
+        pytest.param(
+            step,
+            SHAPES[shape],
+            id=f"step{step}-shape{shape}",
+            marks=() if shape % count == step else pytest.mark.full,
+        )
+        for step, shape in itertools.product(range(count), range(len(SHAPES)))
+    ]
+
+
+def make_case(
+    step: Sequence[tuple[int, int, bool]], shape: tuple, dtype: torch.dtype = torch.float32
+) -> Case:
+    print(f"seed {SEED}")
+    random = np.random.default_rng(SEED)
+    trees = [random_tree(n, random) if is_tree else None for _, n, is_tree in step]
+    kv_heads, group, head_dim, page_size = shape
+    shapes = [(start, n) for start, n, _ in step]
+    case = Case(shapes, page_size, kv_heads, group, dtype, SEED, head_dim, DEVICE, trees=trees)
+    case.spoil()
+    return case
+
+
+def assert_right(out: torch.Tensor, expected: torch.Tensor) -> None:
+    error = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.float().cpu(), expected, atol=error, rtol=error)
+
+
+class TestEager:
+    @pytest.mark.parametrize(("step", "shape"), every_cell(len(STEPS)))
+    def test_steps_are_those_of_the_reference(self, step: int, shape: tuple) -> None:
+        case = make_case(STEPS[step], shape)
+        assert_right(case.attend(TritonAttention(case.pool, case.q.shape[1])), case.reference())
+
+    def test_trees_chunks_and_single_tokens_in_one_step(self) -> None:
+        step = [(5, 70, False), (33, 1, True), (9, 5, True), (150, 1, False), (0, 3, True)]
+        case = make_case(step, SHAPES[1], torch.float16)
+        backend = TritonAttention(case.pool, case.q.shape[1])
+        assert_right(case.attend(backend), case.reference())
+        # The masks of that step are not those of the next.
+        case.trees = None
+        assert_right(case.attend(backend), case.reference())
+
+
+def verified(graph: object, case: Case, rows: int) -> torch.Tensor:
+    """Plan a verify graph for a case and replay it; the rest of its rows is padding."""
+    starts, lengths = np.array(case.shapes, np.int64).reshape(-1, 2).T
+    tokens = int(lengths.sum())
+    graph.plan(starts, lengths, case.pages, case.trees)
+    q, k, v = (
+        torch.cat((x[:tokens], torch.zeros(rows - tokens, *x.shape[1:], device=DEVICE)))
+        for x in (case.q, case.k, case.v)
+    )
+    extra = case.pool.num_pages * case.page_size
+    assert graph.slots[tokens:].tolist() == [extra] * (rows - tokens)
+    store_kv(case.pool.key(1), case.pool.value(1), graph.slots, k, v)
+    with poisoned_memory():
+        out = graph.attend(1, q, k, v)
+    assert not out.isnan().any()
+    return out[:tokens]
+
+
+class TestVerify:
+    @pytest.mark.parametrize(("step", "shape"), every_cell(len(STEPS)))
+    def test_steps_are_those_of_the_reference(self, step: int, shape: tuple) -> None:
+        case = make_case(STEPS[step], shape)
+        rows = len(case.q) + 3
+        graph = TritonAttention(case.pool, case.q.shape[1]).verify_graph(rows, 600)
+        assert_right(verified(graph, case, rows), case.reference())
+
+    def test_one_graph_is_planned_again_with_other_divisions(self) -> None:
+        """Larger and smaller, of trees and of chains, down to no sequence at all."""
+        shape = SHAPES[2]
+        case = make_case([(300, 8, True), (150, 4, True), (7, 4, True)], shape)
+        graph = TritonAttention(case.pool, case.q.shape[1]).verify_graph(16, 400)
+        pieces = [
+            ([0, 1, 2], [8, 4, 4], True),
+            ([2, 0], [3, 1], True),
+            ([0, 1, 2], [1, 1, 1], False),
+            ([1, 0], [4, 8], False),
+            ([], [], False),
+        ]
+        whole = case.shapes, case.pages, case.trees, case.q, case.k, case.v
+        for members, lengths, has_trees in pieces:
+            case.shapes = [(whole[0][i][0], n) for i, n in zip(members, lengths, strict=True)]
+            case.pages = [whole[1][i] for i in members]
+            trees = [whole[2][i][:n, :n] for i, n in zip(members, lengths, strict=True)]
+            case.trees = trees if has_trees else None
+            case.q, case.k, case.v = (x[: sum(lengths)] for x in whole[3:])
+            out = verified(graph, case, 16)
+            if members:
+                assert_right(out, case.reference())
+
+    def test_many_tokens_have_a_tile_shape_of_their_own(self) -> None:
+        rng = stdlib_random.Random(SEED)
+        step = [(rng.randrange(200), 4, rng.random() < 0.5) for _ in range(35)]
+        case = make_case(step, (1, 4, 16, 16))
+        backend = TritonAttention(case.pool, case.q.shape[1])
+        assert backend.tree_kernel(140) is not backend.tree_kernel(32)
+        assert_right(verified(backend.verify_graph(140, 256), case, 140), case.reference())
+
+    def test_tokens_of_a_tile_share_its_keys(self) -> None:
+        """Four tokens with four query heads per KV head are one tile of 16 rows."""
+        case = make_case([(600, 4, True)], SHAPES[2])
+        backend = TritonAttention(case.pool, case.q.shape[1])
+        assert backend.tree_kernel(4).tile_tokens == 4
+        graph = backend.verify_graph(4, 640)
+        graph.plan(np.array([600]), np.array([4]), case.pages)
+        items = graph._work.items[: int(graph._work.num_items)]
+        assert (items[:, 1] == 4).all()
+        begins, ends = items[:, 4], items[:, 5]
+        assert int((ends - begins).sum()) == 604, "every key once"
+
+    def test_addresses_stay(self) -> None:
+        case = make_case(STEPS[0], SHAPES[0])
+        backend = TritonAttention(case.pool, case.q.shape[1])
+        graph = backend.verify_graph(12, 400)
+        before = verify_addresses(graph)
+        verified(graph, case, 12)
+        assert verify_addresses(graph) == before
+
+
+def verify_addresses(graph: object) -> list[int]:
+    work = graph._work
+    tensors = (graph.slots, work.masks, work.num_items, work.items, graph._tables)
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+# Tokens of each sequence at most, and the sequences of the rows.
+DRAFTS = [
+    ([300, 20, 64, 129], [0, 1, 2, 3]),
+    ([515, 70], [0, 0, 1, 0, 1]),
+    ([8, 400], [1, 0]),
+]
+
+
+def make_step(limits: Sequence[int], sequences: Sequence[int], shape: tuple) -> DraftStep:
+    case = make_case([(limit - 1, 1, False) for limit in limits], shape)
+    step = DraftStep(case, sequences, np.random.default_rng(SEED))
+    step.spoil()
+    return step
+
+
+def by_reference(step: DraftStep) -> torch.Tensor:
+    """The result of the torch backend on the CPU, over a copy of the pool."""
+    case, mine = step.case, step.case.pool
+    case.pool = Pool(case.page_size, mine.num_pages, mine.buffer.float().cpu().clone())
+    inputs = step.q, step.k, step.v
+    step.q, step.k, step.v = (x.float().cpu() for x in inputs)
+    graph = TorchDraft(case.pool, len(step.sequences))
+    graph.plan(step.limits, step.pages)
+    out = step.attend(graph)
+    case.pool, (step.q, step.k, step.v) = mine, inputs
+    return out
+
+
+class TestDraft:
+    @pytest.mark.parametrize(("draft", "shape"), every_cell(len(DRAFTS)))
+    def test_steps_are_those_of_the_reference(self, draft: int, shape: tuple) -> None:
+        """With NaN in everything that no row sees, up to the planned limits."""
+        step = make_step(*DRAFTS[draft], shape)
+        expected = by_reference(step)
+        graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(6, 600)
+        graph.plan(step.limits, step.pages)
+        n = len(step.sequences)
+        out = step.attend(graph)
+        extra = step.case.pool.num_pages * step.case.page_size
+        assert graph.slots[n:].tolist() == [extra] * (6 - n)
+        assert not out.isnan().any()
+        assert_right(out[:n], expected)
+
+    def test_several_steps_of_one_plan_and_plans_again(self) -> None:
+        """Chains of drafts behind a context whose end the host does not know, and behind it NaN."""
+        limits, shape = [320, 40, 150], SHAPES[2]
+        case = make_case([(limit - 1, 1, False) for limit in limits], shape)
+        backend = TritonAttention(case.pool, case.q.shape[1])
+        graph = backend.draft_graph(4, 400)
+        random = np.random.default_rng(SEED)
+        addresses = [x.data_ptr() for x in (graph.slots, graph._work.items, graph._tables)]
+        for sequences, behind in (([0, 1, 2], 9), ([2, 1], 30), ([0], 200)):
+            case.pool.buffer.normal_()
+            first = DraftStep(case, sequences, random)
+            graph.plan(first.limits, first.pages)
+            for number in range(3):
+                step = DraftStep(case, sequences, random)
+                step.places = step.limits - behind + number
+                step.bases = step.limits - behind
+                step.masks = np.full(len(sequences), (2 << number) - 1)
+                for row in range(len(sequences)):
+                    slots = case.slots(sequences[row], int(step.limits[row]))
+                    case.pool.buffer[:, :, slots[int(step.places[row]) :]] = float("nan")
+                expected = by_reference(step)
+                assert_right(step.attend(graph)[: len(sequences)], expected)
+        after = [x.data_ptr() for x in (graph.slots, graph._work.items, graph._tables)]
+        assert addresses == after
+
+    def test_bases_may_reach_beyond_the_own_token(self) -> None:
+        """A row whose base lies behind its place needs no mask."""
+        step = make_step([90, 200], [0, 1], SHAPES[1])
+        step.case.pool.buffer.normal_()
+        step.bases, step.masks = step.places + 1, np.zeros(2, np.int64)
+        expected = by_reference(step)
+        graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(2, 256)
+        graph.plan(step.limits, step.pages)
+        assert_right(step.attend(graph), expected)
+
+    def test_places_outside_of_the_limit_are_the_extra_page(self) -> None:
+        case = make_case([(9, 1, False), (30, 2, False)], (1, 1, 16, 4))
+        graph = TritonAttention(case.pool, 1).draft_graph(200, 64)
+        graph.plan(np.array([10, 32]), case.pages)
+        extra = case.pool.num_pages * case.page_size
+        graph.places.fill_(3)
+        graph.places[:2] = torch.tensor([9, 31])
+        graph.locate()
+        expected = [int(case.slots(0, 10)[9]), int(case.slots(1, 32)[31])]
+        assert graph.slots.tolist() == [*expected, *[extra] * 198]
+        graph.places[:2] = torch.tensor([10, -1])
+        graph.places[2:] = 1 << 40
+        graph.locate()
+        assert graph.slots.tolist() == [extra] * 200
+
+
+def test_tiles_of_a_tree_begin_at_its_first_token() -> None:
+    arrays = (np.array(x) for x in ([0, 9], [100, 3], [9, 2], [0, 7]))
+    tiles = Tiles.cut(*arrays, 4, trees=True)
+    assert tiles.rows.tolist() == [0, 4, 8, 9]
+    assert tiles.tokens.tolist() == [4, 4, 1, 2]
+    assert tiles.positions.tolist() == [100, 100, 100, 3]
+    assert tiles.ends.tolist() == [104, 108, 109, 5]
+    assert tiles.tables.tolist() == [0, 0, 0, 7]
