@@ -47,6 +47,24 @@ def tiny_model(**overrides: int) -> Path:
     return directory
 
 
+@functools.cache
+def tiny_head(algorithm: str = "eagle3") -> Path:
+    """Directory of an EAGLE head for the tiny model, which drafts at random."""
+    config = {**_CONFIG, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    if algorithm == "eagle3":
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": 192,
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        }
+    else:
+        config["architectures"] = ["LlamaForCausalLMEagle"]
+    directory = Path(tempfile.mkdtemp(prefix="pd-tiny-head-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def tiny_cluster(prefill: int = 1, decode: int = 1, unified: int = 0, **settings: Any) -> Cluster:
     """A :class:`cluster.Cluster` of the tiny model."""
     return Cluster(tiny_model(), prefill, decode, unified, **_defaults(settings))

@@ -218,12 +218,14 @@ def _add_speculation(flags: ConfigFlags) -> None:
     flags.add(
         "--speculative-algorithm",
         "how tokens are drafted for the model to verify, which leaves the output the same; ngram: "
-        "by what followed the last tokens earlier in the same request; draft: by a smaller model",
+        "by what followed the last tokens earlier in the same request; draft: by a smaller model; "
+        "eagle: by an EAGLE head, also on the prefill nodes",
         choices=choices.SPECULATIVE_ALGORITHMS,
     )
     flags.add(
         "--speculative-draft-model",
-        "the smaller model of --speculative-algorithm draft, of the same vocabulary",
+        "the smaller model of --speculative-algorithm draft, of the same vocabulary, or the EAGLE "
+        "head of --speculative-algorithm eagle (EAGLE-1, 2 or 3)",
         metavar="DIR",
     )
     flags.add(

@@ -20,7 +20,9 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
 GENERATION_CONFIGS = ("auto", "none")
 SPECULATIVE_ADAPTIVE = ("on", "off")
-SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft")
+SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
+# Those that read a checkpoint of their own.
+_WITH_MODEL = ("draft", "eagle")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 
 
@@ -100,9 +102,11 @@ class NodeConfig:
             if value is not None and value < low:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} must be at least {low}, not {value}")
-        if (self.speculative_algorithm == "draft") != (self.speculative_draft_model is not None):
+        has_model = self.speculative_draft_model is not None
+        if (self.speculative_algorithm in _WITH_MODEL) != has_model:
             raise UsageError(
-                "--speculative-draft-model and --speculative-algorithm draft need each other"
+                "--speculative-draft-model and --speculative-algorithm draft or eagle need each "
+                "other"
             )
         if self.speculative_num_draft_tokens > MAX_DRAFT_TOKENS:
             raise UsageError(

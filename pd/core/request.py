@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from pd.core.messages import FirstToken, Generate, TokenLogprobs
     from pd.core.sampling_params import SamplingParams
     from pd.decode_node.incoming import IncomingRoom
+    from pd.engine.eagle import CarriedState
     from pd.engine.sampling_state import SamplingState
     from pd.prefill_node.outgoing import OutgoingRoom
     from pd.radix import TreeNode
     from pd.scheduling.decode import HostKV
     from pd.scheduling.step import Work
+    from pd.speculative.draft import Draft
 
     IntArray = npt.NDArray[np.int32]
     BoolArray = npt.NDArray[np.bool_]
@@ -70,6 +72,8 @@ class Sequence:
         launched: the last work of this sequence that was launched, or None once its step is
             accounted for. Until then its pages must not change owner.
         host_kv: KV of a retracted sequence (tokens ``[0, num_computed)``), or None.
+        ahead: guesses of the tokens after those known, which were drafted behind the last step.
+        carried: what an EAGLE head needs of the last computed token.
     """
 
     request: Request
@@ -84,6 +88,8 @@ class Sequence:
     launched: Work | None = None
     finished: bool = False
     host_kv: HostKV | None = None
+    ahead: Draft | None = None
+    carried: CarriedState | None = None
 
     def append(self, token: int) -> None:
         """Add one output token."""
@@ -107,8 +113,10 @@ class Sequence:
 
     @property
     def in_step(self) -> bool:
-        """Whether a launched step still uses its pages."""
-        return self.launched is not None
+        """Whether a launched step, or the drafting behind it, still uses its pages."""
+        if self.launched is not None:
+            return True
+        return self.ahead is not None and not self.ahead.batch.is_complete
 
     @property
     def ids(self) -> IntArray:

@@ -19,18 +19,35 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from pd.engine.device_copy import to_device
+from pd.engine.model_runner import hide_tokens, reread_rows
+from pd.kernels.attention.base import VerifyAttention
+from pd.kernels.attention.trees import MAX_TREE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd.engine.model_runner import ForwardItem
+    from pd.engine.model_runner import ForwardItem, ModelRunner
     from pd.kernels.attention import AttentionBackend, DecodeAttention
-    from pd.models.causal_lm import CausalLM
+    from pd.kernels.attention.base import PlannedAttention
 
 logger = logging.getLogger(__name__)
 
 # Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
 # larger batches each padded row costs time.
 _DENSE_FROM = 8
+
+
+def verify_sizes(max_tokens: int) -> tuple[int, ...]:
+    """The ladder for steps with drafts of up to ``max_tokens`` tokens. From 4 on, each size is at
+    most a third larger than the one before, so that little of a step is padding."""
+    sizes = [2]
+    while sizes[-1] < max_tokens:
+        size = sizes[-1]
+        sizes.append(size + (1 if size < 6 else 2 if size < 12 else 4 if size < 32 else 8))
+        if size >= 64:
+            sizes[-1] = size + 16 if size < 128 else size + 32
+    return (*sizes[:-1], max_tokens) if max_tokens > 1 else ()
 
 
 def default_sizes(max_running: int) -> tuple[int, ...]:
@@ -45,12 +62,13 @@ def default_sizes(max_running: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _CapturedDecode:
-    """One captured size. ``inputs`` is int64 ``[3 * rows]``: the index of each row's token among
-    all tokens, positions, and the tokens that the host has. ``logits`` ``[rows, vocab_size]`` holds
-    the result of the last replay."""
+class _Captured:
+    """One captured size. ``inputs`` is int64 ``[fields * rows]``: the index of each row's token
+    among all tokens, positions, the tokens that the host has, and with an EAGLE head where the
+    state of the token before lies. ``logits`` ``[rows, vocab_size]`` holds the result of the last
+    replay."""
 
-    attention: DecodeAttention
+    attention: DecodeAttention | VerifyAttention
     inputs: torch.Tensor
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -85,66 +103,97 @@ class GraphRecorder:
 
 
 class DecodeGraphs:
-    """Runs steps of one token per sequence.
+    """Runs steps of one token per sequence, or of a few.
 
     Args:
+        runner: not used by others meanwhile.
         recorder: shared by all graphs of the process.
-        sizes: batch sizes to capture.
-        max_rows: sequences that a step may have, in a graph or not.
+        sizes: numbers of tokens to capture.
+        max_tokens: tokens of the last step or its drafts to which a step may refer.
         max_context: tokens of a sequence.
+        several: capture steps of several tokens of each sequence.
         progress: show a bar on standard error when it is a terminal.
     """
 
     def __init__(
         self,
-        model: CausalLM,
-        backend: AttentionBackend,
+        runner: ModelRunner,
         recorder: GraphRecorder,
         sizes: Sequence[int],
         *,
-        max_rows: int,
+        max_tokens: int,
         max_context: int,
+        several: bool = False,
         progress: bool = True,
     ) -> None:
-        self._model = model
-        self._device = model.embedding.device
+        self._model, self._eagle = runner.model, runner.eagle
+        self._several = several
+        self._fields = 3 if runner.eagle is None else 4
+        self._device = runner.model.embedding.device
         self.sizes = sorted(sizes)
         largest = self.sizes[-1]
         # The inputs are followed by the tokens of the previous step, whose values only the device
         # has.
+        self._first_previous = self._fields * largest
         self._tokens = torch.zeros(
-            3 * largest + max(max_rows, largest), dtype=torch.int64, device=self._device
+            self._first_previous + max(max_tokens, largest), dtype=torch.int64, device=self._device
         )
-        self._previous = self._tokens[3 * largest :]
-        self._logits = torch.zeros(
-            largest, model.config.vocab_size, dtype=model.embedding.dtype, device=self._device
-        )
-        self._graphs: dict[int, _CapturedDecode] = {}
+        self._previous = self._tokens[self._first_previous :]
+        dtype, size = runner.model.embedding.dtype, runner.model.config.vocab_size
+        self._logits = torch.zeros(largest, size, dtype=dtype, device=self._device)
+        if runner.eagle is not None:
+            self._fused = runner.eagle.carried.new_zeros(largest, runner.eagle.carried.shape[1])
+        self._graphs: dict[int, _Captured] = {}
         bar = tqdm(
             sorted(sizes, reverse=True),
-            desc="CUDA graphs",
+            desc="CUDA graphs" + (" of steps with drafts" if several else ""),
             unit="size",
             disable=not (progress and sys.stderr.isatty()),
         )
         for rows in bar:  # the largest first, for its memory serves all others
-            attention = backend.decode_graph(rows, max_context)
-            if attention is None:
-                raise ValueError(f"attention backend {backend.name} has no CUDA graphs")
-            inputs = self._tokens[: 3 * rows]
-            attention.plan(np.zeros(0, np.int64), [])
+            attention = self._attention(runner.attention, rows, max_context)
+            inputs = self._tokens[: self._fields * rows]
             compute = functools.partial(self._compute, rows, inputs, attention)
-            self._graphs[rows] = _CapturedDecode(attention, inputs, *recorder.record(compute))
+            self._graphs[rows] = _Captured(attention, inputs, *recorder.record(compute))
         torch.cuda.empty_cache()
 
-    def _compute(self, rows: int, inputs: torch.Tensor, attention: DecodeAttention) -> torch.Tensor:
+    def _attention(
+        self, backend: AttentionBackend, rows: int, max_context: int
+    ) -> DecodeAttention | VerifyAttention:
+        none = np.zeros(0, np.int64)
+        if self._several:
+            verify = backend.verify_graph(rows, max_context)
+            if verify is not None:
+                verify.plan(none, none, [])
+                return verify
+        else:
+            decode = backend.decode_graph(rows, max_context)
+            if decode is not None:
+                decode.plan(none, [])
+                return decode
+        raise ValueError(f"attention backend {backend.name} has no such CUDA graphs")
+
+    def _compute(
+        self, rows: int, inputs: torch.Tensor, attention: PlannedAttention
+    ) -> torch.Tensor:
         ids = self._tokens.index_select(0, inputs[:rows])
-        logits = self._model.logits(self._model(ids, inputs[rows : 2 * rows], attention))
-        return self._logits[:rows].copy_(logits)
+        positions = inputs[rows : 2 * rows]
+        features = self._model.new_features(rows)
+        hidden = self._model(ids, positions, attention, features=features)
+        if self._eagle is not None and features is not None:
+            before = inputs[3 * rows : 4 * rows]
+            self._eagle.write(ids, positions, attention.slots, features, before)
+            self._fused[:rows].copy_(self._eagle.fused)
+        return self._logits[:rows].copy_(self._model.logits(hidden))
 
     def fits(self, items: Sequence[ForwardItem]) -> bool:
-        """Whether these are one token of each of not too many sequences."""
-        return len(items) <= self.sizes[-1] and all(
-            len(item.token_ids) == 1 and item.num_logits == 1 for item in items
+        """Whether these are so few tokens, all of whose logits are wanted, and one of each sequence
+        or, where such steps were captured, at most :data:`MAX_TREE`."""
+        most = MAX_TREE if self._several else 1
+        count = sum(len(item.token_ids) for item in items)
+        return count <= self.sizes[-1] and all(
+            len(item.token_ids) <= most and item.num_logits == len(item.token_ids) - item.reread
+            for item in items
         )
 
     def run(
@@ -152,22 +201,48 @@ class DecodeGraphs:
     ) -> torch.Tensor:
         """See :meth:`pd.engine.model_runner.ModelRunner.forward`. The logits are overwritten by the
         next run."""
-        count = len(items)
+        token_ids = np.concatenate([item.token_ids for item in items])
+        count = len(token_ids)
         rows = self.sizes[bisect_left(self.sizes, count)]
         graph = self._graphs[rows]
-        host = torch.zeros(3 * rows, dtype=torch.int64, pin_memory=True)
-        places, positions, tokens = host.numpy().reshape(3, rows)
+        host = torch.zeros(self._fields * rows, dtype=torch.int64, pin_memory=True)
+        inputs = host.numpy().reshape(self._fields, rows)
+        places, positions, tokens = inputs[:3]
         places[:] = 2 * rows + np.arange(rows)
-        tokens[:count] = [item.token_ids[0] for item in items]
-        positions[:count] = [item.start for item in items]
+        tokens[:count] = token_ids
+        starts = np.fromiter((item.start for item in items), np.int64, len(items))
+        if self._several:
+            positions[:count] = np.concatenate([item.positions() for item in items])
+        else:
+            positions[:count] = starts
+        if self._eagle is not None:
+            inputs[3, :count] = self._eagle.places_before(items)
         previous = np.flatnonzero(tokens < 0)
-        # NOTE: at most max_rows sequences continue, and their rows come first.
-        places[previous] = 3 * self.sizes[-1] - 1 - tokens[previous]
+        places[previous] = self._first_previous - 1 - tokens[previous]
         graph.inputs.copy_(host, non_blocking=True)
         if previous_tokens is not None:
             # Rows of prompts, of which there may be many choices, follow the rows that continue.
             known = previous_tokens[: len(self._previous)]
             self._previous[: len(known)].copy_(known)
-        graph.attention.plan(positions[:count].copy(), [item.pages for item in items])
+        pages = [item.pages for item in items]
+        if isinstance(graph.attention, VerifyAttention):
+            lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
+            trees = [item.visible() for item in items]
+            graph.attention.plan(starts, lengths, pages, trees)
+            reread = reread_rows(items, self._device)
+            if reread is not None:
+                hide_tokens(graph.attention, reread)
+        else:
+            graph.attention.plan(starts, pages)
         graph.graph.replay()
-        return graph.logits[:count]
+        if self._eagle is not None:
+            self._eagle.fused = self._fused[:rows]
+        logits = graph.logits[:count]
+        wanted = [item.num_logits for item in items]
+        if sum(wanted) == count:
+            return logits
+        ends = np.cumsum([len(item.token_ids) for item in items])
+        chosen = np.concatenate(
+            [np.arange(end - n, end) for end, n in zip(ends.tolist(), wanted, strict=True)]
+        )
+        return logits.index_select(0, to_device(chosen, torch.int64, self._device))

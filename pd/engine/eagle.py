@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd.core.node_info import KVLayout
+from pd.engine.kv_pool import KVPool
+from pd.models.eagle import load_eagle_head
+from pd.models.eagle_config import EagleConfig
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
+    from pd.core.config import NodeConfig
     from pd.engine.model_runner import ForwardItem
     from pd.kernels.attention.base import PagedKV
     from pd.models.causal_lm import CausalLM
+    from pd.models.config import ModelConfig
     from pd.models.eagle import EagleHead
 
     Int64Array = npt.NDArray[np.int64]
@@ -66,13 +73,26 @@ class EagleWriter:
 
     def __init__(self, head: EagleHead, model: CausalLM, kv: PagedKV, num_rows: int) -> None:
         self.head, self.kv = head, kv
-        self._model = model
         weight = model.embedding
         size = head.config.hidden_size
         self.carried = torch.zeros(num_rows, size, dtype=weight.dtype, device=weight.device)
         self.fused = self.carried[:0]
         # Rows are given back by whatever thread drops a sequence.
         self._free: deque[int] = deque(range(1, num_rows))
+
+    @classmethod
+    def of(cls, head: EagleHead, model: CausalLM, pool: KVPool, config: NodeConfig) -> EagleWriter:
+        """Make a writer over the head's K and V in the pages of ``pool``, with rows for twice as
+        many sequences as run at a time: prompts and choices that wait have one, too."""
+        layout = KVLayout(
+            num_layers=1,
+            num_kv_heads=head.config.num_kv_heads,
+            head_dim=head.config.head_dim,
+            dtype=pool.layout.dtype,
+            page_size=pool.page_size,
+        )
+        kv = KVPool(layout, pool.num_pages, pool.buffer.device)
+        return cls(head, model, kv, 2 * config.max_running_requests + 64)
 
     def take_row(self) -> CarriedState:
         """Give a sequence a row, which comes free again when the result is no more."""
@@ -81,11 +101,6 @@ class EagleWriter:
         state = CarriedState(self._free.popleft())
         weakref.finalize(state, self._free.append, state.row)
         return state
-
-    def features(self, num_tokens: int) -> torch.Tensor:
-        """Memory for what the head reads of a pass over so many tokens."""
-        size = self.head.config.feature_size
-        return self.carried.new_empty(num_tokens, size)
 
     def write(
         self,
@@ -99,6 +114,7 @@ class EagleWriter:
 
         Args:
             token_ids, positions, slots: those of the pass, int64 ``[tokens]``.
+            features: of all its tokens, see :meth:`pd.models.causal_lm.CausalLM.forward`.
             before: where the state of the token before each token is, int64 ``[tokens]``: see
                 :meth:`places_before`.
         """
@@ -128,3 +144,33 @@ class EagleWriter:
             tokens: int64, for each of them a token of the last pass.
         """
         self.carried.index_copy_(0, rows, self.fused.index_select(0, tokens))
+
+
+def load_head(config: NodeConfig, model: CausalLM, target: ModelConfig) -> EagleHead | None:
+    """Load the EAGLE head that a node of this configuration uses, on rank 0, and have ``model``
+    compute what it reads; None if there is none.
+
+    Args:
+        model: this rank's part. ``target`` is the configuration of the whole model.
+
+    Raises:
+        UsageError, UnsupportedModelError: it does not fit the model, or cannot be loaded.
+    """
+    path = config.speculative_draft_model
+    if config.speculative_algorithm != "eagle" or path is None:
+        return None
+    head = EagleConfig.from_pretrained(path, target)
+    # Ranks without the head, too: what the last layer computes must be the same on all.
+    model.aux_layers, model.aux_normed = head.aux_layers, head.normed
+    if model.tp.rank > 0:
+        return None
+    return load_eagle_head(
+        path,
+        head,
+        model,
+        dtype=model.embedding.dtype,
+        device=model.embedding.device,
+        load_format=config.load_format,
+        seed=config.seed,
+        target_path=config.model,
+    )

@@ -15,7 +15,8 @@ import torch
 from pd.core.errors import PDError, SetupError, UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.chunk_graphs import ChunkGraphs
-from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder, default_sizes
+from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder, default_sizes, verify_sizes
+from pd.engine.eagle import EagleWriter, load_head
 from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Tokens of the largest step with drafts that is captured. Larger ones keep a GPU busy for longer
+# than their launches take.
+MAX_VERIFIED = 512
 # On a CPU the pool shares memory with everything else on the host.
 _CPU_POOL_LIMIT = 4 << 30
 
@@ -193,12 +197,19 @@ class Engine:
         model = _load(config, model_config, DTYPES[dtype], device, tp)
         layout = _layout(config, model_config, dtype, tp.size)
         part = msgspec.structs.replace(layout, num_kv_heads=model.config.num_kv_heads)
+        head = load_head(config, model, model_config)
         sizes = _graph_sizes(config, device)
-        needs = footprint(model, part, attention, config, sizes, context_length)
+        needs = footprint(model, part, attention, config, sizes, context_length, head)
         page_bytes = KVPool.page_bytes(part) + page_bytes_beside
         num_pages = agree_on_pages(_num_pages(config, page_bytes, device, needs))
         pool = KVPool(part, num_pages, device, shared_memory)
-        runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
+        runner = ModelRunner.build(
+            model,
+            pool,
+            attention,
+            prompts=config.role != "decode",
+            eagle=None if head is None else EagleWriter.of(head, model, pool, config),
+        )
         graphs = 0
         if device.type == "cuda":
             graphs = _capture_graphs(runner, config, sizes, context_length, progress=tp.rank == 0)
@@ -313,21 +324,31 @@ def _capture_graphs(
     progress: bool,
 ) -> int:
     """Capture the CUDA graphs that the node's role uses; returns the bytes that they reserved."""
-    model, attention, device = runner.model, runner.attention, runner.pool.buffer.device
+    device = runner.pool.buffer.device
     recorder = GraphRecorder(device)
     reserved = torch.cuda.memory_reserved(device)
     if sizes:
         runner.graphs = DecodeGraphs(
-            model,
-            attention,
+            runner,
             recorder,
             sizes,
-            max_rows=config.max_running_requests,
+            max_tokens=config.max_running_requests,
             max_context=context_length,
             progress=progress,
         )
+        drafted = config.speculative_num_draft_tokens
+        if config.speculative_algorithm != "none" and runner.attention.verify_graph(2, 2):
+            runner.verify_graphs = DecodeGraphs(
+                runner,
+                recorder,
+                verify_sizes(min(MAX_VERIFIED, max(sizes) * (drafted + 1))),
+                max_tokens=config.max_running_requests * (drafted + 1),
+                max_context=context_length,
+                several=True,
+                progress=progress,
+            )
     if config.role == "prefill" or (sizes and config.role == "unified"):
-        runner.chunk_graphs = ChunkGraphs(model, attention, recorder, max_context=context_length)
+        runner.chunk_graphs = ChunkGraphs(runner, recorder, max_context=context_length)
     return torch.cuda.memory_reserved(device) - reserved
 
 

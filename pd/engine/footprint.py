@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder
+from pd.engine.eagle import EagleWriter
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
 from pd.kernels.paging import page_count
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import KVLayout
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
+    from pd.models.eagle import EagleHead
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def footprint(
     config: NodeConfig,
     graph_sizes: Sequence[int],
     max_context: int,
+    head: EagleHead | None = None,
 ) -> Footprint:
     """Run the largest step and capture the largest graph over a small pool.
 
@@ -50,6 +53,7 @@ def footprint(
     Args:
         graph_sizes: batch sizes of the CUDA graphs to come; they share the memory of the largest.
         max_context: tokens of a sequence.
+        head: an EAGLE head beside the model.
     """
     device = model.embedding.device
     if device.type != "cuda":
@@ -58,7 +62,8 @@ def footprint(
     pages = np.arange(page_count(tokens, layout.page_size), dtype=np.int32)
     pool = KVPool(layout, len(pages), device)
     before = torch.cuda.memory_allocated(device)
-    runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode")
+    eagle = None if head is None else EagleWriter.of(head, model, pool, config)
+    runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode", eagle=eagle)
     lasting = torch.cuda.memory_allocated(device) - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -82,11 +87,10 @@ def _graph_bytes(runner: ModelRunner, size: int, max_rows: int, max_context: int
     device = runner.pool.buffer.device
     free = torch.cuda.mem_get_info(device)[0]
     captured = DecodeGraphs(
-        runner.model,
-        runner.attention,
+        runner,
         GraphRecorder(device),
         [size],
-        max_rows=max_rows,
+        max_tokens=max_rows,
         max_context=max_context,
         progress=False,
     )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pd.engine.chunk_graphs import ChunkGraphs
     from pd.engine.cuda_graphs import DecodeGraphs
+    from pd.engine.eagle import EagleWriter
     from pd.engine.kv_pool import KVPool
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
@@ -96,6 +97,7 @@ class PlannedLate(PlannedAttention):
 
     Args:
         backend, batch: for all tokens of the step.
+        hidden: tokens whose K and V go to the pool's extra page, int64 ``[n]``, or None.
         last: another backend, and the batch of the tokens that are wanted after the last layer.
     """
 
@@ -103,16 +105,19 @@ class PlannedLate(PlannedAttention):
         self,
         backend: AttentionBackend,
         batch: AttentionBatch,
+        hidden: torch.Tensor | None,
         last: tuple[AttentionBackend, AttentionBatch] | None,
     ) -> None:
         self.pool = backend.pool
         self.last = None if last is None else last[0]
-        self._backend, self._batch, self._last = backend, batch, last
+        self._backend, self._batch, self._hidden, self._last = backend, batch, hidden, last
 
     # The base class has an attribute; here its first use plans.
     @cached_property
     def slots(self) -> torch.Tensor:  # type: ignore[override]
         self._backend.plan(self._batch)
+        if self._hidden is not None:
+            hide_tokens(self._backend, self._hidden)
         if self._last is not None:
             backend, batch = self._last
             backend.plan(batch)
@@ -122,6 +127,27 @@ class PlannedLate(PlannedAttention):
         return self._backend.attend(layer, q, k, v)
 
 
+def hide_tokens(attention: PlannedAttention, rows: torch.Tensor) -> None:
+    """Have K and V of some tokens of a planned step go to the pool's extra page.
+
+    Args:
+        rows: int64 ``[n]`` on the device.
+    """
+    pool = attention.pool
+    attention.slots.index_fill_(0, rows, pool.num_pages * pool.page_size)
+
+
+def reread_rows(items: Sequence[ForwardItem], device: torch.device) -> torch.Tensor | None:
+    """Tokens of a step that are computed once more, int64 on the device; None if there are none."""
+    if not any(item.reread for item in items):
+        return None
+    ends = np.cumsum([len(item.token_ids) for item in items])
+    rows = [
+        int(end) - len(item.token_ids) for item, end in zip(items, ends, strict=True) if item.reread
+    ]
+    return to_device(rows, torch.int64, device)
+
+
 class ModelRunner:
     """A model, its pool and an attention backend, stepped together by one thread.
 
@@ -129,7 +155,9 @@ class ModelRunner:
         last_attention: another backend of the same class, for the wanted tokens in the last layer.
 
     Attributes:
+        eagle: writes the KV of an EAGLE head with every pass; None without one.
         graphs: graphs of decode steps, once captured; None to launch their kernels one by one.
+        verify_graphs: graphs of steps of a few tokens of each sequence; None without them.
         chunk_graphs: graphs of steps of one short chunk; None without them.
         last_alone_from: from this many pairs of query and key on, the last layer attends only the
             wanted tokens, if they are few. With fewer pairs, planning this takes the host longer
@@ -142,28 +170,37 @@ class ModelRunner:
         pool: KVPool,
         attention_backend: AttentionBackend,
         last_attention: AttentionBackend | None = None,
+        eagle: EagleWriter | None = None,
     ) -> None:
         self.model = model
+        self.eagle = eagle
         self.pool = pool
         self.attention = attention_backend
         self.last_alone_from = 1 << 24
         self._last_attention = last_attention
         self.graphs: DecodeGraphs | None = None
+        self.verify_graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
 
     @classmethod
     def build(
-        cls, model: CausalLM, pool: KVPool, attention: type[AttentionBackend], *, prompts: bool
+        cls,
+        model: CausalLM,
+        pool: KVPool,
+        attention: type[AttentionBackend],
+        *,
+        prompts: bool,
+        eagle: EagleWriter | None = None,
     ) -> ModelRunner:
         """Make a runner with a backend of this class, and with ``prompts`` a second backend for the
         wanted tokens in the last layer."""
         heads = model.config.num_heads
         last = attention(pool, heads) if prompts else None
-        return cls(model, pool, attention(pool, heads), last)
+        return cls(model, pool, attention(pool, heads), last, eagle)
 
     def drop_graphs(self) -> None:
         """Launch kernels one by one from now on."""
-        self.graphs = self.chunk_graphs = None
+        self.graphs = self.verify_graphs = self.chunk_graphs = None
 
     @torch.inference_mode()
     def forward(
@@ -187,14 +224,15 @@ class ModelRunner:
             Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
             and on its device.
         """
-        graphs = self.graphs if on_layers_done is None else None
-        if graphs is not None and graphs.fits(items):
-            return graphs.run(items, previous_tokens)
+        if on_layers_done is None:
+            for graphs in (self.graphs, self.verify_graphs):
+                if graphs is not None and graphs.fits(items):
+                    return graphs.run(items, previous_tokens)
         short = self.chunk_graphs if previous_tokens is None else None
         if short is not None and short.fits(items):
             logits = short.run(items[0])
             if on_layers_done is not None:
-                on_layers_done(0, self.model.config.num_layers)
+                on_layers_done(0, self.model.config.num_layers + (self.eagle is not None))
             return logits
         return self._launch(items, on_layers_done, previous_tokens)
 
@@ -207,9 +245,14 @@ class ModelRunner:
         """:meth:`forward` without graphs."""
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
-        batch = AttentionBatch(starts, lengths, [item.pages for item in items])
+        trees = None
         ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+        if any(item.tree is not None for item in items):
+            trees = [item.visible() for item in items]
+            positions = np.concatenate([item.positions() for item in items])
+        else:
+            positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+        batch = AttentionBatch(starts, lengths, [item.pages for item in items], trees)
         wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
         assert (wanted <= lengths).all(), "more logits wanted than tokens computed"
         # NOTE: copied before the layers are launched, because a copy to a GPU waits for earlier
@@ -220,13 +263,19 @@ class ModelRunner:
         if previous_tokens is not None:
             known = previous_tokens[(-1 - token_ids).clamp_(min=0)]
             token_ids = torch.where(token_ids < 0, known, token_ids)
+        before = None if self.eagle is None else self._tensor(self.eagle.places_before(items))
+        places = self._tensor(positions)
+        reread = reread_rows(items, self.pool.buffer.device)
+        attention = PlannedLate(self.attention, batch, reread, self._plan_of_last(batch, wanted))
+        features = self.model.new_features(len(token_ids))
         hidden = self.model.forward(
-            token_ids,
-            self._tensor(positions),
-            PlannedLate(self.attention, batch, self._plan_of_last(batch, wanted)),
-            _each_layer(on_layers_done),
-            chosen,
+            token_ids, places, attention, _each_layer(on_layers_done), chosen, features
         )
+        if self.eagle is not None and features is not None and before is not None:
+            self.eagle.write(token_ids, places, attention.slots, features, before)
+            if on_layers_done is not None:
+                layers = self.model.config.num_layers
+                on_layers_done(layers, layers + 1)
         if len(hidden) == 0:
             return hidden.new_empty(0, self.model.config.vocab_size)
         return self.model.logits(hidden)
@@ -236,7 +285,9 @@ class ModelRunner:
     ) -> tuple[AttentionBackend, AttentionBatch] | None:
         """Choose backend and batch for the last layer: the last ``wanted[i]`` tokens of each
         sequence. None if that layer attends all tokens."""
-        if self._last_attention is None or not 0 < _FEW * wanted.sum() <= batch.lengths.sum():
+        if batch.trees is not None or self._last_attention is None:
+            return None
+        if not 0 < _FEW * wanted.sum() <= batch.lengths.sum():
             return None
         if (batch.lengths * (batch.starts + batch.lengths // 2)).sum() < self.last_alone_from:
             return None

@@ -1,8 +1,8 @@
 """Which drafted tokens a step accepts, found on the device.
 
-A draft is a tree whose root is the last known token (:class:`pd.speculative.draft.Draft`). The model
-samples a token after the root and after each guess; a guess is accepted if it equals the token that
-was sampled after its parent, and its parent is accepted.
+A draft is a tree whose root is the last known token (:class:`pd.speculative.draft.Draft`). The
+model samples a token after the root and after each guess. A guess is accepted if it equals the
+token that was sampled after its parent, and its parent is accepted.
 """
 
 from __future__ import annotations

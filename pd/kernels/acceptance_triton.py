@@ -32,21 +32,21 @@ def _follow(
     wait_for_previous(PDL)
     work = tl.program_id(0)
     row, first = tl.load(rows + work), tl.load(firsts + work)
-    count, fixed = tl.load(counts + work).to(tl.int32), tl.load(forced + work).to(tl.int32)
-    at, accepted = -1, 0
+    count, fixed = tl.load(counts + work).to(tl.int32), tl.load(forced + work)
+    at, accepted = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
     wanted = tl.load(sampled + row)
     for guess in range(count):
         parent = tl.load(parents + first + guess)
         token = tl.load(guesses + first + guess)
         if (parent == at) & (token == wanted):
-            at = guess
+            at = tl.full((), 0, tl.int64) + guess
             accepted += 1
             wanted = tl.load(sampled + row + at + 1)
     if fixed >= 0:
         at = fixed - 1
         accepted = fixed
-    tl.store(last + work, at.to(tl.int64))
-    tl.store(depth + work, accepted.to(tl.int64))
+    tl.store(last + work, at)
+    tl.store(depth + work, accepted)
     tl.store(tokens + work, tl.load(sampled + row + at + 1))
 
 

@@ -173,6 +173,12 @@ class CausalLM(nn.Module):
             hidden = hidden if rows is None else hidden.index_select(0, rows)
         return hidden
 
+    def new_features(self, num_tokens: int) -> torch.Tensor | None:
+        """Memory for the ``features`` of a pass over so many tokens; None if there are none."""
+        if not self.aux_layers:
+            return None
+        return self.embedding.new_empty(num_tokens, len(self.aux_layers) * self.config.hidden_size)
+
     def _copy_feature(
         self, layer: int, hidden: torch.Tensor, update: torch.Tensor | None, features: torch.Tensor
     ) -> None:

@@ -102,6 +102,8 @@ class StepLoop(threading.Thread):
         with events.event():
             # NOTE: cleared before planning, so that work which arrives later sets it again.
             events.work_available.clear()
+            if last is None:
+                self._rooms.closing.look_after_step()
             if last is None or self._scheduler.may_plan_ahead(last.works):
                 works = self._scheduler.plan()
         if not works and last is None:
@@ -133,10 +135,15 @@ class StepLoop(threading.Thread):
         try:
             layers_done = self._scheduler.on_layers_done(works)
             lengths = self._core.draft_lengths
-            drafter = None if lengths.rests else self._core.drafter
-            simulate = lengths.simulate
             return launch(
-                engine.runner, engine.sampler, works, layers_done, last, drafter, simulate
+                engine.runner,
+                engine.sampler,
+                works,
+                layers_done,
+                last,
+                drafter=self._core.drafter,
+                drafts=not lengths.rests,
+                simulate=lengths.simulate,
             )
         except Exception as error:
             # Any error of a kernel or of torch. It concerns this step's requests only.

@@ -134,6 +134,8 @@ class DecodeScheduler:
 
     def plan(self) -> list[Work]:
         """Plan one token of every running sequence, after admitting sequences that fit."""
+        for sequence in [each for each in self.running if each.finished and not each.in_step]:
+            self._leave(sequence)
         self._admit()
         works: dict[Sequence, Work] = {}
         retracted = len(self.retracted)
@@ -150,33 +152,60 @@ class DecodeScheduler:
         return list(works.values())
 
     def _plan_drafts(self, works: list[Work]) -> None:
-        """Decide how many tokens may be drafted for each sequence whose tokens are known."""
+        """Decide how many tokens may be drafted for each sequence whose tokens are known: for this
+        step, and for the next where the drafter drafts ahead. What it drafted ahead is verified
+        in this step."""
+        assert self._drafter is not None
         drafting = [work for work in works if work.samples and work.follows is None]
-        limits = [self._draft_limit(work.sequence, work.stop) for work in drafting]
+        limits = [self._draft_limit(work) for work in drafting]
         lengths = self._lengths.choose([work.sequence for work in drafting], limits)
         for work, length in zip(drafting, lengths, strict=True):
-            work.draft_limit = length
+            if work.draft is None:
+                work.draft_limit = length
+            if self._drafter.drafts_ahead:
+                drafted = max(work.num_drafted, work.draft_limit)
+                left = self._most_drafted(work.sequence, behind=1)
+                room = self._room_for(work, drafted + 1 + left) - drafted - 1
+                work.ahead_limit = max(0, min(length, left, room))
 
-    def _draft_limit(self, sequence: Sequence, stop: int) -> int:
-        """How many tokens may be drafted after the first ``stop``, given pages for them. No draft
-        takes a page that a running sequence may need for its next token."""
-        choice, memory = sequence.choice, self._memory
-        # One token more than was drafted comes out of a step.
-        limit = min(self.draft_tokens, choice.params.max_tokens - choice.num_output_tokens - 1)
-        missing = memory.pages_for(stop + limit) - len(sequence.pages)
+    def _draft_limit(self, work: Work) -> int:
+        """How many tokens may be drafted for a work, or behind it if it has its draft."""
+        sequence = work.sequence
+        most = self._most_drafted(sequence)
+        ahead, sequence.ahead = sequence.ahead, None
+        if ahead is None:
+            return self._room_for(work, most)
+        work.draft = ahead.first_tokens(most)
+        return self._most_drafted(sequence, behind=1)
+
+    def _most_drafted(self, sequence: Sequence, behind: int = 0) -> int:
+        """Tokens that may be drafted after a sequence's last one, or after ``behind`` more: one
+        token more than was drafted comes out of a step."""
+        choice = sequence.choice
+        left = choice.params.max_tokens - choice.num_output_tokens - behind
+        return max(0, min(self.draft_tokens, left - 1))
+
+    def _room_for(self, work: Work, wanted: int) -> int:
+        """How many tokens after a work's last one have pages, of ``wanted`` at most, after more
+        pages were added. No draft takes a page that a running sequence may need for its next
+        token."""
+        memory, sequence = self._memory, work.sequence
+        missing = memory.pages_for(work.stop + wanted) - len(sequence.pages)
         if missing > 0 and missing + len(self.running) <= memory.available:
-            memory.grow(sequence, stop + limit)
-        return min(limit, len(sequence.pages) * memory.page_size - stop)
+            memory.grow(sequence, work.stop + wanted)
+        return min(wanted, len(sequence.pages) * memory.page_size - work.stop)
 
     def _next(self, sequence: Sequence) -> Work | None:
-        """The next work of a sequence; None if it may end with the launched one."""
+        """The next work of a sequence; None if it has ended or may end with the launched one."""
         launched = sequence.launched
+        if sequence.finished:
+            return None
         if launched is None:
             stop = min(sequence.num_tokens, sequence.num_computed + RECOMPUTE_CHUNK)
             samples = [sequence.choice] if stop == sequence.num_tokens else []
             return Work(sequence, sequence.num_computed, stop, samples)
         limit = sequence.request.params.max_tokens
-        if sequence.finished or sequence.choice.num_output_tokens + 1 >= limit:
+        if sequence.choice.num_output_tokens + 1 >= limit:
             return None
         start = launched.stop
         return Work(sequence, start, start + 1, [sequence.choice], follows=launched)
@@ -189,7 +218,7 @@ class DecodeScheduler:
             return False
         if self.retracted or self._memory.available < len(self.running):
             return False
-        return all(work.is_decode for work in launched)
+        return all(work.is_decode and not work.num_drafted for work in launched)
 
     def _admit(self) -> None:
         """Start sequences that have their pages or get them, retracted ones first.
@@ -261,6 +290,7 @@ class DecodeScheduler:
         self.retracted.append(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
+        sequence.ahead = None
         self.reserve.retracted()
         self._metrics.retractions.inc()
         count = self._memory.pages_for(sequence.num_computed)
@@ -308,6 +338,8 @@ class DecodeScheduler:
                 break
         # The KV of each token but the last is there: it was computed as a part of the draft.
         sequence.num_computed += len(taken) - 1
+        if sequence.carried is not None:
+            sequence.carried.stop = sequence.num_computed
         if work.num_drafted:
             self._lengths.observe(sequence, work.num_drafted, len(accepted))
             self._metrics.speculation.observe(work.num_drafted, min(len(accepted), len(taken)))
@@ -349,6 +381,7 @@ class DecodeScheduler:
     def _leave(self, sequence: Sequence) -> None:
         """A choice is complete: its KV stays cached for the next turn."""
         sequence.finished = True
+        sequence.ahead = sequence.carried = None
         self.reserve.finished(sequence.num_tokens - len(sequence.request.prompt))
         self._drop(sequence)
         self._memory.cache(sequence)

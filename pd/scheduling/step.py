@@ -18,7 +18,7 @@ from pd.core.messages import TokenLogprobs
 from pd.core.seldom import Seldom
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.model_runner import ForwardItem
-from pd.speculative.drafter import DraftRequest
+from pd.speculative.drafter import DraftRequest, StepOnDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,10 @@ class Work:
         draft_limit: tokens that may be drafted after the last known one; the sequence has pages for
             them. At most one of ``samples`` then.
         draft: guesses, which are computed after the known tokens; a token is sampled after each of
-            them, too. Set when launched.
+            them, too. Set when launched, unless they were drafted ahead.
+        ahead_limit: tokens that may be drafted behind this step for the next one; the sequence has
+            pages for them.
+        reread: the token before ``start`` is computed once more (see ``ForwardItem.reread``).
         forced: with a draft, how many of its leading tokens count as accepted whatever is sampled;
             for benchmarks. None where the sampled tokens decide.
         logprobs_from: prompt log probabilities are wanted of tokens from this position on.
@@ -67,6 +70,8 @@ class Work:
     follows: Work | None = None
     draft_limit: int = 0
     draft: Draft | None = None
+    ahead_limit: int = 0
+    reread: bool = False
     forced: int | None = None
     row: int = -1
     sampled: list[SampledToken] = field(default_factory=list)
@@ -110,15 +115,23 @@ class Work:
         Args:
             first_draft: where the tokens of the draft are among those that only the device has.
         """
-        sequence = self.sequence
+        sequence, start = self.sequence, self.start - self.reread
         if self.follows is None:
-            token_ids = sequence.tokens[self.start : self.stop]
-            if self.num_drafted:
-                drafted = -1 - np.arange(first_draft, first_draft + self.num_drafted)
-                token_ids = np.concatenate([token_ids, drafted.astype(np.int32)])
+            token_ids = sequence.tokens[start : self.stop]
         else:
             token_ids = np.array([-1 - self.follows.row], dtype=np.int32)
-        return ForwardItem(token_ids, self.start, sequence.pages, self.num_logits)
+            if self.reread:
+                token_ids = np.concatenate([sequence.tokens[start : start + 1], token_ids])
+        item = ForwardItem(token_ids, start, sequence.pages, self.num_logits)
+        item.reread = self.reread
+        if sequence.carried is not None:
+            item.carried = sequence.carried.row
+        if self.draft is not None:
+            drafted = -1 - np.arange(first_draft, first_draft + len(self.draft))
+            item.token_ids = np.concatenate([token_ids, drafted.astype(np.int32)])
+            if not self.draft.is_chain:
+                item.tree = self.draft.parents
+        return item
 
 
 @dataclass(eq=False, slots=True)
@@ -202,27 +215,33 @@ def launch(
     on_layers_done: Callable[[int, int], None] | None = None,
     previous: LaunchedStep | None = None,
     drafter: Drafter | None = None,
+    drafts: bool = True,
     simulate: Callable[[int], int] | None = None,
 ) -> LaunchedStep:
     """Begin to compute all works in one forward pass.
 
     Args:
         previous: the step that works with ``follows`` continue; launched, maybe not complete.
-        drafter: drafts tokens for works with a ``draft_limit``.
+        drafter: drafts tokens for works with a ``draft_limit``, if ``drafts``.
         simulate: says how many tokens of a draft of so many count as accepted; for benchmarks.
     """
     began = time.monotonic()
     if drafter is not None:
-        _draft(drafter, works)
+        drafter.begin(works)
+        if drafts:
+            _draft(drafter, works)
     draft_seconds = time.monotonic() - began
     known = _DeviceTokens(previous, works)
     items = [known.item(work) for work in works]
     rows: list[int] = []
     states: list[SamplingState] = []
     follows: list[int | None] = []
-    offset = 0
+    offset = stop = 0
+    roots: list[int] = []
     for work, item in zip(works, items, strict=True):
         offset += item.num_logits
+        stop += len(item.token_ids)
+        roots.append(stop - work.num_drafted - 1)
         work.row = len(rows)
         if work.draft is not None:
             rows += range(offset - item.num_logits, offset)
@@ -244,8 +263,10 @@ def launch(
     # NOTE: sampling is launched even if no work samples. Pages must not change their owner before
     # the step is over, which the host sees by the samples.
     samples = sampler.launch(logits, draw)
-    copies = HostCopy([batch.tokens for batch in known.missing])
-    drafted = known.missing, copies
+    drafted = known.missing, HostCopy([batch.tokens for batch in known.missing])
+    if drafter is not None:
+        firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
+        drafter.follow(StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
     return LaunchedStep(works, samples, drafted, prompt_logprobs, began, draft_seconds)
 
 

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.engine.draft_model import DraftModel
+    from pd.engine.eagle import EagleWriter
     from pd.engine.engine import Engine
+    from pd.kernels.attention import AttentionBackend
     from pd.speculative.adaptation import DraftLengths
     from pd.speculative.drafter import Drafter
+    from pd.speculative.eagle import EagleDrafter
 
 
 def load_draft_model(config: NodeConfig) -> DraftModel | None:
@@ -19,8 +22,9 @@ def load_draft_model(config: NodeConfig) -> DraftModel | None:
     Raises:
         UsageError: its vocabulary is not that of the model, or it cannot be loaded.
     """
-    if config.speculative_draft_model is None or config.role == "prefill":
+    if config.speculative_algorithm != "draft" or config.role == "prefill":
         return None
+    assert config.speculative_draft_model is not None
     from pd.engine.draft_model import DraftModel
 
     return DraftModel.load(config, config.speculative_draft_model)
@@ -29,7 +33,10 @@ def load_draft_model(config: NodeConfig) -> DraftModel | None:
 def make_drafter(
     config: NodeConfig, engine: Engine, draft_model: DraftModel | None
 ) -> Drafter | None:
-    """Make the drafter; None without one, and on a prefill node, which decodes nothing."""
+    """Make the drafter; None without one, and on a prefill node, which decodes nothing. But an
+    EAGLE head is there, too, for what it needs of prompts."""
+    if config.speculative_algorithm == "eagle":
+        return _eagle_drafter(config, engine)
     if config.speculative_algorithm == "none" or config.role == "prefill":
         return None
     if draft_model is not None:
@@ -41,11 +48,47 @@ def make_drafter(
     return NgramDrafter(engine.pool.buffer.device)
 
 
+def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
+    from pd.engine.cuda_graphs import GraphRecorder
+    from pd.speculative.eagle import EagleDrafter
+
+    writer = engine.runner.eagle
+    assert writer is not None, "the engine loads the head"
+    device, graphs = writer.carried.device, engine.runner.graphs
+    attention = _draft_attention(config, writer)
+    # A CUDA graph does not see the plans of the plain backend.
+    captured = graphs is not None and attention.name != "torch"
+    return EagleDrafter(
+        writer,
+        attention,
+        max_context=engine.context_length,
+        depth=config.speculative_num_draft_tokens,
+        sizes=graphs.sizes if graphs is not None and captured else (),
+        recorder=GraphRecorder(device) if captured else None,
+    )
+
+
+def _draft_attention(config: NodeConfig, writer: EagleWriter) -> AttentionBackend:
+    """The node's attention backend over the head's KV, or else one that can draft."""
+    from pd.kernels.attention import find_attention_backend
+
+    head, device = writer.head.config, writer.carried.device
+    for name in (config.attention_backend, "triton"):
+        if name == "triton" and device.type != "cuda":
+            break
+        kind = find_attention_backend(name, device, writer.carried.dtype, head.head_dim)
+        backend = kind(writer.kv, head.num_heads)
+        if backend.draft_graph(1, 2) is not None:
+            return backend
+    kind = find_attention_backend("torch", device, writer.carried.dtype, head.head_dim)
+    return kind(writer.kv, head.num_heads)
+
+
 def draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -> DraftLengths:
     """Measure steps, if draft lengths are to follow their cost."""
     from pd.speculative.adaptation import DraftLengths
     from pd.speculative.costs import measure_costs
 
-    if drafter is None or config.speculative_adaptive == "off":
+    if drafter is None or config.role == "prefill" or config.speculative_adaptive == "off":
         return DraftLengths(None)
     return DraftLengths(measure_costs(engine, drafter, config))

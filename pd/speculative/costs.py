@@ -82,18 +82,15 @@ def _step(engine: Engine, sequences: int, tokens: int) -> None:
 
 
 def _draft(engine: Engine, drafter: Drafter, count: int) -> None:
-    """Draft a token for each of ``count`` sequences that were not seen before."""
+    """Draft a token for each of ``count`` sequences that were not seen before and share a page."""
     ids = np.arange(2, dtype=np.int32)
     params = SamplingParams(max_tokens=2)
     sequences = []
     for _ in range(count):
         request = Request(rid="", room=b"", proxy=b"", prompt=ids, params=params)
-        sequences.append(Sequence(request, 0, ids, len(ids)))
+        sequences.append(Sequence(request, 0, ids, len(ids), pages=np.zeros(2, np.int32)))
     state = _state(engine)
-    drafter.draft([DraftRequest(sequence, state, 1) for sequence in sequences], 0)
-    for sequence in sequences:
-        drafter.forget(sequence)
-    drafter.draft([], 0)
+    drafter.rehearse([DraftRequest(sequence, state, 1) for sequence in sequences])
 
 
 def _state(engine: Engine) -> SamplingState:

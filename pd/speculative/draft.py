@@ -27,8 +27,23 @@ class DraftedTokens:
     """
 
     def __init__(self, tokens: torch.Tensor, host: IntArray | None = None) -> None:
+        """Everything that drafts ``tokens`` was queued on the current stream."""
         self.tokens = tokens
         self.host = host
+        self._drafted: torch.cuda.Event | None = None
+        if tokens.is_cuda and host is None:
+            self._drafted = torch.cuda.Event()
+            self._drafted.record(torch.cuda.current_stream(tokens.device))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device is done with drafting them; any thread."""
+        return self._drafted is None or self._drafted.query()
+
+    def wait(self) -> None:
+        """Wait until :attr:`is_complete`."""
+        if self._drafted is not None:
+            self._drafted.synchronize()
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +63,17 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each guess follows the one before it."""
+        return bool((self.parents == chain(len(self))).all())
+
+    def first_tokens(self, count: int) -> Draft | None:
+        """The draft without the guesses after the first ``count``; None if none is left."""
+        if count >= len(self):
+            return self
+        return Draft(self.batch, self.first, self.parents[:count]) if count > 0 else None
 
     @property
     def tokens(self) -> IntArray:

@@ -18,6 +18,7 @@ from pd.engine.device_copy import to_device
 from pd.engine.model_runner import ForwardItem
 from pd.engine.page_allocator import PageAllocator, PageState
 from pd.speculative.draft import Draft, DraftedTokens, chain
+from pd.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +96,7 @@ class _Drafting:
         return ForwardItem(last, start, self.memory.pages)
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Keeps KV of all running sequences in pages of its own, so that pages of the node's pool,
     which sequences share, never depend on a drafter.
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.sampling_state import SamplingState
+    from pd.scheduling.step import Work
     from pd.speculative.draft import Draft
 
 
@@ -26,9 +31,36 @@ class DraftRequest(NamedTuple):
     limit: int
 
 
-class Drafter(Protocol):
-    """Guesses how sequences go on. A wrong guess costs time and never changes the output."""
+@dataclass(frozen=True, slots=True)
+class StepOnDevice:
+    """A step that was just launched, as the device has it.
 
+    Attributes:
+        works: in the order of the forward pass.
+        roots: for each work, the index among the pass's tokens of its last known token, after which
+            its drafted tokens follow.
+        sampled: tokens that the step samples, int64 ``[rows]``; ``Work.row`` says where.
+        drafts: the step's drafted tokens, int64, or None without any.
+        first_drafts: where the draft of each work begins in ``drafts``.
+    """
+
+    works: Sequence[Work]
+    roots: Sequence[int]
+    sampled: torch.Tensor
+    drafts: torch.Tensor | None
+    first_drafts: Sequence[int]
+
+
+class Drafter(ABC):
+    """Guesses how sequences go on. A wrong guess costs time and never changes the output.
+
+    Attributes:
+        drafts_ahead: whether :meth:`follow` drafts for the step after the one that was launched.
+    """
+
+    drafts_ahead = False
+
+    @abstractmethod
     def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
         """Draft tokens for each sequence, or none. On a GPU this is only queued. Called by the
         thread that launches steps.
@@ -41,6 +73,25 @@ class Drafter(Protocol):
             For each sequence what may follow its tokens, at most ``limit`` tokens, or None.
         """
 
+    def rehearse(self, requests: Sequence[DraftRequest]) -> None:
+        """Draft for sequences that exist for this alone, and wait for the device, so that the time
+        can be measured. Nothing else is drafted meanwhile."""
+        for draft in self.draft(requests, 0):
+            if draft is not None:
+                draft.batch.wait()
+        for request in requests:
+            self.forget(request.sequence)
+        self.draft([], 0)
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Prepare works for a step that is about to be launched, before anything is drafted for it.
+        Called by the thread that launches steps, for every step."""
+
+    def follow(self, step: StepOnDevice) -> None:
+        """Note what a step that was just launched leaves on the device, and set ``ahead`` of the
+        sequences whose work has an ``ahead_limit``. On a GPU this is only queued. Called by the
+        thread that launches steps, for every step."""
+
     def expect(self, sequence: TokenSequence) -> None:
         """Prepare for a sequence that is to decode here. Called before its prompt is computed or
         received, so that work for its first draft can be done meanwhile. Any thread."""
@@ -48,6 +99,7 @@ class Drafter(Protocol):
     def catch_up(self) -> bool:
         """Do a part of the work for expected sequences; called when no step is to be computed, by
         the thread that launches steps. Returns False if nothing was left to do."""
+        return False
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the state of a sequence that has ended or waits for memory. Any thread; the sequence

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd.speculative.draft import Draft, upload_chains
+from pd.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from pd.core.request import Sequence as TokenSequence
     from pd.speculative.drafter import DraftRequest
 
     IntArray = npt.NDArray[np.int32]
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SHORTEST, _LONGEST = 2, 8
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Finds the place in a sequence whose preceding tokens equal its last ones, as many of them as
     possible, and drafts what follows it. Keeps nothing between steps.
 
@@ -42,16 +42,6 @@ class NgramDrafter:
         """See :class:`pd.speculative.drafter.Drafter`."""
         chains = [_draft(request.sequence.ids, request.limit) for request in requests]
         return upload_chains(chains, self._device)
-
-    def expect(self, sequence: TokenSequence) -> None:
-        """See :class:`pd.speculative.drafter.Drafter`."""
-
-    def catch_up(self) -> bool:
-        """See :class:`pd.speculative.drafter.Drafter`."""
-        return False
-
-    def forget(self, sequence: TokenSequence) -> None:
-        """See :class:`pd.speculative.drafter.Drafter`."""
 
 
 def _draft(ids: IntArray, limit: int) -> IntArray:

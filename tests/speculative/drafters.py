@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pd.speculative.draft import Draft, upload_chains
+from pd.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ DEVICE = os.environ.get("PD_TEST_DEVICE", "cpu")
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts what a sequence is known to go on with; of sequences that it does not know, tokens at
     random.
 
@@ -47,16 +48,6 @@ class Oracle:
         """See :class:`pd.speculative.drafter.Drafter`."""
         chains = [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
         return upload_chains(chains, torch.device(DEVICE))
-
-    def expect(self, sequence: object) -> None:
-        """See :class:`pd.speculative.drafter.Drafter`."""
-
-    def catch_up(self) -> bool:
-        """See :class:`pd.speculative.drafter.Drafter`."""
-        return False
-
-    def forget(self, sequence: object) -> None:
-        """See :class:`pd.speculative.drafter.Drafter`."""
 
     def _draft(self, ids: IntArray, limit: int) -> IntArray:
         limit = int(self._rng.integers(0, limit + 1))

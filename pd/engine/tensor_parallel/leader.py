@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.config import NodeConfig
+    from pd.engine.cuda_graphs import DecodeGraphs
+    from pd.engine.eagle import EagleWriter
     from pd.engine.model_runner import ForwardItem, ModelRunner
 
     IntArray = npt.NDArray[np.int32]
@@ -56,13 +58,7 @@ _STOP_SECONDS = 5.0
 # Seconds that the end of a worker may take to be noticed, and its report to be handled.
 _NOTICE_SECONDS = 1.0
 # Settings that an engine does not use, or that are secret.
-_NOT_FOR_WORKERS = (
-    "cluster_key",
-    "fake_script",
-    # Rank 0 alone drafts.
-    "speculative_algorithm",
-    "speculative_draft_model",
-)
+_NOT_FOR_WORKERS = ("cluster_key", "fake_script")
 
 
 class _Worker:
@@ -140,6 +136,8 @@ class Leader:
 
     def _start(self, config: NodeConfig, device: torch.device) -> None:
         settings = dataclasses.asdict(config) | {"model": str(config.model)}
+        if config.speculative_draft_model is not None:
+            settings["speculative_draft_model"] = str(config.speculative_draft_model)
         for name in _NOT_FOR_WORKERS:
             del settings[name]
         rendezvous = f"{self._directory.name}/rendezvous"
@@ -335,6 +333,16 @@ class LeadingRunner:
 
     def __init__(self, runner: ModelRunner, leader: Leader) -> None:
         self._runner, self._leader = runner, leader
+
+    @property
+    def eagle(self) -> EagleWriter | None:
+        """See :class:`pd.engine.model_runner.ModelRunner`; on this rank alone."""
+        return self._runner.eagle
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """See :class:`pd.engine.model_runner.ModelRunner`."""
+        return self._runner.graphs
 
     def drop_graphs(self) -> None:
         """See :meth:`pd.engine.model_runner.ModelRunner.drop_graphs`; on this rank alone."""

@@ -72,8 +72,8 @@ class ForwardStep(msgspec.Struct, tag=True):
 
     Attributes:
         starts, lengths, num_logits: those of each item; ``num_pages`` is the size of its page
-        table.
-        token_ids, pages: those of all items, one item after the other.
+        table, ``num_tree`` that of its tree, or -1 for None, and ``reread`` is 0 or 1.
+        token_ids, pages, trees: those of all items, one item after the other.
         num_previous: tokens sampled before, which rank 0 broadcasts first; 0 if none are needed.
     """
 
@@ -81,8 +81,11 @@ class ForwardStep(msgspec.Struct, tag=True):
     lengths: bytes
     num_logits: bytes
     num_pages: bytes
+    num_tree: bytes
+    reread: bytes
     token_ids: bytes
     pages: bytes
+    trees: bytes
     num_previous: int
 
     @classmethod
@@ -96,16 +99,21 @@ class ForwardStep(msgspec.Struct, tag=True):
             packed([len(item.token_ids) for item in items]),
             packed([item.num_logits for item in items]),
             packed([len(table) for table in tables]),
+            packed([-1 if item.tree is None else len(item.tree) for item in items]),
+            packed([item.reread for item in items]),
             packed(np.concatenate([item.token_ids for item in items])),
             packed(np.concatenate(tables)),
+            b"".join(packed(item.tree) for item in items if item.tree is not None),
             num_previous,
         )
 
     def items(self) -> list[ForwardItem]:
-        """Unpack the items that :meth:`of` packed."""
+        """Unpack the items that :meth:`of` packed; a carried state is a matter of rank 0."""
         token_ids, pages = unpacked(self.token_ids), unpacked(self.pages)
         lengths, num_pages = unpacked(self.lengths), unpacked(self.num_pages)
         token_ends, page_ends = np.cumsum(lengths).tolist(), np.cumsum(num_pages).tolist()
+        trees, num_tree = unpacked(self.trees), unpacked(self.num_tree)
+        tree_ends = np.cumsum(np.maximum(num_tree, 0)).tolist()
         rows = zip(
             unpacked(self.starts).tolist(),
             lengths.tolist(),
@@ -113,11 +121,15 @@ class ForwardStep(msgspec.Struct, tag=True):
             num_pages.tolist(),
             page_ends,
             unpacked(self.num_logits).tolist(),
+            [None if n < 0 else trees[e - n : e] for n, e in zip(num_tree, tree_ends, strict=True)],
+            unpacked(self.reread).tolist(),
             strict=True,
         )
         return [
-            ForwardItem(token_ids[t - length : t], start, pages[p - count : p], logits)
-            for start, length, t, count, p, logits in rows
+            ForwardItem(
+                token_ids[t - length : t], start, pages[p - count : p], logits, tree, bool(reread)
+            )
+            for start, length, t, count, p, logits, tree, reread in rows
         ]
 
 

@@ -116,7 +116,8 @@ def _serve(channel: RankChannel) -> None:
 def _config(settings: dict[str, object]) -> NodeConfig:
     """Make a configuration of what rank 0 sent: paths and tuples travel as strings and lists."""
     restored: dict[str, Any] = dict(settings)  # fields of many types
-    restored["model"] = Path(restored["model"])
+    for name in ("model", "speculative_draft_model"):
+        restored[name] = None if restored[name] is None else Path(restored[name])
     sizes = restored["cuda_graph_batch_sizes"]
     restored["cuda_graph_batch_sizes"] = None if sizes is None else tuple(sizes)
     return NodeConfig(**restored)
