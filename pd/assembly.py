@@ -25,7 +25,12 @@ from pd.scheduling.metrics import RequestMetrics
 from pd.scheduling.prefill import PrefillScheduler
 from pd.scheduling.rooms import Rooms
 from pd.scheduling.waiting_queue import WaitingQueue
-from pd.speculative.choice import draft_lengths, load_draft_model, make_drafter
+from pd.speculative.choice import (
+    describe_drafter,
+    draft_lengths,
+    load_draft_model,
+    make_drafter,
+)
 from pd.transfer.registry import make_transfer_manager
 from pd.unified_node.node import unified_node
 
@@ -161,4 +166,5 @@ def _introduce(
         transfers={} if transfer is None else transfer.addresses(),
         kv_digest=config.kv_digest,
         sampling_defaults=sampling_defaults(config.model, config.generation_config),
+        drafter=describe_drafter(config, core.engine),
     )

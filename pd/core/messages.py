@@ -22,6 +22,8 @@ LEASE_SECONDS = 3.5
 MAX_MEETINGS = 64
 
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+# A hidden state: 16,384 numbers of four bytes, and some room.
+DrafterState = Annotated[bytes, msgspec.Meta(max_length=256 << 10)]
 # Run delay of a process since it began to read it, see :mod:`pd.core.starvation`.
 TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
@@ -222,6 +224,7 @@ class Commit(Message):
 
     Attributes:
         num_bytes: what P wrote; D compares it with its own count where its backend has one.
+        drafter_state: what D's drafter needs of the last prompt token; empty without one that does.
         wire_seconds, exposed_seconds: how long that took and what of it came after the prompt was
             computed, for D's metrics.
     """
@@ -231,6 +234,7 @@ class Commit(Message):
     num_bytes: int
     first_tokens: list[FirstToken]
     digest: bytes = b""
+    drafter_state: DrafterState = b""
     wire_seconds: Duration = 0.0
     exposed_seconds: Duration = 0.0
 

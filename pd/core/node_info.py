@@ -55,6 +55,8 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             publishes, which only the same backend understands.
         kv_digest: commits carry a digest of the KV, which is verified.
         sampling_defaults: what the model recommends for requests that do not say otherwise.
+        drafter: describes a drafter that needs something of the node which computes the prompt:
+            algorithm, fingerprint, widths and dtype. Empty for others.
     """
 
     instance_id: str
@@ -66,6 +68,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfers: Transfers
     kv_digest: bool = False
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    drafter: str = ""
 
     def address_of(self, backend: str) -> dict[str, str]:
         """Address published for ``backend``. Raises TransferError if there is none."""
@@ -109,6 +112,7 @@ def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
     pairs: list[tuple[str, object, object]] = [
         ("model", prefill.model_id, decode.model_id),
         ("--kv-digest", prefill.kv_digest, decode.kv_digest),
+        ("--speculative-algorithm", prefill.drafter, decode.drafter),
         (SAMPLING_DEFAULTS, str(prefill.sampling_defaults), str(decode.sampling_defaults)),
     ]
     pairs += [(n, getattr(prefill.kv, n), getattr(decode.kv, n)) for n in _MUST_MATCH_KV]

@@ -143,6 +143,7 @@ class PromptProgress:
         choices: sampling state of each choice of ``n``, which draws token 1.
         first_tokens: token 1 of each choice once sampled.
         logprobs: log probabilities of the prompt's tokens, as far as they are wanted and computed.
+        drafter_state: what the drafter of the node that decodes needs of the last prompt token.
         cached_tokens: leading tokens that were cached when the prompt was first admitted.
         overtaken: younger requests that were admitted before this one.
     """
@@ -150,6 +151,7 @@ class PromptProgress:
     choices: list[SamplingState] = field(default_factory=list)
     first_tokens: list[FirstToken] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    drafter_state: bytes = b""
     cached_tokens: int = 0
     overtaken: int = 0
 

@@ -238,6 +238,12 @@ class ReceivingEnd(PromptReceiver):
                 incoming.receiver.commit(message.num_bytes)
 
     def _acceptable(self, request: Request, commit: Commit) -> bool:
+        expected = self._core.engine.drafter_state_bytes
+        if len(commit.drafter_state) != expected:
+            size = len(commit.drafter_state)
+            error = f"the commit has a drafter state of {size} bytes, not of {expected}"
+            self._rooms.fail(request, TransferError(error))
+            return False
         indices = [token.index for token in commit.first_tokens]
         vocab_size = self._core.engine.model_config.vocab_size
         if sorted(indices) == list(range(request.params.n)) and all(
@@ -287,6 +293,8 @@ class ReceivingEnd(PromptReceiver):
         self._memory.commit(sequence)
         sequence.num_computed = len(request.prompt)
         self._memory.cache(sequence)
+        if (eagle := self._core.engine.runner.eagle) is not None:
+            sequence.carried = eagle.receive(commit.drafter_state, len(request.prompt))
         self._recent[request.room] = (time.monotonic() + LEASE_SECONDS, incoming.epoch)
         self._acknowledge(request.peer, request.room, incoming.epoch)
         self._count(incoming, commit)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pd.core.node_info import KVLayout
+from pd.engine.device_copy import HostCopy
 from pd.engine.kv_pool import KVPool
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
@@ -39,8 +40,7 @@ class CarriedState:
     Attributes:
         row: index of the row; :data:`NO_ROW` if there were not enough.
         stop: tokens of the sequence whose last one has its fused hidden state there.
-        received: fused hidden state of the last prompt token, as bytes, that came from the node
-            which computed the prompt and is not in the row yet.
+        received: a state that came from another node and is not in the row yet, as bytes.
     """
 
     def __init__(self, row: int) -> None:
@@ -101,6 +101,32 @@ class EagleWriter:
         state = CarriedState(self._free.popleft())
         weakref.finalize(state, self._free.append, state.row)
         return state
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of one state."""
+        return self.carried[0].nbytes
+
+    def receive(self, state: bytes, stop: int) -> CarriedState:
+        """Give a sequence a row for the state of its token ``stop - 1`` that another node sent, and
+        which is copied to the row by :meth:`upload`. Any thread."""
+        made = self.take_row()
+        made.received, made.stop = state, stop
+        return made
+
+    def upload(self, state: CarriedState) -> None:
+        """Copy what was received to the row, if that was not done yet."""
+        if state.received is None:
+            return
+        if state.row != NO_ROW:
+            host = torch.frombuffer(bytearray(state.received), dtype=self.carried.dtype)
+            self.carried[state.row].copy_(host)
+        state.received = None
+
+    def copy_states(self, tokens: torch.Tensor) -> HostCopy:
+        """Queue a copy, for another node, of the states of some tokens of the last pass; ``tokens``
+        is int64. As uint8 ``[tokens, state_bytes]``."""
+        return HostCopy([self.fused.index_select(0, tokens).view(torch.uint8)])
 
     def write(
         self,

@@ -70,6 +70,11 @@ class Engine:
     sampler: Sampler
     leader: Leader | None = None
 
+    @property
+    def drafter_state_bytes(self) -> int:
+        """Size of what a hand-off must carry for the drafter beside KV; 0 for most drafters."""
+        return 0 if self.runner.eagle is None else self.runner.eagle.state_bytes
+
     def on_failure(self, callback: Callable[[str], None]) -> None:
         """Register a callback for the end of another rank's process, after which nothing can be
         computed. It is called with the reason, from any thread."""

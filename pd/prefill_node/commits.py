@@ -100,6 +100,7 @@ class Commits:
             num_bytes=sender.bytes_sent,
             first_tokens=request.progress.first_tokens,
             digest=digest,
+            drafter_state=request.progress.drafter_state,
             wire_seconds=times.wire,
             exposed_seconds=times.exposed,
         )

@@ -96,6 +96,8 @@ class CombinedScheduler:
         """Deliver token 1 of every choice of a complete prompt, and pass the request on."""
         request = work.sequence.request
         progress = request.progress
+        if work.drafter_state is not None:
+            progress.drafter_state = work.drafter_state()
         if not progress.first_tokens:
             progress.first_tokens = self._first_tokens(work)
         if request.state.terminal:

@@ -60,6 +60,8 @@ class Work:
         sampled: result, one per entry of ``samples``; with a draft, the token after the last known
             one and the tokens after each guess.
         prompt_logprobs: result, of tokens ``max(start + 1, logprobs_from) .. stop`` of the prompt.
+        drafter_state: returns what a drafter elsewhere needs of the last token, once the step is
+            complete; None if nothing.
     """
 
     sequence: Sequence
@@ -76,6 +78,7 @@ class Work:
     row: int = -1
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    drafter_state: Callable[[], bytes] | None = None
 
     @property
     def num_drafted(self) -> int:

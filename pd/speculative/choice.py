@@ -48,6 +48,17 @@ def make_drafter(
     return NgramDrafter(engine.pool.buffer.device)
 
 
+def describe_drafter(config: NodeConfig, engine: Engine) -> str:
+    """Describe a drafter for ``NodeInfo.drafter``."""
+    eagle, path = engine.runner.eagle, config.speculative_draft_model
+    if eagle is None or path is None:
+        return ""
+    head = eagle.head.config
+    fingerprint = head.fingerprint(path, config.load_format, config.seed)
+    widths = f"{head.num_kv_heads} KV heads of {head.head_dim}, states of {head.hidden_size}"
+    return f"{head.algorithm} {fingerprint} ({widths}, {engine.layout.dtype})"
+
+
 def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
     from pd.engine.cuda_graphs import GraphRecorder
     from pd.speculative.eagle import EagleDrafter

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.cuda_graphs import GraphRecorder
+    from pd.engine.device_copy import HostCopy
     from pd.engine.eagle import EagleWriter
     from pd.engine.sampling_state import SamplingState
     from pd.kernels.attention import AttentionBackend
@@ -112,8 +114,7 @@ class EagleDrafter(Drafter):
             if sequence.carried is None:
                 sequence.carried = self._writer.take_row()
             state = sequence.carried
-            if state.received is not None:
-                self._receive(state)
+            self._writer.upload(state)
             # Without the state before its first token, the token before that is computed again.
             work.reread = work.start > 0 and not state.covers(work.start)
             state.stop = work.stop
@@ -154,6 +155,7 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def follow(self, step: StepOnDevice) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
+        self._copy_states(step)
         works = [work for work in step.works if work.sequence.carried is not None]
         assert len(works) == len(step.works), "begin() was not called"
         states = [work.sequence.carried for work in works]
@@ -204,14 +206,20 @@ class EagleDrafter(Drafter):
             last.wait()
         return last is not None
 
-    def _receive(self, state: CarriedState) -> None:
-        """Upload a state that came from the node that computed the prompt."""
-        assert state.received is not None
-        carried = self._writer.carried
-        host = torch.frombuffer(bytearray(state.received), dtype=carried.dtype)
-        if state.row != NO_ROW:
-            carried[state.row].copy_(host)
-        state.received = None
+    def _copy_states(self, step: StepOnDevice) -> None:
+        """Queue copies of the states that other nodes need: of prompts that are complete."""
+        leaving = [
+            (work, root)
+            for work, root in zip(step.works, step.roots, strict=True)
+            if work.sequence.request.outgoing is not None
+            and work.stop == len(work.sequence.request.prompt)
+        ]
+        if not leaving:
+            return
+        roots = to_device([root for _, root in leaving], torch.int64, self._device)
+        copies = self._writer.copy_states(roots)
+        for place, (work, _) in enumerate(leaving):
+            work.drafter_state = partial(_bytes_of, copies, place)
 
     def _draft(self, asks: Sequence[_Ask], ends: _Ends) -> list[Draft | None]:
         """Draft for sequences whose last known tokens are ``ends``."""
@@ -230,6 +238,10 @@ class EagleDrafter(Drafter):
         if attention is None:
             raise ValueError(f"attention backend {self._attention.name} cannot draft")
         return _Stepper(self._writer, attention, rows, self._depth)
+
+
+def _bytes_of(copies: HostCopy, row: int) -> bytes:
+    return copies.wait()[0][row].numpy().tobytes()
 
 
 class _Stepper:

@@ -34,7 +34,7 @@ def triton_rows(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     from pd.kernels import sampling_triton
 
     there = [each.to(DEVICE) if isinstance(each, torch.Tensor) else each for each in arguments]
-    tokens, finite = sampling_triton.sample_rows(*there, 1e-5)
+    tokens, finite = sampling_triton.sample_rows(*there, 1e-5, None)
     return tokens.cpu(), finite.cpu()
 
 

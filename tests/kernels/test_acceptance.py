@@ -1,0 +1,74 @@
+"""Accepted guesses are those that the definition accepts, on both devices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from kernels.triton_device import DEVICE, SEED, skip_unless_interpreter_works
+
+from pd.kernels.acceptance import Accepted, Trees, accept
+
+
+@pytest.fixture(scope="module")
+def _works() -> None:
+    skip_unless_interpreter_works()
+
+
+def example(rng: random.Random, works: int) -> tuple[torch.Tensor, Trees, list[list[int]]]:
+    """Random trees over few tokens, so that many guesses are right; and for each work its last
+    accepted guess, their number and the token after them, by the definition."""
+    sampled: list[int] = []
+    tokens: list[int] = []
+    parents: list[int] = []
+    columns: list[list[int]] = []
+    expected = []
+    for _ in range(works):
+        count = rng.choice((0, 1, 3, 8))
+        row, first = len(sampled), len(tokens)
+        drawn = [rng.randrange(3) for _ in range(count + 1)]
+        tree = [rng.randrange(-1, guess) for guess in range(count)]
+        guesses: list[int] = []
+        for guess in range(count):
+            taken = {guesses[other] for other in range(guess) if tree[other] == tree[guess]}
+            guesses.append(rng.choice([t for t in range(9) if t not in taken][:3]))
+        forced = rng.randrange(count + 1) if rng.random() < 0.2 else -1
+        path, last = list[int](), -1
+        while True:
+            found = [g for g in range(count) if tree[g] == last and guesses[g] == drawn[last + 1]]
+            if not found:
+                break
+            (last,) = found
+            path.append(last)
+        if forced >= 0:
+            path = list(range(forced))
+        end = path[-1] if path else -1
+        expected.append([end, len(path), drawn[end + 1]])
+        sampled += drawn
+        tokens += guesses
+        parents += tree
+        columns.append([row, first, count, forced])
+    rows, firsts, counts, forced_all = torch.tensor(columns).T.contiguous()
+    there = torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents, dtype=torch.int64)
+    return torch.tensor(sampled), Trees(*there, rows, firsts, counts, forced_all), expected
+
+
+def table(found: Accepted) -> list[list[int]]:
+    return torch.stack(list(found), dim=1).tolist()
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 20))
+def test_the_reference(seed: int) -> None:
+    sampled, trees, expected = example(random.Random(seed), 12)
+    assert table(accept(sampled, trees)) == expected
+
+
+@pytest.mark.usefixtures("_works")
+@pytest.mark.parametrize("seed", range(SEED, SEED + 5))
+def test_the_kernel(seed: int) -> None:
+    from pd.kernels import acceptance_triton
+
+    sampled, trees, expected = example(random.Random(seed), 12)
+    there = Trees(*(column.to(DEVICE) for column in trees))
+    assert table(acceptance_triton.accept(sampled.to(DEVICE), there)) == expected

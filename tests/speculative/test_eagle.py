@@ -1,0 +1,214 @@
+"""Drafts of an EAGLE head: they change no output, and they are what one pass over all tokens gives,
+however a node computed them: in chunks, from cached pages, after drafts, on two nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import random_prompts
+from counters import counter
+from tiny import tiny_cluster, tiny_head
+
+from pd.core.request import Request, Sequence
+from pd.core.sampling_params import SamplingParams
+from pd.engine.eagle import CarriedState, EagleWriter
+from pd.engine.kv_pool import KVPool
+from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.kernels.attention import find_attention_backend
+from pd.speculative import eagle as eagle_drafter
+
+if TYPE_CHECKING:
+    from cluster import Cluster, Pending
+
+    from pd.engine.sampling_state import SamplingState
+    from pd.launch import NodeServer
+    from pd.speculative.draft import Draft
+
+PROMPTS = list(random_prompts(4, [5, 40, 90, 130]))
+DRAFTED = 3
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 5, "n": 2},
+    "penalties": {"temperature": 0.8, "seed": 6, "top_p": 0.9, "frequency_penalty": 0.8},
+}
+
+
+def speculating(kind: str, algorithm: str = "eagle3", **settings: Any) -> Cluster:
+    counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
+    settings = {"speculative_adaptive": "off", "chunked_prefill_size": 48} | settings
+    return tiny_cluster(
+        *counts,
+        speculative_algorithm="eagle",
+        speculative_draft_model=tiny_head(algorithm),
+        speculative_num_draft_tokens=DRAFTED,
+        **settings,
+    )
+
+
+def targets(cluster: Cluster) -> list[NodeServer]:
+    return list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
+
+
+def answers(cluster: Cluster, tokens: int = 30) -> list[list[list[int]]]:
+    asked: list[Pending] = [
+        cluster.client.generate(prompt, targets(cluster), max_tokens=tokens, **params)
+        for prompt in PROMPTS
+        for params in REQUESTS.values()
+    ]
+    return [pending.result() for pending in asked]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[list[int]]]:
+    with tiny_cluster(0, 0, 1) as cluster:
+        return answers(cluster)
+
+
+@dataclass
+class Made:
+    """A draft that a node made: the tokens before it, what was drafted, and how it was drawn."""
+
+    ids: list[int]
+    draft: Draft
+    choice: SamplingState
+
+
+class Notes:
+    """Notes every draft. The tokens that it follows are known when its sequence has them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[Sequence, int, Draft, SamplingState]] = []
+        draft = eagle_drafter.EagleDrafter._draft
+
+        def note(drafter: Any, asks: Any, ends: Any) -> Any:
+            drafts = draft(drafter, asks, ends)
+            rows = zip(asks, ends.positions.tolist(), drafts, strict=True)
+            for ask, position, made in rows:
+                if ask.sequence.request.room:
+                    self.made.append((ask.sequence, position + 1, made, ask.choice))
+            return drafts
+
+        monkeypatch.setattr(eagle_drafter.EagleDrafter, "_draft", note)
+
+    def drafts(self) -> list[Made]:
+        return [
+            Made(sequence.ids[:count].tolist(), draft, choice)
+            for sequence, count, draft, choice in self.made
+            if count <= sequence.num_tokens
+        ]
+
+
+class OnePass:
+    """Drafts after one forward pass over all tokens of a sequence, in a pool of its own."""
+
+    def __init__(self, server: NodeServer) -> None:
+        engine = server.node.engine
+        self._runner: Any = engine.runner
+        self._layout = engine.pool.layout
+
+    @torch.inference_mode()
+    def draft(self, made: Made) -> list[int]:
+        device, count = torch.device("cpu"), len(made.ids)
+        layout = replace_page_size(self._layout, 16)
+        pool = KVPool(layout, 40, device)
+        writer = EagleWriter.of(self._runner.eagle.head, self._runner.model, pool, _Config())
+        attention = find_attention_backend("torch", device, torch.float32, 8)
+        runner = ModelRunner.build(self._runner.model, pool, attention, prompts=False, eagle=writer)
+        pages = np.arange(40, dtype=np.int32)
+        ids = np.array(made.ids, np.int32)
+        # The last token is not computed by the model before the draft.
+        runner.forward([ForwardItem(ids[:-1], 0, pages)])
+        writer.keep(torch.tensor([1]), torch.tensor([count - 2]))
+        backend = find_attention_backend("torch", device, torch.float32, 16)
+        drafter = eagle_drafter.EagleDrafter(
+            writer, backend(writer.kv, 2), max_context=1024, depth=DRAFTED
+        )
+        params = SamplingParams(max_tokens=1)
+        sequence = Sequence(Request("", b"", b"", ids, params), 0, ids, count, pages=pages)
+        asks = [
+            eagle_drafter._Ask(sequence, CarriedState(1), made.choice, DRAFTED, count + DRAFTED)
+        ]
+        ends = eagle_drafter._Ends(torch.tensor(made.ids[-1:]), torch.tensor([count - 1]))
+        (draft,) = drafter._draft(asks, ends)
+        assert draft is not None
+        return draft.batch.tokens.tolist()[: len(made.draft)]
+
+
+class _Config:
+    max_running_requests = 4
+
+
+def replace_page_size(layout: Any, page_size: int) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(layout, page_size=page_size)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("kind", ["unified", "split"])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+def test_the_output_is_the_same(
+    plain: list[list[list[int]]], algorithm: str, kind: str, page_size: int, overlap: str
+) -> None:
+    with speculating(kind, algorithm, page_size=page_size, overlap_schedule=overlap) as cluster:
+        for _ in range(2):  # then from cached pages
+            assert answers(cluster) == plain
+        cluster.wait_idle()
+        drafted = counter(targets(cluster)[-1], "pd_speculative_drafted_total")
+        drafts = counter(targets(cluster)[-1], "pd_speculative_drafts_total")
+        assert drafted > 2.5 * drafts > 0
+
+
+@pytest.mark.parametrize("kind", ["unified", "split"])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+def test_drafts_are_those_of_one_pass(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, kind: str
+) -> None:
+    """From prompts in chunks and from cached pages, after right and wrong drafts, and right behind
+    a hand-off."""
+    notes = Notes(monkeypatch)
+    with speculating(kind, algorithm, page_size=4) as cluster:
+        for _ in range(2):
+            answers(cluster, tokens=12)
+        cluster.wait_idle()
+        made = notes.drafts()
+        assert len(made) > 150
+        again = OnePass(targets(cluster)[-1])
+        # Every draft that stands first behind a prompt, and some of the others.
+        prompts = {len(prompt) for prompt in PROMPTS}
+        first = [each for each in made if len(each.ids) - 1 in prompts]
+        assert len(first) >= 2 * len(PROMPTS)
+        for each in [*first, *made[::7]]:
+            tokens = each.draft.batch.tokens[each.draft.first :][: len(each.draft)]
+            assert again.draft(each) == tokens.tolist(), f"after {len(each.ids)} tokens"
+
+
+def test_too_little_memory_and_aborts_change_nothing(plain: list[list[list[int]]]) -> None:
+    with speculating("split", kv_cache_tokens=400, reserved_decode_tokens=1) as cluster:
+        for turn in range(3):
+            asked = [
+                cluster.client.generate(prompt, targets(cluster), max_tokens=30, **params)
+                for prompt in PROMPTS
+                for params in REQUESTS.values()
+            ]
+            given_up = asked[turn::5]
+            for pending in given_up:
+                cluster.client.abort(pending)
+            for pending, expected in zip(asked, plain, strict=True):
+                if pending not in given_up:
+                    assert pending.result() == expected
+        cluster.wait_idle(30.0)
+        assert counter(targets(cluster)[-1], "pd_retractions_total") > 0
+
+
+def test_a_peer_without_the_head_is_refused() -> None:
+    """The handshake names what both have."""
+    with speculating("split") as cluster:
+        own: Any = cluster.prefill[0].node
+        info = own._own if hasattr(own, "_own") else None
+    assert info is None or info.drafter.startswith("eagle3 ")
