@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, DraftStep, Pool, poisoned_memory, random_tree
+from attention_cases import Case, DraftStep, poisoned_memory, random_tree
 from triton_device import DEVICE, SEED
 
-from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.attention.triton_backend import TritonAttention
 from pd.kernels.attention.triton_work import Tiles
 from pd.kernels.kv_store import store_kv
@@ -186,25 +185,12 @@ def make_step(limits: Sequence[int], sequences: Sequence[int], shape: tuple) -> 
     return step
 
 
-def by_reference(step: DraftStep) -> torch.Tensor:
-    """The result of the torch backend on the CPU, over a copy of the pool."""
-    case, mine = step.case, step.case.pool
-    case.pool = Pool(case.page_size, mine.num_pages, mine.buffer.float().cpu().clone())
-    inputs = step.q, step.k, step.v
-    step.q, step.k, step.v = (x.float().cpu() for x in inputs)
-    graph = TorchDraft(case.pool, len(step.sequences))
-    graph.plan(step.limits, step.pages)
-    out = step.attend(graph)
-    case.pool, (step.q, step.k, step.v) = mine, inputs
-    return out
-
-
 class TestDraft:
     @pytest.mark.parametrize(("draft", "shape"), every_cell(len(DRAFTS)))
     def test_steps_are_those_of_the_reference(self, draft: int, shape: tuple) -> None:
         """With NaN in everything that no row sees, up to the planned limits."""
         step = make_step(*DRAFTS[draft], shape)
-        expected = by_reference(step)
+        expected = step.reference()
         graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(6, 600)
         graph.plan(step.limits, step.pages)
         n = len(step.sequences)
@@ -234,7 +220,7 @@ class TestDraft:
                 for row in range(len(sequences)):
                     slots = case.slots(sequences[row], int(step.limits[row]))
                     case.pool.buffer[:, :, slots[int(step.places[row]) :]] = float("nan")
-                expected = by_reference(step)
+                expected = step.reference()
                 assert_right(step.attend(graph)[: len(sequences)], expected)
         after = [x.data_ptr() for x in (graph.slots, graph._work.items, graph._tables)]
         assert addresses == after
@@ -244,7 +230,7 @@ class TestDraft:
         step = make_step([90, 200], [0, 1], SHAPES[1])
         step.case.pool.buffer.normal_()
         step.bases, step.masks = step.places + 1, np.zeros(2, np.int64)
-        expected = by_reference(step)
+        expected = step.reference()
         graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(2, 256)
         graph.plan(step.limits, step.pages)
         assert_right(step.attend(graph), expected)
