@@ -16,24 +16,19 @@ from pd.kernels.attention.base import (
     AttentionBatch,
     DecodeAttention,
     DraftAttention,
-    Int64Array,
     PagedKV,
     VerifyAttention,
 )
-from pd.kernels.attention.page_tables import PageTables, padded_decode
+from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.trees import branching, tree_masks
-from pd.kernels.attention.triton_graphs import TritonDraft, TritonVerify
+from pd.kernels.attention.triton_graphs import TritonDecode, TritonDraft, TritonVerify
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import SplitPolicy, Tiles, Work
 from pd.kernels.linear_triton import MAX_ROWS
-from pd.kernels.paging import page_count
-from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
+from pd.kernels.staging import GraphMemory, PinnedStaging
 from pd.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pd.kernels.attention.base import IntArray
     from pd.kernels.staging import Array
 
 
@@ -280,46 +275,6 @@ class TritonAttention(AttentionBackend):
             shape = self._tree or tree_shape(sample.dtype, sample.shape[-1], num_tiles)
             self._tree_kernels[is_few] = Kernel(self.pool, self._num_heads, shape, overlaps=True)
         return self._tree_kernels[is_few]
-
-
-class TritonDecode(DecodeAttention):
-    """The decode kernel over buffers of a fixed size.
-
-    The grid is as large as the work of any plan; programs without a work item end at once.
-    """
-
-    def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
-        self.pool = backend.pool
-        self._backend, self._rows = backend, rows
-        self._kernel = backend.decode_kernel(rows)
-        self._capacity = rows + self._kernel.policy.max_slots
-        num_pages = rows * page_count(max_context, self.pool.page_size)
-        largest = self._layout(
-            np.empty(rows, np.int64), np.empty((0, FIELDS), np.int32), np.empty(num_pages, np.int32)
-        )
-        self._memory = backend.graph_memory(packed_bytes(largest))
-        self.plan(np.empty(0, np.int64), [])
-
-    def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
-        starts, tables = padded_decode(self.pool, self._rows, starts, pages)
-        everyone, ones = np.arange(self._rows), np.ones(self._rows, np.int64)
-        work = self._kernel.policy.work(Tiles.single(starts, tables.offsets, starts + 1))
-        arrays = self._layout(tables.slots(everyone, starts, ones), work, tables.flat)
-        assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
-        views = self._backend.staging.upload(arrays, self._memory)
-        self.slots, num_items, items, self._tables = views
-        self._work = Work(num_items, items, self._capacity)
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._kernel.launch(layer, q, out, self._work, self._tables)
-        return out
-
-    def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[Array]:
-        """List the arrays to upload; all but the last have the same size in every plan."""
-        items = np.zeros((self._capacity, FIELDS), np.int32)
-        items[: len(work)] = work
-        return [slots, np.array([len(work)], np.int32), items, tables]
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.kernels.attention.base import DraftAttention, Int64Array, VerifyAttention
-from pd.kernels.attention.page_tables import extended, padded_tables
+from pd.kernels.attention.base import DecodeAttention, DraftAttention, Int64Array, VerifyAttention
+from pd.kernels.attention.page_tables import extended, padded_decode, padded_tables
 from pd.kernels.attention.trees import MAX_TREE, tree_masks
 from pd.kernels.attention.triton_kernel import FIELDS, locate_tokens
 from pd.kernels.attention.triton_work import Tiles, Work
@@ -30,6 +30,46 @@ if TYPE_CHECKING:
 # Rows that one program of the kernel that computes slots looks up.
 _LOCATED = 128
 _NONE = np.empty((0, FIELDS), np.int32)
+
+
+class TritonDecode(DecodeAttention):
+    """The decode kernel over buffers of a fixed size.
+
+    The grid is as large as the work of any plan; programs without a work item end at once.
+    """
+
+    def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
+        self.pool = backend.pool
+        self._backend, self._rows = backend, rows
+        self._kernel = backend.decode_kernel(rows)
+        self._capacity = rows + self._kernel.policy.max_slots
+        num_pages = rows * page_count(max_context, self.pool.page_size)
+        largest = self._layout(
+            np.empty(rows, np.int64), np.empty((0, FIELDS), np.int32), np.empty(num_pages, np.int32)
+        )
+        self._memory = backend.graph_memory(packed_bytes(largest))
+        self.plan(np.empty(0, np.int64), [])
+
+    def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
+        starts, tables = padded_decode(self.pool, self._rows, starts, pages)
+        everyone, ones = np.arange(self._rows), np.ones(self._rows, np.int64)
+        work = self._kernel.policy.work(Tiles.single(starts, tables.offsets, starts + 1))
+        arrays = self._layout(tables.slots(everyone, starts, ones), work, tables.flat)
+        assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
+        views = self._backend.staging.upload(arrays, self._memory)
+        self.slots, num_items, items, self._tables = views
+        self._work = Work(num_items, items, self._capacity)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._kernel.launch(layer, q, out, self._work, self._tables)
+        return out
+
+    def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[Array]:
+        """List the arrays to upload; all but the last have the same size in every plan."""
+        items = np.zeros((self._capacity, FIELDS), np.int32)
+        items[: len(work)] = work
+        return [slots, np.array([len(work)], np.int32), items, tables]
 
 
 class TritonVerify(VerifyAttention):
