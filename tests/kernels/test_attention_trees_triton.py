@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
+    from pd.kernels.attention.triton_graphs import TritonDraft, TritonVerify
+
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 # KV heads, query heads per KV head, head size, page size.
 SHAPES = [
@@ -86,7 +88,13 @@ class TestEager:
         assert_right(case.attend(backend), case.reference())
 
 
-def verified(graph: object, case: Case, rows: int) -> torch.Tensor:
+def addresses(graph: TritonVerify | TritonDraft, *tensors: torch.Tensor) -> list[int]:
+    work = graph._launch.work
+    mine = (graph.slots, work.num_items, work.items, graph._launch.tables)
+    return [tensor.data_ptr() for tensor in (*mine, *tensors)]
+
+
+def verified(graph: TritonVerify, case: Case, rows: int) -> torch.Tensor:
     """Plan a verify graph for a case and replay it; the rest of its rows is padding."""
     starts, lengths = np.array(case.shapes, np.int64).reshape(-1, 2).T
     tokens = int(lengths.sum())
@@ -150,7 +158,8 @@ class TestVerify:
         assert backend.tree_kernel(4).tile_tokens == 4
         graph = backend.verify_graph(4, 640)
         graph.plan(np.array([600]), np.array([4]), case.pages)
-        items = graph._work.items[: int(graph._work.num_items)]
+        work = graph._launch.work
+        items = work.items[: int(work.num_items)]
         assert (items[:, 1] == 4).all()
         begins, ends = items[:, 4], items[:, 5]
         assert int((ends - begins).sum()) == 604, "every key once"
@@ -159,15 +168,9 @@ class TestVerify:
         case = make_case(STEPS[0], SHAPES[0])
         backend = TritonAttention(case.pool, case.q.shape[1])
         graph = backend.verify_graph(12, 400)
-        before = verify_addresses(graph)
+        before = addresses(graph, graph._masks)
         verified(graph, case, 12)
-        assert verify_addresses(graph) == before
-
-
-def verify_addresses(graph: object) -> list[int]:
-    work = graph._work
-    tensors = (graph.slots, work.masks, work.num_items, work.items, graph._tables)
-    return [tensor.data_ptr() for tensor in tensors]
+        assert addresses(graph, graph._masks) == before
 
 
 # Tokens of each sequence at most, and the sequences of the rows.
@@ -207,7 +210,7 @@ class TestDraft:
         backend = TritonAttention(case.pool, case.q.shape[1])
         graph = backend.draft_graph(4, 400)
         random = np.random.default_rng(SEED)
-        addresses = [x.data_ptr() for x in (graph.slots, graph._work.items, graph._tables)]
+        before = addresses(graph, graph._limits, graph._firsts)
         for sequences, behind in (([0, 1, 2], 9), ([2, 1], 30), ([0], 200)):
             case.pool.buffer.normal_()
             first = DraftStep(case, sequences, random)
@@ -222,8 +225,7 @@ class TestDraft:
                     case.pool.buffer[:, :, slots[int(step.places[row]) :]] = float("nan")
                 expected = step.reference()
                 assert_right(step.attend(graph)[: len(sequences)], expected)
-        after = [x.data_ptr() for x in (graph.slots, graph._work.items, graph._tables)]
-        assert addresses == after
+        assert addresses(graph, graph._limits, graph._firsts) == before
 
     def test_bases_may_reach_beyond_the_own_token(self) -> None:
         """A row whose base lies behind its place needs no mask."""

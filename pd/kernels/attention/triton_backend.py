@@ -123,11 +123,19 @@ class Kernel:
         self._arrivals = torch.zeros((slots, kv_heads), dtype=torch.int32, device=device)
 
     def launch(
-        self, layer: int, q: torch.Tensor, out: torch.Tensor, work: Work, tables: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        work: Work,
+        tables: torch.Tensor,
+        masks: torch.Tensor | None = None,
+        bases: torch.Tensor | None = None,
     ) -> None:
-        """Attend ``work``'s rows of ``q`` into the same rows of ``out``."""
+        """Attend ``work``'s rows of ``q`` into the same rows of ``out``; ``masks`` and ``bases`` as
+        in :func:`paged_attention`."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        seen = {"masks": work.masks, "bases": work.bases}
+        seen = {"masks": masks, "bases": bases}
         given = [tensor for tensor in seen.values() if tensor is not None]
         missing = {name: None for name, tensor in seen.items() if tensor is None}
         launch(
@@ -208,7 +216,7 @@ class TritonAttention(AttentionBackend):
         self.graph_memory = GraphMemory(self.device)
         # Made when they are needed, since their partial results take memory.
         self._tree_kernels: dict[bool, Kernel] = {}
-        self._launches: list[tuple[Kernel, Work]] = []
+        self._launches: list[tuple[Kernel, Work, torch.Tensor | None]] = []
 
     def plan(self, batch: AttentionBatch) -> None:
         lengths = batch.lengths
@@ -243,14 +251,14 @@ class TritonAttention(AttentionBackend):
         self.slots, self._tables, seen, *uploaded = self.staging.upload(arrays)
         works = zip(kernels, uploaded[::2], uploaded[1::2], strict=True)
         self._launches = [
-            (kernel, Work(number, items, len(items), seen if trees else None))
+            (kernel, Work(number, items, len(items)), seen if trees else None)
             for (kernel, trees), number, items in works
         ]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for kernel, work in self._launches:
-            kernel.launch(layer, q, out, work, self._tables)
+        for kernel, work, masks in self._launches:
+            kernel.launch(layer, q, out, work, self._tables, masks)
         return out
 
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
@@ -269,6 +277,7 @@ class TritonAttention(AttentionBackend):
         """Return the kernel for trees of so many tokens in all."""
         sample = self.pool.key(0)
         group = self._num_heads // sample.shape[1]
+        # If sequences fill their tiles.
         num_tiles = num_tokens // max(1, 16 // group)
         is_few = num_tiles <= _FEW
         if is_few not in self._tree_kernels:
