@@ -1,15 +1,20 @@
-"""Speed of attention over the paged pool: decode steps, chunks and mixed steps, every backend.
+"""Speed of attention over the paged pool: decode steps, chunks, trees and drafts, every backend.
 
-    python benchmarks/attention.py [--backends triton,flashinfer] [--output FILE]
-        [--decode-tile 16,64,4,1,4,2] [--chunk-tile 128,128,8,5,1,4]
+    python benchmarks/attention.py [--backends triton,flashinfer] [--steps decode,verify]
+        [--decode-tile 16,64,4,1,4,2] [--chunk-tile 128,128,8,5,1,4] [--tree-tile 16,64,4,1,4,2,8]
+        [--output FILE]
 
 Heads and head size of Llama-3.1-8B (32 query heads, 8 KV heads, 128), bf16, pages of 16 tokens in
 random order. Every layer has its own K and V, so that nothing is left in a cache from one launch to
 the next. A step's layers are captured into a CUDA graph and replayed, which leaves the launches
 out: what is measured is the GPU's time. Beside it stands the host's time for one plan.
 
+Verifying attends to several new tokens of each sequence, "tree" to trees of them; drafting to one
+new token in each row, at a place that the GPU knows. A backend without a graph for verifying plans
+the step without one, and is left out where it has none for drafting.
+
 The tile shapes are of the ``triton`` backend, to try others: query rows, keys, warps, stages,
-programs per multiprocessor, key tiles of the smallest split.
+programs per multiprocessor, key tiles of the smallest split, rows merged at a time.
 
 TB/s counts K and V of every sequence once; TFLOP/s counts two matrix products over the keys that a
 query may see.
@@ -36,6 +41,8 @@ from pd.kernels.attention import AttentionBatch, make_attention_backend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
+
     from pd.kernels.attention import AttentionBackend, PlannedAttention
     from pd.kernels.attention.triton_backend import TileShape
 
@@ -46,14 +53,13 @@ MEASURED = ("pd/kernels", "benchmarks/attention.py")
 
 @dataclass(frozen=True)
 class Step:
-    """``shapes``: (tokens in the pool, new tokens) of each sequence."""
+    """``shapes``: (tokens in the pool, new tokens) of each sequence. ``graph``: the kind of graph
+    that a backend is asked for: "decode", "verify", "draft", or none."""
 
     name: str
     shapes: list[tuple[int, int]]
-
-    @property
-    def is_decode(self) -> bool:
-        return all(length == 1 for _, length in self.shapes)
+    graph: str = ""
+    has_trees: bool = False
 
     @property
     def keys(self) -> int:
@@ -66,13 +72,22 @@ class Step:
 
 
 def decode(rows: int, context: int) -> Step:
-    return Step(f"decode {rows} x {context}", [(context - 1, 1)] * rows)
+    return Step(f"decode {rows} x {context}", [(context - 1, 1)] * rows, "decode")
+
+
+def verify(sequences: int, tokens: int, context: int, *, tree: bool = False) -> Step:
+    name = f"verify {sequences} x {tokens} after {context}" + ", tree" * tree
+    return Step(name, [(context, tokens)] * sequences, "verify", tree)
+
+
+def draft(rows: int, context: int) -> Step:
+    return Step(f"draft {rows} x {context}", [(context - 1, 1)] * rows, "draft")
 
 
 def ragged(rows: int, context: int) -> Step:
     """Contexts of one eighth to twice as much, the same in every run."""
     contexts = np.random.default_rng(0).integers(context // 8, 2 * context, rows)
-    return Step(f"decode {rows} ragged ~{context}", [(int(n), 1) for n in contexts])
+    return Step(f"decode {rows} ragged ~{context}", [(int(n), 1) for n in contexts], "decode")
 
 
 STEPS = [
@@ -86,6 +101,16 @@ STEPS = [
     decode(128, 1024),
     decode(128, 4096),
     decode(256, 1024),
+    verify(1, 4, 1024),
+    verify(1, 4, 32768),
+    verify(8, 4, 1024),
+    verify(64, 4, 1024),
+    verify(64, 4, 1024, tree=True),
+    verify(1, 64, 1024, tree=True),
+    verify(8, 16, 1024, tree=True),
+    draft(1, 1024),
+    draft(8, 1024),
+    draft(64, 1024),
     Step("chunk 1024", [(0, 1024)]),
     Step("chunk 8192", [(0, 8192)]),
     Step("chunk 8192 after 24576", [(24576, 8192)]),
@@ -100,15 +125,20 @@ class Bench:
     """A pool with random K and V, and random queries."""
 
     def __init__(
-        self, device: torch.device, decode: TileShape | None = None, chunk: TileShape | None = None
+        self,
+        device: torch.device,
+        decode: TileShape | None = None,
+        chunk: TileShape | None = None,
+        tree: TileShape | None = None,
     ) -> None:
-        """``decode``, ``chunk``: tile shapes of the triton backend instead of its own."""
+        """``decode``, ``chunk``, ``tree``: tile shapes of the triton backend instead of its own."""
         self.device = device
-        self._tiles = {"decode": decode, "chunk": chunk}
+        self._tiles = {"decode": decode, "chunk": chunk, "tree": tree}
         self.random = np.random.default_rng(0)
         torch.manual_seed(0)
 
-    def measure(self, step: Step, backend_name: str) -> dict[str, Any]:
+    def measure(self, step: Step, backend_name: str) -> dict[str, Any] | None:
+        """Return the measurements, or None if the backend cannot do the step."""
         per_token = 2 * KV_HEADS * HEAD_DIM * 2
         layers = max(2, min(32, POOL_BYTES // (step.keys * per_token)))
         layout = KVLayout(layers, KV_HEADS, HEAD_DIM, "bfloat16", PAGE_SIZE)
@@ -121,7 +151,11 @@ class Bench:
         backend = make_attention_backend(backend_name, pool, HEADS)
         if backend_name == "triton" and any(self._tiles.values()):
             backend = type(backend)(pool, HEADS, **self._tiles)
-        planned, plan = self._plan(backend, step, AttentionBatch(starts, lengths, pages))
+        trees = [self._tree(length) for _, length in step.shapes] if step.has_trees else None
+        found = self._plan(backend, step, AttentionBatch(starts, lengths, pages, trees))
+        if found is None:
+            return None
+        planned, plan = found
         seconds = self._time(planned, layers, int(lengths.sum()))
         started = time.perf_counter()
         for _ in range(10):
@@ -137,19 +171,45 @@ class Bench:
             "layers": layers,
         }
 
+    def _tree(self, length: int) -> npt.NDArray[np.bool_]:
+        """A binary tree."""
+        tree = np.eye(length, dtype=np.bool_)
+        for token in range(1, length):
+            tree[token] |= tree[(token - 1) // 2]
+        return tree
+
     def _plan(
         self, backend: AttentionBackend, step: Step, batch: AttentionBatch
-    ) -> tuple[PlannedAttention, Callable[[], None]]:
+    ) -> tuple[PlannedAttention, Callable[[], None]] | None:
         """A planned backend, and a function that plans it again."""
-        graph = None
-        if step.is_decode:
-            longest = int(batch.starts.max()) + 1
-            graph = backend.decode_graph(len(batch.starts), max(longest, 32768))
+        rows = int(batch.lengths.sum())
+        longest = max(32768, int((batch.starts + batch.lengths).max()))
+        graph, arguments = None, ()
+        if step.graph == "decode":
+            graph = backend.decode_graph(rows, longest)
+            arguments = (batch.starts, batch.pages)
+        elif step.graph == "verify":
+            graph = backend.verify_graph(rows, longest)
+            arguments = (batch.starts, batch.lengths, batch.pages, batch.trees)
+        elif step.graph == "draft":
+            graph = backend.draft_graph(rows, longest)
+            if graph is None:
+                return None
+            arguments = (batch.starts + 1, batch.pages)
+            for tensor in (graph.places, graph.bases):
+                tensor.copy_(torch.from_numpy(batch.starts))
+            graph.masks.fill_(1)
+        planned: PlannedAttention = backend if graph is None else graph
         if graph is None:
-            backend.plan(batch)
-            return backend, lambda: backend.plan(batch)
-        graph.plan(batch.starts, batch.pages)
-        return graph, lambda: graph.plan(batch.starts, batch.pages)
+            arguments = (batch,)
+
+        def plan() -> None:
+            planned.plan(*arguments)
+            if step.graph == "draft":
+                planned.locate()
+
+        plan()
+        return planned, plan
 
     def _time(self, planned: PlannedAttention, layers: int, tokens: int) -> float:
         """Median seconds of one layer."""
@@ -186,19 +246,27 @@ def main() -> None:
     add("--backends", default="flashinfer,triton", help="(default: flashinfer,triton)")
     add("--decode-tile", type=tile_shape, help="of the Triton kernel for single tokens")
     add("--chunk-tile", type=tile_shape, help="of the Triton kernel for chunks")
+    add("--tree-tile", type=tile_shape, help="of the Triton kernel for trees")
+    add("--steps", default="", help="only steps whose names begin so, such as verify,draft")
     add("--output", type=Path, help="write the measurements as JSON")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here")
-    bench = Bench(torch.device("cuda:0"), arguments.decode_tile, arguments.chunk_tile)
+    tiles = arguments.decode_tile, arguments.chunk_tile, arguments.tree_tile
+    bench = Bench(torch.device("cuda:0"), *tiles)
+    wanted = tuple(arguments.steps.split(","))
     results = []
-    print(f"{'step':28} {'backend':10} {'µs/layer':>9} {'TB/s':>6} {'TFLOP/s':>8} {'plan µs':>8}")
+    print(f"{'step':31} {'backend':10} {'µs/layer':>9} {'TB/s':>6} {'TFLOP/s':>8} {'plan µs':>8}")
     for step in STEPS:
+        if not step.name.startswith(wanted):
+            continue
         for backend in arguments.backends.split(","):
             row = bench.measure(step, backend)
+            if row is None:
+                continue
             results.append(row)
             print(
-                f"{step.name:28} {backend:10} {row['layer_us']:9.1f} {row['tb_s']:6.2f} "
+                f"{step.name:31} {backend:10} {row['layer_us']:9.1f} {row['tb_s']:6.2f} "
                 f"{row['tflop_s']:8.1f} {row['plan_us']:8.0f}",
                 flush=True,
             )

@@ -11,6 +11,7 @@ import torch
 
 from pd.kernels.attention import AttentionBatch
 from pd.kernels.attention.torch_backend import TorchAttention
+from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.kv_store import store_kv
 
 if TYPE_CHECKING:
@@ -121,10 +122,14 @@ class Case:
         with poisoned_memory():
             return backend.attend(layer, self.q, self.k, self.v)
 
+    def pool_copy(self) -> Pool:
+        """A copy of the pool in float32 on the CPU."""
+        return Pool(self.page_size, self.pool.num_pages, self.pool.buffer.float().cpu().clone())
+
     def reference(self, layer: int = 1) -> torch.Tensor:
         """The result of the torch backend in float32 on the CPU, for cases too large for
         :meth:`expected`."""
-        pool = Pool(self.page_size, self.pool.num_pages, self.pool.buffer.float().cpu().clone())
+        pool = self.pool_copy()
         q, k, v = (x.float().cpu() for x in (self.q, self.k, self.v))
         backend = TorchAttention(pool, self.q.shape[1])
         backend.plan(self.batch)
@@ -196,25 +201,35 @@ class DraftStep:
             hidden[self.seen_slots(row)] = False
         self.case.pool.buffer[:, :, hidden.to(self.case.pool.buffer.device)] = float("nan")
 
-    def attend(self, graph: DraftAttention, layer: int = 1) -> torch.Tensor:
-        """Run a planned step on the device; rows of padding get arbitrary numbers."""
-        n, padding = len(self.sequences), len(graph.places) - len(self.sequences)
+    def fill(self, graph: DraftAttention) -> None:
+        """Say on the device where rows lie and what they see; padding gets arbitrary numbers."""
         for tensor, values in (
             (graph.places, self.places),
             (graph.bases, self.bases),
             (graph.masks, self.masks),
         ):
-            tensor[:n] = torch.from_numpy(values)
-            tensor[n:] = 7
+            tensor[: len(values)] = torch.from_numpy(values)
+            tensor[len(values) :] = 7
+
+    def attend(self, graph: DraftAttention, layer: int = 1) -> torch.Tensor:
+        """Run a planned step over the graph's pool; memory it forgets to write is NaN."""
+        self.fill(graph)
         graph.locate()
+        padding, pool = len(graph.places) - len(self.sequences), graph.pool
+        keys = pool.key(layer)
         q, k, v = (
-            torch.cat((x, torch.ones(padding, *x.shape[1:], dtype=x.dtype, device=x.device)))
+            torch.cat((x, torch.ones(padding, *x.shape[1:]).to(x))).to(keys)
             for x in (self.q, self.k, self.v)
         )
-        pool = self.case.pool
-        store_kv(pool.key(layer), pool.value(layer), graph.slots, k, v)
+        store_kv(keys, pool.value(layer), graph.slots, k, v)
         with poisoned_memory():
             return graph.attend(layer, q, k, v)
+
+    def reference(self) -> torch.Tensor:
+        """The result of the torch backend in float32 on the CPU."""
+        graph = TorchDraft(self.case.pool_copy(), len(self.sequences))
+        graph.plan(self.limits, self.pages)
+        return self.attend(graph)
 
     def expected(self, layer: int = 1) -> torch.Tensor:
         """By definition; the pool must be written."""

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, DraftStep, Pool, poisoned_memory, random_tree
+from attention_cases import Case, DraftStep, poisoned_memory, random_tree
 from triton_device import DEVICE, SEED
 
-from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.attention.triton_backend import TritonAttention
 from pd.kernels.attention.triton_work import Tiles
 from pd.kernels.kv_store import store_kv
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from _pytest.mark import ParameterSet
+
+    from pd.kernels.attention.triton_graphs import TritonDraft, TritonVerify
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 # KV heads, query heads per KV head, head size, page size.
@@ -87,7 +88,13 @@ class TestEager:
         assert_right(case.attend(backend), case.reference())
 
 
-def verified(graph: object, case: Case, rows: int) -> torch.Tensor:
+def addresses(graph: TritonVerify | TritonDraft, *tensors: torch.Tensor) -> list[int]:
+    work = graph._launch.work
+    mine = (graph.slots, work.num_items, work.items, graph._launch.tables)
+    return [tensor.data_ptr() for tensor in (*mine, *tensors)]
+
+
+def verified(graph: TritonVerify, case: Case, rows: int) -> torch.Tensor:
     """Plan a verify graph for a case and replay it; the rest of its rows is padding."""
     starts, lengths = np.array(case.shapes, np.int64).reshape(-1, 2).T
     tokens = int(lengths.sum())
@@ -151,7 +158,8 @@ class TestVerify:
         assert backend.tree_kernel(4).tile_tokens == 4
         graph = backend.verify_graph(4, 640)
         graph.plan(np.array([600]), np.array([4]), case.pages)
-        items = graph._work.items[: int(graph._work.num_items)]
+        work = graph._launch.work
+        items = work.items[: int(work.num_items)]
         assert (items[:, 1] == 4).all()
         begins, ends = items[:, 4], items[:, 5]
         assert int((ends - begins).sum()) == 604, "every key once"
@@ -160,15 +168,9 @@ class TestVerify:
         case = make_case(STEPS[0], SHAPES[0])
         backend = TritonAttention(case.pool, case.q.shape[1])
         graph = backend.verify_graph(12, 400)
-        before = verify_addresses(graph)
+        before = addresses(graph, graph._masks)
         verified(graph, case, 12)
-        assert verify_addresses(graph) == before
-
-
-def verify_addresses(graph: object) -> list[int]:
-    work = graph._work
-    tensors = (graph.slots, work.masks, work.num_items, work.items, graph._tables)
-    return [tensor.data_ptr() for tensor in tensors]
+        assert addresses(graph, graph._masks) == before
 
 
 # Tokens of each sequence at most, and the sequences of the rows.
@@ -186,25 +188,12 @@ def make_step(limits: Sequence[int], sequences: Sequence[int], shape: tuple) -> 
     return step
 
 
-def by_reference(step: DraftStep) -> torch.Tensor:
-    """The result of the torch backend on the CPU, over a copy of the pool."""
-    case, mine = step.case, step.case.pool
-    case.pool = Pool(case.page_size, mine.num_pages, mine.buffer.float().cpu().clone())
-    inputs = step.q, step.k, step.v
-    step.q, step.k, step.v = (x.float().cpu() for x in inputs)
-    graph = TorchDraft(case.pool, len(step.sequences))
-    graph.plan(step.limits, step.pages)
-    out = step.attend(graph)
-    case.pool, (step.q, step.k, step.v) = mine, inputs
-    return out
-
-
 class TestDraft:
     @pytest.mark.parametrize(("draft", "shape"), every_cell(len(DRAFTS)))
     def test_steps_are_those_of_the_reference(self, draft: int, shape: tuple) -> None:
         """With NaN in everything that no row sees, up to the planned limits."""
         step = make_step(*DRAFTS[draft], shape)
-        expected = by_reference(step)
+        expected = step.reference()
         graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(6, 600)
         graph.plan(step.limits, step.pages)
         n = len(step.sequences)
@@ -221,7 +210,7 @@ class TestDraft:
         backend = TritonAttention(case.pool, case.q.shape[1])
         graph = backend.draft_graph(4, 400)
         random = np.random.default_rng(SEED)
-        addresses = [x.data_ptr() for x in (graph.slots, graph._work.items, graph._tables)]
+        before = addresses(graph, graph._limits, graph._firsts)
         for sequences, behind in (([0, 1, 2], 9), ([2, 1], 30), ([0], 200)):
             case.pool.buffer.normal_()
             first = DraftStep(case, sequences, random)
@@ -234,17 +223,16 @@ class TestDraft:
                 for row in range(len(sequences)):
                     slots = case.slots(sequences[row], int(step.limits[row]))
                     case.pool.buffer[:, :, slots[int(step.places[row]) :]] = float("nan")
-                expected = by_reference(step)
+                expected = step.reference()
                 assert_right(step.attend(graph)[: len(sequences)], expected)
-        after = [x.data_ptr() for x in (graph.slots, graph._work.items, graph._tables)]
-        assert addresses == after
+        assert addresses(graph, graph._limits, graph._firsts) == before
 
     def test_bases_may_reach_beyond_the_own_token(self) -> None:
         """A row whose base lies behind its place needs no mask."""
         step = make_step([90, 200], [0, 1], SHAPES[1])
         step.case.pool.buffer.normal_()
         step.bases, step.masks = step.places + 1, np.zeros(2, np.int64)
-        expected = by_reference(step)
+        expected = step.reference()
         graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(2, 256)
         graph.plan(step.limits, step.pages)
         assert_right(step.attend(graph), expected)

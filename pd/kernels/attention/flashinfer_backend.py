@@ -34,11 +34,13 @@ from pd.kernels.attention.flashinfer_graphs import (
     pinned,
 )
 from pd.kernels.attention.page_tables import PageTables
+from pd.kernels.attention.trees import assert_tree, branching
 from pd.kernels.staging import GraphMemory, PinnedStaging
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from pd.kernels.attention.base import BoolArray
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +85,10 @@ class FlashInferAttention(AttentionBackend):
         self.scratch_bytes = _MAX_GATHERED if hopper else 0
         # Partial results of fa2's tiles of 128 rows of queries where it splits keys.
         partial = 5 * num_heads * max(1, 264 // kv_heads) * 128 * head_dim
-        memory = self.workspace(max(WORKSPACE, partial))
+        self._partials = memory = self.workspace(max(WORKSPACE, partial))
         self._short = _Prefill(self, BatchPrefillWithPagedKVCacheWrapper(memory, backend="fa2"))
+        # Made when there are trees, since FlashInfer takes more memory for each wrapper.
+        self._trees: _Trees | None = None
         self._long: _Prefill | _Contiguous = self._short
         if hopper:
             self._long = _Contiguous(
@@ -97,12 +101,11 @@ class FlashInferAttention(AttentionBackend):
         tables = PageTables(batch.pages, batch.starts + batch.lengths, self.pool.page_size)
         everyone = np.arange(len(batch.starts))
         slots = tables.slots(everyone, batch.starts, batch.lengths)
-        short = self._through_fa2(batch, tables)
-        chosen = [
-            (prefill, np.flatnonzero(members))
-            for prefill, members in ((self._short, short), (self._long, ~short))
-            if members.any()
-        ]
+        short, tree = self._through_fa2(batch, tables), branching(batch.lengths, batch.trees)
+        parts = [(self._short, short & ~tree), (self._long, ~short & ~tree)]
+        if tree.any():
+            parts.append((self._tree_prefill(), tree))
+        chosen = [(prefill, np.flatnonzero(members)) for prefill, members in parts if members.any()]
         rows = [_rows(batch.lengths, members) for _, members in chosen]
         pages = [tables.flat[_ranges(tables.offsets, tables.counts, m)] for _, m in chosen]
         scattered = [r for r in rows if not isinstance(r, slice)]
@@ -151,6 +154,12 @@ class FlashInferAttention(AttentionBackend):
     def chunk_graph(self, tokens: int, max_context: int) -> ChunkAttention:
         return FlashInferChunk(self, tokens, max_context)
 
+    def _tree_prefill(self) -> _Trees:
+        if self._trees is None:
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self._partials, backend="fa2")
+            self._trees = _Trees(self, wrapper)
+        return self._trees
+
     def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of a layer as ``[pages, page_size, kv_heads, head_dim]``."""
         _, kv_heads, head_dim = self.heads
@@ -186,9 +195,15 @@ class _Prefill:
         self._copied = torch.cuda.Event()
 
     def plan(
-        self, batch: AttentionBatch, members: Int64Array, tables: PageTables, indices: torch.Tensor
+        self,
+        batch: AttentionBatch,
+        members: Int64Array,
+        tables: PageTables,
+        indices: torch.Tensor,
+        masks: torch.Tensor | None = None,
     ) -> None:
-        """Plan for some sequences of a batch, whose pages are ``indices``."""
+        """Plan for some sequences of a batch, whose pages are ``indices``. With ``masks``, packed
+        as FlashInfer has them, tokens see what these say instead of everything before them."""
         self._copied.synchronize()
         totals = (batch.starts + batch.lengths)[members]
         self.wrapper.plan(
@@ -198,7 +213,8 @@ class _Prefill:
             last_page_lengths(totals, tables.page_size),
             *self._backend.heads,
             tables.page_size,
-            causal=True,
+            packed_custom_mask=masks,
+            causal=masks is None,
             seq_lens=pinned(totals),
             q_data_type=self._backend.dtype,
             kv_data_type=self._backend.dtype,
@@ -210,6 +226,28 @@ class _Prefill:
     ) -> None:
         """Attend with ``q`` and ``out`` of the planned sequences."""
         self.wrapper.run(q, self._backend.paged(layer), out=out)
+
+
+class _Trees(_Prefill):
+    """A wrapper with masks."""
+
+    def plan(
+        self,
+        batch: AttentionBatch,
+        members: Int64Array,
+        tables: PageTables,
+        indices: torch.Tensor,
+        masks: torch.Tensor | None = None,
+    ) -> None:
+        assert batch.trees is not None and masks is None
+        packed = [_packed_mask(int(batch.starts[i]), batch.trees[i]) for i in members]
+        sizes = np.array([len(mask) for mask in packed])
+        firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        masks, on_device = self._backend.staging.upload([np.concatenate(packed), firsts])
+        super().plan(batch, members, tables, indices, masks)
+        # NOTE: FlashInfer computes where packed masks begin in bits, and its kernel takes that for
+        # bytes (flashinfer-ai/flashinfer pull request 2201).
+        self.wrapper._mask_indptr_buf = on_device
 
 
 class _Contiguous:
@@ -264,6 +302,15 @@ class _Part:
 
     prefill: _Prefill | _Contiguous
     rows: slice | torch.Tensor
+
+
+def _packed_mask(start: int, tree: BoolArray | None) -> npt.NDArray[np.uint8]:
+    """Pack what each token of a tree sees, row by row, the first key in the lowest bit."""
+    assert tree is not None
+    assert_tree(tree, len(tree))
+    seen = np.ones((len(tree), start + len(tree)), np.bool_)
+    seen[:, start:] = tree
+    return np.packbits(seen, bitorder="little")
 
 
 def _all_slots(tables: PageTables, members: Int64Array, totals: Int64Array) -> Int64Array:

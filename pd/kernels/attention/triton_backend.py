@@ -16,24 +16,19 @@ from pd.kernels.attention.base import (
     AttentionBatch,
     DecodeAttention,
     DraftAttention,
-    Int64Array,
     PagedKV,
     VerifyAttention,
 )
-from pd.kernels.attention.page_tables import PageTables, padded_decode
+from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.trees import branching, tree_masks
-from pd.kernels.attention.triton_graphs import TritonDraft, TritonVerify
+from pd.kernels.attention.triton_graphs import TritonDecode, TritonDraft, TritonVerify
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import SplitPolicy, Tiles, Work
 from pd.kernels.linear_triton import MAX_ROWS
-from pd.kernels.paging import page_count
-from pd.kernels.staging import GraphMemory, PinnedStaging, packed_bytes
+from pd.kernels.staging import GraphMemory, PinnedStaging
 from pd.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pd.kernels.attention.base import IntArray
     from pd.kernels.staging import Array
 
 
@@ -128,11 +123,19 @@ class Kernel:
         self._arrivals = torch.zeros((slots, kv_heads), dtype=torch.int32, device=device)
 
     def launch(
-        self, layer: int, q: torch.Tensor, out: torch.Tensor, work: Work, tables: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        work: Work,
+        tables: torch.Tensor,
+        masks: torch.Tensor | None = None,
+        bases: torch.Tensor | None = None,
     ) -> None:
-        """Attend ``work``'s rows of ``q`` into the same rows of ``out``."""
+        """Attend ``work``'s rows of ``q`` into the same rows of ``out``; ``masks`` and ``bases`` as
+        in :func:`paged_attention`."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        seen = {"masks": work.masks, "bases": work.bases}
+        seen = {"masks": masks, "bases": bases}
         given = [tensor for tensor in seen.values() if tensor is not None]
         missing = {name: None for name, tensor in seen.items() if tensor is None}
         launch(
@@ -213,7 +216,7 @@ class TritonAttention(AttentionBackend):
         self.graph_memory = GraphMemory(self.device)
         # Made when they are needed, since their partial results take memory.
         self._tree_kernels: dict[bool, Kernel] = {}
-        self._launches: list[tuple[Kernel, Work]] = []
+        self._launches: list[tuple[Kernel, Work, torch.Tensor | None]] = []
 
     def plan(self, batch: AttentionBatch) -> None:
         lengths = batch.lengths
@@ -248,14 +251,14 @@ class TritonAttention(AttentionBackend):
         self.slots, self._tables, seen, *uploaded = self.staging.upload(arrays)
         works = zip(kernels, uploaded[::2], uploaded[1::2], strict=True)
         self._launches = [
-            (kernel, Work(number, items, len(items), seen if trees else None))
+            (kernel, Work(number, items, len(items)), seen if trees else None)
             for (kernel, trees), number, items in works
         ]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for kernel, work in self._launches:
-            kernel.launch(layer, q, out, work, self._tables)
+        for kernel, work, masks in self._launches:
+            kernel.launch(layer, q, out, work, self._tables, masks)
         return out
 
     def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
@@ -274,52 +277,13 @@ class TritonAttention(AttentionBackend):
         """Return the kernel for trees of so many tokens in all."""
         sample = self.pool.key(0)
         group = self._num_heads // sample.shape[1]
+        # If sequences fill their tiles.
         num_tiles = num_tokens // max(1, 16 // group)
         is_few = num_tiles <= _FEW
         if is_few not in self._tree_kernels:
             shape = self._tree or tree_shape(sample.dtype, sample.shape[-1], num_tiles)
             self._tree_kernels[is_few] = Kernel(self.pool, self._num_heads, shape, overlaps=True)
         return self._tree_kernels[is_few]
-
-
-class TritonDecode(DecodeAttention):
-    """The decode kernel over buffers of a fixed size.
-
-    The grid is as large as the work of any plan; programs without a work item end at once.
-    """
-
-    def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
-        self.pool = backend.pool
-        self._backend, self._rows = backend, rows
-        self._kernel = backend.decode_kernel(rows)
-        self._capacity = rows + self._kernel.policy.max_slots
-        num_pages = rows * page_count(max_context, self.pool.page_size)
-        largest = self._layout(
-            np.empty(rows, np.int64), np.empty((0, FIELDS), np.int32), np.empty(num_pages, np.int32)
-        )
-        self._memory = backend.graph_memory(packed_bytes(largest))
-        self.plan(np.empty(0, np.int64), [])
-
-    def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
-        starts, tables = padded_decode(self.pool, self._rows, starts, pages)
-        everyone, ones = np.arange(self._rows), np.ones(self._rows, np.int64)
-        work = self._kernel.policy.work(Tiles.single(starts, tables.offsets, starts + 1))
-        arrays = self._layout(tables.slots(everyone, starts, ones), work, tables.flat)
-        assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
-        views = self._backend.staging.upload(arrays, self._memory)
-        self.slots, num_items, items, self._tables = views
-        self._work = Work(num_items, items, self._capacity)
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._kernel.launch(layer, q, out, self._work, self._tables)
-        return out
-
-    def _layout(self, slots: Int64Array, work: IntArray, tables: IntArray) -> list[Array]:
-        """List the arrays to upload; all but the last have the same size in every plan."""
-        items = np.zeros((self._capacity, FIELDS), np.int32)
-        items[: len(work)] = work
-        return [slots, np.array([len(work)], np.int32), items, tables]
 
 
 def _shared_memory(device: torch.device) -> int:

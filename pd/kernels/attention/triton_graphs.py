@@ -1,8 +1,4 @@
-"""Attention by our Triton kernel in CUDA graphs, for :mod:`pd.kernels.attention.triton_backend`.
-
-Buffers have a fixed size. The grid is as large as the work of any plan; programs without a work
-item end at once.
-"""
+"""Attention by our Triton kernel in CUDA graphs, for :mod:`pd.kernels.attention.triton_backend`."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.kernels.attention.base import DraftAttention, Int64Array, VerifyAttention
-from pd.kernels.attention.page_tables import extended, padded_tables
+from pd.kernels.attention.base import DecodeAttention, DraftAttention, Int64Array, VerifyAttention
+from pd.kernels.attention.page_tables import PageTables, extended, padded_decode, padded_tables
 from pd.kernels.attention.trees import MAX_TREE, tree_masks
 from pd.kernels.attention.triton_kernel import FIELDS, locate_tokens
 from pd.kernels.attention.triton_work import Tiles, Work
@@ -24,31 +20,97 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.kernels.attention.base import BoolArray, IntArray
-    from pd.kernels.attention.triton_backend import TritonAttention
+    from pd.kernels.attention.triton_backend import Kernel, TritonAttention
     from pd.kernels.staging import Array
 
 # Rows that one program of the kernel that computes slots looks up.
 _LOCATED = 128
-_NONE = np.empty((0, FIELDS), np.int32)
+
+
+class _FixedLaunch:
+    """A kernel over buffers of a fixed size, in memory that the backend's graphs share.
+
+    The grid is as large as the work of any plan; programs without a work item end at once.
+    """
+
+    def __init__(
+        self,
+        backend: TritonAttention,
+        kernel: Kernel,
+        rows: int,
+        max_context: int,
+        row_dtypes: Sequence[type[np.generic]],
+    ) -> None:
+        """``row_dtypes``: those of the arrays ``[rows]`` that every plan uploads beside its
+        work."""
+        self._backend, self._kernel = backend, kernel
+        self._capacity = rows + kernel.policy.max_slots
+        num_pages = rows * page_count(max_context, backend.pool.page_size)
+        largest = self._layout(
+            [np.empty(rows, dtype) for dtype in row_dtypes],
+            np.empty((0, FIELDS), np.int32),
+            np.empty(num_pages, np.int32),
+        )
+        self._memory = backend.graph_memory(packed_bytes(largest))
+
+    def plan(
+        self, row_arrays: Sequence[Array], tiles: Tiles, tables: PageTables
+    ) -> list[torch.Tensor]:
+        """Upload what ``tiles`` have to do, and return ``row_arrays`` on the device."""
+        arrays = self._layout(row_arrays, self._kernel.policy.work(tiles), tables.flat)
+        assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
+        *on_device, num_items, items, self.tables = self._backend.staging.upload(
+            arrays, self._memory
+        )
+        self.work = Work(num_items, items, self._capacity)
+        return on_device
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        masks: torch.Tensor | None = None,
+        bases: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Do the planned work; ``masks`` and ``bases`` as in
+        :func:`~pd.kernels.attention.triton_kernel.paged_attention`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._kernel.launch(layer, q, out, self.work, self.tables, masks, bases)
+        return out
+
+    def _layout(self, row_arrays: Sequence[Array], work: IntArray, tables: IntArray) -> list[Array]:
+        """List the arrays to upload; all but the last have the same size in every plan."""
+        items = np.zeros((self._capacity, FIELDS), np.int32)
+        items[: len(work)] = work
+        return [*row_arrays, np.array([len(work)], np.int32), items, tables]
+
+
+class TritonDecode(DecodeAttention):
+    """The kernel for decode steps."""
+
+    def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
+        self.pool, self._rows = backend.pool, rows
+        kernel = backend.decode_kernel(rows)
+        self._launch = _FixedLaunch(backend, kernel, rows, max_context, [np.int64])
+        self.plan(np.empty(0, np.int64), [])
+
+    def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
+        starts, tables = padded_decode(self.pool, self._rows, starts, pages)
+        slots = tables.slots(np.arange(self._rows), starts, np.ones(self._rows, np.int64))
+        tiles = Tiles.single(starts, tables.offsets, starts + 1)
+        (self.slots,) = self._launch.plan([slots], tiles, tables)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._launch.attend(layer, q)
 
 
 class TritonVerify(VerifyAttention):
     """The kernel for trees, also where all sequences have chains."""
 
     def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
-        self.pool = backend.pool
-        self._backend, self._rows = backend, rows
+        self.pool, self._rows = backend.pool, rows
         self._kernel = backend.tree_kernel(rows)
-        self._capacity = rows + self._kernel.policy.max_slots
-        zeros = np.zeros(rows, np.int64)
-        num_pages = rows * page_count(max_context, self.pool.page_size)
-        largest = [
-            zeros,
-            zeros,
-            *_padded_work(_NONE, self._capacity),
-            np.zeros(num_pages, np.int32),
-        ]
-        self._memory = backend.graph_memory(packed_bytes(largest))
+        self._launch = _FixedLaunch(backend, self._kernel, rows, max_context, [np.int64, np.int64])
         none = np.empty(0, np.int64)
         self.plan(none, none, [])
 
@@ -62,51 +124,31 @@ class TritonVerify(VerifyAttention):
         assert (lengths <= MAX_TREE).all(), f"more than {MAX_TREE} new tokens of a sequence"
         missing = self._rows - int(lengths.sum())
         assert missing >= 0, "more tokens than the graph has rows"
+        if trees is not None:
+            trees = [*trees, *[None] * missing]
         starts, lengths = extended(starts, missing, 0), extended(lengths, missing, 1)
         tables = padded_tables(self.pool, pages, starts + lengths)
-        firsts = np.cumsum(lengths) - lengths
-        tiles = Tiles.cut(
-            firsts, starts, lengths, tables.offsets, self._kernel.tile_tokens, trees=True
-        )
-        work = self._kernel.policy.work(tiles)
-        masks = tree_masks(lengths, None if trees is None else [*trees, *[None] * missing])
-        arrays = [
-            tables.slots(np.arange(len(starts)), starts, lengths),
-            masks,
-            *_padded_work(work, self._capacity),
-            tables.flat,
-        ]
-        assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
-        views = self._backend.staging.upload(arrays, self._memory)
-        self.slots, seen, num_items, items, self._tables = views
-        self._work = Work(num_items, items, self._capacity, seen)
+        slots = tables.slots(np.arange(len(starts)), starts, lengths)
+        rows = np.cumsum(lengths) - lengths
+        size = self._kernel.tile_tokens
+        tiles = Tiles.cut(rows, starts, lengths, tables.offsets, size, trees=True)
+        arrays = [slots, tree_masks(lengths, trees)]
+        self.slots, self._masks = self._launch.plan(arrays, tiles, tables)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._kernel.launch(layer, q, out, self._work, self._tables)
-        return out
+        return self._launch.attend(layer, q, self._masks)
 
 
 class TritonDraft(DraftAttention):
-    """The decode kernel with bases and masks that are read when it runs."""
+    """The kernel for decode steps, which reads bases and masks when it runs."""
 
     def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
-        self.pool = backend.pool
-        self._backend, self._rows = backend, rows
-        self._kernel = backend.decode_kernel(rows)
-        self._capacity = rows + self._kernel.policy.max_slots
+        self.pool, self._rows = backend.pool, rows
         self.slots, self.places, self.bases, self.masks = (
             torch.zeros(rows, dtype=torch.int64, device=backend.device) for _ in range(4)
         )
-        limits = np.zeros(rows, np.int32)
-        num_pages = rows * page_count(max_context, self.pool.page_size)
-        largest = [
-            limits,
-            limits,
-            *_padded_work(_NONE, self._capacity),
-            np.zeros(num_pages, np.int32),
-        ]
-        self._memory = backend.graph_memory(packed_bytes(largest))
+        kernel = backend.decode_kernel(rows)
+        self._launch = _FixedLaunch(backend, kernel, rows, max_context, [np.int32, np.int32])
         self.plan(np.empty(0, np.int64), [])
 
     def plan(self, limits: Int64Array, pages: Sequence[IntArray]) -> None:
@@ -114,17 +156,9 @@ class TritonDraft(DraftAttention):
         assert missing >= 0, "more sequences than the graph has rows"
         ends = extended(limits, missing, 1)
         tables = padded_tables(self.pool, pages, ends)
-        work = self._kernel.policy.work(Tiles.single(ends, tables.offsets, ends))
-        arrays = [
-            extended(limits, missing, 0).astype(np.int32),
-            tables.offsets.astype(np.int32),
-            *_padded_work(work, self._capacity),
-            tables.flat,
-        ]
-        assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
-        views = self._backend.staging.upload(arrays, self._memory)
-        self._limits, self._firsts, num_items, items, self._tables = views
-        self._work = Work(num_items, items, self._capacity, self.masks, self.bases)
+        tiles = Tiles.single(ends, tables.offsets, ends)
+        arrays = [extended(limits, missing, 0).astype(np.int32), tables.offsets.astype(np.int32)]
+        self._limits, self._firsts = self._launch.plan(arrays, tiles, tables)
 
     def locate(self) -> None:
         launch(
@@ -135,7 +169,7 @@ class TritonDraft(DraftAttention):
             self.places,
             self._limits,
             self._firsts,
-            self._tables,
+            self._launch.tables,
             self._rows,
             self.pool.num_pages * self.pool.page_size,
             PAGE_SIZE=self.pool.page_size,
@@ -143,13 +177,4 @@ class TritonDraft(DraftAttention):
         )
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._kernel.launch(layer, q, out, self._work, self._tables)
-        return out
-
-
-def _padded_work(work: IntArray, capacity: int) -> list[Array]:
-    """Return the number of work items, int32 ``[1]``, and the items, ``[capacity, FIELDS]``."""
-    items = np.zeros((capacity, FIELDS), np.int32)
-    items[: len(work)] = work
-    return [np.array([len(work)], np.int32), items]
+        return self._launch.attend(layer, q, self.masks, self.bases)

@@ -117,11 +117,8 @@ class SplitPolicy:
 
 @dataclass(frozen=True)
 class Work:
-    """Work items on the device, ``capacity`` of them at most; ``masks`` and ``bases`` as in
-    :func:`pd.kernels.attention.triton_kernel.paged_attention`."""
+    """Work items on the device, ``capacity`` of them at most."""
 
     num_items: torch.Tensor
     items: torch.Tensor
     capacity: int
-    masks: torch.Tensor | None = None
-    bases: torch.Tensor | None = None
