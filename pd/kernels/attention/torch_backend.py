@@ -12,14 +12,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
 from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.torch_draft import TorchDraft
-from pd.kernels.attention.trees import assert_tree
+from pd.kernels.attention.trees import branching, tree_masks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from pd.kernels.attention.base import BoolArray, DraftAttention, Int64Array
+    from pd.kernels.attention.base import DraftAttention, Int64Array
 
 # Queries of a chunk are attended in blocks of this many, which bounds the mask's memory and skips
 # most of the keys that causality hides.
@@ -95,12 +95,15 @@ class TorchAttention(AttentionBackend):
             for members in _bucketed(decode[np.argsort(totals[decode], kind="stable")], totals)
         ]
         self._chunks = []
+        tree, masks = branching(batch.lengths, batch.trees), np.empty(0, np.int64)
+        if tree.any():
+            masks = tree_masks(batch.lengths, batch.trees)
         for i in np.flatnonzero(~single):
             first, start, length = int(firsts[i]), int(batch.starts[i]), int(batch.lengths[i])
             pages = self._tensor(tables.table(i))
-            tree = None if batch.trees is None else batch.trees[i]
-            mask = None if tree is None else self._tree_mask(start, length, tree)
-            self._chunks.append(_Chunk(first, first + length, start, pages, mask))
+            stop = first + length
+            mask = self._tree_mask(start, masks[first:stop]) if tree[i] else None
+            self._chunks.append(_Chunk(first, stop, start, pages, mask))
         self._causal = self._causal_mask(
             [chunk for chunk in self._chunks if chunk.start and chunk.tree is None]
         )
@@ -206,10 +209,11 @@ class TorchAttention(AttentionBackend):
                 query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
             )
 
-    def _tree_mask(self, start: int, length: int, tree: BoolArray) -> torch.Tensor:
-        assert_tree(tree, length)
-        hidden = self._tensor(np.concatenate([np.zeros((length, start), np.bool_), ~tree], axis=1))
-        return additive(hidden, self._dtype)
+    def _tree_mask(self, start: int, masks: Int64Array) -> torch.Tensor:
+        """``masks``: those of the tree's tokens."""
+        tree = masks[:, None] >> np.arange(len(masks)) & 1
+        hidden = np.concatenate([np.zeros((len(masks), start), np.int64), 1 - tree], axis=1)
+        return additive(self._tensor(hidden == 1), self._dtype)
 
     def _causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
         """Make one additive mask ``[QUERY_BLOCK, width]``; the mask of every block is a slice of
