@@ -141,7 +141,7 @@ class TorchAttention(AttentionBackend):
         width = pages.shape[1] * tables.page_size
         if int(lengths.min()) < width:
             hidden = self._tensor(np.arange(width) >= lengths[:, None])
-            mask = additive(hidden, self._dtype)[:, None, None, :]
+            mask = _additive(hidden, self._dtype)[:, None, None, :]
         in_order = len(rows) == num_tokens and bool((rows[1:] > rows[:-1]).all())
         return _DecodeBucket(
             None if in_order else self._tensor(rows), self._tensor(pages.ravel()), mask, len(rows)
@@ -154,12 +154,8 @@ class TorchAttention(AttentionBackend):
         with one token per sequence they all see the same keys, and K and V need no repetition."""
         kv_heads, head_dim = keys.shape[1:]
         grouped = q.view(bucket.size, kv_heads, -1, head_dim)
-        k, v = (
-            gather_pages(x, bucket.pages, self.pool.page_size).view(
-                bucket.size, -1, kv_heads, head_dim
-            )
-            for x in (keys, values)
-        )
+        k = self._gather(keys, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
+        v = self._gather(values, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
         out = scaled_dot_product_attention(
             grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bucket.mask
         )
@@ -185,8 +181,8 @@ class TorchAttention(AttentionBackend):
             k, v = _per_group(k[rows], group), _per_group(v[rows], group)
             result.copy_(scaled_dot_product_attention(query, k, v, is_causal=True))
             return
-        k = _per_group(gather_pages(keys, chunk.pages, self.pool.page_size), group)
-        v = _per_group(gather_pages(values, chunk.pages, self.pool.page_size), group)
+        k = _per_group(self._gather(keys, chunk.pages), group)
+        v = _per_group(self._gather(values, chunk.pages), group)
         length = chunk.stop - chunk.first
         if chunk.tree is not None:
             seen = chunk.start + length
@@ -213,7 +209,7 @@ class TorchAttention(AttentionBackend):
         """``masks``: those of the tree's tokens."""
         tree = masks[:, None] >> np.arange(len(masks)) & 1
         hidden = np.concatenate([np.zeros((len(masks), start), np.int64), 1 - tree], axis=1)
-        return additive(self._tensor(hidden == 1), self._dtype)
+        return _additive(self._tensor(hidden == 1), self._dtype)
 
     def _causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
         """Make one additive mask ``[QUERY_BLOCK, width]``; the mask of every block is a slice of
@@ -230,17 +226,16 @@ class TorchAttention(AttentionBackend):
         )
         return mask.triu_(width - QUERY_BLOCK + 1)
 
+    def _gather(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
+        paged = layer.view(-1, self.pool.page_size * layer.shape[1] * layer.shape[2])
+        return paged.index_select(0, pages).view(-1, *layer.shape[1:])
+
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def gather_pages(layer: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
-    paged = layer.view(-1, page_size * layer.shape[1] * layer.shape[2])
-    return paged.index_select(0, pages).view(-1, *layer.shape[1:])
-
-
-def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Make a mask for ``scaled_dot_product_attention`` that hides keys."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, float("-inf"))
