@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pd.kernels.attention import make_attention_backend
 from pd.kernels.attention.torch_backend import TorchAttention
-from pd.kernels.attention.trees import MAX_TREE, assert_tree, branching, tree_masks
+from pd.kernels.attention.trees import MAX_TREE, branching, tree_masks
 
 torch.set_num_threads(1)
 
@@ -46,16 +46,16 @@ class TestMasks:
         [
             (np.ones((3, 3), np.bool_), "sees one after it"),
             (np.zeros((3, 3), np.bool_), "does not see itself"),
-            (np.tri(2, dtype=np.bool_), "a tree of 3 tokens has shape"),
+            (np.tri(2, dtype=np.bool_), "a tree of 3 tokens is"),
         ],
     )
     def test_what_is_no_tree_is_refused(self, tree: np.ndarray, reason: str) -> None:
         with pytest.raises(AssertionError, match=reason):
-            assert_tree(tree, 3)
+            tree_masks(np.array([1, 3]), [None, tree])
 
     def test_more_tokens_than_bits_are_refused(self) -> None:
         with pytest.raises(AssertionError, match="64 are the most"):
-            assert_tree(np.tri(65, dtype=np.bool_), 65)
+            tree_masks(np.array([65]), [np.tri(65, dtype=np.bool_)])
 
 
 tree_shapes = st.tuples(st.integers(0, 40), st.integers(1, 20), st.booleans())

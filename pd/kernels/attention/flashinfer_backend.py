@@ -34,7 +34,7 @@ from pd.kernels.attention.flashinfer_graphs import (
     pinned,
 )
 from pd.kernels.attention.page_tables import PageTables
-from pd.kernels.attention.trees import assert_tree, branching
+from pd.kernels.attention.trees import branching
 from pd.kernels.staging import GraphMemory, PinnedStaging
 
 if TYPE_CHECKING:
@@ -307,7 +307,6 @@ class _Part:
 def _packed_mask(start: int, tree: BoolArray | None) -> npt.NDArray[np.uint8]:
     """Pack what each token of a tree sees, row by row, the first key in the lowest bit."""
     assert tree is not None
-    assert_tree(tree, len(tree))
     seen = np.ones((len(tree), start + len(tree)), np.bool_)
     seen[:, start:] = tree
     return np.packbits(seen, bitorder="little")

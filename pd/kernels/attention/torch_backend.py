@@ -12,14 +12,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
 from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.torch_draft import TorchDraft
-from pd.kernels.attention.trees import assert_tree
+from pd.kernels.attention.trees import branching, tree_masks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from pd.kernels.attention.base import BoolArray, DraftAttention, Int64Array
+    from pd.kernels.attention.base import DraftAttention, Int64Array
 
 # Queries of a chunk are attended in blocks of this many, which bounds the mask's memory and skips
 # most of the keys that causality hides.
@@ -95,12 +95,15 @@ class TorchAttention(AttentionBackend):
             for members in _bucketed(decode[np.argsort(totals[decode], kind="stable")], totals)
         ]
         self._chunks = []
+        tree, masks = branching(batch.lengths, batch.trees), np.empty(0, np.int64)
+        if tree.any():
+            masks = tree_masks(batch.lengths, batch.trees)
         for i in np.flatnonzero(~single):
             first, start, length = int(firsts[i]), int(batch.starts[i]), int(batch.lengths[i])
             pages = self._tensor(tables.table(i))
-            tree = None if batch.trees is None else batch.trees[i]
-            mask = None if tree is None else self._tree_mask(start, length, tree)
-            self._chunks.append(_Chunk(first, first + length, start, pages, mask))
+            stop = first + length
+            mask = self._tree_mask(start, masks[first:stop]) if tree[i] else None
+            self._chunks.append(_Chunk(first, stop, start, pages, mask))
         self._causal = self._causal_mask(
             [chunk for chunk in self._chunks if chunk.start and chunk.tree is None]
         )
@@ -138,7 +141,7 @@ class TorchAttention(AttentionBackend):
         width = pages.shape[1] * tables.page_size
         if int(lengths.min()) < width:
             hidden = self._tensor(np.arange(width) >= lengths[:, None])
-            mask = additive(hidden, self._dtype)[:, None, None, :]
+            mask = _additive(hidden, self._dtype)[:, None, None, :]
         in_order = len(rows) == num_tokens and bool((rows[1:] > rows[:-1]).all())
         return _DecodeBucket(
             None if in_order else self._tensor(rows), self._tensor(pages.ravel()), mask, len(rows)
@@ -151,12 +154,8 @@ class TorchAttention(AttentionBackend):
         with one token per sequence they all see the same keys, and K and V need no repetition."""
         kv_heads, head_dim = keys.shape[1:]
         grouped = q.view(bucket.size, kv_heads, -1, head_dim)
-        k, v = (
-            gather_pages(x, bucket.pages, self.pool.page_size).view(
-                bucket.size, -1, kv_heads, head_dim
-            )
-            for x in (keys, values)
-        )
+        k = self._gather(keys, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
+        v = self._gather(values, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
         out = scaled_dot_product_attention(
             grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bucket.mask
         )
@@ -182,8 +181,8 @@ class TorchAttention(AttentionBackend):
             k, v = _per_group(k[rows], group), _per_group(v[rows], group)
             result.copy_(scaled_dot_product_attention(query, k, v, is_causal=True))
             return
-        k = _per_group(gather_pages(keys, chunk.pages, self.pool.page_size), group)
-        v = _per_group(gather_pages(values, chunk.pages, self.pool.page_size), group)
+        k = _per_group(self._gather(keys, chunk.pages), group)
+        v = _per_group(self._gather(values, chunk.pages), group)
         length = chunk.stop - chunk.first
         if chunk.tree is not None:
             seen = chunk.start + length
@@ -206,10 +205,11 @@ class TorchAttention(AttentionBackend):
                 query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
             )
 
-    def _tree_mask(self, start: int, length: int, tree: BoolArray) -> torch.Tensor:
-        assert_tree(tree, length)
-        hidden = self._tensor(np.concatenate([np.zeros((length, start), np.bool_), ~tree], axis=1))
-        return additive(hidden, self._dtype)
+    def _tree_mask(self, start: int, masks: Int64Array) -> torch.Tensor:
+        """``masks``: those of the tree's tokens."""
+        tree = masks[:, None] >> np.arange(len(masks)) & 1
+        hidden = np.concatenate([np.zeros((len(masks), start), np.int64), 1 - tree], axis=1)
+        return _additive(self._tensor(hidden == 1), self._dtype)
 
     def _causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
         """Make one additive mask ``[QUERY_BLOCK, width]``; the mask of every block is a slice of
@@ -226,17 +226,16 @@ class TorchAttention(AttentionBackend):
         )
         return mask.triu_(width - QUERY_BLOCK + 1)
 
+    def _gather(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
+        paged = layer.view(-1, self.pool.page_size * layer.shape[1] * layer.shape[2])
+        return paged.index_select(0, pages).view(-1, *layer.shape[1:])
+
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def gather_pages(layer: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
-    paged = layer.view(-1, page_size * layer.shape[1] * layer.shape[2])
-    return paged.index_select(0, pages).view(-1, *layer.shape[1:])
-
-
-def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Make a mask for ``scaled_dot_product_attention`` that hides keys."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, float("-inf"))

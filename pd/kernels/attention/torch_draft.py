@@ -36,11 +36,10 @@ class TorchDraft(DraftAttention):
     def plan(self, limits: Int64Array, pages: Sequence[IntArray]) -> None:
         missing = self._rows - len(limits)
         assert missing >= 0, "more sequences than the graph has rows"
-        ends = extended(limits, missing, 1)
-        tables = padded_tables(self.pool, pages, ends)
+        limits = extended(limits, missing, 1)
+        tables = padded_tables(self.pool, pages, limits)
         self._pages = torch.from_numpy(tables.padded(np.arange(self._rows))).to(self._device)
-        self._ends = torch.from_numpy(ends).to(self._device)
-        self._limits = torch.from_numpy(extended(limits, missing, 0)).to(self._device)
+        self._limits = torch.from_numpy(limits).to(self._device)
 
     def locate(self) -> None:
         size = self.pool.page_size
@@ -75,4 +74,4 @@ class TorchDraft(DraftAttention):
         offsets = positions - self.bases[:, None]
         bits = (self.masks[:, None] >> offsets.clamp(0, MAX_TREE - 1)) & 1
         in_mask = (offsets < MAX_TREE) & (bits == 1)
-        return ((offsets < 0) | in_mask) & (positions < self._ends[:, None])
+        return ((offsets < 0) | in_mask) & (positions < self._limits[:, None])

@@ -27,19 +27,24 @@ def tree_masks(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) ->
         of more than :data:`MAX_TREE` tokens are meaningless.
     """
     firsts = np.cumsum(lengths) - lengths
-    index = np.arange(lengths.sum()) - np.repeat(firsts, lengths)
-    masks: Int64Array = (np.uint64(2) << index.astype(np.uint64)).view(np.int64) - 1
+    index = (np.arange(lengths.sum()) - np.repeat(firsts, lengths)).astype(np.uint64)
+    chains: Int64Array = (np.uint64(2) << index).view(np.int64) - 1
     if trees is None:
-        return masks
-    bits = np.zeros((len(masks), MAX_TREE), np.bool_)
-    is_tree = np.zeros(len(masks), np.bool_)
+        return chains
+    bits = np.zeros((len(chains), MAX_TREE), np.bool_)
+    is_tree = np.zeros(len(chains), np.bool_)
     for first, length, tree in zip(firsts.tolist(), lengths.tolist(), trees, strict=True):
         if tree is not None:
-            assert_tree(tree, length)
+            assert tree.shape == (length, length), f"a tree of {length} tokens is {tree.shape}"
+            assert length <= MAX_TREE, f"a tree of {length} tokens, and {MAX_TREE} are the most"
             bits[first : first + length, :length] = tree
             is_tree[first : first + length] = True
     packed = np.packbits(bits, axis=1, bitorder="little").view("<i8")[:, 0]
-    return np.where(is_tree, packed, masks)
+    masks = np.where(is_tree, packed, chains)
+    own = (np.uint64(1) << index).view(np.int64)
+    assert ((masks & own) == own).all(), "a token does not see itself"
+    assert not (masks & ~chains).any(), "a token sees one after it"
+    return masks
 
 
 def branching(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> BoolArray:
@@ -48,11 +53,3 @@ def branching(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> 
         return np.zeros(len(lengths), np.bool_)
     given = np.fromiter((tree is not None for tree in trees), np.bool_, len(lengths))
     return given & (lengths > 1)
-
-
-def assert_tree(tree: BoolArray, length: int) -> None:
-    """Assert that a matrix is a tree of ``length`` tokens: each sees itself and none after it."""
-    assert tree.shape == (length, length), f"a tree of {length} tokens has shape {tree.shape}"
-    assert length <= MAX_TREE, f"a tree of {length} tokens, and {MAX_TREE} are the most"
-    assert tree.diagonal().all(), "a token does not see itself"
-    assert not np.triu(tree, 1).any(), "a token sees one after it"

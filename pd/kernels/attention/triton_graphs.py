@@ -157,7 +157,7 @@ class TritonDraft(DraftAttention):
         ends = extended(limits, missing, 1)
         tables = padded_tables(self.pool, pages, ends)
         tiles = Tiles.single(ends, tables.offsets, ends)
-        arrays = [extended(limits, missing, 0).astype(np.int32), tables.offsets.astype(np.int32)]
+        arrays = [ends.astype(np.int32), tables.offsets.astype(np.int32)]
         self._limits, self._firsts = self._launch.plan(arrays, tiles, tables)
 
     def locate(self) -> None:

@@ -24,9 +24,10 @@ FIELDS = 9
 
 @triton.jit
 def _sees(mask, offset):
-    """Whether the key ``offset`` positions behind the base of an int64 mask is visible."""
+    """Whether the key ``offset`` positions behind the base of an int64 mask is visible, if there
+    is a bit for it."""
     bit = tl.minimum(tl.maximum(offset, 0), 63).to(tl.int64)
-    return (offset < 0) | ((offset < 64) & (((mask >> bit) & 1) == 1))
+    return (offset < 0) | (((mask >> bit) & 1) == 1)
 
 
 @triton.jit
@@ -67,9 +68,9 @@ def _attend_range(
         positions = start + tl.arange(0, BLOCK_N)
         if MASKED:
             there = positions < end
+            pages = tl.load(table + positions // PAGE_SIZE, mask=there, other=0)
             if SEEN == "drafts":
                 there = there & _sees(reach, positions - base)
-            pages = tl.load(table + positions // PAGE_SIZE, mask=there, other=0)
         else:
             pages = tl.load(table + positions // PAGE_SIZE)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
@@ -253,7 +254,7 @@ def paged_attention(
         base += 1
     elif SEEN == "drafts":
         base = tl.minimum(tl.load(bases + row), end).to(tl.int32)
-        end = tl.minimum(end, base + 64)
+        end = tl.minimum(end, base + 64)  # the bits of a mask
         reach = tl.load(masks + row)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
