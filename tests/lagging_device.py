@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pd.engine.sampler import Draw
+    from pd.engine.sampler import PreparedDraws
     from pd.launch import NodeServer
 
 
@@ -91,8 +91,9 @@ class LaggingDevice:
         rows = list(range(sum(item.num_logits for item in items)))
         return _LaterLogits(_Later(self._queue, compute), rows, self._device)
 
-    def _sample_later(self, logits: _LaterLogits, draw: Draw) -> Any:
-        draw = replace(draw, states=[copy.copy(state) for state in draw.states])
+    def _sample_later(self, logits: _LaterLogits, draw: PreparedDraws) -> Any:
+        states = [each._replace(state=copy.copy(each.state)) for each in draw.draws]
+        draw = replace(draw, draws=states)
 
         def compute() -> Any:
             return self._sample(logits.get(), _with_tokens(draw))
@@ -100,7 +101,7 @@ class LaggingDevice:
         return _LaterSamples(_Later(self._queue, compute))
 
 
-def _with_tokens(draw: Draw) -> Draw:
+def _with_tokens(draw: PreparedDraws) -> PreparedDraws:
     """The draw with the tokens of the step before it, which is computed by now."""
     penalized = draw.penalized
     if penalized is None or penalized.previous is None:

@@ -84,7 +84,7 @@ class ChunkGraphs:
 
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         """Whether this is one short chunk of which at most the last token's logits are wanted."""
-        if not self._graphs or len(items) != 1 or items[0].tree is not None:
+        if not self._graphs or len(items) != 1 or items[0].branches:
             return False
         return len(items[0].token_ids) <= SIZES[-1] and items[0].num_logits <= 1
 

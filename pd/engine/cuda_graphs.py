@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from pd.engine.device_copy import to_device
-from pd.engine.model_runner import hide_tokens, reread_rows
+from pd.engine.model_runner import hide_tokens, reread_rows, token_positions
 from pd.kernels.attention.base import VerifyAttention
 from pd.kernels.attention.trees import MAX_TREE
 
@@ -189,12 +189,13 @@ class DecodeGraphs:
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         """Whether these are so few tokens, all of whose logits are wanted, and one of each sequence
         or, where such steps were captured, at most :data:`MAX_TREE`."""
-        most = MAX_TREE if self._several else 1
-        count = sum(len(item.token_ids) for item in items)
-        return count <= self.sizes[-1] and all(
-            len(item.token_ids) <= most and item.num_logits == len(item.token_ids) - item.reread
-            for item in items
-        )
+        most, total = MAX_TREE if self._several else 1, 0
+        for item in items:
+            count = len(item.token_ids)
+            total += count
+            if count > most or item.num_logits != count - item.reread:
+                return False
+        return total <= self.sizes[-1]
 
     def run(
         self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
@@ -211,10 +212,8 @@ class DecodeGraphs:
         places[:] = 2 * rows + np.arange(rows)
         tokens[:count] = token_ids
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
-        if self._several:
-            positions[:count] = np.concatenate([item.positions() for item in items])
-        else:
-            positions[:count] = starts
+        lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
+        positions[:count] = token_positions(items, starts, lengths) if self._several else starts
         if self._eagle is not None:
             inputs[3, :count] = self._eagle.places_before(items)
         previous = np.flatnonzero(tokens < 0)
@@ -226,8 +225,9 @@ class DecodeGraphs:
             self._previous[: len(known)].copy_(known)
         pages = [item.pages for item in items]
         if isinstance(graph.attention, VerifyAttention):
-            lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
-            trees = [item.visible() for item in items]
+            trees = None
+            if any(item.branches for item in items):
+                trees = [item.visible() for item in items]
             graph.attention.plan(starts, lengths, pages, trees)
             reread = reread_rows(items, self._device)
             if reread is not None:
@@ -238,11 +238,10 @@ class DecodeGraphs:
         if self._eagle is not None:
             self._eagle.fused = self._fused[:rows]
         logits = graph.logits[:count]
-        wanted = [item.num_logits for item in items]
-        if sum(wanted) == count:
+        hidden = [item.reread for item in items]
+        if not any(hidden):
             return logits
-        ends = np.cumsum([len(item.token_ids) for item in items])
-        chosen = np.concatenate(
-            [np.arange(end - n, end) for end, n in zip(ends.tolist(), wanted, strict=True)]
-        )
+        wanted = np.ones(count, np.bool_)
+        wanted[(np.cumsum(lengths) - lengths)[hidden]] = False
+        chosen = np.flatnonzero(wanted)
         return logits.index_select(0, to_device(chosen, torch.int64, self._device))

@@ -153,14 +153,15 @@ class EagleWriter:
         """For each token of ``items`` the index, among the rows of :attr:`carried` and then those
         of :attr:`fused`, of the state of the token before it. That of a token which is computed
         once more is arbitrary, since its K and V are not kept."""
-        first = len(self.carried)
-        places = []
-        for item in items:
-            own = first + item.predecessors()
-            own[0] = item.carried
-            places.append(own)
-            first += len(item.token_ids)
-        return np.concatenate(places)
+        lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
+        ends, first = np.cumsum(lengths), len(self.carried)
+        places: Int64Array = np.arange(first - 1, first - 1 + ends[-1])
+        places[ends - lengths] = [item.carried for item in items]
+        for item, end in zip(items, ends.tolist(), strict=True):
+            if item.tree is not None and not item.tree.is_chain:
+                guesses = end - item.tree.size
+                places[guesses:end] = first + guesses + item.tree.parents
+        return places
 
     def keep(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Carry states over to the next pass.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pd.engine.chunk_graphs import ChunkGraphs
     from pd.engine.cuda_graphs import DecodeGraphs
+    from pd.engine.draft_tree import DraftTree
     from pd.engine.eagle import EagleWriter
     from pd.engine.kv_pool import KVPool
     from pd.kernels.attention import AttentionBackend
@@ -44,9 +45,7 @@ class ForwardItem:
         pages: page table, int32, covering ``start + len(token_ids)`` tokens at least.
         num_logits: number of the last new tokens whose logits are wanted; 0 for a chunk that does
             not end the prompt.
-        tree: for drafted tokens, which are the last of ``token_ids``: their ``parents`` (see
-            :class:`pd.speculative.draft.Draft`), int32. None where each token follows the one
-            before it.
+        tree: shape of the drafted tokens, which are the last of ``token_ids``; None without any.
         reread: the first token is in the pool already and is computed for its hidden state alone:
             its K and V go to the pool's extra page.
         carried: row of :attr:`pd.engine.eagle.EagleWriter.carried` with the state of the token
@@ -57,38 +56,37 @@ class ForwardItem:
     start: int
     pages: IntArray
     num_logits: int = 1
-    tree: IntArray | None = None
+    tree: DraftTree | None = None
     reread: bool = False
     carried: int = 0
 
-    def predecessors(self) -> Int64Array:
-        """For each new token the index of the new token that it follows; -1 for the first."""
-        found: Int64Array = np.arange(-1, len(self.token_ids) - 1)
-        if self.tree is not None:
-            root = len(self.token_ids) - len(self.tree) - 1
-            found[root + 1 :] = root + 1 + self.tree
-        return found
-
-    def positions(self) -> Int64Array:
-        """Positions of the new tokens in the sequence that each of them continues."""
-        count = len(self.token_ids)
-        if self.tree is None:
-            return np.arange(self.start, self.start + count)
-        found = np.empty(count, np.int64)
-        for index, before in enumerate(self.predecessors().tolist()):
-            found[index] = self.start if before < 0 else found[before] + 1
-        return found
+    @property
+    def branches(self) -> bool:
+        """Whether some new token does not follow the one before it."""
+        return self.tree is not None and not self.tree.is_chain
 
     def visible(self) -> BoolArray | None:
         """What the new tokens see of one another, as
         :class:`pd.kernels.attention.AttentionBatch` wants it."""
-        if self.tree is None:
+        if self.tree is None or self.tree.is_chain:
             return None
-        seen = np.eye(len(self.token_ids), dtype=np.bool_)
-        for index, before in enumerate(self.predecessors().tolist()):
-            if before >= 0:
-                seen[index] |= seen[before]
+        root = len(self.token_ids) - self.tree.size - 1
+        seen = np.tri(len(self.token_ids), dtype=np.bool_)
+        seen[root:, root:] = self.tree.visible
         return seen
+
+
+def token_positions(
+    items: Sequence[ForwardItem], starts: Int64Array, lengths: Int64Array
+) -> Int64Array:
+    """Positions of the tokens of a step in the sequences that they continue, int64 ``[tokens]``."""
+    ends = np.cumsum(lengths)
+    positions: Int64Array = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+    for item, end in zip(items, ends.tolist(), strict=True):
+        if item.tree is not None and not item.tree.is_chain:
+            root = end - item.tree.size - 1
+            positions[root + 1 : end] = positions[root] + item.tree.depths
+    return positions
 
 
 class PlannedLate(PlannedAttention):
@@ -247,11 +245,9 @@ class ModelRunner:
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
         trees = None
         ends = np.cumsum(lengths)
-        if any(item.tree is not None for item in items):
+        positions = token_positions(items, starts, lengths)
+        if any(item.branches for item in items):
             trees = [item.visible() for item in items]
-            positions = np.concatenate([item.positions() for item in items])
-        else:
-            positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
         batch = AttentionBatch(starts, lengths, [item.pages for item in items], trees)
         wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
         assert (wanted <= lengths).all(), "more logits wanted than tokens computed"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.engine.sampling_state import SamplingState
+    from pd.engine.sampling_state import Draw, SamplingState
 
 # Rows of the table at first; it grows by doubling.
 _FIRST_ROWS = 4
@@ -74,8 +74,7 @@ class Penalties:
 
     def prepare(
         self,
-        states: Sequence[SamplingState],
-        follows: Sequence[int | None],
+        draws: Sequence[Draw],
         previous: torch.Tensor | None,
         drafts: torch.Tensor | None,
     ) -> PenalizedRows | None:
@@ -83,18 +82,21 @@ class Penalties:
         have output since their last step is taken from them.
 
         Args:
-            states: in the order of the rows.
-            follows: for each row, the row of ``previous`` whose token comes before it and was not
-                observed yet, or None.
-            previous: tokens sampled by the previous step, int64 on the device.
-            drafts: tokens that ``SamplingState.drafted`` refers to, int64 on the device.
+            draws: of the step, in the order of its rows.
+            previous: tokens that ``Draw.follows`` refers to, int64 on the device.
+            drafts: tokens that ``Draw.first`` refers to, int64 on the device.
         """
-        penalized = [(row, state) for row, state in enumerate(states) if state.has_penalties]
-        if not penalized:
+        if not any(draw.state.has_penalties for draw in draws):
             return None
+        rows, places = list[int](), list[int]()
+        penalties: list[tuple[float, float, float]] = []
         fresh, prompt, output, following, drafted = [], _Pairs(), _Pairs(), _Pairs(), _Pairs()
-        for index, (row, state) in enumerate(penalized):
-            choice = state.base
+        row = 0
+        for draw in draws:
+            choice = draw.state
+            first, row = row, row + draw.num_rows
+            if not choice.has_penalties:
+                continue
             if choice.penalty_row is None:
                 choice.penalty_row = self._take_row(choice)
                 fresh.append(choice.penalty_row)
@@ -102,18 +104,26 @@ class Penalties:
             place = choice.penalty_row
             output.add(place, choice.uncounted)
             choice.uncounted.clear()
-            before = follows[row]
-            if before is not None:
-                following.add(place, [before])
+            if draw.follows is not None:
+                following.add(place, [draw.follows])
                 choice.counted_ahead += 1
-            drafted.add(index, state.drafted)
-        params = [state.params for _, state in penalized]
+            drafted.add(len(rows), range(draw.first, draw.first + draw.drawn))
+            if draw.tree is not None:
+                for guess, path in enumerate(draw.tree.paths):
+                    drafted.add(len(rows) + 1 + guess, [draw.first + index for index in path])
+            rows += range(first, row)
+            places += [place] * draw.num_rows
+            p = choice.params
+            penalties += [
+                (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            ] * draw.num_rows
+        repetition, frequency, presence = zip(*penalties, strict=True)
         return PenalizedRows(
-            rows=self._index([row for row, _ in penalized]),
-            places=self._index([state.base.penalty_row or 0 for _, state in penalized]),
-            repetition=self._floats([p.repetition_penalty for p in params]),
-            frequency=self._floats([p.frequency_penalty for p in params]),
-            presence=self._floats([p.presence_penalty for p in params]),
+            rows=self._index(rows),
+            places=self._index(places),
+            repetition=self._floats(repetition),
+            frequency=self._floats(frequency),
+            presence=self._floats(presence),
             fresh=self._index(fresh),
             prompt=prompt.on(self._device),
             output=output.on(self._device),

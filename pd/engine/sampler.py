@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,22 +11,22 @@ import torch
 from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.penalties import PenalizedRows, Penalties
-from pd.engine.sampling_state import SamplingState
+from pd.engine.sampling_state import Draw, SamplingState
 from pd.kernels.sampling import sample_rows
 from pd.kernels.staging import PinnedStaging
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
     IntArray = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
 
-__all__ = ["Draw", "PromptLogprobs", "SampledToken", "Sampler", "Samples", "SamplingState"]
+__all__ = ["PromptLogprobs", "SampledToken", "Sampler", "Samples"]
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The token of a row, or the reason why there is none.
 
     Attributes:
@@ -118,17 +118,18 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draw:
-    """The inputs of sampling besides logits, for the rows of a step. The tensors are arguments of
+class PreparedDraws:
+    """The inputs of sampling besides logits. The tensors are arguments of
     :func:`pd.kernels.sampling.sample_rows`, on the device.
 
     Attributes:
-        ahead: for each row, whether one token before it was not observed yet, 0 or 1.
+        draws: in the order of their rows.
+        counts: rows of each, int64.
         penalized: rows with penalties, or None.
     """
 
-    states: Sequence[SamplingState]
-    ahead: Sequence[int]
+    draws: Sequence[Draw]
+    counts: Int64Array
     penalized: PenalizedRows | None
     temperatures: torch.Tensor
     noise_at: torch.Tensor
@@ -152,72 +153,72 @@ class Sampler:
         self._penalties = Penalties(vocab_size, self._device)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """Call :meth:`prepare` and :meth:`launch`, and return the result."""
-        return self.launch(logits, self.prepare(states)).result()
+        """Draw a token for each row of ``logits``, and return them."""
+        draws = [Draw(state) for state in states]
+        return self.launch(logits, self.prepare(draws)).result()
 
     @torch.inference_mode()
     def prepare(
         self,
-        states: Sequence[SamplingState],
-        follows: Sequence[int | None] | None = None,
+        draws: Sequence[Draw],
         previous: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
-    ) -> Draw:
-        """Upload the inputs of :meth:`launch` for these rows, best before the step that computes
-        their logits is launched. Every draw is launched, in the order in which they are prepared.
+    ) -> PreparedDraws:
+        """Upload the inputs of :meth:`launch`, best before the step that computes the logits is
+        launched. All that is prepared is launched, in the same order.
 
         Args:
-            states: in the order of the rows. What penalties count moves from them to the device.
-            follows: for each row, the row of ``previous`` whose token comes before it and was not
-                observed yet, or None; by default None for all.
-            previous: :attr:`Samples.tokens` of the previous step.
-            drafts: tokens that ``SamplingState.drafted`` refers to, int64 on the device.
+            draws: in the order of the rows. What penalties count moves from their states to the
+                device.
+            previous: :attr:`Samples.tokens` of the previous step, to which ``Draw.follows`` refers.
+            drafts: drafted tokens to which ``Draw.first`` refers, int64 on the device.
         """
-        follows = follows or [None] * len(states)
-        ahead = [0 if row is None else 1 for row in follows]
         vocab = self._vocab_size
-        params = [state.params for state in states]
-        noise_at = [
-            (state.seed, state.position(count)) for state, count in zip(states, ahead, strict=True)
+        params = [draw.state.params for draw in draws]
+        noise_at = [(draw.state.seed, draw.state.position(draw.ahead)) for draw in draws]
+        arrays: list[npt.NDArray[Any]] = [
+            np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
+            np.array(noise_at, np.int64).reshape(-1, 2),
+            np.array([min(p.top_k or vocab, vocab) for p in params], np.int64),
+            np.array([p.top_p for p in params], np.float32),
+            np.array([p.min_p for p in params], np.float32),
         ]
-        tensors = self._staging.upload(
-            [
-                np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
-                np.array(noise_at, np.int64).reshape(-1, 2),
-                np.array([min(p.top_k or vocab, vocab) for p in params], np.int64),
-                np.array([p.top_p for p in params], np.float32),
-                np.array([p.min_p for p in params], np.float32),
-            ]
-        )
-        penalized = self._penalties.prepare(states, follows, previous, drafts)
-        return Draw(states, ahead, penalized, *tensors)
+        counts = np.array([draw.num_rows for draw in draws], np.int64)
+        if len(draws) and counts.max() > 1:
+            arrays = [np.repeat(array, counts, axis=0) for array in arrays]
+            for draw, end in zip(draws, np.cumsum(counts).tolist(), strict=True):
+                if draw.tree is not None:
+                    arrays[1][end - draw.tree.size : end, 1] += draw.tree.depths
+        tensors = self._staging.upload(arrays)
+        penalized = self._penalties.prepare(draws, previous, drafts)
+        return PreparedDraws(draws, counts, penalized, *tensors)
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, draw: Draw) -> Samples:
+    def launch(self, logits: torch.Tensor, prepared: PreparedDraws) -> Samples:
         """Choose a token for each row; on a GPU this is only queued.
 
         Args:
             logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
-            draw: made for ``n`` states. Without states, too, the result is ready only when
-                everything queued before is done.
+            prepared: for ``n`` rows. Without rows, too, the result is ready only when everything
+                queued before is done.
         """
-        states = draw.states
-        assert logits.shape == (len(states), self._vocab_size)
-        if not states:
+        draws, rows = prepared.draws, int(prepared.counts.sum())
+        assert logits.shape == (rows, self._vocab_size)
+        if not draws:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
             return Samples(nothing, nothing.bool(), None)
-        params = [state.params for state in states]
+        params = [draw.state.params for draw in draws]
         tokens, finite = sample_rows(
-            self._adjust(logits, draw),
-            draw.temperatures,
-            draw.noise_at,
-            draw.top_k,
-            draw.top_p,
-            draw.min_p,
+            self._adjust(logits, prepared),
+            prepared.temperatures,
+            prepared.noise_at,
+            prepared.top_k,
+            prepared.top_p,
+            prepared.min_p,
             any_random=not all(p.greedy for p in params),
             any_filter=any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params),
         )
-        return Samples(tokens, finite, self._logprobs(logits, tokens, states))
+        return Samples(tokens, finite, self._logprobs(logits, tokens, prepared))
 
     @torch.inference_mode()
     def prompt_logprobs(
@@ -235,25 +236,35 @@ class Sampler:
         return PromptLogprobs(_RowLogprobs.of(logits, chosen, rows, [top_n] * len(targets)))
 
     def _logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, states: Sequence[SamplingState]
+        self, logits: torch.Tensor, tokens: torch.Tensor, prepared: PreparedDraws
     ) -> _RowLogprobs | None:
-        asked = [i for i, state in enumerate(states) if state.params.logprobs]
+        asked, counts = list[int](), list[int]()
+        for draw, rows in _rows_of(prepared):
+            if draw.state.params.logprobs:
+                asked += rows
+                counts += [draw.state.params.top_logprobs] * len(rows)
         if not asked:
             return None
-        rows = self._index(asked)
-        counts = [states[i].params.top_logprobs for i in asked]
-        return _RowLogprobs.of(logits.index_select(0, rows), tokens[rows], asked, counts)
+        rows_there = self._index(asked)
+        chosen = logits.index_select(0, rows_there)
+        return _RowLogprobs.of(chosen, tokens[rows_there], asked, counts)
 
-    def _adjust(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+    def _adjust(self, logits: torch.Tensor, prepared: PreparedDraws) -> torch.Tensor:
         """Apply penalties, bias and minimum length to the rows that ask for them."""
-        rows = list(enumerate(draw.states))
-        biased = [(i, s) for i, s in rows if s.params.logit_bias]
-        shortest = [(i, s) for i, s in rows if s.must_continue(draw.ahead[i])]
-        if not (draw.penalized or biased or shortest):
+        biased, shortest = list[tuple[int, SamplingState]](), list[tuple[int, SamplingState]]()
+        for draw, rows in _rows_of(prepared):
+            state, ahead = draw.state, draw.ahead
+            if state.params.logit_bias:
+                biased += [(row, state) for row in rows]
+            if state.must_continue(ahead):
+                depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
+                pairs = zip(rows, depths, strict=True)
+                shortest += [(row, state) for row, d in pairs if state.must_continue(ahead + d)]
+        if not (prepared.penalized or biased or shortest):
             return logits
         logits = logits.to(torch.float32, copy=True)
-        if draw.penalized is not None:
-            self._penalties.apply(logits, draw.penalized)
+        if prepared.penalized is not None:
+            self._penalties.apply(logits, prepared.penalized)
         if biased:
             places = np.repeat([i for i, _ in biased], [len(s.bias_ids) for _, s in biased])
             ids = np.concatenate([s.bias_ids for _, s in biased])
@@ -270,3 +281,11 @@ class Sampler:
 
     def _floats(self, values: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
         return to_device(values, torch.float32, self._device)
+
+
+def _rows_of(prepared: PreparedDraws) -> Iterator[tuple[Draw, range]]:
+    """Each draw with its rows."""
+    row = 0
+    for draw, count in zip(prepared.draws, prepared.counts.tolist(), strict=True):
+        yield draw, range(row, row + count)
+        row += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,38 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.sampling_params import SamplingParams
+    from pd.engine.draft_tree import DraftTree
 
     IntArray = npt.NDArray[np.int32]
+
+
+class Draw(NamedTuple):
+    """Tokens that one choice draws in a step: one row of logits, or one more for each guess of a
+    draft.
+
+    Attributes:
+        follows: row of the previous step's samples whose token comes before and was not observed
+            yet, or None.
+        tree: guesses, after each of which a token is drawn as if it were right; None without any.
+        first: where these guesses are among the step's drafted tokens.
+        drawn: guesses from there on that are taken to come before the only row; without a tree.
+    """
+
+    state: SamplingState
+    follows: int | None = None
+    tree: DraftTree | None = None
+    first: int = 0
+    drawn: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Tokens between those observed and the first row's."""
+        return self.drawn + (self.follows is not None)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of logits."""
+        return 1 if self.tree is None else 1 + self.tree.size
 
 
 class SamplingState:
@@ -33,8 +63,6 @@ class SamplingState:
         uncounted: output tokens for :class:`pd.engine.penalties.Penalties` to count.
         counted_ahead: tokens which that has counted, and which were not observed yet.
         penalty_row: where it counts them, or None.
-        drafted: where the tokens are that are taken to come after those observed: indices of the
-            step's drafted tokens, which the device has (see :meth:`after`).
     """
 
     def __init__(
@@ -61,8 +89,6 @@ class SamplingState:
         self.has_penalties = repeats or bool(params.frequency_penalty or params.presence_penalty)
         # Sorted and never written to, because all choices of a request share it.
         self.prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
-        self._base: SamplingState | None = None
-        self.drafted: tuple[int, ...] = ()
         self._forget_output()
 
     def position(self, ahead: int = 0) -> int:
@@ -76,11 +102,6 @@ class SamplingState:
             return False
         return self.num_output_tokens + ahead < self.params.min_tokens
 
-    @property
-    def base(self) -> SamplingState:
-        """The state without drafted tokens."""
-        return self if self._base is None else self._base
-
     def observe(self, token: int) -> Finish | None:
         """Count an output token. Returns the reason if the choice ends with it, else None."""
         self.num_output_tokens += 1
@@ -93,27 +114,6 @@ class SamplingState:
         if self.num_output_tokens >= self.params.max_tokens:
             return Finish("length")
         return None
-
-    def along(self, parents: IntArray, first: int) -> list[SamplingState]:
-        """This state, and the state after each token of a draft.
-
-        Args:
-            parents: see :class:`pd.speculative.draft.Draft`.
-            first: index of the draft's first token among the step's drafted tokens.
-        """
-        states = [self]
-        for index, parent in enumerate(parents.tolist()):
-            states.append(states[parent + 1].after(first + index))
-        return states
-
-    def after(self, place: int) -> SamplingState:
-        """The state as it would be if the step's drafted token ``place`` were observed next; this
-        one stays as it is. Only for sampling: tokens are observed by the state itself."""
-        made = copy(self)
-        made._base = self.base
-        made.drafted = (*self.drafted, place)
-        made.num_output_tokens += 1
-        return made
 
     def fork(self, index: int) -> SamplingState:
         """Make the state of choice ``index`` of the same request, with its own seed and no

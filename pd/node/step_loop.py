@@ -159,7 +159,7 @@ class StepLoop(threading.Thread):
             logger.exception("a step failed")
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
-        if any(work.num_drafted for work in step.works):
+        if any(work.draft is not None for work in step.works):
             took = time.monotonic() - step.began - step.draft_seconds
             self._core.metrics.speculation.observe_step(step.draft_seconds, took)
         with self._events.event():

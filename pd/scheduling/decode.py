@@ -12,7 +12,9 @@ from pd.core.errors import NodeFailedError
 from pd.core.messages import Output, Stages
 from pd.core.request import RequestState, Sequence
 from pd.core.sampling_params import choice_seed
-from pd.engine.sampler import SampledToken, SamplingState
+from pd.engine.sampler import SampledToken
+from pd.engine.sampling_state import SamplingState
+from pd.scheduling.metrics import VerifiedDrafts
 from pd.scheduling.reserve import DecodeReserve
 from pd.scheduling.step import Work
 
@@ -59,6 +61,7 @@ class DecodeScheduler:
         self.waiting: deque[Sequence] = deque()
         self.retracted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._drafts = VerifiedDrafts()
         # Whether a sequence here waits for pages: those that come free are not for new requests.
         self.lacks_memory = False
 
@@ -218,7 +221,7 @@ class DecodeScheduler:
             return False
         if self.retracted or self._memory.available < len(self.running):
             return False
-        return all(work.is_decode and not work.num_drafted for work in launched)
+        return all(work.is_decode and work.draft is None for work in launched)
 
     def _admit(self) -> None:
         """Start sequences that have their pages or get them, retracted ones first.
@@ -309,6 +312,7 @@ class DecodeScheduler:
 
     def process(self, works: list[Work]) -> None:
         """Account for a completed step."""
+        self._drafts = VerifiedDrafts()
         for work in works:
             sequence = work.sequence
             if sequence.launched is work:
@@ -322,6 +326,7 @@ class DecodeScheduler:
             sequence.num_computed = work.stop
             if work.sampled:
                 self._take_tokens(sequence, work)
+        self._metrics.speculation.observe(self._drafts)
 
     def _take_tokens(self, sequence: Sequence, work: Work) -> None:
         """Append the sampled token; after a draft, the tokens that it foretold and the next one."""
@@ -340,9 +345,9 @@ class DecodeScheduler:
         sequence.num_computed += len(taken) - 1
         if sequence.carried is not None:
             sequence.carried.stop = sequence.num_computed
-        if work.num_drafted:
-            self._lengths.observe(sequence, work.num_drafted, len(accepted))
-            self._metrics.speculation.observe(work.num_drafted, min(len(accepted), len(taken)))
+        if work.draft is not None:
+            self._lengths.observe(sequence, work.draft.size, len(accepted))
+            self._drafts.add(work.draft.size, min(len(accepted), len(taken)))
         self._emit(sequence, taken, finish)
         if finish is not None:
             sequence.finished = True

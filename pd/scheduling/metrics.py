@@ -68,6 +68,28 @@ class TransferMetrics:
             self._rate.labels(backend).observe(num_bytes / times.wire / 1e9)
 
 
+class VerifiedDrafts:
+    """Drafts that one step verified.
+
+    Attributes:
+        drafts: how many; ``drafted`` is the number of their tokens.
+        accepted: number of accepted tokens by their depth in the draft.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = self.drafted = 0
+        self.accepted: list[int] = []
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a draft."""
+        self.drafts += 1
+        self.drafted += drafted
+        while len(self.accepted) < accepted:
+            self.accepted.append(0)
+        for position in range(accepted):
+            self.accepted[position] += 1
+
+
 class SpeculationMetrics:
     """Drafted and accepted tokens. Tokens per verified draft, the model's own among them, are
     ``1 + accepted / drafts``."""
@@ -81,6 +103,8 @@ class SpeculationMetrics:
             ["position"],
             registry=registry,
         )
+        # By position; looking a label up takes longer than counting.
+        self._accepted_at: list[Counter] = []
         self._steps = Counter("pd_speculative_steps", "Steps with drafts", registry=registry)
         self._seconds = Counter(
             "pd_speculative_step_seconds",
@@ -95,12 +119,16 @@ class SpeculationMetrics:
         self._seconds.labels("draft").inc(draft_seconds)
         self._seconds.labels("verify").inc(verify_seconds)
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
-        self._drafts.inc()
-        self._drafted.inc(drafted)
-        for position in range(accepted):
-            self._accepted.labels(position).inc()
+    def observe(self, verified: VerifiedDrafts) -> None:
+        """Drafts of a step were verified."""
+        if not verified.drafts:
+            return
+        self._drafts.inc(verified.drafts)
+        self._drafted.inc(verified.drafted)
+        for position, count in enumerate(verified.accepted):
+            if position == len(self._accepted_at):
+                self._accepted_at.append(self._accepted.labels(position))
+            self._accepted_at[position].inc(count)
 
 
 class RequestMetrics:

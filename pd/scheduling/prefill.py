@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.request import Request, RequestState
-from pd.engine.sampler import SamplingState
+from pd.engine.sampling_state import SamplingState
 from pd.scheduling.step import Work
 from pd.scheduling.waiting_queue import WINDOW, reusable_tokens
 

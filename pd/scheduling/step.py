@@ -18,6 +18,7 @@ from pd.core.messages import TokenLogprobs
 from pd.core.seldom import Seldom
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.model_runner import ForwardItem
+from pd.engine.sampling_state import Draw
 from pd.speculative.drafter import DraftRequest, StepOnDevice
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from pd.core.request import Sequence
     from pd.engine.model_runner import ModelRunner
-    from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples, SamplingState
+    from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples
+    from pd.engine.sampling_state import SamplingState
     from pd.engine.tensor_parallel.leader import LeadingRunner
     from pd.speculative.draft import Draft, DraftedTokens
     from pd.speculative.drafter import Drafter
@@ -83,7 +85,7 @@ class Work:
     @property
     def num_drafted(self) -> int:
         """Number of guesses."""
-        return 0 if self.draft is None else len(self.draft)
+        return 0 if self.draft is None else self.draft.tree.size
 
     @property
     def num_logits(self) -> int:
@@ -130,10 +132,11 @@ class Work:
         if sequence.carried is not None:
             item.carried = sequence.carried.row
         if self.draft is not None:
-            drafted = -1 - np.arange(first_draft, first_draft + len(self.draft))
-            item.token_ids = np.concatenate([token_ids, drafted.astype(np.int32)])
-            if not self.draft.is_chain:
-                item.tree = self.draft.parents
+            tree, known = self.draft.tree, len(token_ids)
+            item.token_ids = np.empty(known + tree.size, np.int32)
+            item.token_ids[:known] = token_ids
+            item.token_ids[known:] = np.arange(-1 - first_draft, -1 - first_draft - tree.size, -1)
+            item.tree = tree
         return item
 
 
@@ -183,9 +186,9 @@ class _DeviceTokens:
         if any(work.follows is not None for work in works):
             assert previous is not None
             parts.append(previous.samples.tokens)
-        self._first_draft = sum(len(part) for part in parts)
         self._places: dict[DraftedTokens, int] = {}
         batches = {work.draft.batch: None for work in works if work.draft is not None}
+        self._first_draft = sum(len(part) for part in parts) if batches else 0
         place = 0
         for batch in batches:
             self._places[batch] = place
@@ -237,26 +240,26 @@ def launch(
     known = _DeviceTokens(previous, works)
     items = [known.item(work) for work in works]
     rows: list[int] = []
-    states: list[SamplingState] = []
-    follows: list[int | None] = []
+    draws: list[Draw] = []
     offset = stop = 0
     roots: list[int] = []
     for work, item in zip(works, items, strict=True):
+        draft, follows = work.draft, None if work.follows is None else work.follows.row
         offset += item.num_logits
         stop += len(item.token_ids)
-        roots.append(stop - work.num_drafted - 1)
         work.row = len(rows)
-        if work.draft is not None:
-            rows += range(offset - item.num_logits, offset)
-            states += work.samples[0].along(work.draft.parents, known.place(work.draft))
-            if simulate is not None:
-                work.forced = simulate(len(work.draft))
-        else:
+        if draft is None:
+            roots.append(stop - 1)
             rows += [offset - 1] * len(work.samples)
-            states += work.samples
-        follows += [None if work.follows is None else work.follows.row] * work.num_sampled
+            draws += [Draw(state, follows) for state in work.samples]
+            continue
+        roots.append(stop - draft.tree.size - 1)
+        rows += range(offset - item.num_logits, offset)
+        draws.append(Draw(work.samples[0], follows, draft.tree, known.place(draft)))
+        if simulate is not None:
+            work.forced = simulate(draft.tree.size)
     before = None if previous is None else previous.samples.tokens
-    draw = sampler.prepare(states, follows, before, known.drafts)
+    prepared = sampler.prepare(draws, before, known.drafts)
     logits = runner.forward(items, on_layers_done, known.tokens)
     prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
     if rows != list(range(len(logits))):
@@ -265,7 +268,7 @@ def launch(
         work.follows = None  # a chain of works would keep all earlier ones in memory
     # NOTE: sampling is launched even if no work samples. Pages must not change their owner before
     # the step is over, which the host sees by the samples.
-    samples = sampler.launch(logits, draw)
+    samples = sampler.launch(logits, prepared)
     drafted = known.missing, HostCopy([batch.tokens for batch in known.missing])
     if drafter is not None:
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]

@@ -13,7 +13,7 @@ import numpy as np
 from pd.core.request import Request, Sequence
 from pd.core.sampling_params import SamplingParams
 from pd.engine.model_runner import ForwardItem
-from pd.engine.sampling_state import SamplingState
+from pd.engine.sampling_state import Draw, SamplingState
 from pd.speculative.adaptation import StepCosts
 from pd.speculative.drafter import DraftRequest
 
@@ -76,9 +76,9 @@ def _step(engine: Engine, sequences: int, tokens: int) -> None:
     places = np.arange(sequences * per_sequence) % engine.pool.num_pages
     pages = places.astype(np.int32).reshape(sequences, per_sequence)
     items = [ForwardItem(ids, 0, table, tokens) for table in pages]
-    states = [_state(engine)] * (sequences * tokens)
-    draw = engine.sampler.prepare(states)
-    engine.sampler.launch(engine.runner.forward(items), draw).result()
+    draws = [Draw(_state(engine))] * (sequences * tokens)
+    prepared = engine.sampler.prepare(draws)
+    engine.sampler.launch(engine.runner.forward(items), prepared).result()
 
 
 def _draft(engine: Engine, drafter: Drafter, count: int) -> None:

@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
+from pd.engine.draft_tree import chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+
+    from pd.engine.draft_tree import DraftTree
 
     IntArray = npt.NDArray[np.int32]
 
@@ -48,38 +51,33 @@ class DraftedTokens:
 
 @dataclass(eq=False, slots=True)
 class Draft:
-    """Guesses of how one sequence goes on: a tree whose root is the sequence's last known token.
+    """Guesses of how one sequence goes on. Guesses that follow the same token differ.
 
     Attributes:
         batch: holds the guessed tokens.
         first: index of the first of them in ``batch``.
-        parents: for each guessed token the index of the one that it would follow, which comes
-            before it, or -1 for the root; int32. Tokens that follow the same one differ.
     """
 
     batch: DraftedTokens
     first: int
-    parents: IntArray
-
-    def __len__(self) -> int:
-        return len(self.parents)
+    tree: DraftTree
 
     @property
-    def is_chain(self) -> bool:
-        """Whether each guess follows the one before it."""
-        return bool((self.parents == chain(len(self))).all())
-
-    def first_tokens(self, count: int) -> Draft | None:
-        """The draft without the guesses after the first ``count``; None if none is left."""
-        if count >= len(self):
-            return self
-        return Draft(self.batch, self.first, self.parents[:count]) if count > 0 else None
+    def size(self) -> int:
+        """Number of guesses."""
+        return self.tree.size
 
     @property
     def tokens(self) -> IntArray:
         """The guessed tokens, int32, once the host has them."""
         assert self.batch.host is not None, "the step is not complete"
-        return self.batch.host[self.first : self.first + len(self)]
+        return self.batch.host[self.first : self.first + self.size]
+
+    def first_tokens(self, count: int) -> Draft | None:
+        """The draft without the guesses after the first ``count``; None if none is left."""
+        if count >= self.size:
+            return self
+        return Draft(self.batch, self.first, self.tree.first(count)) if count > 0 else None
 
     def path(self, sampled: Sequence[int]) -> list[int]:
         """The indices of the guesses that are right, each following the one before it.
@@ -88,17 +86,12 @@ class Draft:
             sampled: the model's own token after the root and after each guess.
         """
         found, last = list[int](), -1
-        guesses = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
+        guesses = zip(self.tree.parents.tolist(), self.tokens.tolist(), strict=True)
         for index, (parent, token) in enumerate(guesses):
             if parent == last and token == sampled[last + 1]:
                 found.append(index)
                 last = index
         return found
-
-
-def chain(length: int) -> IntArray:
-    """The ``parents`` of guesses that follow one another."""
-    return np.arange(-1, length - 1, dtype=np.int32)
 
 
 def upload_chains(chains: Sequence[IntArray], device: torch.device) -> list[Draft | None]:

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
+from pd.engine.draft_tree import chain
 from pd.engine.model_runner import ForwardItem
 from pd.engine.page_allocator import PageAllocator, PageState
-from pd.speculative.draft import Draft, DraftedTokens, chain
+from pd.engine.sampling_state import Draw
+from pd.speculative.draft import Draft, DraftedTokens
 from pd.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class _Drafting:
     Attributes:
         request: index of its request among those of the step.
         first: where its tokens lie among those of the step's drafts: one after another.
-        choice: sampling state that draws the next token.
+        choice: sampling state that draws its tokens.
         count: tokens drawn so far.
     """
 
@@ -190,15 +192,14 @@ class ModelDrafter(Drafter):
         if not drafting:
             self._runner.forward(items)
             return []
-        states = [each.choice for each in drafting]
-        draw = self._sampler.prepare(states, drafts=tokens)
+        draws = [Draw(each.choice, drawn=each.count, first=each.first) for each in drafting]
+        draw = self._sampler.prepare(draws, drafts=tokens)
         logits = self._runner.forward(items, previous_tokens=tokens)
         places = [each.first + each.count for each in drafting]
         drawn = self._sampler.launch(logits, draw).tokens
         tokens.index_copy_(0, to_device(places, torch.int64, tokens.device), drawn)
-        for each, place in zip(drafting, places, strict=True):
+        for each in drafting:
             each.count += 1
-            each.choice = each.choice.after(place)
         return [each for each in drafting if each.count < each.limit]
 
     def _catch_up_items(self, budget: int) -> list[ForwardItem]:

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
+from pd.engine.draft_tree import chain
 from pd.engine.eagle import NO_ROW, CarriedState
 from pd.kernels.acceptance import Trees, accept
 from pd.kernels.sampling import sample_rows
 from pd.kernels.staging import PinnedStaging
-from pd.speculative.draft import Draft, DraftedTokens, chain
+from pd.speculative.draft import Draft, DraftedTokens
 from pd.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class EagleDrafter(Drafter):
         parents = np.zeros(0 if step.drafts is None else len(step.drafts), np.int64)
         for work, first in zip(works, step.first_drafts, strict=True):
             if work.draft is not None:
-                parents[first : first + len(work.draft)] = work.draft.parents
+                parents[first : first + work.draft.size] = work.draft.tree.parents
         firsts, forced = step.first_drafts, [-1 if w.forced is None else w.forced for w in works]
         # NOTE: a work without samples has no row; what is accepted there is not used.
         rows = [max(work.row, 0) if work.samples else 0 for work in works]

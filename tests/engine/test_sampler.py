@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from pd.core.sampling_params import SamplingParams
+from pd.engine.draft_tree import DraftTree
 from pd.engine.penalties import Penalties
-from pd.engine.sampler import Sampler, SamplingState
+from pd.engine.sampler import Sampler
+from pd.engine.sampling_state import Draw, SamplingState
 
 torch.set_num_threads(1)
 VOCAB = 50
@@ -373,11 +375,11 @@ class TestPenaltiesOnTheDevice:
                 )
                 made = SamplingState(params, np.array(prompt, np.int32), (), vocab)
                 live.append(Penalized(made, prompt))
-            states, follows, expected, drafts = [], [], [], list[int]()
+            draws, expected, drafts = list[Draw](), [], list[int]()
             running: list[tuple[Penalized, int]] = []
             logits = torch.randn(4 * len(live), vocab)
             for each in rng.sample(live, rng.randrange(len(live) + 1)):
-                running.append((each, len(states)))
+                running.append((each, len(expected)))
                 size = 3 if each.unobserved is None and rng.random() < 0.3 else 0
                 # A tree of guesses, and the guessed tokens before each row.
                 parents = [rng.randrange(-1, index) for index in range(size)]
@@ -386,13 +388,18 @@ class TestPenaltiesOnTheDevice:
                     before.append([*before[parent + 1], rng.randrange(vocab)])
                 first = len(drafts)
                 drafts += [tokens[-1] for tokens in before[1:]]
-                along = each.state.along(np.array(parents, np.int32), first)
-                for drawn, tokens in zip(along, before, strict=True):
-                    expected.append(each.adjusted(logits[len(states)], tokens))
-                    states.append(drawn)
-                    follows.append(each.unobserved)
-            logits = logits[: len(states)].clone()
-            step = table.prepare(states, follows, known, torch.tensor(drafts, dtype=torch.int64))
+                # All rows, or only the last of a chain.
+                drawn = size if rng.random() < 0.2 else 0
+                tree = DraftTree(np.array(parents, np.int32))
+                if drawn:
+                    before = [drafts[first:]]
+                    draws.append(Draw(each.state, None, None, first, drawn))
+                else:
+                    draws.append(Draw(each.state, each.unobserved, tree, first))
+                for tokens in before:
+                    expected.append(each.adjusted(logits[len(expected)], tokens))
+            logits = logits[: len(expected)].clone()
+            step = table.prepare(draws, known, torch.tensor(drafts, dtype=torch.int64))
             if step is not None:
                 table.apply(logits, step)
                 assert torch.allclose(logits, torch.stack(expected), atol=1e-6), f"seed {seed}"
@@ -401,7 +408,7 @@ class TestPenaltiesOnTheDevice:
                 if each.unobserved is not None:
                     each.state.observe(each.output[-1])
                     each.unobserved = None
-            known = torch.randint(vocab, (len(states),))
+            known = torch.randint(vocab, (len(expected),))
             for each, row in running:
                 each.output.append(int(known[row]))
                 if rng.random() < 0.5:
@@ -414,7 +421,7 @@ class TestPenaltiesOnTheDevice:
         table = Penalties(8, torch.device("cpu"))
         for _ in range(100):
             some = [state(presence_penalty=1.0) for _ in range(3)]
-            step = table.prepare(some, [None] * 3, None, None)
+            step = table.prepare([Draw(each) for each in some], None, None)
             assert step is not None
             table.apply(torch.zeros(3, 8), step)
         # Three are alive while three others are prepared.

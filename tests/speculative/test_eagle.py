@@ -135,7 +135,7 @@ class OnePass:
         ends = eagle_drafter._Ends(torch.tensor(made.ids[-1:]), torch.tensor([count - 1]))
         (draft,) = drafter._draft(asks, ends)
         assert draft is not None
-        return draft.batch.tokens.tolist()[: len(made.draft)]
+        return draft.batch.tokens.tolist()[: made.draft.size]
 
 
 class _Config:
@@ -184,7 +184,7 @@ def test_drafts_are_those_of_one_pass(
         first = [each for each in made if len(each.ids) - 1 in prompts]
         assert len(first) >= 2 * len(PROMPTS)
         for each in [*first, *made[::7]]:
-            tokens = each.draft.batch.tokens[each.draft.first :][: len(each.draft)]
+            tokens = each.draft.batch.tokens[each.draft.first :][: each.draft.size]
             assert again.draft(each) == tokens.tolist(), f"after {len(each.ids)} tokens"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from pd.engine.draft_tree import DraftTree
 from pd.engine.model_runner import ForwardItem
 from pd.kernels.paging import page_count
 
@@ -99,11 +100,11 @@ class ForwardStep(msgspec.Struct, tag=True):
             packed([len(item.token_ids) for item in items]),
             packed([item.num_logits for item in items]),
             packed([len(table) for table in tables]),
-            packed([-1 if item.tree is None else len(item.tree) for item in items]),
+            packed([-1 if item.tree is None else item.tree.size for item in items]),
             packed([item.reread for item in items]),
             packed(np.concatenate([item.token_ids for item in items])),
             packed(np.concatenate(tables)),
-            b"".join(packed(item.tree) for item in items if item.tree is not None),
+            b"".join(packed(item.tree.parents) for item in items if item.tree is not None),
             num_previous,
         )
 
@@ -121,7 +122,10 @@ class ForwardStep(msgspec.Struct, tag=True):
             num_pages.tolist(),
             page_ends,
             unpacked(self.num_logits).tolist(),
-            [None if n < 0 else trees[e - n : e] for n, e in zip(num_tree, tree_ends, strict=True)],
+            [
+                None if n < 0 else DraftTree(trees[e - n : e])
+                for n, e in zip(num_tree.tolist(), tree_ends, strict=True)
+            ],
             unpacked(self.reread).tolist(),
             strict=True,
         )
