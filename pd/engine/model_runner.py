@@ -205,7 +205,7 @@ class ModelRunner:
         return self._last_attention, AttentionBatch(starts, wanted[some], pages)
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
-        return to_device(array, torch.int64, self.pool.buffer.device)
+        return to_device(array, torch.int64, self.pool.device)
 
 
 def _each_layer(

@@ -8,7 +8,7 @@ from pd.core.errors import HandshakeError, TransferError
 from pd.core.node_info import KVLayout, NodeInfo, choose_transfer
 from pd.core.transfer_choice import nvlink_obstacle
 
-KV = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32", page_size=16)
+KV = KVLayout.of_model(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32", page_size=16)
 A = {"host_id": "boot:1:2", "device": "GPU-a", "reachable": "GPU-a,GPU-b", "ipc": "00"}
 B = {"host_id": "boot:1:2", "device": "GPU-b", "reachable": "GPU-b", "ipc": "11"}
 

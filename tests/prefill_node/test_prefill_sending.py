@@ -88,7 +88,13 @@ class Node:
         for prompt in self.prompts:
             prompt.node = self
         self.is_beside = False
-        layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
+        layout = SimpleNamespace(
+            num_layers=LAYERS,
+            token_bytes=1,
+            tp_size=1,
+            num_groups=1,
+            model=SimpleNamespace(num_layers=LAYERS),
+        )
         model = SimpleNamespace(token_flops=flops, pair_flops=rng.choice([0.0, 0.1]) * flops)
         events = SimpleNamespace(event=threading.RLock, lock=threading.RLock())
         core: Any = SimpleNamespace(
@@ -120,7 +126,7 @@ class Node:
                 self.reserve(prompt)
 
     def reserve(self, prompt: Any) -> None:
-        reservation: Any = SimpleNamespace(prompt=prompt, cached_prefix_len=prompt.cached_by_d)
+        reservation: Any = SimpleNamespace(prompt=prompt, cached=(prompt.cached_by_d,))
         self.sending.take_reservation(prompt.outgoing, reservation)
 
     def plan(self) -> list[Work]:

@@ -339,7 +339,7 @@ class Schedule:
         assert d.manager is not None
         content = expected(number, tokens)
         d.pages.values[:, :, d.pages.slots(into, tokens)] = POISON
-        receiver = d.manager.receiver(d.peer, number.to_bytes(16), number, into, start, tokens)
+        receiver = d.manager.receiver(d.peer, number.to_bytes(16), number, into, (start,), tokens)
         d.rooms[number] = Room(
             number, into, d.pages.slots(into, tokens), tokens, start, content, receiver
         )
@@ -392,7 +392,7 @@ class Schedule:
             sender=self._d.instance,
             room=number.to_bytes(16),
             epoch=number,
-            cached_prefix_len=room.start,
+            cached=(room.start,),
             destination=receiver_room.end.destination,
         )
         try:

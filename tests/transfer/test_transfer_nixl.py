@@ -63,7 +63,7 @@ def wait_for_refusal(nodes: Nodes, peer: str, room: int) -> None:
     """A room for a dead peer fails with a clear error."""
     from pd.core.messages import Reservation
 
-    asked = Reservation(to="P", sender="D", room=room.to_bytes(16), epoch=room, cached_prefix_len=0)
+    asked = Reservation(to="P", sender="D", room=room.to_bytes(16), epoch=room, cached=(0,))
     nodes.p.call("send_part", peer, asked)
     wait_until(lambda: nodes.p.call("state", room)[0] is TransferState.FAILED, "the failure")
     raise TransferError(nodes.p.call("state", room)[1])

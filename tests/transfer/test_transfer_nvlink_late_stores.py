@@ -42,7 +42,7 @@ class NvlinkSchedule(Schedule):
         super().__init__("nvlink", seed, careless=careless)
         self._paths: dict[str, Path] = {}
         for node, page, count in ((self._p, PAGE_P, PAGES_P), (self._d, PAGE_D, PAGES_D)):
-            layout = KVLayout(LAYERS, 1, 1, "float32", page)
+            layout = KVLayout.of_model(LAYERS, 1, 1, "float32", page)
             node.pages.pool, self._paths[node.role] = shm_pool(layout, page * count)
             node.pages.values = node.pages.pool.buffer.numpy()[..., 0, 0]
 
