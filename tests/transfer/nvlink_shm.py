@@ -21,6 +21,7 @@ import torch
 from transfer_helpers import Pool
 
 from pd.core.errors import TransferError
+from pd.engine.kv_pool import KVPool
 from pd.kernels.kv_copy import copy_to_peer
 from pd.transfer.host_id import host_id
 
@@ -43,6 +44,14 @@ def shm_pool(layout: KVLayout, slots: int) -> tuple[Pool, Path]:
     os.close(file)
     buffer = torch.frombuffer(memory, dtype=_DTYPES[model.dtype]).view(shape)
     return Pool(buffer, layout), Path(name)
+
+
+def shm_planes(layout: KVLayout, num_pages: int) -> tuple[KVPool, Path]:
+    """A node's pool of zeros and its file, which the caller removes."""
+    file, name = tempfile.mkstemp(prefix="pd-test-", dir="/dev/shm")
+    pool = KVPool(layout, num_pages, "cpu", shared_memory=file)
+    os.close(file)
+    return pool, Path(name)
 
 
 class ShmMapping:

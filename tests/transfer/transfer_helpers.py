@@ -16,7 +16,7 @@ import torch
 
 from pd.core.messages import Reservation
 from pd.core.node_info import KVLayout, NodeInfo
-from pd.engine.kv_pool import PoolPlane
+from pd.engine.kv_pool import KVPool, PoolPlane
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def make_pool(
     return Pool(buffer, KVLayout.of_model(layers, heads, dim, dtype, page_size))
 
 
-def node_info(instance: str, role: str, manager: TransferManager, pool: Pool) -> NodeInfo:
+def node_info(instance: str, role: str, manager: TransferManager, pool: Pool | KVPool) -> NodeInfo:
     return NodeInfo(
         instance_id=instance,
         role=role,  # type: ignore[arg-type]
