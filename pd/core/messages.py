@@ -25,11 +25,9 @@ MAX_MEETINGS = 64
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 # Run delay of a process since it began to read it, see :mod:`pd.core.starvation`.
 TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-# Leading tokens that are cached, for each group of planes.
-CachedLengths = Annotated[
-    tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)], ...],
-    msgspec.Meta(min_length=1, max_length=MAX_PLANES),
-]
+# Leading tokens that are cached, for each group of planes. Numbers that cannot be end their request,
+# which would wait in vain if the message were dropped.
+CachedLengths = Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
