@@ -25,7 +25,7 @@ MAX_MEETINGS = 64
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 # Run delay of a process since it began to read it, see :mod:`pd.core.starvation`.
 TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-# Leading tokens that are cached, for each group of planes. Numbers that cannot be end their request,
+# Leading tokens that are cached, for each group of planes. Numbers that cannot be end the request,
 # which would wait in vain if the message were dropped.
 CachedLengths = Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
 

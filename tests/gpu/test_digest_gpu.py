@@ -55,7 +55,7 @@ def test_it_reads_what_was_queued_before_it_and_delays_nothing_after() -> None:
         torch.cuda._sleep(200_000_000)  # about a tenth of a second
         pool.planes[0].buffer.copy_(values)
         begun = time.perf_counter()
-        digest = digests.start(pages, 0, 4096)
+        digest = digests.start(pages, (0,), 4096)
         assert time.perf_counter() - begun < 0.05, "asking must not wait for the GPU"
         assert digest.result(30) == expected
     finally:
@@ -68,14 +68,14 @@ def test_a_gibibyte_takes_tens_of_milliseconds_and_little_memory() -> None:
     pages = scattered(pool)
     digests = Digests(pool, done=lambda: None)
     try:
-        digests.start(pages, 0, 8192).result(60)
+        digests.start(pages, (0,), 8192).result(60)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         times = []
         for _ in range(5):
             begun = time.perf_counter()
-            digests.start(pages, 0, 8192).result(60)
+            digests.start(pages, (0,), 8192).result(60)
             times.append(time.perf_counter() - begun)
         used = torch.cuda.max_memory_allocated() - before
     finally:
