@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray, TransferManager
 
 BACKENDS = backends("tcp", "tcp-staged", "fake", "nixl", "mooncake", "nvlink", "mailbox")
-# Those over which nodes of several ranks hand KV to each other.
+# Nodes of several ranks hand KV to each other over these.
 BACKENDS_OF_RANKS = backends("tcp", "nixl", "mooncake")
 EXTRA_PLANES = (
     Plane("latent", 1, 1, 24, "bfloat16", vectors=1, sharded=False, group=1),
@@ -69,7 +69,7 @@ class Node:
         return self.ranks[0]
 
     def rows(self, pages: IntArray, start: int, stop: int) -> list[torch.Tensor]:
-        """Of each plane ``[layers, vectors, tokens, heads of all ranks, dim]`` as bytes, by the
+        """Read each plane's ``[layers, vectors, tokens, heads of all ranks, dim]`` as bytes, by the
         definition."""
         slots = token_slots(pages, np.arange(start, stop), self.pool.page_size)
         found = []

@@ -177,7 +177,8 @@ class FakeNic:
         block, shape = Block(0, num_slots, layer, layer + layers), self._memory.shape
         in_plane = shape.is_in_one_plane(block)
         malformed = in_plane and payload != shape.num_bytes(block)
-        if magic != WRITE_MAGIC or malformed or payload > MAX_PAYLOAD:
+        malformed |= max(payload, 4 * num_slots) > MAX_PAYLOAD
+        if magic != WRITE_MAGIC or malformed:
             raise GreetingError(f"a write of {payload} bytes for {num_slots} slots is malformed")
         slots = np.frombuffer(receive_exactly(sock, 4 * num_slots), dtype="<i4")
         data = receive_exactly(sock, payload)
