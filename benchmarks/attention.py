@@ -141,10 +141,10 @@ class Bench:
         """Return the measurements, or None if the backend cannot do the step."""
         per_token = 2 * KV_HEADS * HEAD_DIM * 2
         layers = max(2, min(32, POOL_BYTES // (step.keys * per_token)))
-        layout = KVLayout(layers, KV_HEADS, HEAD_DIM, "bfloat16", PAGE_SIZE)
+        layout = KVLayout.of_model(layers, KV_HEADS, HEAD_DIM, "bfloat16", PAGE_SIZE)
         counts = [-(-(start + length) // PAGE_SIZE) for start, length in step.shapes]
         pool = KVPool(layout, sum(counts) + 1, self.device)
-        pool.buffer.normal_()
+        pool.planes[0].buffer.normal_()
         order = self.random.permutation(sum(counts)).astype(np.int32)
         pages = np.split(order, np.cumsum(counts)[:-1])
         starts, lengths = np.array(step.shapes, np.int64).T

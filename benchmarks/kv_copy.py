@@ -97,8 +97,8 @@ class Case:
         return Side(self.pool.data_ptr(), 0, self.pool.shape[2], self.slots)
 
     def _local(self, source: Side, target: Side, shape: LaunchShape) -> None:
-        planes = 2 * self.layers
-        copy_rows(source, target, self.tokens, planes, self.row, self.pool.device, shape)
+        slabs = 2 * self.layers
+        copy_rows(source, target, self.tokens, slabs, self.row, self.pool.device, shape)
 
     def plain(self) -> None:
         """The ceiling of a push: as many bytes that lie together."""

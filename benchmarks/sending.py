@@ -130,12 +130,12 @@ class Prefill:
             chunked_prefill_size=args.chunk,
         )
         self._engine = Engine.build(config)
-        self._pool = self._engine.pool.buffer
+        self._pool = self._engine.pool.planes[0].buffer
         self._peer = torch.empty_like(self._pool, device="cuda:1")
         self._peer[0, 0, :1].copy_(self._pool[0, 0, :1])  # opens peer access
         adjacent = np.arange(args.tokens // PAGE, dtype=np.int32)
         self._pages = [adjacent, np.random.default_rng(0).permutation(adjacent)]
-        self._lane = CudaLane(self._pool)
+        self._lane = CudaLane(self._engine.pool)
         self._computed = Computed(self._pool.device, "nvlink")
         self._tables = [
             self._lane.table(np.stack(2 * [_slots(pages, args.tokens)])) for pages in self._pages

@@ -75,11 +75,9 @@ class DecodePeer(RawPeer):
         epoch = next(self._epochs) if epoch is None else epoch
         pages = np.arange(POOL_PAGES, dtype=np.int32)
         receiver = self.transfer.receiver(
-            self.prefill.instance_id, room, epoch, pages, cached, prompt_len
+            self.prefill.instance_id, room, epoch, pages, (cached,), prompt_len
         )
-        self.say(
-            Reservation, room, epoch, cached_prefix_len=cached, destination=receiver.destination
-        )
+        self.say(Reservation, room, epoch, cached=(cached,), destination=receiver.destination)
         return epoch, receiver
 
     def acknowledge(self, room: bytes, epoch: int) -> None:

@@ -33,7 +33,9 @@ def make_runner(
     ``last_alone`` short steps, too, compute of the last layer only what is wanted."""
     config = ModelConfig.from_pretrained(path)
     model = load_model(path, config, dtype=getattr(torch, dtype), device=device)
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size)
+    layout = KVLayout.of_model(
+        config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size
+    )
     pool = KVPool(layout, num_tokens // page_size, device)
     backend, last = (make_attention_backend(attention, pool, config.num_heads) for _ in range(2))
     runner = ModelRunner(model, pool, backend, last)

@@ -74,7 +74,7 @@ class LaggingDevice:
         engine = server.node.engine
         self._queue: deque[_Later] = deque()
         self._forward, self._sample = engine.runner.forward, engine.sampler.launch
-        self._device = engine.pool.buffer.device
+        self._device = engine.pool.device
         self.launched = self.ahead = 0
         engine.runner.forward = self._forward_later
         engine.sampler.launch = self._sample_later

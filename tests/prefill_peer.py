@@ -49,7 +49,8 @@ class PrefillPeer:
         self.decode_node = decode_node
         self.name = f"prefill-{secrets.token_hex(4)}"
         self.pool = KVPool(node.engine.layout, POOL_PAGES, "cpu")
-        self.pool.buffer.fill_(1.0)
+        for plane in self.pool.planes:
+            plane.buffer.fill_(1.0)
         self.transfer = make_transfer_manager(backend, self.pool, self.name)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -103,8 +104,8 @@ class PrefillPeer:
         pages = np.arange(POOL_PAGES, dtype=np.int32)
         sender = self.transfer.sender(self.decode_node.instance_id, reservation, pages, prompt_len)
         layers = self.pool.layout.num_layers
-        if prompt_len > reservation.cached_prefix_len:
-            sender.send(reservation.cached_prefix_len, prompt_len, 0, layers)
+        if prompt_len > min(reservation.cached):
+            sender.send(min(reservation.cached), prompt_len, 0, layers)
         if finish:
             sender.finish()
             while sender.poll() is TransferState.ACTIVE:
@@ -135,5 +136,5 @@ class PrefillPeer:
 
 def is_ones(server: NodeServer, pages: np.ndarray) -> bool:
     """Whether a PrefillPeer's KV lies in these pages of a decode node."""
-    host = server.node.engine.pool.gather_pages(pages)
-    return bool(torch.all(host == 1.0))
+    copies = server.node.engine.pool.gather_pages(pages)
+    return all(bool(torch.all(host == 1.0)) for host in copies)

@@ -230,30 +230,30 @@ def _roofline(server: NodeServer) -> Roofline | None:
     from pd.bench.engine_roofline import CEILINGS, Roofline
 
     engine = server.node.engine
-    buffer = engine.pool.buffer
-    if not buffer.is_cuda:
+    pool = engine.pool
+    if pool.device.type != "cuda":
         return None
     import torch
 
-    ceiling = CEILINGS.get(torch.cuda.get_device_name(buffer.device))
-    if ceiling is None or buffer.itemsize != 2:
+    ceiling = CEILINGS.get(torch.cuda.get_device_name(pool.device))
+    if ceiling is None or pool.dtype.itemsize != 2:
         return None
     gpus = server.node.core.config.tp_size
-    return Roofline(engine.model_config, buffer.itemsize, ceiling, gpus)
+    return Roofline(engine.model_config, pool.dtype.itemsize, ceiling, gpus)
 
 
 def _reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]:
     """Milliseconds of vLLM by work, if this is what it was measured on."""
-    buffer = server.node.engine.pool.buffer
-    if not REFERENCE.is_file() or not buffer.is_cuda:
+    device = server.node.engine.pool.device
+    if not REFERENCE.is_file() or device.type != "cuda":
         return {}
     import torch
 
     known = json.loads(REFERENCE.read_text())
     here = {
         "model": args.model,
-        "gpu": torch.cuda.get_device_name(buffer.device),
-        "dtype": server.node.engine.layout.dtype,
+        "gpu": torch.cuda.get_device_name(device),
+        "dtype": server.node.engine.layout.model.dtype,
         "tp_size": server.node.core.config.tp_size,
         "context": args.context,
     }
@@ -297,7 +297,7 @@ def _write(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> Non
     settings: Row = {name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)}
     settings |= {
         "model": args.model,
-        "dtype": node.engine.layout.dtype,
+        "dtype": node.engine.layout.model.dtype,
         "attention_backend": node.engine.attention_backend,
         "kv_cache_tokens": node.core.memory.num_pages * config.page_size,
         "steps": args.steps,

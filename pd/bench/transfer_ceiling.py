@@ -99,7 +99,7 @@ class PeerCopy:
             for number in range(torch.cuda.device_count())
         ]
         device = torch.device("cuda", uuids.index(uuid))
-        self._source = pool.buffer.view(-1).view(torch.uint8)[: spec.num_bytes]
+        self._source = pool.memory[: spec.num_bytes]
         self._target = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
 
     def measure(self) -> float:

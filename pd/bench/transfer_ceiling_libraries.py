@@ -34,9 +34,9 @@ class _NixlAgent:
         from pd.transfer.staged.nixl_agents import new_agent
         from pd.transfer.staged.nixl_transports import choose_transports
 
-        self.spec, self.address = spec, pool.buffer.data_ptr()
-        self.kind = "VRAM" if pool.buffer.is_cuda else "DRAM"
-        self.device_index = (pool.buffer.device.index or 0) if pool.buffer.is_cuda else 0
+        self.spec, self.address = spec, pool.memory.data_ptr()
+        self.kind = "VRAM" if pool.memory.is_cuda else "DRAM"
+        self.device_index = (pool.device.index or 0) if pool.memory.is_cuda else 0
         # NIXL's own thread spins: on two cores it costs most of the rate.
         self.agent = new_agent(name, choose_transports(host, local_only=False))
         region = [(self.address, spec.num_bytes, self.device_index, "")]
@@ -132,7 +132,7 @@ class _MooncakeEngine:
                 f"mooncake cannot be loaded ({error}); pip install "
                 f"mooncake-transfer-engine-non-cuda, and libibverbs1 and librdmacm1 of the system"
             ) from error
-        self.engine, self.address = TransferEngine(), pool.buffer.data_ptr()
+        self.engine, self.address = TransferEngine(), pool.memory.data_ptr()
         if self.engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
             raise SetupError(f"mooncake cannot listen on {host}")
         if self.engine.register_memory(self.address, spec.num_bytes):

@@ -7,8 +7,6 @@ import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from pd.bench.transfer_control import accept_socket, connect_socket, listen
 from pd.core.errors import SetupError
 
@@ -30,9 +28,9 @@ HOST_BUFFER = 16 << 20
 
 def host_memory(spec: TransferSpec, pool: KVPool) -> memoryview:
     """The pool's own bytes if they can be had, else a small buffer that is used over and over."""
-    if pool.buffer.is_cuda:
+    if pool.memory.is_cuda:
         return memoryview(bytearray(HOST_BUFFER))
-    view: memoryview = pool.buffer.view(-1).view(torch.uint8).numpy().data[: spec.num_bytes]
+    view: memoryview = pool.memory.numpy().data[: spec.num_bytes]
     return view
 
 

@@ -70,19 +70,20 @@ class End:
 
     def digest(self, pages: IntArray) -> bytes:
         """Hash of the tokens' bytes, whatever pages they lie in."""
-        spec, buffer = self.spec, self.pool.buffer
+        spec, pool = self.spec, self.pool
         tokens = np.arange(spec.tokens)
         slots = pages[tokens // spec.page_size].astype(np.int64) * spec.page_size
-        index = torch.from_numpy(slots + tokens % spec.page_size).to(buffer.device)
+        index = torch.from_numpy(slots + tokens % spec.page_size).to(pool.device)
         total = hashlib.blake2b(digest_size=16)
-        for plane in buffer.view(-1, *buffer.shape[2:]):
-            rows = plane.index_select(0, index).view(torch.uint8)
-            total.update(rows.cpu().numpy())
+        for plane in pool.planes:
+            for slab in plane.buffer.flatten(0, 1):
+                rows = slab.index_select(0, index).view(torch.uint8)
+                total.update(rows.cpu().numpy())
         return total.digest()
 
     def synchronize(self) -> None:
-        if self.pool.buffer.is_cuda:
-            torch.cuda.synchronize(self.pool.buffer.device)
+        if self.pool.memory.is_cuda:
+            torch.cuda.synchronize(self.pool.device)
 
 
 class SourceEnd(End):
@@ -92,7 +93,7 @@ class SourceEnd(End):
         super().__init__(spec, SOURCE, spec.source_device, control.host, key)
         self._control, self._key = control, key
         # Any bits will do, and 8 bytes at a time are quicker to draw than 2.
-        self.pool.buffer.view(-1).view(torch.int64).random_()
+        self.pool.memory.view(torch.int64).random_()
         self._interval = 1e-3
 
     def measure(self, progress: Callable[[str], None]) -> Found:
@@ -206,19 +207,19 @@ class TargetEnd:
     def _reserve(self, message: dict[str, Any]) -> dict[str, Any]:
         end = self._opened
         if message["clear"]:
-            end.pool.buffer.zero_()
+            end.pool.memory.zero_()
             end.synchronize()
         self._epoch += 1
         self._pages = end.pages()
         self._receiver = end.manager.receiver(
-            SOURCE, _ROOM, self._epoch, self._pages, 0, end.spec.tokens
+            SOURCE, _ROOM, self._epoch, self._pages, (0,), end.spec.tokens
         )
         reservation = Reservation(
             to=SOURCE,
             sender=TARGET,
             room=_ROOM,
             epoch=self._epoch,
-            cached_prefix_len=0,
+            cached=(0,),
             destination=self._receiver.destination,
         )
         return {"reservation": msgspec.to_builtins(reservation, builtin_types=(bytes,))}

@@ -90,7 +90,9 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def kv(self) -> KVLayout:
         shape = self.shape
-        return KVLayout(shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, self.page_size)
+        return KVLayout.of_model(
+            shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, self.page_size
+        )
 
     @property
     def num_pages(self) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from pd.core.node_info import MAX_PLANES
 from pd.core.sampling_params import SamplingParams
 
 ROOM_BYTES = 16
@@ -26,6 +27,9 @@ Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 DrafterState = Annotated[bytes, msgspec.Meta(max_length=256 << 10)]
 # Run delay of a process since it began to read it, see :mod:`pd.core.starvation`.
 TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+# Leading tokens that are cached, for each group of planes. Numbers that cannot be end the request,
+# which would wait in vain if the message were dropped.
+CachedLengths = Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -200,13 +204,14 @@ class Reservation(Message):
 
     Attributes:
         epoch: minted by D, unique in its life; names this reservation in every write.
-        cached_prefix_len: leading tokens that D holds already and P need not send.
+        cached: leading tokens of the prompt that D holds already and P need not send, for each
+            group of planes (:class:`pd.core.node_info.Plane`).
         destination: for the backend (slots for one-sided writes); empty if it needs none.
     """
 
     room: bytes
     epoch: int
-    cached_prefix_len: int
+    cached: CachedLengths
     destination: bytes = b""
 
 

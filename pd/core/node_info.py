@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
 
-from pd.core.errors import HandshakeError, TransferError
+from pd.core.errors import HandshakeError, TransferError, UsageError
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.transfer_choice import choose
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Role = Literal["prefill", "decode", "unified"]
 
@@ -26,22 +29,169 @@ Address = Annotated[dict[_Name, _Value], msgspec.Meta(max_length=MAX_ADDRESS_FIE
 Transfers = Annotated[dict[_Name, Address], msgspec.Meta(max_length=MAX_BACKENDS)]
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of one node's KV cache. Page size and sharding may differ between peers."""
+MAX_PLANES = 8
+MAX_LAYERS = 4096
+MODEL_PLANE = "model"
+# Planes begin at multiples of this in a pool's memory, like everything that CUDA allocates.
+PLANE_ALIGNMENT = 512
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    page_size: int
-    tp_size: int = 1
-    layout: str = "layer_major"
+DType = Literal["float32", "bfloat16", "float16"]
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
+_Heads = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+_HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+_Group = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLANES)]
+_PageSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Vectors of one shape and dtype that a pool keeps of every token in some layers.
+
+    The bounds hold for what a peer publishes.
+
+    Attributes:
+        name: ``model`` for the K and V of the model itself.
+        num_heads, head_dim: shape of one vector, with the heads of all tensor-parallel ranks.
+        vectors: vectors of each token in each layer: 2 for K and V, or 1.
+        sharded: the heads are divided among the tensor-parallel ranks. Otherwise rank 0 has the
+            whole plane and the other ranks have nothing of it.
+        group: planes of one group are cached together: of a prompt, a node holds equally many
+            leading tokens in all of them.
+    """
+
+    name: _Name
+    num_layers: _Layers
+    num_heads: _Heads
+    head_dim: _HeadDim
+    dtype: DType
+    vectors: Literal[1, 2] = 2
+    sharded: bool = True
+    group: _Group = 0
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers."""
-        width = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width
+        """Bytes of one token's vectors in all layers."""
+        row = self.num_heads * self.head_dim * _WIDTHS[self.dtype]
+        return self.num_layers * self.vectors * row
+
+    def __str__(self) -> str:
+        what = "K and V" if self.vectors == 2 else "one vector"
+        where = "divided among ranks" if self.sharded else "on rank 0"
+        return (
+            f"{what} of {self.num_layers} layers, {self.num_heads} heads x {self.head_dim}, "
+            f"{self.dtype}, {where}, group {self.group}"
+        )
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of one node's KV cache. Page size and sharding may differ between peers.
+
+    Attributes:
+        planes: the model's K and V first. Layers are numbered through all planes in this order.
+
+    Raises:
+        ValueError: two planes have the same name, the groups are not numbered 0, 1, ... without
+            gaps, or there are too many layers (a ValidationError of msgspec on decoding).
+    """
+
+    planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
+    page_size: _PageSize
+    tp_size: _Ranks = 1
+    layout: str = "layer_major"
+
+    def __post_init__(self) -> None:
+        names = [plane.name for plane in self.planes]
+        if len(set(names)) < len(names):
+            raise ValueError(f"planes need different names, not {', '.join(names)}")
+        groups = sorted({plane.group for plane in self.planes})
+        if groups != list(range(len(groups))):
+            raise ValueError(f"groups of planes are numbered from 0 without gaps, not {groups}")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"{self.num_layers} layers are more than {MAX_LAYERS}")
+
+    @classmethod
+    def of_model(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        page_size: int,
+        tp_size: int = 1,
+        extra_planes: Sequence[Plane] = (),
+    ) -> KVLayout:
+        """Make the layout of a model's K and V and further planes."""
+        if dtype not in _WIDTHS:
+            raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(_WIDTHS)}")
+        known = cast("DType", dtype)
+        model = Plane(MODEL_PLANE, num_layers, num_kv_heads, head_dim, known)
+        return cls((model, *extra_planes), page_size, tp_size)
+
+    @property
+    def model(self) -> Plane:
+        """The plane of the model's own K and V."""
+        return self.planes[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all planes."""
+        return sum(plane.num_layers for plane in self.planes)
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + max(plane.group for plane in self.planes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers of all planes."""
+        return sum(plane.token_bytes for plane in self.planes)
+
+    def missing_bytes(self, cached: Sequence[int], num_tokens: int) -> int:
+        """Bytes of a prompt of ``num_tokens`` of which ``cached`` leading tokens are there, a
+        number for each group of planes."""
+        return sum((num_tokens - cached[p.group]) * p.token_bytes for p in self.planes)
+
+    def of_rank(self, rank: int) -> KVLayout:
+        """Return the layout of the pool of one tensor-parallel rank. Its layers are numbered
+        through the planes that it has.
+
+        Raises:
+            UsageError: the heads of a plane cannot be divided.
+        """
+        if self.tp_size == 1:
+            return self
+        planes = []
+        for plane in self.planes:
+            if plane.sharded and plane.num_heads % self.tp_size:
+                raise UsageError(
+                    f"--tp-size {self.tp_size} does not divide the {plane.num_heads} heads of "
+                    f"plane {plane.name!r}"
+                )
+            if plane.sharded:
+                heads = plane.num_heads // self.tp_size
+                planes.append(msgspec.structs.replace(plane, num_heads=heads))
+            elif rank == 0:
+                planes.append(plane)
+        # Groups are of no interest to ranks without a plane of each.
+        if len(planes) < len(self.planes):
+            planes = [msgspec.structs.replace(plane, group=0) for plane in planes]
+        return msgspec.structs.replace(self, planes=tuple(planes))
+
+    def extents(self, num_slots: int) -> list[range]:
+        """Return the bytes that each plane takes in the memory of a pool of ``num_slots``.
+
+        Planes that are not sharded come last, so that the memory of a rank without them has
+        everything else in the same places.
+        """
+        extents, end = [range(0)] * len(self.planes), 0
+        for sharded in (True, False):
+            for index, plane in enumerate(self.planes):
+                if plane.sharded is sharded:
+                    start = -(-end // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+                    end = start + num_slots * plane.token_bytes
+                    extents[index] = range(start, end)
+        return extents
 
 
 class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,11 +231,6 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return address
 
 
-# Properties that must be equal, since KV cannot be converted between peers. Page size and sharding
-# may differ.
-_MUST_MATCH_KV = ("num_layers", "num_kv_heads", "head_dim", "dtype", "layout")
-
-
 def choose_transfer(prefill: NodeInfo, decode: NodeInfo) -> str:
     """The backend that a pair uses: the first of P's that D offers and that can work for the pair.
 
@@ -114,11 +259,33 @@ def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
         ("--kv-digest", prefill.kv_digest, decode.kv_digest),
         ("--speculative-algorithm", prefill.drafter, decode.drafter),
         (SAMPLING_DEFAULTS, str(prefill.sampling_defaults), str(decode.sampling_defaults)),
+        ("layout", prefill.kv.layout, decode.kv.layout),
+        *plane_differences(prefill.kv, decode.kv),
     ]
-    pairs += [(n, getattr(prefill.kv, n), getattr(decode.kv, n)) for n in _MUST_MATCH_KV]
     for name, ours, theirs in pairs:
         if ours != theirs:
             raise HandshakeError(
                 f"{name} differs: prefill node {prefill.instance_id} has {ours!r}, "
                 f"decode node {decode.instance_id} has {theirs!r}"
             )
+
+
+def plane_differences(ours: KVLayout, theirs: KVLayout) -> list[tuple[str, object, object]]:
+    """List what keeps KV from being converted between two layouts: names and both values. Page
+    size and the number of ranks may differ."""
+    mine, other = ({p.name: p for p in kv.planes} for kv in (ours, theirs))
+    only_here: list[tuple[str, object, object]]
+    only_here = [(f"plane {name!r}", str(mine[name]), "none") for name in mine if name not in other]
+    only_there = [
+        (f"plane {name!r}", "none", str(other[name])) for name in other if name not in mine
+    ]
+    if only_here or only_there:
+        return only_here + only_there
+    if list(mine) != list(other):
+        return [("order of planes", ", ".join(mine), ", ".join(other))]
+    return [
+        (f"plane {name!r}: {field}", getattr(mine[name], field), getattr(other[name], field))
+        for name in mine
+        for field in Plane.__struct_fields__
+        if getattr(mine[name], field) != getattr(other[name], field)
+    ]

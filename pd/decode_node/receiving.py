@@ -182,10 +182,13 @@ class ReceivingEnd(PromptReceiver):
         if not room_left or not memory.grow(sequence, length, PageState.RESERVED):
             memory.release(sequence)
             return False
+        # The radix tree holds pages of all planes together.
+        layout = self._core.engine.layout
+        held = (cached,) * layout.num_groups
         incoming.epoch = next(self._epochs)
         with self._contained(request):
             receiver = self._transfer.receiver(
-                request.peer, request.room, incoming.epoch, sequence.pages, cached, length
+                request.peer, request.room, incoming.epoch, sequence.pages, held, length
             )
             destination, incoming.receiver = receiver.destination, receiver
         if incoming.receiver is None:
@@ -196,14 +199,14 @@ class ReceivingEnd(PromptReceiver):
             sender=self._core.instance_id,
             room=request.room,
             epoch=incoming.epoch,
-            cached_prefix_len=cached,
+            cached=held,
             destination=destination,
         )
         self.preallocation.remove(incoming)
         request.state = RequestState.RECEIVING
         request.times.reserved = time.monotonic()
         incoming.send_at = request.times.reserved + self._transfer.reservation_delay()
-        incoming.num_bytes = (length - cached) * self._core.engine.layout.token_bytes
+        incoming.num_bytes = layout.missing_bytes(held, length)
         self.transfer.append(incoming)
         self._send_reservation(incoming)
         return True

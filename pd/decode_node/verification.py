@@ -24,10 +24,10 @@ class DigestCheck:
         and fails the request if it differs."""
         request, reservation = incoming.request, incoming.reservation
         assert reservation is not None
-        start, stop = reservation.cached_prefix_len, len(request.prompt)
+        cached, stop = reservation.cached, len(request.prompt)
         if incoming.digest is None:
             with self._core.engine.beside_steps():
-                incoming.digest = self._digests.start(request.sequence.pages, start, stop)
+                incoming.digest = self._digests.start(request.sequence.pages, cached, stop)
         if not incoming.digest.done():
             return False  # its end wakes the control thread
         try:
@@ -38,7 +38,7 @@ class DigestCheck:
         if found == commit.digest:
             return True
         error = TransferError(
-            f"the KV of tokens {start} to {stop} was damaged on its way from prefill node "
+            f"the KV of tokens {min(cached)} to {stop} was damaged on its way from prefill node "
             f"{request.peer}: its digest is {found.hex()}, not {commit.digest.hex()}"
         )
         self._rooms.fail(request, error)

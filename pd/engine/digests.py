@@ -10,7 +10,7 @@ import torch
 from pd.core.errors import TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -35,14 +35,14 @@ class Digests:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pd-digest")
         self._stream: torch.cuda.Stream | None = None
 
-    def start(self, pages: IntArray, start: int, stop: int) -> Future[bytes]:
-        """Hash tokens ``[start, stop)`` of a sequence with this page table; see
-        :meth:`KVPool.digest`. Their KV is in the pool, or queued on the current stream."""
-        device = self._pool.buffer.device
+    def start(self, pages: IntArray, cached: Sequence[int], stop: int) -> Future[bytes]:
+        """Hash tokens of a sequence with this page table; see :meth:`KVPool.digest` for the
+        arguments. Their KV is in the pool, or queued on the current stream."""
+        device = self._pool.device
         written = None
         if device.type == "cuda":
             written = torch.cuda.current_stream(device).record_event()
-        digest = self._thread.submit(self._compute, pages.copy(), start, stop, written)
+        digest = self._thread.submit(self._compute, pages.copy(), cached, stop, written)
         digest.add_done_callback(lambda _: self._done())
         return digest
 
@@ -64,13 +64,13 @@ class Digests:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _compute(
-        self, pages: IntArray, start: int, stop: int, written: torch.cuda.Event | None
+        self, pages: IntArray, cached: Sequence[int], stop: int, written: torch.cuda.Event | None
     ) -> bytes:
         if written is None:
-            return self._pool.digest(pages, start, stop)
-        device = self._pool.buffer.device
+            return self._pool.digest(pages, cached, stop)
+        device = self._pool.device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._stream.wait_event(written)
-            return self._pool.digest(pages, start, stop)
+            return self._pool.digest(pages, cached, stop)

@@ -54,7 +54,7 @@ class DraftModel:
             load_format=config.load_format,
             seed=config.seed,
         )
-        layout = KVLayout(
+        layout = KVLayout.of_model(
             num_layers=own.num_layers,
             num_kv_heads=own.num_kv_heads,
             head_dim=own.head_dim,

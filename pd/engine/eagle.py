@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.core.node_info import KVLayout
+from pd.core.node_info import Plane
 from pd.engine.device_copy import HostCopy
-from pd.engine.kv_pool import KVPool
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.config import NodeConfig
+    from pd.core.node_info import DType
+    from pd.engine.kv_pool import KVPool
     from pd.engine.model_runner import ForwardItem
     from pd.kernels.attention.base import PagedKV
     from pd.models.causal_lm import CausalLM
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     Int64Array = npt.NDArray[np.int64]
 
+# Name of the plane with the head's K and V.
+PLANE = "eagle"
 # The row of sequences that have none of their own. Nothing is drafted from it.
 NO_ROW = 0
 
@@ -84,15 +87,7 @@ class EagleWriter:
     def of(cls, head: EagleHead, model: CausalLM, pool: KVPool, config: NodeConfig) -> EagleWriter:
         """Make a writer over the head's K and V in the pages of ``pool``, with rows for twice as
         many sequences as run at a time: prompts and choices that wait have one, too."""
-        layout = KVLayout(
-            num_layers=1,
-            num_kv_heads=head.config.num_kv_heads,
-            head_dim=head.config.head_dim,
-            dtype=pool.layout.dtype,
-            page_size=pool.page_size,
-        )
-        kv = KVPool(layout, pool.num_pages, pool.buffer.device)
-        return cls(head, model, kv, 2 * config.max_running_requests + 64)
+        return cls(head, model, pool.view(PLANE), 2 * config.max_running_requests + 64)
 
     def take_row(self) -> CarriedState:
         """Give a sequence a row, which comes free again when the result is no more."""
@@ -173,6 +168,27 @@ class EagleWriter:
         self.carried.index_copy_(0, rows, self.fused.index_select(0, tokens))
 
 
+def head_config(config: NodeConfig, target: ModelConfig) -> EagleConfig | None:
+    """Read the EAGLE head that a node of this configuration uses for ``target``; None if it uses
+    none.
+
+    Raises:
+        UsageError, UnsupportedModelError: it does not fit the model.
+    """
+    path = config.speculative_draft_model
+    if config.speculative_algorithm != "eagle" or path is None:
+        return None
+    return EagleConfig.from_pretrained(path, target)
+
+
+def head_plane(head: EagleConfig, dtype: DType) -> Plane:
+    """The plane of a pool for a head's K and V: whole on rank 0, as the head is. Every pass writes
+    both models' KV, so both are cached alike."""
+    return Plane(
+        PLANE, head.num_layers, head.num_kv_heads, head.head_dim, dtype, sharded=False, group=0
+    )
+
+
 def load_head(config: NodeConfig, model: CausalLM, target: ModelConfig) -> EagleHead | None:
     """Load the EAGLE head that a node of this configuration uses, on rank 0, and have ``model``
     compute what it reads; None if there is none.
@@ -183,10 +199,9 @@ def load_head(config: NodeConfig, model: CausalLM, target: ModelConfig) -> Eagle
     Raises:
         UsageError, UnsupportedModelError: it does not fit the model, or cannot be loaded.
     """
-    path = config.speculative_draft_model
-    if config.speculative_algorithm != "eagle" or path is None:
+    head, path = head_config(config, target), config.speculative_draft_model
+    if head is None or path is None:
         return None
-    head = EagleConfig.from_pretrained(path, target)
     # Ranks without the head, too: what the last layer computes must be the same on all.
     model.aux_layers, model.aux_normed = head.aux_layers, head.normed
     if model.tp.rank > 0:

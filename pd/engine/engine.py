@@ -7,16 +7,15 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-import msgspec
 import torch
 
 from pd.core.errors import PDError, SetupError, UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.chunk_graphs import ChunkGraphs
 from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder, default_sizes, verify_sizes
-from pd.engine.eagle import EagleWriter, load_head
+from pd.engine.eagle import EagleWriter, head_config, head_plane, load_head
 from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
@@ -29,13 +28,14 @@ from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE, TensorParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
     import numpy.typing as npt
 
     from pd.core.config import NodeConfig
+    from pd.core.node_info import DType, Plane
     from pd.engine.footprint import Footprint
     from pd.models.causal_lm import CausalLM
 
@@ -56,7 +56,7 @@ class Engine:
 
     Attributes:
         model_config: configuration of the whole model.
-        layout: layout of the whole model's KV; ``pool.layout`` is that of one rank's part.
+        layout: layout of the KV of all ranks; ``pool.layout`` is that of one rank's part.
         leader: starts and drives the processes of the other ranks; None without them.
     """
 
@@ -95,56 +95,62 @@ class Engine:
     def overlaps(self, setting: str) -> bool:
         """Whether steps are planned ahead under ``--overlap-schedule``; by default on GPUs only. A
         CPU computes a step before its launch returns, so planning ahead would only delay tokens."""
-        return setting == "on" or (setting == "auto" and self.pool.buffer.is_cuda)
+        return setting == "on" or (setting == "auto" and self.pool.memory.is_cuda)
 
     def activate(self) -> None:
         """Make the engine's GPU the calling thread's, for libraries that launch on the current one.
         Every thread that launches steps calls this first."""
-        if self.pool.buffer.is_cuda:
-            torch.cuda.set_device(self.pool.buffer.device)
+        if self.pool.memory.is_cuda:
+            torch.cuda.set_device(self.pool.device)
 
     def beside_steps(self) -> AbstractContextManager[object]:
         """Return a context in which the calling thread's GPU work is queued on a separate stream,
         so that it does not wait for launched steps. Inside, only KV may be read that the host knows
         to be complete."""
-        if not self.pool.buffer.is_cuda:
+        if not self.pool.memory.is_cuda:
             return nullcontext()
         return torch.cuda.stream(self._stream_beside)
 
     @cached_property
     def _stream_beside(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.pool.buffer.device)
+        return torch.cuda.Stream(self.pool.device)
 
     def synchronize(self) -> None:
         """Wait until nothing that was launched touches the pool any more."""
-        if self.pool.buffer.is_cuda:
-            torch.cuda.synchronize(self.pool.buffer.device)
+        if self.pool.memory.is_cuda:
+            torch.cuda.synchronize(self.pool.device)
 
     @classmethod
-    def build(cls, config: NodeConfig, page_bytes_beside: int = 0) -> Engine:
+    def build(
+        cls, config: NodeConfig, page_bytes_beside: int = 0, extra_planes: Sequence[Plane] = ()
+    ) -> Engine:
         """Load the model and allocate the pool, with ``--tp-size`` in as many processes.
 
         Args:
             page_bytes_beside: bytes to leave for other pools on this device, for each page.
+            extra_planes: planes of the pool beside the model's K and V, which come first.
 
         Raises:
             UsageError: a setting that cannot work, or an unsupported model.
             SetupError: no such device, or not enough memory, or another rank failed.
         """
         if config.tp_size == 1:
-            return cls.build_rank(config, page_bytes_beside=page_bytes_beside)
+            return cls.build_rank(
+                config, page_bytes_beside=page_bytes_beside, extra_planes=extra_planes
+            )
         ModelConfig.from_pretrained(config.model).divided(config.tp_size)
-        leader = Leader(config, rank_device(config, 0))
+        leader = Leader(config, rank_device(config, 0), extra_planes)
         try:
             engine = cls.build_rank(
                 config,
                 leader.group,
                 leader.agree_on_pages,
                 page_bytes_beside=page_bytes_beside,
+                extra_planes=extra_planes,
             )
             built = leader.wait_built()
             if config.role != "unified":  # which has no transfers
-                engine.pool.parts = leader.map_pools(built, engine.pool.buffer)
+                engine.pool.set_parts(leader.map_pools(built, engine.pool.sharded_memory))
         except BaseException as error:
             leader.close()
             if leader.failure is None or isinstance(error, PDError):
@@ -161,6 +167,7 @@ class Engine:
         agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages,
         shared_memory: int | None = None,
         page_bytes_beside: int = 0,
+        extra_planes: Sequence[Plane] = (),
     ) -> Engine:
         """Do one rank's part of :meth:`build`; all ranks call this at the same time.
 
@@ -170,7 +177,9 @@ class Engine:
             shared_memory: descriptor of the pool's memory, on a CPU (see :class:`KVPool`).
         """
         try:
-            return cls._build_rank(config, tp, agree_on_pages, shared_memory, page_bytes_beside)
+            return cls._build_rank(
+                config, tp, agree_on_pages, shared_memory, page_bytes_beside, extra_planes
+            )
         except torch.OutOfMemoryError as error:
             device = rank_device(config, tp.rank)
             free, total = torch.cuda.mem_get_info(device)
@@ -188,6 +197,7 @@ class Engine:
         agree_on_pages: Callable[[int], int],
         shared_memory: int | None,
         page_bytes_beside: int,
+        extra_planes: Sequence[Plane],
     ) -> Engine:
         model_config = ModelConfig.from_pretrained(config.model)
         device = rank_device(config, tp.rank)
@@ -199,9 +209,11 @@ class Engine:
         attention = find_attention_backend(
             config.attention_backend, device, DTYPES[dtype], model_config.head_dim
         )
+        head_shape = head_config(config, model_config)
+        planes = [] if head_shape is None else [head_plane(head_shape, dtype)]
+        layout = _layout(config, model_config, dtype, tp.size, [*extra_planes, *planes])
+        part = layout.of_rank(tp.rank)
         model = _load(config, model_config, DTYPES[dtype], device, tp)
-        layout = _layout(config, model_config, dtype, tp.size)
-        part = msgspec.structs.replace(layout, num_kv_heads=model.config.num_kv_heads)
         head = load_head(config, model, model_config)
         sizes = _graph_sizes(config, device)
         needs = footprint(model, part, attention, config, sizes, context_length, head)
@@ -273,12 +285,12 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def kv_dtype(name: str, checkpoint: str | None, device: torch.device) -> str:
+def kv_dtype(name: str, checkpoint: str | None, device: torch.device) -> DType:
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint or "bfloat16"
     if name not in DTYPES:
         raise UsageError(f"--dtype must be auto or one of {', '.join(DTYPES)}, not {name}")
-    return name
+    return cast("DType", name)
 
 
 def _load(
@@ -309,14 +321,21 @@ def _context_length(config: NodeConfig, model_config: ModelConfig) -> int:
     return length
 
 
-def _layout(config: NodeConfig, model_config: ModelConfig, dtype: str, tp_size: int) -> KVLayout:
-    return KVLayout(
+def _layout(
+    config: NodeConfig,
+    model_config: ModelConfig,
+    dtype: str,
+    tp_size: int,
+    extra_planes: Sequence[Plane],
+) -> KVLayout:
+    return KVLayout.of_model(
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=dtype,
         page_size=config.page_size,
         tp_size=tp_size,
+        extra_planes=extra_planes,
     )
 
 
@@ -329,7 +348,7 @@ def _capture_graphs(
     progress: bool,
 ) -> int:
     """Capture the CUDA graphs that the node's role uses; returns the bytes that they reserved."""
-    device = runner.pool.buffer.device
+    device = runner.pool.device
     recorder = GraphRecorder(device)
     reserved = torch.cuda.memory_reserved(device)
     if sizes:

@@ -84,7 +84,7 @@ def footprint(
 
 def _graph_bytes(runner: ModelRunner, size: int, max_rows: int, max_context: int) -> int:
     """Capture the graph of a batch of ``size`` and drop it; returns the bytes that it took."""
-    device = runner.pool.buffer.device
+    device = runner.pool.device
     free = torch.cuda.mem_get_info(device)[0]
     captured = DecodeGraphs(
         runner,
@@ -114,7 +114,7 @@ def report(
         graphs: bytes that torch allocated for the graphs of decode batches of ``graph_sizes`` and
             of chunks of ``chunk_sizes`` tokens.
     """
-    device = pool.buffer.device
+    device = pool.device
     if device.type != "cuda":
         return
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -124,7 +124,7 @@ def report(
         for what, sizes in (("batch", graph_sizes), ("chunk", chunk_sizes))
         if sizes
     ]
-    cache = pool.buffer.numel() * pool.buffer.element_size()
+    cache = pool.memory.nbytes
     other = total - free - weights - cache - graphs
     rows = (
         ("weights", weights, ""),

@@ -261,7 +261,7 @@ class ModelRunner:
             token_ids = torch.where(token_ids < 0, known, token_ids)
         before = None if self.eagle is None else self._tensor(self.eagle.places_before(items))
         places = self._tensor(positions)
-        reread = reread_rows(items, self.pool.buffer.device)
+        reread = reread_rows(items, self.pool.device)
         attention = PlannedLate(self.attention, batch, reread, self._plan_of_last(batch, wanted))
         features = self.model.new_features(len(token_ids))
         hidden = self.model.forward(
@@ -293,7 +293,7 @@ class ModelRunner:
         return self._last_attention, AttentionBatch(starts, wanted[some], pages)
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
-        return to_device(array, torch.int64, self.pool.buffer.device)
+        return to_device(array, torch.int64, self.pool.device)
 
 
 def _each_layer(

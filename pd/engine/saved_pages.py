@@ -29,4 +29,4 @@ class SavedPages:
         """Write the copy, from its ``first`` page on, into ``pages``, int32 ``[n - first]``."""
         if self._leader is not None:
             self._leader.restore_pages(self._key, pages, first)
-        self._pool.scatter_pages(pages, self._host[:, :, first:])
+        self._pool.scatter_pages(pages, [host[:, :, first:] for host in self._host])

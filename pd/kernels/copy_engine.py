@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     import torch
 
-# Bytes of a run in one plane from which on a copy engine is about as fast as the kernel
+# Bytes of a run in one slab from which on a copy engine is about as fast as the kernel
 # (``benchmarks/kv_copy.py``).
 MIN_RUN_BYTES = 512 << 10
-# CU_DEVICE_ATTRIBUTE_MAX_PITCH: CUDA's limit for the bytes of a plane, the same on all GPUs.
+# CU_DEVICE_ATTRIBUTE_MAX_PITCH: CUDA's limit for the bytes of a slab, the same on all GPUs.
 _MAX_PITCH = (1 << 31) - 1
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
@@ -92,7 +92,7 @@ class CopyEngine:
     """Queues copies from one pool.
 
     Args:
-        buffer: the own pool, contiguous, on a GPU.
+        buffer: the own pool, a plane, contiguous, on a GPU.
 
     Raises:
         SetupError: there is no driver, or the GPU cannot be used.
@@ -119,17 +119,17 @@ class CopyEngine:
         """Queue the copy of all runs on a stream. Slots and addresses are not checked.
 
         Args:
-            peer: address of the other pool, which has the same layers and rows, valid for the
-                buffer's device.
+            peer: address of the other pool, which has the same layers, vectors and rows, valid
+                for the buffer's device.
             peer_num_slots: slots of the other pool.
             stream: the handle of a stream of the buffer's device.
 
         Raises:
             CudaError: the driver refuses.
         """
-        row, plane = self._row, 2 * layer_start
+        row, slab = self._row, self._buffer.shape[1] * layer_start
         pitch, peer_pitch = self._buffer.shape[2] * row, peer_num_slots * row
-        source, target = self._buffer.data_ptr() + plane * pitch, peer + plane * peer_pitch
+        source, target = self._buffer.data_ptr() + slab * pitch, peer + slab * peer_pitch
         with self._driver.current():
             for run in runs:
                 copy = _Copy2D(
@@ -140,6 +140,6 @@ class CopyEngine:
                     dstDevice=target + run.peer_slot * row,
                     dstPitch=peer_pitch,
                     WidthInBytes=run.tokens * row,
-                    Height=2 * (layer_stop - layer_start),
+                    Height=self._buffer.shape[1] * (layer_stop - layer_start),
                 )
                 self._driver.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))

@@ -1,8 +1,9 @@
 """A digest of KV that does not depend on page size or sharding.
 
-Each (layer, K or V, token, head) vector is hashed with its coordinates; the digest is the sum of
-the hashes modulo 2**64. A sum has no order, so parts of a prompt can be hashed where they lie, in
-pages of any size and by any number of ranks, and then added.
+Each (layer, K or V, token, head) vector is hashed with its coordinates, where layers are numbered
+through all planes of the pool; the digest is the sum of the hashes modulo 2**64. A sum has no
+order, so parts of a prompt can be hashed where they lie, in pages of any size and by any number of
+ranks, and then added.
 """
 
 from __future__ import annotations
@@ -24,36 +25,43 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def token_digests(
-    buffer: torch.Tensor, slots: Int64Array, token_start: int, *, first_head: int = 0
+    buffer: torch.Tensor,
+    slots: Int64Array,
+    token_start: int,
+    *,
+    first_head: int = 0,
+    first_layer: int = 0,
 ) -> Int64Array:
-    """Compute the digest of each token's K and V in all layers. On a GPU this uses the current
-    stream and waits for it.
+    """Compute the digest of each token's vectors in all layers of a plane. On a GPU this uses the
+    current stream and waits for it.
 
     Args:
-        buffer: pool ``[num_layers, 2, num_slots, num_kv_heads, head_dim]`` of a 2- or 4-byte dtype.
+        buffer: plane ``[num_layers, 1 or 2, num_slots, num_heads, head_dim]`` of a 2- or 4-byte
+            dtype.
         slots: int64 ``[n]``, where the tokens lie.
         token_start: position of the first of them in its sequence.
         first_head: index of the buffer's first head among all ranks' heads.
+        first_layer: number of the buffer's first layer among those of all planes.
 
     Returns:
         int64 ``[n]``; sums (which wrap around) are digests of ranges.
     """
     words = _words(buffer)
-    layers, _, num_slots, heads, width = words.shape
+    layers, kinds, num_slots, heads, width = words.shape
     device = buffer.device
-    rows = words.view(layers, 2, num_slots, heads * width)
-    piece = max(1, _PIECE_BYTES[device.type] // (2 * heads * width * words.element_size()))
+    rows = words.view(layers, kinds, num_slots, heads * width)
+    piece = max(1, _PIECE_BYTES[device.type] // (kinds * heads * width * words.element_size()))
     index = torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64)).to(device)
     weights = _mix_(torch.arange(1, width + 1, device=device)) | 1
     head_index = torch.arange(first_head, first_head + heads, device=device).view(1, 1, -1)
-    kinds = torch.arange(2, device=device).view(2, 1, 1)
+    kind = torch.arange(kinds, device=device).view(-1, 1, 1)
     total = torch.zeros(len(slots), dtype=torch.int64, device=device)
     for start in range(0, len(slots), piece):
         part = slice(start, min(start + piece, len(slots)))
         tokens = torch.arange(part.start, part.stop, device=device).view(1, -1, 1) + token_start
-        places = ((tokens * 65536 + head_index) * 2 + kinds) * 4096
+        places = ((tokens * 65536 + head_index) * 2 + kind) * 4096 + first_layer
         for layer in range(layers):
-            found = rows[layer].index_select(1, index[part]).view(2, -1, heads, width)
+            found = rows[layer].index_select(1, index[part]).view(kinds, -1, heads, width)
             vectors = _vectors(found, weights)
             total[part] += _mix_(vectors ^ _mix_(places + layer)).sum(dim=(0, 2))
     return total.cpu().numpy()
@@ -66,7 +74,8 @@ def _words(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _vectors(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Reduce each vector to one number, int64 ``[2, tokens, heads]``. May overwrite ``words``."""
+    """Reduce each vector to one number, int64 ``[kinds, tokens, heads]``. May overwrite
+    ``words``."""
     words = words.to(torch.int64)
     # NOTE: the bits of a product depend only on lower bits of its factors. Without this line, the
     # top bit of each word would count only modulo 2.

@@ -1,9 +1,11 @@
 """KV rows between a pool's slots, packed buffers and the pool of another GPU.
 
-A row is K or V of one token in one layer: ``num_kv_heads * head_dim`` elements that lie together.
-Pools are ``[num_layers, 2, num_slots, num_kv_heads, head_dim]``; packed data is contiguous bytes in
-the order ``[layers, 2, tokens, row]``. Where tensor-parallel ranks divide the heads, each has such
-a pool for its own; packed rows are of all heads.
+Here a pool is one plane (:class:`pd.core.node_info.Plane`), and its layers are numbered from 0. A
+row is one vector (K or V) of one token in one layer: ``num_heads * head_dim`` elements that lie
+together. Pools are ``[num_layers, vectors, num_slots, num_heads, head_dim]``; packed data is
+contiguous bytes in the order ``[layers, vectors, tokens, row]``. Where tensor-parallel ranks divide
+the heads, each has such a pool for its own; packed rows are of all heads. A slab is all rows of one
+vector of one layer.
 
 On the CPU this is numpy, which is also the reference of the one Triton kernel that does all three
 on a GPU (:mod:`pd.kernels.kv_copy_triton`), queued on the current stream of the pool's device.
@@ -23,28 +25,28 @@ if TYPE_CHECKING:
 
     from pd.kernels.kv_copy_triton import LaunchShape
 
-    Planes = list[npt.NDArray[np.int8]]
+    Slabs = list[npt.NDArray[np.int8]]
 
 # Numbers of adjacent slots that the CPU copies as one where a sequence's pages allow it.
 _RUNS = (64, 16, 4)
 
 
 def row_bytes(buffer: torch.Tensor) -> int:
-    """Return the bytes of K or V of one token in one layer of a pool."""
+    """Return the bytes of one vector of one token in one layer of a pool."""
     return buffer.shape[3] * buffer.shape[4] * buffer.element_size()
 
 
 def gather(
     buffer: torch.Tensor, slots: torch.Tensor, layer_start: int, layer_stop: int, out: torch.Tensor
 ) -> None:
-    """Pack K and V of some tokens of some layers.
+    """Pack the vectors of some tokens of some layers.
 
     Args:
         buffer: the pool, contiguous.
         slots: int32 or int64 ``[n]`` on the pool's device, all inside the pool (on a GPU that is
             not checked).
         out: contiguous, of any dtype, on the pool's device, of exactly
-            ``(layer_stop - layer_start) * 2 * n * row_bytes(buffer)`` bytes.
+            ``(layer_stop - layer_start) * vectors * n * row_bytes(buffer)`` bytes.
 
     Raises:
         ValueError: shapes, sizes or devices do not fit.
@@ -54,14 +56,14 @@ def gather(
     if buffer.is_cuda:
         from pd.kernels.kv_copy_triton import Side, copy_rows
 
-        pool = Side(buffer.data_ptr(), 2 * layer_start, buffer.shape[2], slots)
+        pool = Side(buffer.data_ptr(), buffer.shape[1] * layer_start, buffer.shape[2], slots)
         whole = Side(packed.data_ptr(), 0, len(slots))
-        num_planes = 2 * (layer_stop - layer_start)
-        copy_rows(pool, whole, len(slots), num_planes, row_bytes(buffer), buffer.device)
+        num_slabs = buffer.shape[1] * (layer_stop - layer_start)
+        copy_rows(pool, whole, len(slots), num_slabs, row_bytes(buffer), buffer.device)
         return
-    planes = _planes(buffer, layer_start, layer_stop)
+    slabs = _slabs(buffer, layer_start, layer_stop)
     for index, where, run in _stretches(_inside(slots, buffer.shape[2])):
-        for source, target in zip(planes, _packed_planes(packed, planes, slots), strict=True):
+        for source, target in zip(slabs, _packed_slabs(packed, slabs, slots), strict=True):
             # NOTE: the slots were checked; without "clip" numpy would copy by way of a buffer.
             np.take(
                 _coarse(source, run), index, axis=0, out=_coarse(target[where], run), mode="clip"
@@ -115,25 +117,25 @@ def _copy_parts(
 ) -> None:
     """Copy packed rows, each of which is ``len(parts)`` rows of pools, one after another."""
     packed = _packed(buffer, slots, layer_start, layer_stop, data, len(parts))
-    num_planes, width = 2 * (layer_stop - layer_start), row_bytes(buffer)
+    num_slabs, width = buffer.shape[1] * (layer_stop - layer_start), row_bytes(buffer)
     for index, address in enumerate(parts):
         if buffer.is_cuda:
             from pd.kernels.kv_copy_triton import Side, copy_rows, part_of_rows
 
             whole = part_of_rows(packed, slots, index, len(parts))
-            pool = Side(address, 2 * layer_start, buffer.shape[2], slots)
+            pool = Side(address, buffer.shape[1] * layer_start, buffer.shape[2], slots)
             source, target = (whole, pool) if into_pool else (pool, whole)
-            copy_rows(source, target, len(slots), num_planes, width, buffer.device)
+            copy_rows(source, target, len(slots), num_slabs, width, buffer.device)
             continue
         chosen = _inside(slots, buffer.shape[2])
         memory = (ctypes.c_int8 * buffer.nbytes).from_address(address)
-        planes = np.ctypeslib.as_array(memory).reshape(-1, buffer.shape[2], width)
-        planes = planes[2 * layer_start : 2 * layer_stop]
-        rows_of_all = packed.numpy().view(np.int8).reshape(num_planes, -1, len(parts), width)
+        slabs = np.ctypeslib.as_array(memory).reshape(-1, buffer.shape[2], width)
+        slabs = slabs[buffer.shape[1] * layer_start : buffer.shape[1] * layer_stop]
+        rows_of_all = packed.numpy().view(np.int8).reshape(num_slabs, -1, len(parts), width)
         if into_pool:
-            planes[:, chosen] = rows_of_all[:, :, index]
+            slabs[:, chosen] = rows_of_all[:, :, index]
         else:
-            rows_of_all[:, :, index] = planes[:, chosen]
+            rows_of_all[:, :, index] = slabs[:, chosen]
 
 
 def scatter(
@@ -143,7 +145,7 @@ def scatter(
     layer_stop: int,
     data: torch.Tensor,
 ) -> None:
-    """Write packed K and V into slots, the reverse of :func:`gather`, with the same arguments.
+    """Write packed vectors into slots, the reverse of :func:`gather`, with the same arguments.
 
     Slots must differ from each other.
     """
@@ -152,13 +154,13 @@ def scatter(
         from pd.kernels.kv_copy_triton import Side, copy_rows
 
         whole = Side(packed.data_ptr(), 0, len(slots))
-        pool = Side(buffer.data_ptr(), 2 * layer_start, buffer.shape[2], slots)
-        num_planes = 2 * (layer_stop - layer_start)
-        copy_rows(whole, pool, len(slots), num_planes, row_bytes(buffer), buffer.device)
+        pool = Side(buffer.data_ptr(), buffer.shape[1] * layer_start, buffer.shape[2], slots)
+        num_slabs = buffer.shape[1] * (layer_stop - layer_start)
+        copy_rows(whole, pool, len(slots), num_slabs, row_bytes(buffer), buffer.device)
         return
-    planes = _planes(buffer, layer_start, layer_stop)
+    slabs = _slabs(buffer, layer_start, layer_stop)
     for index, where, run in _stretches(_inside(slots, buffer.shape[2])):
-        for target, source in zip(planes, _packed_planes(packed, planes, slots), strict=True):
+        for target, source in zip(slabs, _packed_slabs(packed, slabs, slots), strict=True):
             _coarse(target, run)[index] = _coarse(source[where], run)
 
 
@@ -172,7 +174,7 @@ def copy_to_peer(
     layer_stop: int,
     shape: LaunchShape | None = None,
 ) -> None:
-    """Copy tokens straight into another pool of the same layers, heads and dtype.
+    """Copy tokens straight into another pool of the same layers, vectors, heads and dtype.
 
     Args:
         buffer: the own pool, contiguous.
@@ -193,16 +195,16 @@ def copy_to_peer(
     if buffer.is_cuda:
         from pd.kernels.kv_copy_triton import PEER_SHAPE, Side, copy_rows
 
-        own_side = Side(buffer.data_ptr(), 2 * layer_start, buffer.shape[2], slots)
-        peer_side = Side(peer, 2 * layer_start, peer_num_slots, peer_slots)
-        num_planes = 2 * (layer_stop - layer_start)
+        own_side = Side(buffer.data_ptr(), buffer.shape[1] * layer_start, buffer.shape[2], slots)
+        peer_side = Side(peer, buffer.shape[1] * layer_start, peer_num_slots, peer_slots)
+        num_slabs = buffer.shape[1] * (layer_stop - layer_start)
         width, shape = row_bytes(buffer), shape or PEER_SHAPE
-        copy_rows(own_side, peer_side, len(slots), num_planes, width, buffer.device, shape)
+        copy_rows(own_side, peer_side, len(slots), num_slabs, width, buffer.device, shape)
         return
     own = _inside(slots, buffer.shape[2])
     theirs = _inside(peer_slots, peer_num_slots)
-    planes = _planes(buffer, layer_start, layer_stop)
-    for number, source in enumerate(planes, start=2 * layer_start):
+    slabs = _slabs(buffer, layer_start, layer_stop)
+    for number, source in enumerate(slabs, start=buffer.shape[1] * layer_start):
         size = peer_num_slots * row_bytes(buffer)
         memory = (ctypes.c_int8 * size).from_address(peer + number * size)
         target = np.ctypeslib.as_array(memory).reshape(peer_num_slots, -1)
@@ -215,7 +217,9 @@ def prepare(buffer: torch.Tensor) -> None:
     if not buffer.is_cuda:
         return
     with torch.cuda.device(buffer.device):
-        small = torch.zeros((1, 2, 1, *buffer.shape[3:]), dtype=buffer.dtype, device=buffer.device)
+        small = torch.zeros(
+            (1, buffer.shape[1], 1, *buffer.shape[3:]), dtype=buffer.dtype, device=buffer.device
+        )
         peer, slots = (
             torch.zeros_like(small),
             torch.zeros(1, dtype=torch.int32, device=small.device),
@@ -247,7 +251,7 @@ def _packed(
 ) -> torch.Tensor:
     """Check the arguments and view the packed side as bytes."""
     _check(buffer, slots, layer_start, layer_stop)
-    size = (layer_stop - layer_start) * 2 * len(slots) * row_bytes(buffer) * num_parts
+    size = (layer_stop - layer_start) * buffer.shape[1] * len(slots) * row_bytes(buffer) * num_parts
     if not data.is_contiguous() or data.numel() * data.element_size() != size:
         raise ValueError(
             f"packed data must be {size} contiguous bytes, not {tuple(data.shape)} of {data.dtype}"
@@ -264,16 +268,16 @@ def _inside(slots: torch.Tensor, num_slots: int) -> npt.NDArray[np.int64]:
     return array
 
 
-def _planes(buffer: torch.Tensor, layer_start: int, layer_stop: int) -> Planes:
-    """Return the bytes ``[num_slots, row]`` of K and V of each layer."""
+def _slabs(buffer: torch.Tensor, layer_start: int, layer_stop: int) -> Slabs:
+    """Return the bytes ``[num_slots, row]`` of each vector of each layer."""
     layers = buffer[layer_start:layer_stop].view(-1).view(torch.int8).numpy()
-    return list(layers.reshape(2 * (layer_stop - layer_start), buffer.shape[2], row_bytes(buffer)))
+    return list(layers.reshape(-1, buffer.shape[2], row_bytes(buffer)))
 
 
-def _packed_planes(packed: torch.Tensor, planes: Planes, slots: torch.Tensor) -> Planes:
-    if not planes:
+def _packed_slabs(packed: torch.Tensor, slabs: Slabs, slots: torch.Tensor) -> Slabs:
+    if not slabs:
         return []
-    return list(packed.numpy().view(np.int8).reshape(len(planes), len(slots), -1))
+    return list(packed.numpy().view(np.int8).reshape(len(slabs), len(slots), -1))
 
 
 def _coarse(rows: npt.NDArray[np.int8], run: int) -> npt.NDArray[np.void]:

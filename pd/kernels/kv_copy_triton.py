@@ -45,7 +45,7 @@ class LaunchShape:
 # A kernel for each combination of multiples of 16 and ones would be compiled during requests.
 _ANY_VALUE = (
     "num_tokens",
-    "num_planes",
+    "num_slabs",
     "source_first",
     "source_stride",
     "target_first",
@@ -77,15 +77,15 @@ def _load_tile(
     """Words ``[TOKENS, CHUNK]`` of a tile and the rows ``[TOKENS]`` where they go, -1 for none."""
     chunks: tl.constexpr = (ROW + CHUNK - 1) // CHUNK
     token_tiles = tl.cdiv(num_tokens, TOKENS)
-    plane = tile // (chunks * token_tiles)
+    slab = tile // (chunks * token_tiles)
     tokens = (tile // chunks) % token_tiles * TOKENS + tl.arange(0, TOKENS)
     exists = (tokens < num_tokens) & (tile < tiles)
-    from_rows = (source_first + plane).to(tl.int64) * source_stride
+    from_rows = (source_first + slab).to(tl.int64) * source_stride
     if FROM_SLOTS:
         from_rows = from_rows + tl.load(source_slots + tokens, mask=exists, other=0).to(tl.int64)
     else:
         from_rows = from_rows + tokens
-    to_rows = (target_first + plane).to(tl.int64) * target_stride
+    to_rows = (target_first + slab).to(tl.int64) * target_stride
     if TO_SLOTS:
         to_rows = to_rows + tl.load(target_slots + tokens, mask=exists, other=0).to(tl.int64)
     else:
@@ -108,7 +108,7 @@ def _copy_rows(
     source_slots,
     target_slots,
     num_tokens,
-    num_planes,
+    num_slabs,
     source_first,
     source_stride,
     target_first,
@@ -119,13 +119,13 @@ def _copy_rows(
     FROM_SLOTS: tl.constexpr,
     TO_SLOTS: tl.constexpr,
 ):
-    """Copy rows of ROW words of ``num_planes`` planes; a plane has ``stride`` rows.
+    """Copy rows of ROW words of ``num_slabs`` slabs; a slab has ``stride`` rows.
 
     A tile is TOKENS rows by CHUNK words. Rows are found by slot, or by token where there are no
     slots. The loads of a tile are under way before the one ahead is stored.
     """
     chunks: tl.constexpr = (ROW + CHUNK - 1) // CHUNK
-    tiles = tl.cdiv(num_tokens, TOKENS) * chunks * num_planes
+    tiles = tl.cdiv(num_tokens, TOKENS) * chunks * num_slabs
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     words, rows = _load_tile(
@@ -176,12 +176,12 @@ def _copy_rows(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One end of a copy: planes of rows in memory that the device can reach.
+    """One end of a copy: slabs of rows in memory that the device can reach.
 
     Attributes:
-        address: address of plane 0.
-        first: the first plane that takes part.
-        stride: rows of a plane.
+        address: address of slab 0.
+        first: the first slab that takes part.
+        stride: rows of a slab.
         slots: the row of each token; None where token t is row t.
     """
 
@@ -213,22 +213,22 @@ def copy_rows(
     source: Side,
     target: Side,
     num_tokens: int,
-    num_planes: int,
+    num_slabs: int,
     row_bytes: int,
     device: torch.device,
     shape: LaunchShape = LOCAL_SHAPE,
 ) -> None:
     """Queue the copy on the current stream of ``device``. Nothing is checked and nothing is kept
     alive. On the CPU this works with ``TRITON_INTERPRET=1`` only (for tests)."""
-    if not num_tokens or not num_planes:
+    if not num_tokens or not num_slabs:
         return
     word = next(
         word for word in _WORDS if not (row_bytes | source.address | target.address) % word.itemsize
     )
     row = row_bytes // word.itemsize
     chunk, tokens = _tile(row, shape.tile_bytes // word.itemsize)
-    tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(row, chunk) * num_planes
-    pointers = [_pointer(side, num_planes, row_bytes, word, device) for side in (source, target)]
+    tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(row, chunk) * num_slabs
+    pointers = [_pointer(side, num_slabs, row_bytes, word, device) for side in (source, target)]
     slots = [pointers[0] if s.slots is None else s.slots for s in (source, target)]
     launch(
         _copy_rows,
@@ -237,7 +237,7 @@ def copy_rows(
         *pointers,
         *slots,
         num_tokens,
-        num_planes,
+        num_slabs,
         source.first,
         source.stride,
         target.first,
@@ -262,9 +262,9 @@ def _tile(row: int, tile_words: int) -> tuple[int, int]:
 
 
 def _pointer(
-    side: Side, num_planes: int, row_bytes: int, word: torch.dtype, device: torch.device
+    side: Side, num_slabs: int, row_bytes: int, word: torch.dtype, device: torch.device
 ) -> Pointer:
     if device.type == "cuda":
         return _Pointer(side.address, word)
-    size = (side.first + num_planes) * side.stride * row_bytes
+    size = (side.first + num_slabs) * side.stride * row_bytes
     return torch.frombuffer((ctypes.c_int8 * size).from_address(side.address), dtype=word)

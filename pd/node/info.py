@@ -54,7 +54,7 @@ def server_info(node: Node) -> dict[str, object]:
             "model_path": str(config.model.resolve()),
             "model_id": engine.model_id,
             "vocab_size": engine.model_config.vocab_size,
-            "dtype": engine.layout.dtype,
+            "dtype": engine.layout.model.dtype,
             "page_size": config.page_size,
             "tp_size": config.tp_size,
             "kv_digest": config.kv_digest,

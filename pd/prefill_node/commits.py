@@ -111,8 +111,8 @@ class Commits:
         if self._digests is None or outgoing.digest is not None:
             return
         assert outgoing.reservation is not None
-        start, request = outgoing.reservation.cached_prefix_len, outgoing.request
-        outgoing.digest = self._digests.start(request.sequence.pages, start, len(request.prompt))
+        cached, request = outgoing.reservation.cached, outgoing.request
+        outgoing.digest = self._digests.start(request.sequence.pages, cached, len(request.prompt))
 
     def on_commit_ack(self, identity: bytes, message: CommitAck) -> None:
         """The peer has committed: the request is done here."""

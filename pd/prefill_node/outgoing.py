@@ -34,15 +34,23 @@ class PromptCost:
 
     Attributes:
         num_layers: layers of the model.
-        kv_bytes: bytes of one token's K and V in all layers.
+        kv_bytes: bytes of one token in all layers of all planes.
         token_flops: operations on each GPU for the products of one token with the layers' weights.
         pair_flops: operations on each GPU for the attention of one token to one before it.
+        extra_layers: layers of further planes, whose numbers follow those of the model. They are
+            computed last, and their operations count as none.
     """
 
     num_layers: int
     kv_bytes: int
     token_flops: float
     pair_flops: float
+    extra_layers: int = 0
+
+    @property
+    def all_layers(self) -> int:
+        """Layers of all planes."""
+        return self.num_layers + self.extra_layers
 
     def flops(self, start: int, stop: int, layers_done: int = 0) -> float:
         """Operations that are left for tokens ``[start, stop)`` when ``layers_done`` layers are
@@ -50,7 +58,8 @@ class PromptCost:
         so the result is below 0 when all are done."""
         pairs = (stop - start) * (stop + start) / 2
         whole = (stop - start) * self.token_flops + pairs * self.pair_flops
-        return whole * (self.num_layers - 1 - layers_done) / self.num_layers
+        left = self.num_layers - 1 - min(layers_done, self.num_layers)
+        return whole * left / self.num_layers
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +70,9 @@ class OutgoingRoom:
         cost: cost of the prompt's tokens.
         reservation: the peer's, once it came.
         pushed: leading tokens whose KV of all layers was given to the sender (or is the peer's
-            already).
+            already in all planes).
+        partial: token and layer up to which the KV of the tokens from ``pushed`` on was given to
+            the sender, too; None if nothing of them was.
         parked: whether the computed prompt's pages were released to the prefix cache before the
             peer reserved; tokens that were evicted since are computed again when it does.
         digest: being computed since the whole prompt is here and the peer has reserved.
@@ -75,6 +86,7 @@ class OutgoingRoom:
     reservation: Reservation | None = None
     sender: Sender | None = None
     pushed: int = 0
+    partial: tuple[int, int] | None = None
     parked: bool = False
     digest: Future[bytes] | None = None
     commit_sent: float | None = None
@@ -91,6 +103,18 @@ class OutgoingRoom:
         if self.first_sent is None:
             self.first_sent = time.monotonic()
         self.sender.send(token_start, token_stop, layer_start, layer_stop)
+
+    def push(self, stop: int) -> None:
+        """Push what was not pushed of tokens before ``stop``, which are in the pool, or queued on
+        the current stream, in all planes."""
+        layers = self.cost.all_layers
+        if self.partial is not None:
+            token_stop, layer = self.partial
+            self.send(self.pushed, token_stop, layer, layers)
+            self.pushed, self.partial = token_stop, None
+        if stop > self.pushed:
+            self.send(self.pushed, stop, 0, layers)
+            self.pushed = stop
 
     def may_wait(self, unsent: float, ahead: float) -> bool:
         """Whether the KV of ``unsent`` tokens should be sent later, since every use of the link
@@ -131,29 +155,31 @@ class Chunk:
 
         A group of layers is sent when it is complete, unless it may wait for the next group, of
         this chunk or of the next one. KV that waited is sent after any layer, so that it does not
-        leave earlier than it must.
+        leave earlier than it must. Layers are numbered through all planes. Layers of further planes
+        that no call reports are sent after the step, or with the next chunk.
         """
         outgoing = self.outgoing
         if outgoing.sender is None or outgoing.pushed >= self.stop:
             return
-        cost, num_layers = outgoing.cost, outgoing.cost.num_layers
-        group = layers_per_group(num_layers)
+        cost, all_layers = outgoing.cost, outgoing.cost.all_layers
+        group = layers_per_group(cost.num_layers)
         in_groups = self.sent > 0 or outgoing.sender.flops_per_byte == 0
-        if in_groups and stop % group and stop < num_layers:
+        if in_groups and stop % group and stop < cost.num_layers:
             return
         # Layers that are done when this is called next and something may be sent.
         then = stop + max(stop - first, group if in_groups else 1)
         earlier, new = self.start - outgoing.pushed, self.stop - max(self.start, outgoing.pushed)
-        unsent = max(0, earlier) + new * (then - self.sent) / num_layers
+        unsent = max(0, earlier) + new * (then - self.sent) / all_layers
         ahead = cost.flops(self.start, self.stop, then) + cost.flops(self.stop, self.num_tokens)
         # A chunk that was sent in part is sent to its end: what ``pushed`` leaves out is unsent.
-        may_stay = stop < num_layers or self.sent == 0
+        may_stay = stop < all_layers or self.sent == 0
         if may_stay and outgoing.may_wait(unsent, ahead):
             return
         if earlier > 0:
-            outgoing.send(outgoing.pushed, self.start, 0, num_layers)
-            outgoing.pushed = self.start
+            outgoing.push(self.start)
         outgoing.send(outgoing.pushed, self.stop, self.sent, stop)
         self.sent = stop
-        if stop == num_layers:
-            outgoing.pushed = self.stop
+        if stop < all_layers:
+            outgoing.partial = (self.stop, stop)
+        else:
+            outgoing.pushed, outgoing.partial = self.stop, None

@@ -68,10 +68,11 @@ class SendingEnd(PromptSender):
         self._resume, self._forget = resume, forget
         model, layout = core.engine.model_config, core.engine.layout
         self._cost = PromptCost(
-            layout.num_layers,
+            layout.model.num_layers,
             layout.token_bytes,
             model.token_flops / layout.tp_size,
             model.pair_flops / layout.tp_size,
+            layout.num_layers - layout.model.num_layers,
         )
         self._patience = transfer.patience
         self._broken = Seldom(logger)
@@ -181,16 +182,14 @@ class SendingEnd(PromptSender):
     def take_reservation(self, outgoing: OutgoingRoom, reservation: Reservation) -> None:
         """Take the reservation of a room; open the sender and push what is computed already."""
         request = outgoing.request
-        if not 0 <= reservation.cached_prefix_len <= len(request.prompt):
-            error = TransferError(
-                f"decode node {request.peer} claims {reservation.cached_prefix_len} cached tokens "
-                f"of a prompt of {len(request.prompt)}"
-            )
+        wrong = self._complaint(request, reservation.cached)
+        if wrong:
+            error = TransferError(f"decode node {request.peer} claims {wrong}")
             self._rooms.fail(request, error)
             return
         outgoing.reservation = reservation
         outgoing.reserved_at = time.monotonic()
-        outgoing.pushed = reservation.cached_prefix_len
+        outgoing.pushed = min(reservation.cached)
         if request.state is RequestState.BOOTSTRAPPING:
             request.state = RequestState.WAITING
         if outgoing.parked:
@@ -200,6 +199,15 @@ class SendingEnd(PromptSender):
             self._resume(request)
         elif request.state in (RequestState.RUNNING, RequestState.SENDING):
             self._open(outgoing)
+
+    def _complaint(self, request: Request, cached: tuple[int, ...]) -> str:
+        """Describe what is wrong with a peer's numbers of cached tokens; empty if nothing is."""
+        groups, length = self._core.engine.layout.num_groups, len(request.prompt)
+        if len(cached) != groups:
+            return f"cached tokens in {len(cached)} groups of planes; there are {groups}"
+        if not 0 <= min(cached) <= max(cached) <= length:
+            return f"{', '.join(map(str, cached))} cached tokens of a prompt of {length}"
+        return ""
 
     def will_leave(self, request: Request) -> bool:
         """Whether a request, once computed, waits for no memory of another node."""
@@ -237,8 +245,7 @@ class SendingEnd(PromptSender):
         computed = request.sequence.num_computed
         if computed > outgoing.pushed:
             with engine.beside_steps():
-                outgoing.send(outgoing.pushed, computed, 0, engine.layout.num_layers)
-            outgoing.pushed = computed
+                outgoing.push(computed)
         if request.state is RequestState.SENDING:
             outgoing.sender.finish()
             with engine.beside_steps():

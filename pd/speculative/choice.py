@@ -45,7 +45,7 @@ def make_drafter(
         return ModelDrafter(draft_model.runner(engine.pool.num_pages), engine.sampler)
     from pd.speculative.ngram import NgramDrafter
 
-    return NgramDrafter(engine.pool.buffer.device)
+    return NgramDrafter(engine.pool.device)
 
 
 def describe_drafter(config: NodeConfig, engine: Engine) -> str:
@@ -56,7 +56,7 @@ def describe_drafter(config: NodeConfig, engine: Engine) -> str:
     head = eagle.head.config
     fingerprint = head.fingerprint(path, config.load_format, config.seed)
     widths = f"{head.num_kv_heads} KV heads of {head.head_dim}, states of {head.hidden_size}"
-    return f"{head.algorithm} {fingerprint} ({widths}, {engine.layout.dtype})"
+    return f"{head.algorithm} {fingerprint} ({widths}, {engine.layout.planes[0].dtype})"
 
 
 def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:

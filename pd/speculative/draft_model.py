@@ -144,7 +144,7 @@ class ModelDrafter(Drafter):
         items, drafted = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
         ends = np.cumsum([each.limit for each in drafted])
         tokens = torch.zeros(int(ends[-1]) if drafted else 0, dtype=torch.int64)
-        tokens = tokens.to(self._runner.pool.buffer.device)
+        tokens = tokens.to(self._runner.pool.device)
         for each, end in zip(drafted, ends.tolist(), strict=True):
             each.first = end - each.limit
         drafting = drafted

@@ -28,44 +28,42 @@ if TYPE_CHECKING:
 
     from pd.core.errors import PDError
     from pd.core.messages import Reservation
-    from pd.core.node_info import KVLayout, NodeInfo
+    from pd.core.node_info import KVLayout, NodeInfo, Plane
     from pd.core.starvation import Patience
 
     IntArray = npt.NDArray[np.int32]
 
 
-class KVBuffer(Protocol):
-    """The pool as transfers see it.
+class KVPlane(Protocol):
+    """One plane of the pool as transfers see it.
 
-    ``buffer``: contiguous tensor ``[num_layers, 2, num_slots, num_kv_heads, head_dim]`` (K then V);
-    token t of a sequence whose page table is ``pages`` lies in slot
-    ``pages[t // page_size] * page_size + t % page_size``. ``parts``: where tensor-parallel ranks
-    divide the heads, the address of each rank's buffer as mapped here, of the same shape as
-    ``buffer``, which is the first of them. Only copies between pages and staging buffers know of
-    parts: KV travels with all heads.
+    ``buffer``: contiguous tensor ``[num_layers, vectors, num_slots, num_heads, head_dim]`` (K then
+    V, or one vector); token t of a sequence whose page table is ``pages`` lies in slot
+    ``pages[t // page_size] * page_size + t % page_size``. ``first_layer``: number of its first
+    layer through all planes. ``parts``: where tensor-parallel ranks divide the heads, the address
+    of each rank's buffer as mapped here, of the same shape as ``buffer``, which is the first of
+    them. Only copies between pages and staging buffers know of parts: KV travels with all heads.
     """
 
+    spec: Plane
+    first_layer: int
     buffer: torch.Tensor
-    layout: KVLayout
     parts: Sequence[int]
 
 
-class PoolShape(Protocol):
-    """Sizes of a pool.
+class KVBuffer(Protocol):
+    """The pool as transfers see it: planes in the order in which their layers are numbered, all
+    with the same slots, which lie in one allocation.
 
-    Attributes:
-        page_size: slots of one page.
-        cell_bytes: size of one token's K and V in one layer.
+    ``memory``: uint8 ``[bytes]``, that allocation; :meth:`pd.core.node_info.KVLayout.extents` says
+    where each plane lies.
     """
 
+    layout: KVLayout
+    memory: torch.Tensor
+
     @property
-    def page_size(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def cell_bytes(self) -> int: ...
+    def planes(self) -> Sequence[KVPlane]: ...
 
 
 class TransferState(IntEnum):
@@ -99,7 +97,11 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        """Queue K and V of a half-open token range of a half-open layer range. Never blocks.
+        """Queue what D lacks of a half-open token range of a half-open layer range. Never blocks.
+
+        Layers are numbered through all planes, and the range may have layers of several. Of each
+        plane, only tokens from the cached length of its group on are sent. Raises ValueError if
+        the range leaves the pool's layers or the tokens that D lacks in any plane.
 
         On a GPU the KV need only be queued on the calling thread's current stream: the backend
         records an event there and reads the pool on streams of its own, after that event."""
@@ -227,13 +229,25 @@ class TransferManager(ABC):
 
     @abstractmethod
     def receiver(
-        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+        self,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        cached: tuple[int, ...],
+        num_tokens: int,
     ) -> Receiver:
-        """D: accept tokens ``[token_start, token_stop)`` of all layers into ``pages``.
+        """D: accept what is missing of a prompt of ``num_tokens`` into ``pages``.
 
         Args:
             pages: int32 page table of the destination for the whole sequence; entries below
-                ``token_start // page_size`` are never written.
+                ``min(cached) // page_size`` are never written.
+            cached: leading tokens that are there already, for each group of planes; those of a
+                group are never written in its planes.
+
+        Raises:
+            ValueError: the page table does not cover the tokens or leaves the pool, or ``cached``
+                is not one number up to ``num_tokens`` for each group.
         """
 
     def is_linked(self, peer: str) -> bool:

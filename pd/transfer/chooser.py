@@ -83,9 +83,15 @@ class ChoosingManager(TransferManager):
         return self._of(peer).sender(peer, reservation, pages, num_tokens)
 
     def receiver(
-        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+        self,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        cached: tuple[int, ...],
+        num_tokens: int,
     ) -> Receiver:
-        return self._of(peer).receiver(peer, room, epoch, pages, token_start, token_stop)
+        return self._of(peer).receiver(peer, room, epoch, pages, cached, num_tokens)
 
     def is_linked(self, peer: str) -> bool:
         manager = self._chosen.get(peer)

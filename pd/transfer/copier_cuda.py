@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from pd.kernels.kv_copy import gather, gather_parts, scatter, scatter_parts
+from pd.kernels.kv_copy import gather, gather_parts, row_bytes, scatter, scatter_parts
 from pd.kernels.paging import token_slots
-from pd.transfer.copier import Copier, CopyTicket
+from pd.transfer.copier import Copier, CopyTicket, PlaneCopier
+from pd.transfer.pool_shape import PoolShape
 from pd.transfer.ranges import Block
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
-    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.base import IntArray, KVBuffer, KVPlane
 
 
 class _Event(CopyTicket):
@@ -81,24 +85,71 @@ class CudaCopier(Copier):
     depth = 4
 
     def __init__(self, pool: KVBuffer) -> None:
-        super().__init__(pool)
-        self._buffer, self._parts = pool.buffer, pool.parts
-        self._device = pool.buffer.device
-        self._out, self._in = _CopyStream(self._device), _CopyStream(self._device)
+        self._device = pool.memory.device
+        lanes = _CopyStream(self._device), _CopyStream(self._device)
         self._tables = torch.cuda.Stream(self._device, priority=-1)
-        self._warm_up()
+        planes = [CudaPlane(plane, *lanes) for plane in pool.planes]
+        super().__init__(PoolShape.of(pool), planes)
+        self._warm_up(planes)
 
     def table(self, pages: IntArray, num_tokens: int) -> _Table:
-        slots = token_slots(pages, np.arange(num_tokens), self.page_size)
+        slots = token_slots(pages, np.arange(num_tokens), self.shape.page_size)
         return _Table(slots.astype(np.int32), self._tables)
+
+    def make_buffers(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
+        if on_device:
+            with torch.cuda.device(self._device):
+                buffers = torch.zeros((count, size), dtype=torch.uint8, device=self._device)
+                torch.cuda.current_stream(self._device).synchronize()
+                return buffers
+        return torch.zeros((count, size), dtype=torch.uint8, pin_memory=True)
+
+    def _warm_up(self, planes: Sequence[CudaPlane]) -> None:
+        """Compile the kernels now, on small planes of their own: the first room could not wait for
+        the compiler, and the node may be computing already."""
+        tokens = 16
+        table = _Table(np.arange(tokens, dtype=np.int32), self._tables)
+        size = tokens * self.shape.max_cell_bytes
+        buffer = self.make_buffers(1, size, on_device=True)[0]
+        for plane in planes:
+            small = plane.like(2 * tokens)
+            for start in {0, tokens // 3}:
+                block = Block(start, tokens, small.first_layer, small.first_layer + 1)
+                small.gather(table, block, buffer).wait()
+                small.scatter(table, block, buffer).wait()
+
+
+class CudaPlane(PlaneCopier):
+    """A plane in CUDA memory.
+
+    Args:
+        outward, inward: streams of the gathers and of the scatters of all planes.
+    """
+
+    def __init__(self, plane: KVPlane, outward: _CopyStream, inward: _CopyStream) -> None:
+        self.first_layer = plane.first_layer
+        self._buffer, self._parts = plane.buffer, plane.parts
+        self._device = plane.buffer.device
+        self._out, self._in = outward, inward
+        self._cell_bytes = plane.buffer.shape[1] * row_bytes(plane.buffer) * len(plane.parts)
+
+    def like(self, num_slots: int) -> CudaPlane:
+        """Return a copier of a plane of one layer, with rows of the same shape and new memory."""
+        shape = (1, self._buffer.shape[1], num_slots, *self._buffer.shape[3:])
+        with torch.cuda.device(self._device):
+            buffer = torch.zeros(shape, dtype=self._buffer.dtype, device=self._device)
+            torch.cuda.current_stream(self._device).synchronize()
+        small = copy(self)
+        small._buffer, small._parts = buffer, [buffer.data_ptr()] * len(self._parts)
+        return small
 
     def gather(self, table: Any, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._out
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             slots = table.slots(block, lane.stream)
-            size = block.cells * self.cell_bytes
+            size = block.cells * self._cell_bytes
             target = buffer[:size] if buffer.is_cuda else lane.memory(size)
-            layers = block.layer_start, block.layer_stop
+            layers = self._layers(block)
             if len(self._parts) == 1:
                 gather(self._buffer, slots, *layers, target)
             else:
@@ -111,39 +162,18 @@ class CudaCopier(Copier):
         lane = self._in
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             slots = table.slots(block, lane.stream)
-            size = block.cells * self.cell_bytes
+            size = block.cells * self._cell_bytes
             source = buffer[:size]
             if not buffer.is_cuda:
                 source = lane.memory(size)
                 source.copy_(buffer[:size], non_blocking=True)
-            layers = block.layer_start, block.layer_stop
+            layers = self._layers(block)
             if len(self._parts) == 1:
                 scatter(self._buffer, slots, *layers, source)
             else:
                 scatter_parts(self._buffer, self._parts, slots, *layers, source)
             return _Event(lane.stream)
 
-    def make_buffers(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
-        if on_device:
-            with torch.cuda.device(self._device):
-                buffers = torch.zeros((count, size), dtype=torch.uint8, device=self._device)
-                torch.cuda.current_stream(self._device).synchronize()
-                return buffers
-        return torch.zeros((count, size), dtype=torch.uint8, pin_memory=True)
-
-    def _warm_up(self) -> None:
-        """Compile the kernels now, on a small pool of their own: the first room could not wait for
-        the compiler, and the node may be computing already."""
-        pool, parts, tokens = self._buffer, self._parts, 16
-        shape = (1, 2, 2 * tokens, *pool.shape[3:])
-        with torch.cuda.device(self._device):
-            small = torch.zeros(shape, dtype=pool.dtype, device=self._device)
-            torch.cuda.current_stream(self._device).synchronize()
-        table = _Table(np.arange(tokens, dtype=np.int32), self._tables)
-        buffer = self.make_buffers(1, tokens * self.cell_bytes, on_device=True)[0]
-        self._buffer, self._parts = small, [small.data_ptr()] * len(parts)
-        for start in {0, tokens // 3}:
-            block = Block(start, tokens, 0, 1)
-            self.gather(table, block, buffer).wait()
-            self.scatter(table, block, buffer).wait()
-        self._buffer, self._parts = pool, parts
+    def _layers(self, block: Block) -> tuple[int, int]:
+        """The block's layers, numbered in this plane."""
+        return block.layer_start - self.first_layer, block.layer_stop - self.first_layer

@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd.kernels.kv_copy import row_bytes
 from pd.kernels.paging import token_slots
+from pd.transfer.pool_shape import PoolShape
 from pd.transfer.ranges import slot_runs
 
 if TYPE_CHECKING:
     import socket
 
-    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.base import IntArray, KVBuffer, KVPlane
     from pd.transfer.ranges import Block
 
 # Linux takes at most this many stretches in one system call.
@@ -101,59 +103,80 @@ class Stretches:
             self._cells[2 * index + 1] = left
 
 
+class PlaneMemory:
+    """The bytes of one plane.
+
+    Attributes:
+        vectors: vectors of one token in one layer.
+        width: bytes of one of them, with all heads.
+        num_slots: slots of a layer.
+    """
+
+    def __init__(self, plane: KVPlane) -> None:
+        buffer = plane.buffer
+        num_layers, self.vectors, self.num_slots = buffer.shape[:3]
+        width = row_bytes(buffer)
+        self.width = width * len(plane.parts)
+        flat = buffer.view(-1).view(torch.uint8)
+        self._rows = flat.view(num_layers, self.vectors, self.num_slots, width)
+        self._layer_bytes = self.vectors * self.num_slots * self.width
+        self._first = plane.first_layer
+        self._address = buffer.data_ptr() - self._first * self._layer_bytes
+
+    def layer_address(self, layer: int) -> int:
+        """Address at which a layer's first vectors begin."""
+        return self._address + layer * self._layer_bytes
+
+    def layers(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes of some layers, uint8 ``[layers, vectors, slots, width]``."""
+        return self._rows[start - self._first : stop - self._first]
+
+
 class PoolMemory:
     """Blocks of a pool, in the order in which they travel: for each layer the tokens' K, then their
-    V.
+    V (or one vector of each token).
 
-    Sockets use a pool in host memory in place (:class:`InPlace`). Any other, and one whose heads
-    are divided (``staged``), they reach by way of :mod:`pd.transfer.tcp.host_buffers`.
+    Sockets use a pool in host memory in place (:class:`InPlace`). Any other, and one with a plane
+    whose heads are divided (``staged``), they reach by way of
+    :mod:`pd.transfer.tcp.host_buffers`.
     """
 
     def __init__(self, pool: KVBuffer, *, staged: bool | None = None) -> None:
-        buffer = pool.buffer
-        if not buffer.is_contiguous() or buffer.dim() != 5:
-            raise ValueError(f"a pool is one contiguous 5-D tensor, not {tuple(buffer.shape)}")
         self.pool = pool
-        self.num_layers = buffer.shape[0]
-        self.num_slots = buffer.shape[2]
-        self.page_size = pool.layout.page_size
-        # Bytes of K or V of one token in one layer.
-        width = buffer.shape[3] * buffer.shape[4] * buffer.element_size()
-        self.width = width * len(pool.parts)
-        self.cell_bytes = 2 * self.width
-        in_place = buffer.device.type == "cpu" and len(pool.parts) == 1
+        self.shape = PoolShape.of(pool)
+        whole = all(len(plane.parts) == 1 for plane in pool.planes)
+        in_place = pool.memory.device.type == "cpu" and whole
         self.staged = not in_place if staged is None else staged
-        flat = buffer.view(-1).view(torch.uint8)
-        self._rows = flat.view(self.num_layers, 2, self.num_slots, width)
-        self._address = buffer.data_ptr()
-        self._layer_bytes = self.num_slots * self.cell_bytes
+        self._planes = [PlaneMemory(plane) for plane in pool.planes]
 
-    def layer_address(self, layer: int) -> int:
-        """Address at which a layer's K begins."""
-        return self._address + layer * self._layer_bytes
+    def plane(self, block: Block) -> PlaneMemory:
+        """Return the plane that a block is of."""
+        return self._planes[self.shape.plane_of(block).index]
 
     def read(self, pages: IntArray, block: Block) -> bytearray:
         """A copy of the block's bytes."""
-        layers = self._rows[block.layer_start : block.layer_stop]
+        layers = self.plane(block).layers(block.layer_start, block.layer_stop)
         tokens = np.arange(block.token_start, block.token_stop)
-        slots = token_slots(pages, tokens, self.page_size)
-        index = torch.from_numpy(slots).to(self._rows.device)
+        slots = token_slots(pages, tokens, self.shape.page_size)
+        index = torch.from_numpy(slots).to(layers.device)
         return bytearray(layers.index_select(2, index).cpu().numpy().tobytes())
 
-    def write(self, slots: IntArray, layer_start: int, layer_stop: int, data: bytes) -> None:
-        """Write a block's bytes to slots given one by one; the caller checked that they exist.
-        Returns when they are there."""
-        device = self._rows.device
+    def write(self, slots: IntArray, block: Block, data: bytes) -> None:
+        """Write a block's bytes to the slots of its tokens, given one by one; the caller checked
+        that they exist. Returns when they are there."""
+        layers = self.plane(block).layers(block.layer_start, block.layer_stop)
+        device = layers.device
         index = torch.from_numpy(slots.astype(np.int64)).to(device)
         rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = rows.view(layer_stop - layer_start, 2, -1, self.width)
-        self._rows[layer_start:layer_stop].index_copy_(2, index, rows.to(device))
+        rows = rows.view(*layers.shape[:2], -1, layers.shape[3])
+        layers.index_copy_(2, index, rows.to(device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
 
 class _Plan(NamedTuple):
-    """Some tokens of any layers: offsets from the first layer's K, lengths and their sums."""
+    """Some tokens of any layers of a plane: offsets from the first layer's first vectors, lengths
+    and their sums."""
 
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
@@ -165,37 +188,40 @@ class InPlace:
 
     def __init__(self, memory: PoolMemory, pages: IntArray, header_bytes: int = 0) -> None:
         self._memory, self._pages, self._header_bytes = memory, pages, header_bytes
-        # All layers' blocks of the same tokens look alike.
-        self._plans: dict[tuple[int, int, int], _Plan] = {}
+        # In all layers of a plane, blocks of the same tokens look alike.
+        self._plans: dict[tuple[PlaneMemory, int, int, int], _Plan] = {}
         self._planned = 0
 
     def stretches(self, block: Block, header: bytes = b"") -> Stretches:
         memory = self._memory
-        offsets, lengths, ends = self._plan(block)
-        addresses = offsets + memory.layer_address(block.layer_start)
+        plane = memory.plane(block)
+        offsets, lengths, ends = self._plan(plane, block)
+        addresses = offsets + plane.layer_address(block.layer_start)
         if not header:
             return Stretches(addresses, lengths, memory, ends)
         head = np.frombuffer(header, dtype=np.uint8)
         addresses[0] = head.ctypes.data
         return Stretches(addresses, lengths, (memory, head), ends)
 
-    def _plan(self, block: Block) -> _Plan:
+    def _plan(self, plane: PlaneMemory, block: Block) -> _Plan:
         num_layers = block.layer_stop - block.layer_start
-        key = (block.token_start, block.token_stop, num_layers)
+        key = (plane, block.token_start, block.token_stop, num_layers)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make(block.token_start, block.token_stop, num_layers)
+            plan = self._make(plane, block.token_start, block.token_stop, num_layers)
             if self._planned < _PLANNED_STRETCHES:
                 self._plans[key] = plan
                 self._planned += len(plan.ends)
         return plan
 
-    def _make(self, token_start: int, token_stop: int, num_layers: int) -> _Plan:
-        memory = self._memory
-        starts, stops = slot_runs(self._pages, memory.page_size, token_start, token_stop)
-        planes = np.arange(2 * num_layers) * memory.num_slots
-        offsets = (planes[:, None] + starts[None, :]).ravel() * memory.width
-        lengths = np.tile((stops - starts) * memory.width, len(planes))
+    def _make(
+        self, plane: PlaneMemory, token_start: int, token_stop: int, num_layers: int
+    ) -> _Plan:
+        page_size = self._memory.shape.page_size
+        starts, stops = slot_runs(self._pages, page_size, token_start, token_stop)
+        slabs = np.arange(plane.vectors * num_layers) * plane.num_slots
+        offsets = (slabs[:, None] + starts[None, :]).ravel() * plane.width
+        lengths = np.tile((stops - starts) * plane.width, len(slabs))
         if self._header_bytes:
             offsets = np.concatenate(([0], offsets))
             lengths = np.concatenate(([self._header_bytes], lengths))

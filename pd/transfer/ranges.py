@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd.core.errors import TransferError
 from pd.kernels.paging import page_count
 
 if TYPE_CHECKING:
@@ -15,13 +14,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.core.messages import Reservation
     from pd.transfer.base import IntArray
+    from pd.transfer.pool_shape import MissingTokens, PoolShape
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A half-open token range of a half-open layer range."""
+    """A half-open token range of a half-open layer range, whose layers are of one plane."""
 
     token_start: int
     token_stop: int
@@ -49,21 +48,31 @@ class Block:
                 yield Block(token, min(token + tokens, self.token_stop), layer, layer_stop)
 
 
-def checked_block(
-    tokens: range,
-    num_layers: int,
+def checked_blocks(
+    shape: PoolShape,
+    tokens: MissingTokens,
     token_start: int,
     token_stop: int,
     layer_start: int,
     layer_stop: int,
-) -> Block:
-    """The block that :meth:`pd.transfer.base.Sender.send` is asked to send. Raises ValueError
-    unless it lies inside the room's tokens and the pool's layers."""
+) -> list[Block]:
+    """The blocks that :meth:`pd.transfer.base.Sender.send` is asked to send: one for each plane of
+    which something is wanted, since a block never crosses a plane, without the tokens that D holds
+    in the planes of its group. Raises ValueError unless the range lies inside the room's tokens and
+    the pool's layers."""
     if not tokens.start <= token_start <= token_stop <= tokens.stop:
-        raise ValueError(f"tokens [{token_start}, {token_stop}) are not in {tokens}")
-    if not 0 <= layer_start <= layer_stop <= num_layers:
+        raise ValueError(
+            f"tokens [{token_start}, {token_stop}) are not in [{tokens.start}, {tokens.stop})"
+        )
+    if not 0 <= layer_start <= layer_stop <= shape.num_layers:
         raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
-    return Block(token_start, token_stop, layer_start, layer_stop)
+    blocks = []
+    for plane in shape.planes:
+        first, stop = max(layer_start, plane.layers.start), min(layer_stop, plane.layers.stop)
+        start = max(token_start, tokens.cached[plane.group])
+        if first < stop and start < token_stop:
+            blocks.append(Block(start, token_stop, first, stop))
+    return blocks
 
 
 def slot_runs(
@@ -80,17 +89,6 @@ def slot_runs(
     starts[0] += token_start - first * page_size
     stops[-1] -= (last + 1) * page_size - token_stop
     return starts, stops
-
-
-def wanted_tokens(reservation: Reservation, num_tokens: int) -> range:
-    """Tokens of a prompt of ``num_tokens`` that D does not hold yet. Raises TransferError when the
-    reservation claims more tokens than the prompt has."""
-    held = reservation.cached_prefix_len
-    if not 0 <= held <= num_tokens:
-        raise TransferError(
-            f"{reservation.sender} says that it holds {held} tokens of a prompt of {num_tokens}"
-        )
-    return range(held, num_tokens)
 
 
 def check_pages(

@@ -136,7 +136,7 @@ def make_transfer_manager(
         UsageError: unknown backend, bad script, or no cluster key where one is needed.
         SetupError: the backend cannot work here or the address cannot be used.
     """
-    check_backend(name, fake_script, pool.buffer.device.type, len(pool.parts))
+    check_backend(name, fake_script, pool.memory.device.type, len(pool.planes[0].parts))
     _warn_of_ignored_names()
     if trust_network:
         logger.warning(
@@ -181,9 +181,9 @@ def _make_auto(setup: TransferSetup) -> TransferManager:
 def _auto_obstacle(name: str, setup: TransferSetup) -> str | None:
     """Why ``auto`` cannot offer a backend, as far as can be told before it is loaded."""
     backend = _BUILT_IN[name]
-    if len(setup.pool.parts) > 1 and backend.one_device:
+    if len(setup.pool.planes[0].parts) > 1 and backend.one_device:
         return "it moves the KV of one device, and --tp-size divides it among several"
-    return backend.obstacle(setup.pool.buffer.device.type)
+    return backend.obstacle(setup.pool.memory.device.type)
 
 
 def _make(name: str, setup: TransferSetup) -> TransferManager:

@@ -50,7 +50,9 @@ def model(assets: Path) -> Qwen3:
 
 def ours_greedy(model: torch.nn.Module, config: ModelConfig, prompt: list[int]) -> list[int]:
     """Greedy tokens of pd's engine in float32."""
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", PAGE_SIZE)
+    layout = KVLayout.of_model(
+        config.num_layers, config.num_kv_heads, config.head_dim, "float32", PAGE_SIZE
+    )
     pages = (len(prompt) + NEW_TOKENS) // PAGE_SIZE + 1
     pool = KVPool(layout, pages, "cpu")
     runner = ModelRunner(model, pool, make_attention_backend("auto", pool, config.num_heads))

@@ -129,7 +129,7 @@ class CorruptTarget(TargetEnd):
 
     def _commit(self, message):
         answer = super()._commit(message)
-        self._opened.pool.buffer.view(torch.int16)[3, 1, int(self._pages[2]) * 16] ^= 1
+        self._opened.pool.planes[0].buffer.view(torch.int16)[3, 1, int(self._pages[2]) * 16] ^= 1
         return answer
 
 

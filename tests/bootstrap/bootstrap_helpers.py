@@ -11,12 +11,12 @@ import msgspec
 import uvicorn
 
 from pd.bootstrap import Registry, make_bootstrap_app
-from pd.core.node_info import KVLayout, NodeInfo
+from pd.core.node_info import KVLayout, NodeInfo, Plane
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KV = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32", page_size=16)
+KV = KVLayout.of_model(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32", page_size=16)
 
 
 def info(instance: str, role: str, **changes: Any) -> NodeInfo:
@@ -33,10 +33,13 @@ def info(instance: str, role: str, **changes: Any) -> NodeInfo:
 
 
 def changed(node: NodeInfo, **changes: Any) -> NodeInfo:
-    """With other values; those of the KV layout by their own names."""
+    """With other values; those of the KV layout and of its first plane by their own names."""
     layout = {k: v for k, v in changes.items() if k in KVLayout.__struct_fields__}
-    rest = {k: v for k, v in changes.items() if k not in layout}
-    return msgspec.structs.replace(node, kv=msgspec.structs.replace(node.kv, **layout), **rest)
+    plane = {k: v for k, v in changes.items() if k in Plane.__struct_fields__}
+    rest = {k: v for k, v in changes.items() if k not in layout | plane}
+    planes = (msgspec.structs.replace(node.kv.model, **plane), *node.kv.planes[1:])
+    kv = msgspec.structs.replace(node.kv, **{"planes": planes} | layout)
+    return msgspec.structs.replace(node, kv=kv, **rest)
 
 
 class PrefillNode:

@@ -62,9 +62,11 @@ def test_page_sizes_may_differ(start) -> None:
 OTHER = {
     "model_id": ("model", "other"),
     "num_layers": ("num_layers", 3),
-    "num_kv_heads": ("num_kv_heads", 2),
+    "num_heads": ("num_heads", 2),
     "head_dim": ("head_dim", 16),
     "dtype": ("dtype", "bfloat16"),
+    "vectors": ("vectors", 1),
+    "sharded": ("sharded", False),
     "layout": ("layout", "page_major"),
 }
 
@@ -74,7 +76,8 @@ def test_what_cannot_be_converted_is_refused_naming_both_values(start, field) ->
     p = start()
     name, theirs = OTHER[field]
     own = info("D", "decode", **{field: theirs})
-    ours = getattr(p.registry.own, field, None) or getattr(KV, field)
+    places = (p.registry.own, KV, KV.model)
+    ours = next(getattr(place, field) for place in places if hasattr(place, field))
     with pytest.raises(HandshakeError) as raised:
         shake(p, own)
     assert f"{name} differs" in str(raised.value)

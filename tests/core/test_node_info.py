@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from pd.core.errors import HandshakeError, TransferError
-from pd.core.node_info import KVLayout, NodeInfo, choose_transfer
+from pd.core.errors import HandshakeError, TransferError, UsageError
+from pd.core.node_info import KVLayout, NodeInfo, Plane, check_compatible, choose_transfer
 from pd.core.transfer_choice import nvlink_obstacle
 
-KV = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32", page_size=16)
+KV = KVLayout.of_model(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32", page_size=16)
 A = {"host_id": "boot:1:2", "device": "GPU-a", "reachable": "GPU-a,GPU-b", "ipc": "00"}
 B = {"host_id": "boot:1:2", "device": "GPU-b", "reachable": "GPU-b", "ipc": "11"}
 
@@ -67,3 +70,135 @@ def test_the_address_of_a_backend_that_is_not_offered_is_an_error() -> None:
     assert node("decode", tcp={"port": "1"}).address_of("tcp") == {"port": "1"}
     with pytest.raises(TransferError, match="D does not offer transfer backend nixl, only tcp"):
         node("decode", "tcp").address_of("nixl")
+
+
+LATENT = Plane("latent", 1, 1, 24, "bfloat16", vectors=1, sharded=False, group=1)
+HEAD = Plane("head", 1, 4, 8, "float16", group=2)
+PLANES = KVLayout.of_model(2, 2, 16, "float32", 16, 1, (LATENT, HEAD))
+
+
+def test_sizes_are_those_of_all_planes() -> None:
+    assert (PLANES.num_layers, PLANES.num_groups) == (4, 3)
+    model, latent, head = 2 * 2 * 2 * 16 * 4, 24 * 2, 2 * 4 * 8 * 2
+    assert PLANES.token_bytes == model + latent + head
+    assert PLANES.missing_bytes((3, 0, 10), 10) == 7 * model + 10 * latent
+
+
+def test_planes_lie_one_after_another_those_of_rank_0_alone_last() -> None:
+    model, latent, head = PLANES.extents(10)
+    assert [len(extent) for extent in (model, latent, head)] == [5120, 480, 1280]
+    assert (model.start, head.start, latent.start) == (0, 5120, 6656)
+    assert all(extent.start % 512 == 0 for extent in (model, latent, head))
+
+
+def test_a_rank_has_a_part_of_each_sharded_plane_in_the_same_place() -> None:
+    two = msgspec.structs.replace(PLANES, tp_size=2)
+    first, second = two.of_rank(0), two.of_rank(1)
+    assert [(p.name, p.num_heads) for p in first.planes] == [
+        ("model", 1),
+        ("latent", 1),
+        ("head", 2),
+    ]
+    assert [(p.name, p.num_heads) for p in second.planes] == [("model", 1), ("head", 2)]
+    assert [first.extents(10)[index] for index in (0, 2)] == second.extents(10)
+    assert PLANES.of_rank(0) == PLANES
+    with pytest.raises(
+        UsageError, match="--tp-size 4 does not divide the 2 heads of plane 'model'"
+    ):
+        msgspec.structs.replace(PLANES, tp_size=4).of_rank(0)
+
+
+def with_planes(*planes: Plane) -> NodeInfo:
+    kv = KVLayout.of_model(2, 2, 16, "float32", 16, 1, planes)
+    return msgspec.structs.replace(node("decode", "tcp"), kv=kv)
+
+
+@pytest.mark.parametrize(
+    ("planes", "complaint"),
+    [
+        (
+            (LATENT,),
+            "plane 'head' differs: prefill node P has 'K and V of 1 layers, 4 heads x 8, float16, "
+            "divided among ranks, group 2', decode node D has 'none'",
+        ),
+        (
+            (LATENT, HEAD, Plane("other", 3, 1, 2, "float32", vectors=1)),
+            "plane 'other' differs: prefill node P has 'none', decode node D has 'one vector of "
+            "3 layers, 1 heads x 2, float32, divided among ranks, group 0'",
+        ),
+        (
+            (HEAD, LATENT),
+            "order of planes differs: prefill node P has 'model, latent, head', decode node D has "
+            "'model, head, latent'",
+        ),
+        *(
+            (
+                (LATENT, msgspec.structs.replace(HEAD, **{field: theirs})),
+                f"plane 'head': {field} differs: prefill node P has {getattr(HEAD, field)!r}, "
+                f"decode node D has {theirs!r}",
+            )
+            for field, theirs in {
+                "num_layers": 2,
+                "vectors": 1,
+                "num_heads": 2,
+                "head_dim": 16,
+                "dtype": "bfloat16",
+                "sharded": False,
+                "group": 0,
+            }.items()
+        ),
+    ],
+)
+def test_other_planes_are_refused_naming_both_values(
+    planes: tuple[Plane, ...], complaint: str
+) -> None:
+    prefill = msgspec.structs.replace(node("prefill", "tcp"), kv=PLANES)
+    check_compatible(prefill, with_planes(LATENT, HEAD))
+    with pytest.raises(HandshakeError) as raised:
+        check_compatible(prefill, with_planes(*planes))
+    assert str(raised.value) == complaint
+
+
+def test_page_size_and_ranks_may_differ() -> None:
+    prefill = msgspec.structs.replace(node("prefill", "tcp"), kv=PLANES)
+    other = msgspec.structs.replace(PLANES, page_size=1, tp_size=2)
+    check_compatible(prefill, msgspec.structs.replace(prefill, kv=other))
+
+
+def published(**changes: Any) -> dict[str, Any]:
+    """A layout as a peer sends it, with changes of its last plane."""
+    layout = msgspec.to_builtins(PLANES)
+    return layout | {"planes": [*layout["planes"][:-1], layout["planes"][-1] | changes]}
+
+
+def test_a_layout_survives_the_wire() -> None:
+    assert msgspec.convert(published(), KVLayout, strict=False) == PLANES
+
+
+@pytest.mark.parametrize(
+    ("sent", "complaint"),
+    [
+        (published(name=""), "length >= 1"),
+        (published(name="model"), "planes need different names, not model, latent, model"),
+        (published(num_layers=0), ">= 1"),
+        (published(num_layers=4094), "4097 layers are more than 4096"),
+        (published(num_layers=1 << 40), "<= 4096"),
+        (published(num_heads=1 << 40), "<= 4096"),
+        (published(head_dim=1 << 40), "<= 65536"),
+        (published(dtype="int8"), "Invalid enum value 'int8'"),
+        (published(vectors=3), "Invalid enum value 3"),
+        (published(group=3), r"without gaps, not \[0, 1, 3\]"),
+        (published(group=8), "<= 7"),
+        (published(surprise=1), "unknown field"),
+        (published() | {"planes": []}, "length >= 1"),
+        (published() | {"planes": 9 * published()["planes"][:1]}, "length <= 8"),
+        (published() | {"page_size": 0}, ">= 1"),
+        (published() | {"tp_size": 0}, ">= 1"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_on_decoding(
+    sent: dict[str, Any], complaint: str
+) -> None:
+    data = msgspec.msgpack.encode(sent)
+    with pytest.raises(msgspec.ValidationError, match=complaint):
+        msgspec.msgpack.decode(data, type=KVLayout)

@@ -40,7 +40,7 @@ def test_kv_is_used_only_after_commit_and_token_1_is_repeated(
 ) -> None:
     room = ask(proxy, decode, prefill)
     reservation = prefill.receive(Reservation)
-    assert (reservation.room, reservation.cached_prefix_len) == (room, 0)
+    assert (reservation.room, reservation.cached) == (room, (0,))
     sender = prefill.push(reservation, len(PROMPT))
     handled(decode)
     assert state_of(decode, room) is RequestState.RECEIVING
@@ -64,7 +64,7 @@ def test_the_second_turn_reserves_only_what_is_not_cached(
     for tokens, cached in turns:
         ask(proxy, decode, prefill, tokens, params={"max_tokens": 2})
         reservation = prefill.receive(Reservation)
-        assert reservation.cached_prefix_len == cached
+        assert reservation.cached == (cached,)
         sender = prefill.push(reservation, len(tokens))
         prefill.commit(reservation, sender.bytes_sent)
         (output,) = proxy.receive(StepOutputs).outputs
@@ -127,7 +127,7 @@ def test_a_commit_of_something_else_is_refused_and_changes_nothing(
     other_room, other_epoch = room, reservation.epoch + 1
     if what == "room":
         other_room, other_epoch = b"an unknown room.", reservation.epoch
-    wrong = Reservation(to="", sender="", room=other_room, epoch=other_epoch, cached_prefix_len=0)
+    wrong = Reservation(to="", sender="", room=other_room, epoch=other_epoch, cached=(0,))
     prefill.commit(wrong, sender.bytes_sent)
     refusal = prefill.receive(AbortRoom)
     assert (refusal.room, refusal.epoch) == (other_room, other_epoch)

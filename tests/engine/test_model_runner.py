@@ -151,7 +151,7 @@ class TestLogits:
         runners = [make_runner(checkpoint("llama3"), last_alone=alone) for alone in (False, True)]
         attended = []
         for runner in runners:
-            runner.pool.buffer.normal_(generator=torch.Generator().manual_seed(0))
+            runner.pool.planes[0].buffer.normal_(generator=torch.Generator().manual_seed(0))
             last = runner._last_attention
             assert last is not None
 
@@ -164,7 +164,7 @@ class TestLogits:
         assert attended == [(2, 5)]
         torch.testing.assert_close(alone, whole, atol=1e-5, rtol=0)
         slots = [160 * i + t for i, prompt in enumerate(prompts) for t in range(len(prompt))]
-        kv = [runner.pool.buffer[:, :, slots] for runner in runners]
+        kv = [runner.pool.planes[0].buffer[:, :, slots] for runner in runners]
         torch.testing.assert_close(kv[1], kv[0], atol=1e-6, rtol=0)
         later = [item(prompts[0][:5], 90, range(6)), *items[1:3]]
         whole, alone = (runner.forward(later) for runner in runners)
@@ -191,7 +191,7 @@ class TestProgress:
         reported = []
 
         def on_layers_done(first: int, stop: int) -> None:
-            keys = runner.pool.buffer[:, 0, 32:37].abs().sum(dim=(1, 2, 3)) > 0
+            keys = runner.pool.planes[0].buffer[:, 0, 32:37].abs().sum(dim=(1, 2, 3)) > 0
             reported.append((first, stop, keys.tolist()))
 
         runner.forward([item([1, 2, 3, 4, 5], 0, range(2, 3))], on_layers_done)
@@ -207,13 +207,13 @@ class TestProgress:
         runner = make_runner(path)
         (prefix, *tails) = random_prompts([32, 7, 11])
         runner.forward([item(prefix, 0, range(2), 0)])
-        before = runner.pool.buffer[:, :, :32].clone()
+        before = runner.pool.planes[0].buffer[:, :, :32].clone()
         items = [
             ForwardItem(np.array(tail, np.int32), 32, np.array([0, 1, 2 + i], np.int32))
             for i, tail in enumerate(tails)
         ]
         logits = runner.forward(items)
-        assert torch.equal(runner.pool.buffer[:, :, :32], before)
+        assert torch.equal(runner.pool.planes[0].buffer[:, :, :32], before)
         for row, tail in zip(logits, tails, strict=True):
             expected = reference_logits(path, prefix + tail)[-1]
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)

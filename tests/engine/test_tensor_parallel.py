@@ -75,7 +75,7 @@ class Rank(TensorParallel):
 def make_runner(path: Path, tp: TensorParallel, **settings: Any) -> ModelRunner:
     config = ModelConfig.from_pretrained(path)
     model = load_model(path, config, dtype=torch.float32, device="cpu", tp=tp, **settings)
-    layout = KVLayout(
+    layout = KVLayout.of_model(
         config.num_layers, model.config.num_kv_heads, config.head_dim, "float32", page_size=16
     )
     pool = KVPool(layout, 128, "cpu")

@@ -103,8 +103,10 @@ def test_two_ranks_and_four(seed: int) -> None:
 def test_the_whole_model_is_what_peers_are_told(nodes: dict[str, NodeServer]) -> None:
     one, two = nodes["decode1"].node.engine, nodes["decode2"].node.engine
     assert (one.layout.tp_size, two.layout.tp_size) == (1, 2)
-    assert one.layout.num_kv_heads == two.layout.num_kv_heads == 2 * two.pool.layout.num_kv_heads
-    assert two.pool.buffer.shape[3] * len(two.pool.parts) == two.layout.num_kv_heads
+    part, (plane,) = two.pool.layout.model, two.pool.planes
+    assert one.layout.model == two.layout.model
+    assert one.layout.model.num_heads == 2 * part.num_heads
+    assert plane.buffer.shape[3] * len(plane.parts) == two.layout.model.num_heads
 
 
 @pytest.mark.parametrize("backend", ["nvlink", "fake"])

@@ -68,7 +68,7 @@ class _GpuNode:
 
     def __init__(self, instance: str, role: str, device: str, page_size: int) -> None:
         torch.cuda.set_device(device)
-        self._layout = KVLayout(LAYERS, HEADS, DIM, "bfloat16", page_size)
+        self._layout = KVLayout.of_model(LAYERS, HEADS, DIM, "bfloat16", page_size)
         self._pool = KVPool(self._layout, SLOTS // page_size - 1, device)
         self._device = torch.device(device)
         self.manager = NvlinkManager(self._pool, instance)
@@ -91,7 +91,7 @@ class _GpuNode:
         generator = torch.Generator(self._device).manual_seed(seed)
         if delay_cycles:
             torch.cuda._sleep(delay_cycles)
-        self._pool.buffer.view(torch.int16).random_(generator=generator)
+        self._pool.memory.view(torch.int16).random_(generator=generator)
 
     def _pages(self, room: int, tokens: int) -> Any:
         rng = np.random.default_rng((room, self._layout.page_size))
@@ -104,7 +104,9 @@ class _GpuNode:
 
     def receive(self, peer: str, room: int, start: int, stop: int) -> Any:
         pages = self._pages(room, stop)
-        self._ends[room] = self.manager.receiver(peer, room.to_bytes(16), room, pages, start, stop)
+        self._ends[room] = self.manager.receiver(
+            peer, room.to_bytes(16), room, pages, (start,), stop
+        )
         return reservation(self._ends[room], room.to_bytes(16), room, start)
 
     def send(self, peer: str, asked: Any, tokens: int, layers: list[tuple[int, int]]) -> float:
@@ -114,7 +116,7 @@ class _GpuNode:
             self._ends[asked.epoch] = self.manager.sender(peer, asked, pages, tokens)
         began = time.monotonic()
         for first, stop in layers:
-            self._ends[asked.epoch].send(asked.cached_prefix_len, tokens, first, stop)
+            self._ends[asked.epoch].send(asked.cached[0], tokens, first, stop)
         return time.monotonic() - began
 
     def fill_and_send(self, peer: str, asked: Any, tokens: int, seed: int, cycles: int) -> None:
@@ -137,7 +139,7 @@ class _GpuNode:
         return end.poll(), str(end.error), end.drained()
 
     def digest(self, room: int, start: int, stop: int) -> bytes:
-        return self._pool.digest(self._pages(room, stop), start, stop)
+        return self._pool.digest(self._pages(room, stop), (start,), stop)
 
     def free_memory(self, device: str) -> int:
         return torch.cuda.mem_get_info(device)[0]

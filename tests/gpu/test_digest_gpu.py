@@ -19,9 +19,9 @@ PAGE_SIZE = 16
 
 
 def filled(layers: int, tokens: int, dtype: str, heads: int = 8, dim: int = 128) -> KVPool:
-    layout = KVLayout(layers, heads, dim, dtype, PAGE_SIZE)
+    layout = KVLayout.of_model(layers, heads, dim, dtype, PAGE_SIZE)
     pool = KVPool(layout, tokens // PAGE_SIZE, "cuda")
-    pool.buffer.normal_(generator=torch.Generator("cuda").manual_seed(1))
+    pool.planes[0].buffer.normal_(generator=torch.Generator("cuda").manual_seed(1))
     return pool
 
 
@@ -33,12 +33,13 @@ def scattered(pool: KVPool) -> np.ndarray:
 def test_a_gpu_and_a_cpu_find_the_same(dtype: str) -> None:
     pool = filled(3, 1024, dtype)
     copy = KVPool(pool.layout, pool.num_pages, "cpu")
-    copy.buffer.copy_(pool.buffer)
+    copy.planes[0].buffer.copy_(pool.planes[0].buffer)
     pages = scattered(pool)
     digests = Digests(pool, done=lambda: None)
     try:
         for start, stop in ((0, 1024), (5, 1000), (700, 701)):
-            assert digests.start(pages, start, stop).result(30) == copy.digest(pages, start, stop)
+            expected = copy.digest(pages, (start,), stop)
+            assert digests.start(pages, (start,), stop).result(30) == expected
     finally:
         digests.close()
 
@@ -48,13 +49,13 @@ def test_it_reads_what_was_queued_before_it_and_delays_nothing_after() -> None:
     pages = scattered(pool)
     digests = Digests(pool, done=lambda: None)
     try:
-        expected = pool.digest(pages, 0, 4096)
-        values = pool.buffer.clone()
-        pool.buffer.zero_()
+        expected = pool.digest(pages, (0,), 4096)
+        values = pool.planes[0].buffer.clone()
+        pool.planes[0].buffer.zero_()
         torch.cuda._sleep(200_000_000)  # about a tenth of a second
-        pool.buffer.copy_(values)
+        pool.planes[0].buffer.copy_(values)
         begun = time.perf_counter()
-        digest = digests.start(pages, 0, 4096)
+        digest = digests.start(pages, (0,), 4096)
         assert time.perf_counter() - begun < 0.05, "asking must not wait for the GPU"
         assert digest.result(30) == expected
     finally:
@@ -67,14 +68,14 @@ def test_a_gibibyte_takes_tens_of_milliseconds_and_little_memory() -> None:
     pages = scattered(pool)
     digests = Digests(pool, done=lambda: None)
     try:
-        digests.start(pages, 0, 8192).result(60)
+        digests.start(pages, (0,), 8192).result(60)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         times = []
         for _ in range(5):
             begun = time.perf_counter()
-            digests.start(pages, 0, 8192).result(60)
+            digests.start(pages, (0,), 8192).result(60)
             times.append(time.perf_counter() - begun)
         used = torch.cuda.max_memory_allocated() - before
     finally:

@@ -63,7 +63,7 @@ def test_bytes_arrive_whatever_the_page_sizes(pair) -> None:
         pages, into = random_pages(rng, source, 5000), random_pages(rng, target, 5000)
         target.buffer.fill_(-1.0)
         torch.cuda.synchronize()
-        receiver = d.receiver("P", ROOM, epoch, into, 37, 5000)
+        receiver = d.receiver("P", ROOM, epoch, into, (37,), 5000)
         sender = p.sender("D", reservation(receiver, ROOM, epoch, 37), pages, 5000)
         for start, stop in ((37, 2000), (2000, 5000)):
             for layer in range(0, LAYERS, 4):
@@ -82,7 +82,7 @@ def test_a_send_waits_for_what_was_queued_before_it_and_does_not_block(pair) -> 
     if not source.buffer.is_cuda:
         pytest.skip("host memory is written when it is written")
     pages, into = np.arange(64, dtype=np.int32), np.arange(256, dtype=np.int32)
-    receiver = d.receiver("P", ROOM, 1, into, 0, 1024)
+    receiver = d.receiver("P", ROOM, 1, into, (0,), 1024)
     sender = p.sender("D", reservation(receiver, ROOM, 1, 0), pages, 1024)
     with torch.cuda.device(source.buffer.device):
         torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def test_pages_are_safe_when_an_aborted_receiver_says_that_it_drained(pair) -> N
     _, target, p, d = pair
     pages, into = np.arange(256, dtype=np.int32), np.arange(1024, dtype=np.int32)
     for epoch in range(1, 30):
-        receiver = d.receiver("P", ROOM, epoch, into, 0, 4096)
+        receiver = d.receiver("P", ROOM, epoch, into, (0,), 4096)
         sender = p.sender("D", reservation(receiver, ROOM, epoch, 0), pages, 4096)
         sender.send(0, 4096, 0, LAYERS)
         sender.finish()

@@ -57,7 +57,7 @@ def test_bytes_arrive_between_pools_of_any_device_and_page_size(where, connectio
             pages, into = random_pages(rng, source, 5000), random_pages(rng, target, 5000)
             target.buffer.fill_(-1.0)
             torch.cuda.synchronize(target_device if target_device != "cpu" else source_device)
-            receiver = d.receiver("P", ROOM, epoch, into, 37, 5000)
+            receiver = d.receiver("P", ROOM, epoch, into, (37,), 5000)
             sender = p.sender("D", reservation(receiver, ROOM, epoch, 37), pages, 5000)
             for start, stop in ((37, 2000), (2000, 5000)):
                 for layer in range(0, LAYERS, 4):
@@ -84,7 +84,7 @@ def test_what_is_still_being_computed_is_sent_when_it_is_there() -> None:
     try:
         introduce(p, "P", d, "D", source)
         for epoch in (1, 2):
-            receiver = d.receiver("P", ROOM, epoch, pages, 0, 4096)
+            receiver = d.receiver("P", ROOM, epoch, pages, (0,), 4096)
             sender = p.sender("D", reservation(receiver, ROOM, epoch, 0), pages, 4096)
             with torch.cuda.device(source_device):
                 computed = torch.cuda.Event()
@@ -115,7 +115,7 @@ def test_after_an_abort_and_the_drain_nothing_is_written() -> None:
     try:
         introduce(p, "P", d, "D", source)
         for epoch in range(1, 11):
-            receiver = d.receiver("P", ROOM, epoch, pages, 0, 16384)
+            receiver = d.receiver("P", ROOM, epoch, pages, (0,), 16384)
             sender = p.sender("D", reservation(receiver, ROOM, epoch, 0), pages, 16384)
             for layer in range(LAYERS):
                 sender.send(0, 16384, layer, layer + 1)
@@ -128,7 +128,7 @@ def test_after_an_abort_and_the_drain_nothing_is_written() -> None:
             wait_until(sender.drained, "the sender to drain")
             time.sleep(0.02)
             assert bool((target.buffer == 5.0).all())
-        receiver = d.receiver("P", ROOM, 99, pages, 0, 16384)
+        receiver = d.receiver("P", ROOM, 99, pages, (0,), 16384)
         sender = p.sender("D", reservation(receiver, ROOM, 99, 0), pages, 16384)
         sender.send(0, 16384, 0, LAYERS)
         hand_off(sender, receiver)

@@ -111,7 +111,7 @@ def test_a_repeated_reservation_gets_no_word_of_a_drain_that_is_not_over(
     decode.receive(Commit)
     proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
     assert decode.receive(AbortRoom).error.kind == "aborted"
-    decode.say(Reservation, room, epoch, cached_prefix_len=0, destination=receiver.destination)
+    decode.say(Reservation, room, epoch, cached=(0,), destination=receiver.destination)
     assert decode.receive(AbortRoom).error.kind == "aborted"
     assert not any(isinstance(seen, Drained) for seen in decode.seen)
     drained.append(True)
@@ -129,9 +129,7 @@ def test_a_reservation_of_a_stranger_is_refused(
     computed(proxy)
     with RawPeer(prefill.node.endpoint, "stranger") as stranger:
         to = prefill.instance_id
-        stranger.send(
-            Reservation(to=to, sender="stranger", room=room, epoch=1, cached_prefix_len=0)
-        )
+        stranger.send(Reservation(to=to, sender="stranger", room=room, epoch=1, cached=(0,)))
         refusal = stranger.receive(AbortRoom)
         assert (refusal.epoch, refusal.error.kind) == (1, "handshake")
     assert prefill.node.rooms.get(room).outgoing.reservation is None
@@ -172,7 +170,7 @@ def test_a_second_reservation_is_refused_and_a_repeated_one_dropped(
     other, _ = decode.reserve(room, len(PROMPT))
     assert decode.receive(AbortRoom).epoch == other
     assert decode.receive(Drained).epoch == other
-    decode.say(Reservation, room, epoch, cached_prefix_len=0)
+    decode.say(Reservation, room, epoch, cached=(0,))
     handled(decode)
     aborts = [seen for seen in decode.seen if isinstance(seen, AbortRoom) and seen.room == room]
     assert [abort.epoch for abort in aborts] == [other]
@@ -211,7 +209,7 @@ def test_more_cached_tokens_than_the_prompt_has_fail_the_request(
     prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, cached: int
 ) -> None:
     room = ask(proxy, prefill, decode)
-    decode.say(Reservation, room, 7, cached_prefix_len=cached)
+    decode.say(Reservation, room, 7, cached=(cached,))
     failed = proxy.receive(Failed)
     assert failed.error.kind == "transfer"
     assert f"claims {cached} cached" in failed.error.message

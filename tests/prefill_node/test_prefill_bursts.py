@@ -38,20 +38,28 @@ def prefill(
     cached: int = 0,
     opened: tuple[int, int] = (0, 0),
     pair_flops: float = 0.0,
+    extra_layers: int = 0,
+    told: bool = True,
 ) -> Sent:
     """All chunks of a prompt, as the node goes through them; ``opened``: the token and the layer
-    from which on there is a sender."""
+    from which on there is a sender; ``told``: layers of further planes are reported, too."""
     recorder: Any = Recorder(pace)
     request: Any = None
-    outgoing = OutgoingRoom(request, PromptCost(LAYERS, 1, 1.0, pair_flops), pushed=cached)
+    cost = PromptCost(LAYERS, 1, 1.0, pair_flops, extra_layers)
+    outgoing = OutgoingRoom(request, cost, pushed=cached)
     for start in range(0, prompt, chunk):
         part = Chunk(outgoing, start, min(start + chunk, prompt), prompt)
-        for first, stop in REPORTS:
+        extra = [(LAYERS, LAYERS + extra_layers)] if extra_layers and told else []
+        for first, stop in (*REPORTS, *extra):
             if (start, stop) >= opened:
                 outgoing.sender = recorder
             recorder.now = (part.stop, stop)
             part.layers_done(first, stop)
+    if extra_layers:
+        recorder.now = (prompt, LAYERS + extra_layers)
+        outgoing.push(prompt)
     assert outgoing.pushed == prompt
+    assert outgoing.partial is None
     return recorder.sent
 
 
@@ -115,20 +123,42 @@ def test_a_reservation_in_the_middle_of_a_pass_is_not_too_late(pace: float, laye
     assert sent[:2] == [(32, layer, (0, 16, 0, 8)), (32, layer, (16, 32, 0, layer))]
 
 
-def test_whatever_the_sizes_each_cell_is_sent_once_and_only_when_computed(seed: int) -> None:
+def test_layers_of_further_planes_are_sent_when_they_are_reported() -> None:
+    assert prefill(LAYER_BY_LAYER, 20, 16, extra_layers=2) == [
+        *((16, stop, (0, 16, first, stop)) for first, stop in (*GROUPS, (8, 10))),
+        *((20, stop, (16, 20, first, stop)) for first, stop in (*GROUPS, (8, 10))),
+    ]
+
+
+def test_layers_of_further_planes_that_nobody_reports_are_sent_later() -> None:
+    assert prefill(LAYER_BY_LAYER, 20, 16, extra_layers=2, told=False) == [
+        *((16, stop, (0, 16, first, stop)) for first, stop in GROUPS),
+        (20, 2, (0, 16, 8, 10)),
+        *((20, stop, (16, 20, first, stop)) for first, stop in GROUPS),
+        (20, 10, (16, 20, 8, 10)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra_layers", "told"), [(0, True), (1, True), (1, False), (3, True), (3, False)]
+)
+def test_whatever_the_sizes_each_cell_is_sent_once_and_only_when_computed(
+    seed: int, extra_layers: int, told: bool
+) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         prompt, chunk = rng.randint(1, 90), rng.randint(1, 40)
         cached = rng.randint(0, prompt)
         opened = rng.randrange(0, prompt, chunk), rng.choice(REPORTS)[1]
-        sent = prefill(rng.choice([0, 0.01, 0.1, 1, 10]), prompt, chunk, cached, opened)
+        pace = rng.choice([0, 0.01, 0.1, 1, 10])
+        sent = prefill(pace, prompt, chunk, cached, opened, extra_layers=extra_layers, told=told)
         cells = [
             (token, layer)
             for _, _, (start, stop, first, last) in sent
             for token in range(start, stop)
             for layer in range(first, last)
         ]
-        assert len(cells) == len(set(cells)) == (prompt - cached) * LAYERS
+        assert len(cells) == len(set(cells)) == (prompt - cached) * (LAYERS + extra_layers)
         for computed, layers, (start, stop, _, last) in sent:
             before = (computed - 1) // chunk * chunk
             assert stop <= before or (before <= start and stop <= computed and last <= layers)

@@ -70,15 +70,22 @@ class Prompt(SimpleNamespace):
 
     def check(self) -> None:
         everything = range(self.cached_by_d, len(self.prompt))
-        assert self.sent == {(token, layer) for token in everything for layer in range(LAYERS)}
+        layers = range(LAYERS + self.node.extra)
+        assert self.sent == {(token, layer) for token in everything for layer in layers}
         assert self.finished
 
 
 class Node:
-    """The steps of a prefill node around a real hand-off; D reserves between any two of them."""
+    """The steps of a prefill node around a real hand-off; D reserves between any two of them.
 
-    def __init__(self, rng: random.Random, overlap: bool) -> None:
+    ``extra``: layers of further planes, queued at the end of each step, and reported if ``told``.
+    """
+
+    def __init__(
+        self, rng: random.Random, overlap: bool, extra: int = 0, told: bool = True
+    ) -> None:
         self.rng, self.overlap = rng, overlap
+        self.extra, self.told = extra, told
         self.budget, self.ticks = rng.randint(1, 40), 0
         pace = rng.choice([0, 0.01, 0.1, 0.5, 1, 10])
         flops = rng.choice([1e-3, 1e6])
@@ -88,7 +95,13 @@ class Node:
         for prompt in self.prompts:
             prompt.node = self
         self.is_beside = False
-        layout = SimpleNamespace(num_layers=LAYERS, token_bytes=1, tp_size=1)
+        layout = SimpleNamespace(
+            num_layers=LAYERS + extra,
+            token_bytes=1,
+            tp_size=1,
+            num_groups=1,
+            model=SimpleNamespace(num_layers=LAYERS),
+        )
         model = SimpleNamespace(token_flops=flops, pair_flops=rng.choice([0.0, 0.1]) * flops)
         events = SimpleNamespace(event=threading.RLock, lock=threading.RLock())
         core: Any = SimpleNamespace(
@@ -120,7 +133,7 @@ class Node:
                 self.reserve(prompt)
 
     def reserve(self, prompt: Any) -> None:
-        reservation: Any = SimpleNamespace(prompt=prompt, cached_prefix_len=prompt.cached_by_d)
+        reservation: Any = SimpleNamespace(prompt=prompt, cached=(prompt.cached_by_d,))
         self.sending.take_reservation(prompt.outgoing, reservation)
 
     def plan(self) -> list[Work]:
@@ -128,7 +141,7 @@ class Node:
             prompt = self.waiting.pop()
             prompt.state = RequestState.RUNNING
             prompt.sequence.num_computed = prompt.cached
-            prompt.queued[: prompt.cached] = [LAYERS] * prompt.cached
+            prompt.queued[: prompt.cached] = [LAYERS + self.extra] * prompt.cached
         works, budget = [], self.budget
         for prompt in self.prompts:
             sequence = prompt.sequence
@@ -146,12 +159,14 @@ class Node:
     def launch(self, works: list[Work]) -> None:
         layers_done = self.sending.layer_sender(works)
         assert layers_done is not None
-        for first, stop in self.rng.choice([EACH, EACH, WHOLE]):
+        last = [(LAYERS, LAYERS + self.extra)] if self.extra else []
+        for first, stop in [*self.rng.choice([EACH, EACH, WHOLE]), *last]:
             for work in works:
                 queued: Any = work.sequence.request
                 queued.queued[work.start : work.stop] = [stop] * (work.stop - work.start)
             self.tick()
-            layers_done(first, stop)
+            if stop <= LAYERS or self.told:
+                layers_done(first, stop)
         self.tick()
 
     def process(self, works: list[Work]) -> None:
@@ -185,12 +200,15 @@ class Node:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one-by-one", "overlap"])
+@pytest.mark.parametrize(
+    ("extra", "told", "runs"), [(0, True, 1000), (1, True, 300), (2, False, 300)]
+)
 def test_every_cell_is_sent_once_when_it_is_queued_and_before_the_end(
-    seed: int, overlap: bool
+    seed: int, overlap: bool, extra: int, told: bool, runs: int
 ) -> None:
     rng = random.Random(seed)
-    for _ in range(1000):
-        Node(rng, overlap).run()
+    for _ in range(runs):
+        Node(rng, overlap, extra, told).run()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one-by-one", "overlap"])

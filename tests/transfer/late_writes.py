@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transfer_helpers import make_pool, node_info
+from transfer_helpers import node_info
 
 from pd.core.errors import TransferError
 from pd.core.messages import Reservation
+from pd.core.node_info import KVLayout, Plane
 from pd.core.starvation import CEILING_SECONDS
+from pd.engine.kv_pool import KVPool
 from pd.transfer.base import TransferState
 from pd.transfer.fake.manager import FakeManager
 from pd.transfer.fake.script import (
@@ -48,6 +50,8 @@ PAGE_P, PAGE_D = 2, 4
 LAYERS = 2
 MAX_TOKENS = 14
 POISON = -1.0
+# Beside a layer of K and V: another one of one vector for each token, cached for itself.
+EXTRA_PLANES = (Plane("head", 1, 1, 1, "float32", vectors=1, sharded=False, group=1),)
 
 
 class ForeignBytes(AssertionError):
@@ -55,15 +59,40 @@ class ForeignBytes(AssertionError):
 
 
 class Pages:
-    """A node's pool: free pages, and rooms whose pages may still be read or written."""
+    """A node's pool: free pages, and rooms whose pages may still be read or written.
 
-    def __init__(self, count: int, page_size: int, rng: random.Random) -> None:
-        self.pool = make_pool(count * page_size, page_size, layers=LAYERS, heads=1, dim=1, fill=0.0)
-        # [layers, 2, slots]: heads and width are 1.
-        self.values = self.pool.buffer.numpy()[..., 0, 0]
+    ``groups``: of each row, which is a vector of a layer; heads and width are 1.
+    """
+
+    def __init__(
+        self, count: int, page_size: int, rng: random.Random, extra_planes: tuple[Plane, ...]
+    ) -> None:
+        layers = LAYERS - sum(plane.num_layers for plane in extra_planes)
+        layout = KVLayout.of_model(layers, 1, 1, "float32", page_size, extra_planes=extra_planes)
+        self.use(KVPool(layout, count, "cpu"))
         self._rng = rng
         self.free = list(range(count))
         self.quarantine: list[Room] = []
+
+    def use(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._rows = [plane.buffer.flatten(0, 1).numpy()[..., 0, 0] for plane in pool.planes]
+        self.groups = [
+            plane.spec.group
+            for plane, rows in zip(pool.planes, self._rows, strict=True)
+            for _ in rows
+        ]
+
+    def put(self, slots: IntArray, content: Any) -> None:
+        """``content``: a number, or ``[rows, tokens]``."""
+        content, first = np.broadcast_to(content, (len(self.groups), len(slots))), 0
+        for rows in self._rows:
+            rows[:, slots] = content[first : first + len(rows)]
+            first += len(rows)
+
+    def get(self, slots: IntArray) -> npt.NDArray[np.float32]:
+        """``[rows, tokens]``"""
+        return np.concatenate([rows[:, slots] for rows in self._rows])
 
     def take(self, tokens: int) -> IntArray | None:
         count = -(-tokens // self.pool.layout.page_size)
@@ -104,33 +133,38 @@ class Node:
 
 @dataclass
 class Room:
-    """One side's view of a room; its number is also its epoch. ``slots``: one for each token."""
+    """One side's view of a room; its number is also its epoch. ``slots``: one for each token;
+    ``cached``: what D has already, of each group of planes."""
 
     number: int
     pages: IntArray
     slots: IntArray
     tokens: int
-    start: int
+    cached: tuple[int, ...]
     content: npt.NDArray[np.float32]
     end: Any = None
     sent: int = 0
     committed: bool = False
     hold_until: float = 0.0
 
+    @property
+    def start(self) -> int:
+        return min(self.cached)
 
-def value(room: int, token: int, layer: int, kv: int) -> float:
-    return float(room * 1000 + token * 10 + layer * 2 + kv)
+
+def value(room: int, token: int, row: int) -> float:
+    return float(room * 1000 + token * 10 + row)
 
 
-def expected(number: int, tokens: int) -> npt.NDArray[np.float32]:
-    """``[layers, 2, tokens]``"""
-    return np.array(
-        [[[value(number, t, n, kv) for t in range(tokens)] for kv in (0, 1)] for n in range(LAYERS)]
-    ).astype(np.float32)
+def expected(number: int, tokens: int, rows: int) -> npt.NDArray[np.float32]:
+    """``[rows, tokens]``"""
+    return np.array([[value(number, t, row) for t in range(tokens)] for row in range(rows)]).astype(
+        np.float32
+    )
 
 
 def by_byte(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """``[layers, 2, tokens, 4]``"""
+    """``[rows, tokens, 4]``"""
     return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
 
 
@@ -155,19 +189,28 @@ def random_script(rng: random.Random) -> Script:
 
 
 class Schedule:
-    """One random life of a pair. ``careless``: the side that breaks the rule that is tested.
+    """One random life of a pair. ``careless``: the side that breaks the rule that is tested;
+    ``extra_planes``: of the pools, beside the model's, with a group of their own.
 
     :meth:`steps` raises ForeignBytes when a room sees another's bytes.
     """
 
-    def __init__(self, backend: str, seed: str, *, careless: str = "", rooms: int = 8) -> None:
+    def __init__(
+        self,
+        backend: str,
+        seed: str,
+        *,
+        careless: str = "",
+        rooms: int = 8,
+        extra_planes: tuple[Plane, ...] = (),
+    ) -> None:
         self._backend, self._careless, self._left = backend, careless, rooms
         self._rng = random.Random(seed)
         self._script = random_script(self._rng)
         self._abort_rate = self._rng.choice([0.0, 0.02, 0.05, 0.1])
         self._upset_rate = self._rng.choice([0.0, 0.0, 0.01, 0.03])
-        self._p = Node("prefill", Pages(PAGES_P, PAGE_P, self._rng))
-        self._d = Node("decode", Pages(PAGES_D, PAGE_D, self._rng))
+        self._p = Node("prefill", Pages(PAGES_P, PAGE_P, self._rng, extra_planes))
+        self._d = Node("decode", Pages(PAGES_D, PAGE_D, self._rng, extra_planes))
         self._lives = self._last_room = 0
         self._upset_at: list[tuple[float, str]] = []
         self.committed = self.aborted = self.restarts = 0
@@ -313,7 +356,8 @@ class Schedule:
             for old in [r for r in node.pages.quarantine if r.number == number]:
                 old.end.peer_drained()
         elif kind == "commit" and room is not None:
-            room.end.commit((room.tokens - room.start) * self._d.pages.pool.layout.token_bytes)
+            layout = self._d.pages.pool.layout
+            room.end.commit(layout.missing_bytes(room.cached, room.tokens))
         elif kind == "ack" and room is not None:
             self._p.pages.give(room.pages)
             del self._p.rooms[number]
@@ -326,7 +370,10 @@ class Schedule:
         if not p.peer or not d.peer or self._upset_at:
             return
         tokens = rng.randint(1, MAX_TOKENS)
-        start = rng.randint(0, tokens) if rng.random() < 0.3 else 0
+        cached = tuple(
+            rng.randint(0, tokens) if rng.random() < 0.3 else 0
+            for _ in range(d.pages.pool.layout.num_groups)
+        )
         into = d.pages.take(tokens)
         pages = p.pages.take(tokens) if into is not None else None
         if into is None or pages is None:
@@ -337,19 +384,19 @@ class Schedule:
         self._last_room += 1
         number = self._last_room
         assert d.manager is not None
-        content = expected(number, tokens)
-        d.pages.values[:, :, d.pages.slots(into, tokens)] = POISON
-        receiver = d.manager.receiver(d.peer, number.to_bytes(16), number, into, start, tokens)
+        content = expected(number, tokens, len(p.pages.groups))
+        d.pages.put(d.pages.slots(into, tokens), POISON)
+        receiver = d.manager.receiver(d.peer, number.to_bytes(16), number, into, cached, tokens)
         d.rooms[number] = Room(
-            number, into, d.pages.slots(into, tokens), tokens, start, content, receiver
+            number, into, d.pages.slots(into, tokens), tokens, cached, content, receiver
         )
         slots = p.pages.slots(pages, tokens)
-        p.rooms[number] = Room(number, pages, slots, tokens, start, content)
-        p.pages.values[:, :, slots] = content
+        p.rooms[number] = Room(number, pages, slots, tokens, cached, content)
+        p.pages.put(slots, content)
         self._tell(p, "reserve", number)
 
     def _check(self, room: Room) -> None:
-        found = self._d.pages.values[:, :, room.slots]
+        found = self._d.pages.get(room.slots)
         # Byte by byte: a value that is just being written may be there in part.
         seen, own = by_byte(found), by_byte(room.content)
         poison = by_byte(np.full_like(room.content, POISON))
@@ -357,7 +404,9 @@ class Schedule:
         if not room.committed:
             good |= seen == poison
         # What D has in its own cache was not sent.
-        good[:, :, : room.start] = seen[:, :, : room.start] == poison[:, :, : room.start]
+        for row, group in enumerate(self._d.pages.groups):
+            held = slice(room.cached[group])
+            good[row, held] = seen[row, held] == poison[row, held]
         if not good.all():
             raise ForeignBytes(f"{room} holds {found}")
 
@@ -392,7 +441,7 @@ class Schedule:
             sender=self._d.instance,
             room=number.to_bytes(16),
             epoch=number,
-            cached_prefix_len=room.start,
+            cached=room.cached,
             destination=receiver_room.end.destination,
         )
         try:

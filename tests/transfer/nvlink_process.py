@@ -53,7 +53,7 @@ class ShmNodeProcess(NodeProcess):
 class _ShmNode(_Node):
     def __init__(self, instance: str, role: str) -> None:
         torch.set_num_threads(1)
-        layout = KVLayout(LAYERS, 2, 4, "float32", PAGE)
+        layout = KVLayout.of_model(LAYERS, 2, 4, "float32", PAGE)
         self.pool, path = shm_pool(layout, SLOTS)
         if role == "prefill":
             generator = torch.Generator().manual_seed(0)

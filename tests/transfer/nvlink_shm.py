@@ -21,25 +21,37 @@ import torch
 from transfer_helpers import Pool
 
 from pd.core.errors import TransferError
+from pd.engine.kv_pool import KVPool
 from pd.kernels.kv_copy import copy_to_peer
 from pd.transfer.host_id import host_id
 
 if TYPE_CHECKING:
     from pd.core.node_info import KVLayout
+    from pd.transfer.base import KVBuffer, KVPlane
+    from pd.transfer.ranges import Block
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shm_pool(layout: KVLayout, slots: int) -> tuple[Pool, Path]:
     """A pool of zeros and its file, which the caller removes."""
-    shape = (layout.num_layers, 2, slots, layout.num_kv_heads, layout.head_dim)
+    model = layout.model
+    shape = (model.num_layers, 2, slots, model.num_heads, model.head_dim)
     size = slots * layout.token_bytes
     file, name = tempfile.mkstemp(prefix="pd-test-", dir="/dev/shm")
     os.ftruncate(file, size)
     memory = mmap.mmap(file, size)
     os.close(file)
-    buffer = torch.frombuffer(memory, dtype=_DTYPES[layout.dtype]).view(shape)
+    buffer = torch.frombuffer(memory, dtype=_DTYPES[model.dtype]).view(shape)
     return Pool(buffer, layout), Path(name)
+
+
+def shm_planes(layout: KVLayout, num_pages: int) -> tuple[KVPool, Path]:
+    """A node's pool of zeros and its file, which the caller removes."""
+    file, name = tempfile.mkstemp(prefix="pd-test-", dir="/dev/shm")
+    pool = KVPool(layout, num_pages, "cpu", shared_memory=file)
+    os.close(file)
+    return pool, Path(name)
 
 
 class ShmMapping:
@@ -87,8 +99,9 @@ class ShmLane:
     def store(self, table, columns, peer, peer_num_slots, block) -> ShmTicket:
         ticket = ShmTicket()
         slots, peer_slots = table[:, columns]
-        layers = block.layer_start, block.layer_stop
-        args = (self._device.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
+        plane = self._device.plane_of(block)
+        layers = block.layer_start - plane.first_layer, block.layer_stop - plane.first_layer
+        args = (plane.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         self._device.launched += 1
         self._queue.put((args, ticket))
         if self._device.breaks:
@@ -125,8 +138,8 @@ class ShmDevice:
     breaks: the error of stores, each of which is begun all the same.
     """
 
-    def __init__(self, pool: Pool, path: Path, uuid: str = "GPU-0") -> None:
-        self.buffer = pool.buffer
+    def __init__(self, pool: KVBuffer, path: Path, uuid: str = "GPU-0") -> None:
+        self._planes = pool.planes
         self._path, self._uuid = path, uuid
         self.delay = 0.0
         self.flows = threading.Event()
@@ -140,6 +153,9 @@ class ShmDevice:
         self._calls: queue.Queue = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def plane_of(self, block: Block) -> KVPlane:
+        return [plane for plane in self._planes if plane.first_layer <= block.layer_start][-1]
 
     def next_delay(self) -> float:
         return self.delay

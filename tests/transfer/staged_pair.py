@@ -48,7 +48,7 @@ class Pair:
         """A sender and a receiver of a room of its own pages."""
         self.epoch += 1
         into = np.arange(4, dtype=np.int32) + 4 * (self.epoch % 4)
-        receiver = self.d.receiver("P", bytes(16), self.epoch, into, 0, TOKENS)
+        receiver = self.d.receiver("P", bytes(16), self.epoch, into, (0,), TOKENS)
         asked = reservation(receiver, bytes(16), self.epoch, 0)
         return self.p.sender("D", asked, self.pages, TOKENS), receiver, into
 

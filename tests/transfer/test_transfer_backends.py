@@ -79,7 +79,7 @@ def test_exactly_the_asked_tokens_arrive_whatever_the_page_sizes(
         start = rng.randint(0, stop)
         pages, into = random_pages(rng, source, stop), random_pages(rng, target, stop)
         room = rng.randbytes(16)
-        receiver = d.receiver("P", room, epoch, into, start, stop)
+        receiver = d.receiver("P", room, epoch, into, (start,), stop)
         sender = p.sender("D", reservation(receiver, room, epoch, start), pages, stop)
         for a, b in chunks(rng, start, stop):
             for m, n in chunks(rng, 0, 3):
@@ -105,7 +105,7 @@ def slots_of(pages, page_size: int, start: int, stop: int) -> list[int]:
 def test_only_what_the_decode_node_lacks_is_sent(pair) -> None:
     source, target, p, d = pair(4, 4)
     pages = np.arange(25, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 90, 100)
+    receiver = d.receiver("P", bytes(16), 1, pages, (90,), 100)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 90), pages, 100)
     sender.send(90, 100, 0, 3)
     hand_off(sender, receiver)
@@ -116,7 +116,7 @@ def test_only_what_the_decode_node_lacks_is_sent(pair) -> None:
 def test_a_room_without_missing_tokens_needs_no_data(pair) -> None:
     _, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 8, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (8,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 8), pages, 8)
     hand_off(sender, receiver)
     assert sender.bytes_sent == 0
@@ -134,7 +134,7 @@ def test_concurrent_rooms_do_not_mix(pair) -> None:
         pages = random_pages(rng, source, tokens)
         into = np.array(order[number * 32 : number * 32 + -(-tokens // 4)], dtype=np.int32)
         room = rng.randbytes(16)
-        receiver = d.receiver("P", room, number + 1, into, 0, tokens)
+        receiver = d.receiver("P", room, number + 1, into, (0,), tokens)
         sender = p.sender("D", reservation(receiver, room, number + 1, 0), pages, tokens)
         rooms.append((sender, receiver, pages, into, tokens))
     for layer in range(3):
@@ -149,7 +149,7 @@ def test_concurrent_rooms_do_not_mix(pair) -> None:
 def test_a_commit_of_another_size_fails_the_receiver(pair) -> None:
     source, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     sender.send(0, 7, 0, 3)
     sender.finish()
@@ -163,7 +163,7 @@ def test_a_commit_of_another_size_fails_the_receiver(pair) -> None:
 def test_states_only_move_forward_and_the_first_error_stays(pair) -> None:
     _, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     receiver.commit(1)
     first = str(receiver.error)
@@ -181,7 +181,7 @@ def test_states_only_move_forward_and_the_first_error_stays(pair) -> None:
 def test_done_stays_done_after_abort(pair) -> None:
     _, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     sender.send(0, 8, 0, 3)
     hand_off(sender, receiver)
@@ -195,7 +195,7 @@ def test_done_stays_done_after_abort(pair) -> None:
 def test_sending_outside_the_reservation_is_an_error_of_ours(pair) -> None:
     _, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 4, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (4,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 4), pages, 8)
     for bad in [(3, 8, 0, 3), (4, 9, 0, 3), (6, 5, 0, 3), (4, 8, 0, 4), (4, 8, -1, 3)]:
         with pytest.raises(ValueError, match="are not in"):
@@ -205,7 +205,7 @@ def test_sending_outside_the_reservation_is_an_error_of_ours(pair) -> None:
 def test_an_unknown_peer_and_an_impossible_prefix_are_refused(pair) -> None:
     _, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     with pytest.raises(TransferError, match="X is not connected"):
         p.sender("X", reservation(receiver, bytes(16), 1, 0), pages, 8)
     with pytest.raises(TransferError, match="holds 9 tokens of a prompt of 8"):
@@ -215,7 +215,7 @@ def test_an_unknown_peer_and_an_impossible_prefix_are_refused(pair) -> None:
 def test_after_disconnect_nothing_lands_and_both_ends_fail(pair) -> None:
     source, target, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     sender.send(0, 4, 0, 3)
     d.disconnect("P")
@@ -229,7 +229,7 @@ def test_after_disconnect_nothing_lands_and_both_ends_fail(pair) -> None:
     assert bool((target.buffer == 7.0).all())
     # Both survive and meet again.
     introduce(p, "P", d, "D", source)
-    receiver = d.receiver("P", bytes(16), 2, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 2, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 2, 0), pages, 8)
     sender.send(0, 8, 0, 3)
     hand_off(sender, receiver)
@@ -239,7 +239,7 @@ def test_after_disconnect_nothing_lands_and_both_ends_fail(pair) -> None:
 def test_the_sending_side_can_disconnect_too(pair) -> None:
     _, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     sender.send(0, 4, 0, 3)
     p.disconnect("D")
@@ -260,7 +260,7 @@ def test_a_restarted_peer_needs_a_new_connect(pair, backend) -> None:
             p.sender("D2", reservation_for("D2"), pages, 8)
         p.disconnect("D")
         introduce(p, "P", again, "D2", source)
-        receiver = again.receiver("P", bytes(16), 1, pages, 0, 8)
+        receiver = again.receiver("P", bytes(16), 1, pages, (0,), 8)
         sender = p.sender("D2", reservation(receiver, bytes(16), 1, 0), pages, 8)
         sender.send(0, 8, 0, 3)
         hand_off(sender, receiver)
@@ -271,7 +271,7 @@ def test_a_restarted_peer_needs_a_new_connect(pair, backend) -> None:
 def reservation_for(sender: str):
     from pd.core.messages import Reservation
 
-    return Reservation(to="P", sender=sender, room=bytes(16), epoch=1, cached_prefix_len=0)
+    return Reservation(to="P", sender=sender, room=bytes(16), epoch=1, cached=(0,))
 
 
 def test_another_instance_behind_the_address_is_noticed(pair, backend) -> None:
@@ -279,7 +279,7 @@ def test_another_instance_behind_the_address_is_noticed(pair, backend) -> None:
     _, target, p, d = pair(4, 4)
     info = node_info("D-before", "decode", d, target)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     p.connect(info)
     try:
         sender = p.sender("D-before", reservation(receiver, bytes(16), 1, 0), pages, 8)
@@ -294,7 +294,7 @@ def test_another_instance_behind_the_address_is_noticed(pair, backend) -> None:
 def test_connect_again_keeps_what_is_under_way(pair) -> None:
     source, target, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     sender.send(0, 4, 0, 3)
     introduce(p, "P", d, "D", source)
@@ -306,7 +306,7 @@ def test_connect_again_keeps_what_is_under_way(pair) -> None:
 def test_close_fails_what_is_open(pair) -> None:
     _, _, p, d = pair(4, 4)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     p.close()
     d.close()
@@ -342,7 +342,7 @@ def test_without_a_cluster_key_nothing_leaves_the_machine(pair, backend) -> None
 def test_nodes_with_the_same_cluster_key_work_together(pair) -> None:
     source, target, p, d = pair(4, 4, key=b"k" * 16)
     pages = np.arange(2, dtype=np.int32)
-    receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+    receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
     sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)
     sender.send(0, 8, 0, 3)
     hand_off(sender, receiver)
@@ -356,7 +356,7 @@ def test_nodes_with_different_cluster_keys_do_not(backend, keys) -> None:
     d = make_transfer_manager(backend, pool, "D", cluster_key=keys[1])
     try:
         pages = np.arange(2, dtype=np.int32)
-        receiver = d.receiver("P", bytes(16), 1, pages, 0, 8)
+        receiver = d.receiver("P", bytes(16), 1, pages, (0,), 8)
         introduce(p, "P", d, "D", pool)
         try:
             sender = p.sender("D", reservation(receiver, bytes(16), 1, 0), pages, 8)

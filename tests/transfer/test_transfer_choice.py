@@ -53,7 +53,7 @@ def introduce(p: TransferManager, d: TransferManager, d_name: str = "D") -> None
 def move(p: TransferManager, d: TransferManager, source: Pool, target: Pool, d_name: str) -> None:
     pages = np.arange(4, dtype=np.int32)
     room = d_name.encode().ljust(16)
-    receiver = d.receiver("P", room, 1, pages, 0, 16)
+    receiver = d.receiver("P", room, 1, pages, (0,), 16)
     sender = p.sender(d_name, reservation(receiver, room, 1, 0), pages, 16)
     sender.send(0, 16, 0, source.layout.num_layers)
     hand_off(sender, receiver)
@@ -90,7 +90,7 @@ def test_only_connected_peers_have_a_backend(make: Make) -> None:
     pages = np.arange(1, dtype=np.int32)
     for _ in range(2):
         introduce(p, d)
-        receiver = d.receiver("P", bytes(16), 1, pages, 0, 4)
+        receiver = d.receiver("P", bytes(16), 1, pages, (0,), 4)
         kept = reservation(receiver, bytes(16), 1, 0)
         p.disconnect("D")
         d.disconnect("P")
@@ -98,7 +98,7 @@ def test_only_connected_peers_have_a_backend(make: Make) -> None:
         with pytest.raises(TransferError, match="D is not connected"):
             p.sender("D", kept, pages, 4)
         with pytest.raises(TransferError, match="P is not connected"):
-            d.receiver("P", bytes(16), 2, pages, 0, 4)
+            d.receiver("P", bytes(16), 2, pages, (0,), 4)
     p.disconnect("never seen")
 
 

@@ -47,7 +47,7 @@ def pair(tmp_path):
 
 def open_room(p: FakeManager, d: FakeManager, epoch: int = 1, peer: str = "D"):
     room = epoch.to_bytes(16)
-    receiver = d.receiver("P", room, epoch, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", room, epoch, PAGES, (0,), TOKENS)
     return p.sender(peer, reservation(receiver, room, epoch, 0), PAGES, TOKENS), receiver
 
 
@@ -251,7 +251,7 @@ def test_the_card_refuses_what_lies_outside_the_pool(pair, caplog) -> None:
     from pd.transfer.fake.nic import FakeDestination
 
     _, target, p, d = pair()
-    receiver = d.receiver("P", bytes(16), 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", bytes(16), 1, PAGES, (0,), TOKENS)
     asked = reservation(receiver, bytes(16), 1, 0)
     found = msgspec.msgpack.decode(asked.destination, type=FakeDestination)
     for page in (16, -1, 1 << 28):
@@ -277,7 +277,7 @@ def test_bad_destinations_are_refused(pair, destination) -> None:
     from pd.transfer.fake.nic import FakeDestination
 
     _, _, p, d = pair()
-    receiver = d.receiver("P", bytes(16), 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", bytes(16), 1, PAGES, (0,), TOKENS)
     asked = reservation(receiver, bytes(16), 1, 0)
     if isinstance(destination, bytes):
         asked.destination = destination

@@ -8,17 +8,19 @@ from __future__ import annotations
 import time
 
 import pytest
-from late_writes import ForeignBytes, Schedule
+from late_writes import EXTRA_PLANES, ForeignBytes, Schedule
 from transfer_helpers import SEED, backends
 
 _WIDTH = 8
 
 
-def run_all(backend: str, count: int, *, careless: str = "", series: str = "") -> list[Schedule]:
+def run_all(
+    backend: str, count: int, *, careless: str = "", series: str = "", planes: bool = False
+) -> list[Schedule]:
     """Run schedules, a few at a time since they mostly wait."""
     print(f"PD_TEST_SEED={SEED}: {count} schedules of {backend}")
     waiting = [
-        (seed, Schedule(backend, seed, careless=careless))
+        (seed, Schedule(backend, seed, careless=careless, extra_planes=EXTRA_PLANES * planes))
         for seed in (f"{SEED}/{series}{backend}/{number}" for number in range(count))
     ]
     done = [schedule for _, schedule in waiting]
@@ -40,6 +42,16 @@ def run_all(backend: str, count: int, *, careless: str = "", series: str = "") -
                 raise
         time.sleep(0.0002)
     return done
+
+
+COUNTS_WITH_PLANES = {"fake": 60, "tcp": 40, "nixl": 8, "mooncake": 4}
+
+
+@pytest.mark.parametrize("backend", backends(*COUNTS_WITH_PLANES))
+def test_no_room_sees_a_foreign_byte_in_any_plane(backend) -> None:
+    done = run_all(backend, COUNTS_WITH_PLANES[backend], series="planes", planes=True)
+    assert sum(s.committed for s in done) > len(done)
+    assert sum(s.aborted for s in done) > len(done)
 
 
 COUNTS = {"fake": 300, "tcp": 100, "nixl": 20, "mooncake": 10}

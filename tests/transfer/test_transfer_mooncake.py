@@ -189,4 +189,4 @@ def test_ipv6_is_refused() -> None:
 def reservation_of(room: int):
     from pd.core.messages import Reservation
 
-    return Reservation(to="P", sender="D", room=room.to_bytes(16), epoch=room, cached_prefix_len=0)
+    return Reservation(to="P", sender="D", room=room.to_bytes(16), epoch=room, cached=(0,))

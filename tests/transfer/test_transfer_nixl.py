@@ -63,7 +63,7 @@ def wait_for_refusal(nodes: Nodes, peer: str, room: int) -> None:
     """A room for a dead peer fails with a clear error."""
     from pd.core.messages import Reservation
 
-    asked = Reservation(to="P", sender="D", room=room.to_bytes(16), epoch=room, cached_prefix_len=0)
+    asked = Reservation(to="P", sender="D", room=room.to_bytes(16), epoch=room, cached=(0,))
     nodes.p.call("send_part", peer, asked)
     wait_until(lambda: nodes.p.call("state", room)[0] is TransferState.FAILED, "the failure")
     raise TransferError(nodes.p.call("state", room)[1])
@@ -89,7 +89,7 @@ a, b = make_pool(64, 4), make_pool(64, 4)
 p, d = NixlManager(a, "P"), NixlManager(b, "D")
 introduce(p, "P", d, "D", a)
 pages = np.arange(16, dtype=np.int32)
-r = d.receiver("P", bytes(16), 1, pages, 0, 64)
+r = d.receiver("P", bytes(16), 1, pages, (0,), 64)
 s = p.sender("D", reservation(r, bytes(16), 1, 0), pages, 64)
 s.send(0, 64, 0, 3)
 hand_off(s, r)

@@ -44,7 +44,7 @@ class Node:
 
     def __init__(self, instance: str, role: str, page_size: int, slots: int, **layout) -> None:
         fields = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 4, "dtype": "float32"}
-        self.layout = KVLayout(**(fields | layout), page_size=page_size)
+        self.layout = KVLayout.of_model(**(fields | layout), page_size=page_size)
         self.pool, self.path = shm_pool(self.layout, slots)
         self.device = ShmDevice(self.pool, self.path, f"GPU-{role == 'decode':d}")
         self.manager = NvlinkManager(self.pool, instance, device=self.device)
@@ -110,7 +110,7 @@ class Room:
         self.tokens, self.cached, self._pair = tokens, cached, pair
         self.own = random_pages(pair.rng, p.pool, tokens)
         self.theirs = pair.deal(tokens)
-        self.receiver = d.manager.receiver("P", ROOM, epoch, self.theirs, cached, tokens)
+        self.receiver = d.manager.receiver("P", ROOM, epoch, self.theirs, (cached,), tokens)
         self.reservation = reservation(self.receiver, ROOM, epoch, cached)
 
     def open(self):
@@ -312,7 +312,7 @@ def test_disconnect_on_d_quarantines_until_p_has_drained_and_unmapped(
 
 
 def test_a_session_without_a_channel_is_safe_at_once(pair: Pair) -> None:
-    receiver = pair.d.manager.receiver("unseen", ROOM, 1, np.array([3], dtype=np.int32), 0, 5)
+    receiver = pair.d.manager.receiver("unseen", ROOM, 1, np.array([3], dtype=np.int32), (0,), 5)
     assert not receiver.drained()
     pair.d.manager.disconnect("unseen")
     assert receiver.poll() is TransferState.FAILED and receiver.drained()
@@ -370,7 +370,7 @@ def test_d_closes(pair: Pair) -> None:
     wait_until(lambda: pair.p.device.mapped == 0, "the mapping to be given up")
     late = pair.p.manager
     with pytest.raises(TransferError, match="closed"):
-        pair.d.manager.receiver("P", ROOM, 9, room.theirs, 0, 50)
+        pair.d.manager.receiver("P", ROOM, 9, room.theirs, (0,), 50)
     sender = late.sender("D", room.reservation, room.own, 50)
     sender.send(0, 50, 0, 3)
     assert settled(sender) is TransferState.FAILED

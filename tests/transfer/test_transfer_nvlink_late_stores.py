@@ -11,11 +11,10 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from late_writes import LAYERS, PAGE_D, PAGE_P, PAGES_D, PAGES_P, ForeignBytes, Node, Schedule
-from nvlink_shm import ShmDevice, shm_pool
+from late_writes import EXTRA_PLANES, ForeignBytes, Node, Schedule
+from nvlink_shm import ShmDevice, shm_planes
 from transfer_helpers import SEED, node_info
 
-from pd.core.node_info import KVLayout
 from pd.transfer.nvlink import sessions as nvlink_sessions
 from pd.transfer.nvlink.manager import NvlinkManager
 
@@ -38,13 +37,14 @@ class SlowDevice(ShmDevice):
 class NvlinkSchedule(Schedule):
     """Its pools are shared memory."""
 
-    def __init__(self, seed: str, *, careless: str = "") -> None:
-        super().__init__("nvlink", seed, careless=careless)
+    def __init__(self, seed: str, *, careless: str = "", planes: bool = False) -> None:
+        extra = EXTRA_PLANES * planes
+        super().__init__("nvlink", seed, careless=careless, extra_planes=extra)
         self._paths: dict[str, Path] = {}
-        for node, page, count in ((self._p, PAGE_P, PAGES_P), (self._d, PAGE_D, PAGES_D)):
-            layout = KVLayout(LAYERS, 1, 1, "float32", page)
-            node.pages.pool, self._paths[node.role] = shm_pool(layout, page * count)
-            node.pages.values = node.pages.pool.buffer.numpy()[..., 0, 0]
+        for node in (self._p, self._d):
+            private = node.pages.pool
+            pool, self._paths[node.role] = shm_planes(private.layout, private.num_pages)
+            node.pages.use(pool)
 
     def steps(self) -> Iterator[None]:
         try:
@@ -69,13 +69,15 @@ class NvlinkSchedule(Schedule):
         d.manager.connect(node_info(p.instance, "prefill", p.manager, p.pages.pool))
 
 
-def run_all(count: int, *, careless: str = "", series: str = "") -> list[NvlinkSchedule]:
+def run_all(
+    count: int, *, careless: str = "", series: str = "", planes: bool = False
+) -> list[NvlinkSchedule]:
     print(f"PD_TEST_SEED={SEED}: {count} schedules")
     done, running, left = [], [], list(range(count))
     while left or running:
         while left and len(running) < _WIDTH:
             seed = f"{SEED}/{series}nvlink/{left.pop(0)}"
-            schedule = NvlinkSchedule(seed, careless=careless)
+            schedule = NvlinkSchedule(seed, careless=careless, planes=planes)
             done.append(schedule)
             running.append((seed, schedule.steps()))
         for entry in list(running):
@@ -106,6 +108,12 @@ def test_no_room_sees_a_foreign_byte() -> None:
     assert sum(s.committed for s in done) > count
     assert sum(s.aborted for s in done) > count
     assert sum(s.restarts for s in done) > count // 10
+
+
+def test_no_room_sees_a_foreign_byte_in_any_plane() -> None:
+    done = run_all(20, series="planes", planes=True)
+    assert sum(s.committed for s in done) > 20
+    assert sum(s.aborted for s in done) > 20
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import random
@@ -34,16 +33,16 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShmDevice]]:
     paths: dict[int, Path] = {}
     made: list[ShmDevice] = []
 
-    def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def zeros(size: int, device: torch.device) -> torch.Tensor:
         file, name = tempfile.mkstemp(prefix="pd-test-", dir="/dev/shm")
-        os.ftruncate(file, math.prod(shape) * dtype.itemsize)
-        buffer = torch.frombuffer(mmap.mmap(file, 0), dtype=dtype).view(shape)
+        os.ftruncate(file, size)
+        memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
         os.close(file)
-        paths[buffer.data_ptr()] = Path(name)
-        return buffer
+        paths[memory.data_ptr()] = Path(name)
+        return memory
 
     def device(pool: KVBuffer) -> ShmDevice:
-        made.append(ShmDevice(pool, paths[pool.buffer.data_ptr()]))  # type: ignore[arg-type]
+        made.append(ShmDevice(pool, paths[pool.memory.data_ptr()]))
         return made[-1]
 
     monkeypatch.setattr(kv_pool, "_zeros", zeros)

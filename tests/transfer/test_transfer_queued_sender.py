@@ -12,6 +12,7 @@ from pd.core.errors import TransferError
 from pd.core.messages import Reservation
 from pd.core.starvation import Patience
 from pd.transfer.base import TransferState
+from pd.transfer.pool_shape import MissingTokens, PlaneShape, PoolShape
 from pd.transfer.ranges import Block
 from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.rooms.send_queue import SendQueue
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TOKENS, LAYERS = 8, 2
-RESERVATION = Reservation(to="P", sender="D", room=b"r" * 16, epoch=1, cached_prefix_len=0)
+RESERVATION = Reservation(to="P", sender="D", room=b"r" * 16, epoch=1, cached=(0,))
 
 
-class Pool:
-    page_size, num_slots, num_layers, cell_bytes = 4, 64, LAYERS, 16
+CELL_BYTES = 16
+SHAPE = PoolShape(4, 64, (PlaneShape(0, range(LAYERS), CELL_BYTES),))
 
 
 class StillLink:
@@ -41,11 +42,11 @@ class StillLink:
     def sender(self) -> StillSender:
         sender = StillSender(
             self,
-            Pool(),
+            SHAPE,
             self.uncomputed.append,
             RESERVATION,
             np.arange(2, dtype=np.int32),
-            range(TOKENS),
+            MissingTokens((0,), TOKENS),
         )
         self.queue.add(sender)
         return sender
@@ -87,7 +88,7 @@ def leave(sender: QueuedSender) -> None:
 def test_done_only_when_every_block_was_computed_taken_and_has_left(link: StillLink) -> None:
     sender = link.sender()
     sender.send(0, TOKENS, 0, LAYERS)
-    assert sender.bytes_sent == TOKENS * LAYERS * Pool.cell_bytes
+    assert sender.bytes_sent == TOKENS * LAYERS * CELL_BYTES
     sender.finish()
     assert not link.queue, "the KV is still being computed"
     link.compute()

@@ -435,7 +435,7 @@ def test_of_links_that_hold_buffers_the_one_used_longest_ago_gives_way(
         names = ("P", "X") if side == "P" else ("X", "D")
         introduce(out, names[0], into, names[1], nodes.source)
         pages = np.arange(4, dtype=np.int32)
-        receiver = into.receiver(names[0], bytes(16), 1, pages, 0, TOKENS)
+        receiver = into.receiver(names[0], bytes(16), 1, pages, (0,), TOKENS)
         asked = reservation(receiver, bytes(16), 1, 0)
         sender = out.sender(names[1], asked, nodes.pages, TOKENS)
         sender.send(0, TOKENS, 0, 3)
@@ -580,10 +580,12 @@ def test_host_copies_agree_with_the_definition_for_any_range() -> None:
         pages = random_pages(rng, pool, stop)
         into = random_pages(rng, other, stop)
         near, far = HostCopier(pool), HostCopier(other)
-        buffer = near.make_buffers(1, block.cells * near.cell_bytes + 100, on_device=False)[0]
+        buffer = near.make_buffers(
+            1, block.cells * near.shape.max_cell_bytes + 100, on_device=False
+        )[0]
         near.gather(near.table(pages, stop), block, near.view(buffer)).wait()
         layers = slice(block.layer_start, block.layer_stop)
-        packed = buffer[: block.cells * near.cell_bytes].view(torch.float32)
+        packed = buffer[: block.cells * near.shape.max_cell_bytes].view(torch.float32)
         assert torch.equal(packed, pool.tokens(pages, start, stop)[layers].reshape(-1))
         far.scatter(far.table(into, stop), block, far.view(buffer)).wait()
         assert torch.equal(

@@ -68,7 +68,7 @@ def raw(pair):
 def test_repeated_and_unknown_blocks_are_discarded_and_acknowledged(raw) -> None:
     nodes, p = raw
     into = np.arange(4, dtype=np.int32)
-    receiver = nodes.d.receiver("P", bytes(16), 1, into, 0, TOKENS)
+    receiver = nodes.d.receiver("P", bytes(16), 1, into, (0,), TOKENS)
     p.filled(0, 1, Block(0, 16, 0, 1))
     assert p.receive() == Freed([0])
     assert receiver.bytes_received == 16 * CELL
@@ -101,7 +101,7 @@ def test_repeated_and_unknown_blocks_are_discarded_and_acknowledged(raw) -> None
 )
 def test_a_block_that_cannot_be_ends_the_link(raw, caplog, buffer, block, reason) -> None:
     nodes, p = raw
-    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), 0, TOKENS)
+    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), (0,), TOKENS)
     nodes.target.buffer.fill_(7.0)
     p.filled(buffer, 1, block)
     assert settled(receiver) is TransferState.FAILED
@@ -118,7 +118,7 @@ def test_a_block_that_cannot_be_ends_the_link(raw, caplog, buffer, block, reason
 
 def test_a_buffer_cannot_be_filled_again_before_it_was_freed(raw) -> None:
     nodes, p = raw
-    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), 0, TOKENS)
+    receiver = nodes.d.receiver("P", bytes(16), 1, np.arange(4, dtype=np.int32), (0,), TOKENS)
     one = Filled(0, bytes(16), 1, 0, 16, 0, 1)
     p.send(FilledBuffers([one, one]))
     assert settled(receiver) is TransferState.FAILED

@@ -32,6 +32,7 @@ from pd.transfer.fake.manager import FakeManager
 from pd.transfer.fake.script import Script
 from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.nvlink import sender as nvlink_sender
+from pd.transfer.pool_shape import MissingTokens, PlaneShape, PoolShape
 from pd.transfer.rooms import receiver as counted_receiver
 from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged.messages import decoder
@@ -81,7 +82,7 @@ def stuck_tcp(monkeypatch) -> Iterator[tuple[TcpManager, TcpManager, Relay]]:
 def test_tcp_waits_for_a_starved_peer_to_take_data(stuck_tcp) -> None:
     """On the socket, and behind another room."""
     p, d, _ = stuck_tcp
-    receiver = d.receiver("P", ROOM, 1, np.arange(2, dtype=np.int32), 0, 8)
+    receiver = d.receiver("P", ROOM, 1, np.arange(2, dtype=np.int32), (0,), 8)
     pages = np.arange(10_000, dtype=np.int32)
     senders = [
         p.sender("D", reservation(receiver, ROOM, epoch, 0), pages, 40_000) for epoch in (1, 2)
@@ -96,7 +97,7 @@ def test_tcp_waits_for_a_starved_peer_to_take_data(stuck_tcp) -> None:
 
 def test_a_receiver_waits_for_what_a_starved_peer_committed(stuck_tcp) -> None:
     _, d, _ = stuck_tcp
-    receiver = d.receiver("P", ROOM, 1, np.arange(2, dtype=np.int32), 0, 8)
+    receiver = d.receiver("P", ROOM, 1, np.arange(2, dtype=np.int32), (0,), 8)
     receiver.commit(8 * 3 * 64)
     stays_active(receiver, d.patience)
     assert "did not arrive within" in str(receiver.error)
@@ -149,9 +150,10 @@ def test_nvlink_waits_for_a_starved_peer_to_open_its_channel(monkeypatch) -> Non
     hub.patience = patience
     link = nvlink_link.NvlinkLink(hub, "D", hub.pool, Computed())
     try:
-        first = Reservation(to="P", sender="D", room=ROOM, epoch=1, cached_prefix_len=0)
-        shape, slots = nvlink_sender.NvlinkPoolShape(1, 1, 1, 64), np.zeros((2, 1), np.int32)
-        sender = nvlink_sender.NvlinkSender(link, shape, first, slots[0], range(1), 1, slots)
+        first = Reservation(to="P", sender="D", room=ROOM, epoch=1, cached=(0,))
+        shape, tokens = PoolShape(1, 1, (PlaneShape(0, range(1), 64),)), MissingTokens((0,), 1)
+        slots = np.zeros((2, 1), np.int32)
+        sender = nvlink_sender.NvlinkSender(link, shape, first, slots[0], tokens, 1, slots)
         link.add(sender)
         sender.send(0, 1, 0, 1)
         stays_active(sender, patience)
@@ -278,7 +280,7 @@ def test_a_starved_pair_over_fake_completes() -> None:
     p, d = FakeManager(source, "P"), FakeManager(target, "D")
     introduce(p, "P", d, "D", source)
     pages = np.arange(4, dtype=np.int32)
-    receiver = d.receiver("P", ROOM, 1, pages, 0, 16)
+    receiver = d.receiver("P", ROOM, 1, pages, (0,), 16)
     sender = p.sender("D", reservation(receiver, ROOM, 1, 0), pages, 16)
     sender.send(0, 16, 0, 3)
     sender.finish()

@@ -103,7 +103,7 @@ def closed_by_peer(sock: socket.socket) -> bool:
 def transfer_works(p: TcpManager, d: TcpManager, target, epoch: int = 99) -> None:
     """A good room, next to whatever else happened."""
     pages = np.array([14, 15], dtype=np.int32)
-    receiver = d.receiver("P", b"good" * 4, epoch, pages, 0, TOKENS)
+    receiver = d.receiver("P", b"good" * 4, epoch, pages, (0,), TOKENS)
     sender = p.sender("D", reservation(receiver, b"good" * 4, epoch, 0), PAGES, TOKENS)
     sender.send(0, TOKENS, 0, LAYERS)
     hand_off(sender, receiver)
@@ -137,7 +137,7 @@ def test_a_bad_header_ends_its_connection_only(
     )
     fields["payload"] = TOKENS * LAYERS * 64
     fields.update(BAD_HEADERS[complaint])
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     sock = open_socket()
     sock.sendall(HEADER.pack(*fields.values()))
     assert closed_by_peer(sock)
@@ -152,7 +152,7 @@ def test_a_bad_header_ends_its_connection_only(
 
 def test_random_bytes_never_hurt_the_node(p, d, target, open_socket) -> None:
     rng = random.Random(SEED)
-    d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     for size in (1, 10, 64, 200, 5000):
         for sock in (open_socket(), stranger(d)):
             # The node may hang up before it has read everything.
@@ -206,7 +206,7 @@ def test_strangers_fill_no_log(d, caplog) -> None:
 def test_unknown_rooms_and_epochs_are_discarded_and_the_connection_survives(
     d, target, open_socket, room, epoch
 ) -> None:
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     sock = open_socket()
     whole = Block(0, TOKENS, 0, LAYERS)
     sock.sendall(frame(target, whole, room, epoch, value=9) + frame(target, whole))
@@ -217,7 +217,7 @@ def test_unknown_rooms_and_epochs_are_discarded_and_the_connection_survives(
 
 
 def test_a_room_takes_data_from_its_own_peer_only(d, target, open_socket) -> None:
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     open_socket("Q").sendall(frame(target, Block(0, TOKENS, 0, LAYERS)))
     wait_until(lambda: d.counters.discarded_bytes > 0, "the frame to be discarded")
     assert receiver.bytes_received == 0
@@ -225,7 +225,7 @@ def test_a_room_takes_data_from_its_own_peer_only(d, target, open_socket) -> Non
 
 
 def test_a_finished_room_takes_nothing_more(d, target, open_socket) -> None:
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     sock = open_socket()
     whole = Block(0, TOKENS, 0, LAYERS)
     sock.sendall(frame(target, whole))
@@ -239,7 +239,7 @@ def test_a_finished_room_takes_nothing_more(d, target, open_socket) -> None:
 @pytest.mark.usefixtures("unstarved")
 def test_repeated_ranges_are_counted_once(d, target, open_socket, monkeypatch) -> None:
     monkeypatch.setattr(counted_receiver, "LEASE_SECONDS", 0.2)
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     sock = open_socket()
     half = Block(0, TOKENS // 2, 0, LAYERS)
     overlapping = Block(3, 7, 1, 2)
@@ -256,7 +256,7 @@ def test_repeated_ranges_are_counted_once(d, target, open_socket, monkeypatch) -
 
 
 def test_an_abort_in_the_middle_of_a_frame_keeps_the_rest_out(p, d, target, open_socket) -> None:
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     sock = open_socket()
     data = frame(target, Block(0, TOKENS, 0, LAYERS))
     middle = HEADER.size + (len(data) - HEADER.size) // 2
@@ -267,7 +267,7 @@ def test_an_abort_in_the_middle_of_a_frame_keeps_the_rest_out(p, d, target, open
     wait_until(receiver.drained, "the receiver to drain")
     target.buffer.fill_(5.0)
     sock.sendall(data[middle:] + frame(target, Block(0, TOKENS, 0, LAYERS), epoch=2))
-    again = d.receiver("P", b"s" * 16, 3, PAGES, 0, TOKENS)
+    again = d.receiver("P", b"s" * 16, 3, PAGES, (0,), TOKENS)
     wait_until(lambda: d.counters.discarded_frames == 1, "the next frame")
     assert bool((target.buffer == 5.0).all())
     # The connection carries on with the next room.
@@ -277,9 +277,9 @@ def test_an_abort_in_the_middle_of_a_frame_keeps_the_rest_out(p, d, target, open
 
 
 def test_a_room_and_epoch_has_one_receiver(d) -> None:
-    d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     with pytest.raises(TransferError, match="a receiver of this room and epoch exists"):
-        d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
 
 
 # ---- lost and stuck connections
@@ -300,7 +300,7 @@ def relayed(d, target) -> Iterator:
 
 def test_a_cut_connection_fails_its_rooms_and_later_ones_reconnect(relayed, d, target) -> None:
     relay, p = relayed
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
     idle = p.sender("D", reservation(receiver, b"i" * 16, 2, 0), PAGES, TOKENS)
     sender.send(0, 4, 0, LAYERS)
@@ -321,7 +321,7 @@ def test_a_cut_connection_fails_its_rooms_and_later_ones_reconnect(relayed, d, t
 
 def test_what_was_complete_survives_the_end_of_its_connection(relayed, d) -> None:
     relay, p = relayed
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
     sender.send(0, TOKENS, 0, LAYERS)
     sender.finish()
@@ -340,7 +340,7 @@ def test_a_stuck_connection_fails_its_rooms_after_a_lease(relayed, d, target, mo
     transfer_works(p, d, target)
     relay.stall()
     pages = np.arange(10_000, dtype=np.int32)
-    receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
     # More than kernel buffers take, so the second room waits behind the first.
     senders = [
         p.sender("D", reservation(receiver, ROOM, epoch, 0), pages, 40_000) for epoch in (1, 2)
@@ -366,7 +366,7 @@ def test_a_lost_connection_gives_back_what_was_copied_ahead(d, target, monkeypat
     try:
         transfer_works(p, d, target)
         relay.stall()
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         pages = np.arange(10_000, dtype=np.int32)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), pages, 40_000)
         for _ in range(8):  # more than kernel buffers take
@@ -399,7 +399,7 @@ def test_an_unreachable_peer_fails_its_rooms(d, target, monkeypatch, listening, 
         stack.callback(p.close)
         info = node_info("D", "decode", d, target)
         p.connect(msgspec.structs.replace(info, transfers={"tcp": address}))
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
         sender.send(0, TOKENS, 0, LAYERS)
         assert settled(sender) is TransferState.FAILED
@@ -421,7 +421,7 @@ def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
         p.connect(msgspec.structs.replace(info, transfers={"tcp": relay.address()}))
         rooms = []
         for epoch, pages in enumerate(np.arange(5000, dtype=np.int32).reshape(2, -1)):
-            receiver = d.receiver("P", ROOM, epoch, pages, 0, 10_000)
+            receiver = d.receiver("P", ROOM, epoch, pages, (0,), 10_000)
             sender = p.sender("D", reservation(receiver, ROOM, epoch, 0), pages, 10_000)
             sender.send(0, 10_000, 0, LAYERS)
             rooms.append((sender, receiver))
@@ -448,7 +448,7 @@ def test_connections_and_staging_do_not_change_the_bytes(connections, staged, mo
     try:
         introduce(p, "P", d, "D", source)
         pages, into = random_pages(rng, source, 500), random_pages(rng, target, 500)
-        receiver = d.receiver("P", ROOM, 1, into, 7, 500)
+        receiver = d.receiver("P", ROOM, 1, into, (7,), 500)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 7), pages, 500)
         sender.send(7, 300, 0, LAYERS)
         sender.send(300, 500, 0, LAYERS)

@@ -87,7 +87,7 @@ def pair(target, *, p_staged: bool, d_staged: bool) -> Iterator[tuple[TcpManager
 def test_staged_bytes_count_when_the_copy_into_the_pool_is_over(gate, target) -> None:
     """Six frames, two buffers: the connection waits for a buffer and goes on when there is one."""
     with pair(target, p_staged=False, d_staged=True) as (p, d):
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
         sender.send(0, TOKENS, 0, LAYERS)
         sender.finish()
@@ -106,7 +106,7 @@ def test_an_aborted_room_is_not_drained_while_a_copy_into_its_pages_is_under_way
     gate, target
 ) -> None:
     with pair(target, p_staged=False, d_staged=True) as (p, d):
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
         sender.send(0, TOKENS, 0, LAYERS)
         wait_until(lambda: d.counters.frames == 2, "both buffers to be full")
@@ -122,7 +122,7 @@ def test_an_aborted_room_is_not_drained_while_a_copy_into_its_pages_is_under_way
 
 def test_source_pages_are_in_hand_until_the_copy_out_of_them_is_over(gate, target) -> None:
     with pair(target, p_staged=True, d_staged=False) as (p, d):
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
         sender.send(0, TOKENS, 0, LAYERS)
         wait_until(lambda: sender.reading == 2, "both buffers to be filled")
@@ -146,7 +146,7 @@ def test_a_copy_out_of_the_pool_that_fails_ends_its_room_only(target, monkeypatc
 
     monkeypatch.setattr(tcp_staging, "copier_for", Failing)
     with pair(target, p_staged=True, d_staged=False) as (p, d):
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
         sender.send(0, TOKENS, 0, LAYERS)
         assert settled(sender) is TransferState.FAILED
@@ -161,7 +161,7 @@ def test_the_sending_sides_disconnect_does_not_wait_for_copies_but_their_pages_d
     gate, target
 ) -> None:
     with pair(target, p_staged=True, d_staged=False) as (p, d):
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
         sender.send(0, TOKENS, 0, LAYERS)
         wait_until(lambda: sender.reading, "a copy to begin")
@@ -174,7 +174,7 @@ def test_the_sending_sides_disconnect_does_not_wait_for_copies_but_their_pages_d
 
 def test_the_receiving_sides_disconnect_does_not_wait_for_copies_but_their_pages_do(target) -> None:
     with pair(target, p_staged=False, d_staged=True) as (_, d):
-        receivers = [d.receiver("P", ROOM, epoch, PAGES, 0, TOKENS) for epoch in range(10)]
+        receivers = [d.receiver("P", ROOM, epoch, PAGES, (0,), TOKENS) for epoch in range(10)]
         assert all(receiver.enter() for receiver in receivers)
         returns(lambda: d.disconnect("P"))
         assert all(receiver.poll() is TransferState.FAILED for receiver in receivers)
@@ -200,7 +200,7 @@ def test_no_memory_for_buffers_ends_the_rooms_of_the_link(target, monkeypatch, c
         p.disconnect("D")
         monkeypatch.setattr(tcp_staging, "copier_for", no_memory)
         p.connect(node_info("D", "decode", d, target))
-        receiver = d.receiver("P", ROOM, 1, PAGES, 0, TOKENS)
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
         with contextlib.suppress(TransferError):
             sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
             assert settled(sender) is TransferState.FAILED
@@ -211,7 +211,7 @@ def test_no_memory_for_buffers_ends_the_rooms_of_the_link(target, monkeypatch, c
 def transfer_works(p: TcpManager, d: TcpManager, target) -> None:
     """A good room, after whatever happened."""
     pages = np.array([14, 15], dtype=np.int32)
-    receiver = d.receiver("P", b"good" * 4, 99, pages, 0, TOKENS)
+    receiver = d.receiver("P", b"good" * 4, 99, pages, (0,), TOKENS)
     sender = p.sender("D", reservation(receiver, b"good" * 4, 99, 0), PAGES, TOKENS)
     sender.send(0, TOKENS, 0, LAYERS)
     hand_off(sender, receiver)

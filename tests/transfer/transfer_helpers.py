@@ -16,6 +16,7 @@ import torch
 
 from pd.core.messages import Reservation
 from pd.core.node_info import KVLayout, NodeInfo
+from pd.engine.kv_pool import KVPool, PoolPlane
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
@@ -52,14 +53,18 @@ def backends(*names: str) -> list[Any]:
 
 @dataclass
 class Pool:
-    """What a node's KV pool offers to transfers."""
+    """What a node's KV pool offers to transfers, with one plane."""
 
     buffer: torch.Tensor
     layout: KVLayout
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        return (self.buffer.data_ptr(),)
+    def memory(self) -> torch.Tensor:
+        return self.buffer.view(-1).view(torch.uint8)
+
+    @property
+    def planes(self) -> list[PoolPlane]:
+        return [PoolPlane(self.layout.model, 0, self.buffer, (self.buffer.data_ptr(),))]
 
     def tokens(self, pages: IntArray, start: int, stop: int) -> torch.Tensor:
         """``[layers, 2, tokens, heads, dim]`` of a sequence's tokens, by the definition."""
@@ -85,10 +90,10 @@ def make_pool(
         buffer = torch.rand(shape, generator=generator).to(_DTYPES[dtype])
     else:
         buffer = torch.full(shape, fill, dtype=_DTYPES[dtype])
-    return Pool(buffer, KVLayout(layers, heads, dim, dtype, page_size))
+    return Pool(buffer, KVLayout.of_model(layers, heads, dim, dtype, page_size))
 
 
-def node_info(instance: str, role: str, manager: TransferManager, pool: Pool) -> NodeInfo:
+def node_info(instance: str, role: str, manager: TransferManager, pool: Pool | KVPool) -> NodeInfo:
     return NodeInfo(
         instance_id=instance,
         role=role,  # type: ignore[arg-type]
@@ -114,7 +119,7 @@ def reservation(receiver: Receiver, room: bytes, epoch: int, start: int) -> Rese
         sender="D",
         room=room,
         epoch=epoch,
-        cached_prefix_len=start,
+        cached=(start,),
         destination=receiver.destination,
     )
 

@@ -85,14 +85,14 @@ class _Node:
         self.manager.disconnect(instance)
 
     def receive(self, peer: str, room: int) -> Any:
-        end = self.manager.receiver(peer, room.to_bytes(16), room, _pages(), 0, SLOTS)
+        end = self.manager.receiver(peer, room.to_bytes(16), room, _pages(), (0,), SLOTS)
         self.ends[room] = end
         return reservation(end, room.to_bytes(16), room, 0)
 
     def receive_part(self, peer: str, room: int) -> Any:
         """Room n uses one of the parts of the pool."""
         part, tokens = _part(room)
-        end = self.manager.receiver(peer, room.to_bytes(16), room, part, 0, tokens)
+        end = self.manager.receiver(peer, room.to_bytes(16), room, part, (0,), tokens)
         self.ends[room] = end
         return reservation(end, room.to_bytes(16), room, 0)
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.config import NodeConfig
+    from pd.core.node_info import Plane
     from pd.engine.cuda_graphs import DecodeGraphs
     from pd.engine.eagle import EagleWriter
     from pd.engine.model_runner import ForwardItem, ModelRunner
@@ -101,6 +102,9 @@ class _Worker:
 class Leader:
     """The workers of one node, which end with it. One thread at a time sends them steps.
 
+    Args:
+        extra_planes: planes of the KV beside the model's.
+
     Attributes:
         group: the process group, as rank 0.
         failure: the reason why the group cannot compute any more; None while it can.
@@ -112,7 +116,9 @@ class Leader:
 
     group: ProcessGroup
 
-    def __init__(self, config: NodeConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: NodeConfig, device: torch.device, extra_planes: Sequence[Plane] = ()
+    ) -> None:
         self.failure: str | None = None
         self._failed = threading.Event()
         self.on_failure: Callable[[str], None] = lambda reason: None
@@ -129,12 +135,14 @@ class Leader:
         self._reader = threading.Thread(target=self._read, name="tp-reader", daemon=True)
         self._reader.start()
         try:
-            self._start(config, device)
+            self._start(config, device, extra_planes)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, config: NodeConfig, device: torch.device) -> None:
+    def _start(
+        self, config: NodeConfig, device: torch.device, extra_planes: Sequence[Plane]
+    ) -> None:
         settings = dataclasses.asdict(config) | {"model": str(config.model)}
         if config.speculative_draft_model is not None:
             settings["speculative_draft_model"] = str(config.speculative_draft_model)
@@ -143,10 +151,11 @@ class Leader:
         rendezvous = f"{self._directory.name}/rendezvous"
         threads = max(1, torch.get_num_threads() // config.tp_size)
         level = logging.getLogger().getEffectiveLevel()
+        planes = list(extra_planes)
         for worker in self._workers:
             self._send(
                 worker,
-                Start(settings, worker.rank, config.tp_size, rendezvous, threads, level),
+                Start(settings, planes, worker.rank, config.tp_size, rendezvous, threads, level),
             )
         torch.set_num_threads(threads)
         for worker in self._workers:
@@ -167,28 +176,29 @@ class Leader:
         """Wait until all workers are ready for steps."""
         return [self._receive(worker, Built) for worker in self._workers]
 
-    def map_pools(self, all_built: list[Built], buffer: torch.Tensor) -> list[int]:
+    def map_pools(self, all_built: list[Built], memory: torch.Tensor) -> list[int]:
         """Map the workers' KV pools.
 
         Args:
             all_built: result of :meth:`wait_built`.
-            buffer: this rank's pool, of the same shape as theirs.
+            memory: this rank's memory of the planes that all ranks have; the others' is of the
+                same size.
 
         Returns:
             The address of each rank's pool, that of rank 0 first, valid until :meth:`close`.
         """
-        addresses = [buffer.data_ptr()]
+        addresses = [memory.data_ptr()]
         for worker, built in zip(self._workers, all_built, strict=True):
-            if buffer.is_cuda:
-                ipc = self._ipc = self._ipc or CudaIpc(buffer.device.index)
+            if memory.is_cuda:
+                ipc = self._ipc = self._ipc or CudaIpc(memory.device.index)
                 self._mapped.append(ipc.open(built.handle))
                 addresses.append(self._mapped[-1] + built.offset)
             else:
-                memory = torch.frombuffer(
-                    mmap.mmap(worker.memory, buffer.nbytes), dtype=torch.uint8
+                shared = torch.frombuffer(
+                    mmap.mmap(worker.memory, memory.nbytes), dtype=torch.uint8
                 )
-                self._shared.append(memory)
-                addresses.append(memory.data_ptr())
+                self._shared.append(shared)
+                addresses.append(shared.data_ptr())
         return addresses
 
     def _send(self, worker: _Worker, message: RankMessage) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from pd.core.node_info import Plane
 from pd.engine.draft_tree import DraftTree
 from pd.engine.model_runner import ForwardItem
 from pd.kernels.paging import page_count
@@ -26,12 +27,14 @@ class Start(msgspec.Struct, tag=True):
 
     Attributes:
         settings: the settings of the node from which an engine is built, by name.
+        extra_planes: planes of the KV beside the model's.
         rendezvous: file in a private directory, through which the devices find each other.
         threads: number of threads that compute on a CPU.
         log_level: level of the root logger.
     """
 
     settings: dict[str, object]
+    extra_planes: list[Plane]
     rank: int
     size: int
     rendezvous: str

@@ -93,12 +93,18 @@ def _serve(channel: RankChannel) -> None:
     channel.send(Joining())
     group = ProcessGroup(start.rank, start.size, start.rendezvous, device)
     shared_memory = int(sys.argv[2]) if device.type == "cpu" else None
-    engine = Engine.build_rank(config, group, lambda pages: _agree(channel, pages), shared_memory)
+    engine = Engine.build_rank(
+        config,
+        group,
+        lambda pages: _agree(channel, pages),
+        shared_memory,
+        extra_planes=start.extra_planes,
+    )
     handle, offset = b"", 0
     if device.type == "cuda" and config.role != "unified":
-        handle, offset = CudaIpc(device.index).export(engine.pool.buffer.data_ptr())
+        handle, offset = CudaIpc(device.index).export(engine.pool.memory.data_ptr())
     channel.send(Built(handle, offset))
-    saved: dict[int, torch.Tensor] = {}
+    saved: dict[int, list[torch.Tensor]] = {}
     while True:
         message = channel.receive()
         if isinstance(message, ForwardStep):
@@ -106,8 +112,8 @@ def _serve(channel: RankChannel) -> None:
         elif isinstance(message, SavePages):
             saved[message.key] = engine.pool.gather_pages(unpacked(message.pages))
         elif isinstance(message, RestorePages):
-            pages = saved[message.key][:, :, message.first :]
-            engine.pool.scatter_pages(unpacked(message.pages), pages)
+            copies = [host[:, :, message.first :] for host in saved[message.key]]
+            engine.pool.scatter_pages(unpacked(message.pages), copies)
         else:
             assert isinstance(message, ForgetPages)
             del saved[message.key]

@@ -33,7 +33,7 @@ from pd.transfer.fake.nic import FakeNic, FakeReceiver
 from pd.transfer.fake.script import RoomCounter, Script
 from pd.transfer.fake.sender import FakeSender
 from pd.transfer.pool_memory import PoolMemory
-from pd.transfer.ranges import wanted_tokens
+from pd.transfer.pool_shape import missing_tokens, wanted_tokens
 from pd.transfer.wire.greeting import peer_address, require_loopback, transfer_key
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class FakeManager(TransferManager):
         self._script = script or Script()
         self._rooms, self._reservations = RoomCounter(), RoomCounter()
         self._memory = PoolMemory(pool)
-        self._computed = Computed(pool.buffer.device, self.name)
+        self._computed = Computed(pool.memory.device, self.name)
         self.nic = FakeNic(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
         self._links: dict[str, FakeLink] = {}
@@ -108,7 +108,7 @@ class FakeManager(TransferManager):
                 self._began = time.monotonic()
         if link is None:
             raise TransferError(f"{peer} is not connected")
-        tokens = wanted_tokens(reservation, num_tokens)
+        tokens = wanted_tokens(self._memory.shape, reservation, num_tokens)
         sender = FakeSender(
             link, self._memory, self._computed, self._rooms.next(), reservation, pages, tokens
         )
@@ -116,9 +116,16 @@ class FakeManager(TransferManager):
         return sender
 
     def receiver(
-        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+        self,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        cached: tuple[int, ...],
+        num_tokens: int,
     ) -> Receiver:
-        return FakeReceiver(self.nic, self._memory, peer, pages, range(token_start, token_stop))
+        tokens = missing_tokens(self._memory.shape, cached, num_tokens)
+        return FakeReceiver(self.nic, self._memory.shape, peer, pages, tokens)
 
     def reservation_delay(self) -> float:
         return self._script.reservation_delay(self._reservations.next())

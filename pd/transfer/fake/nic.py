@@ -17,7 +17,7 @@ import numpy as np
 from pd.core.errors import PDError, TransferError
 from pd.kernels.paging import page_count
 from pd.transfer.base import Receiver, TransferState
-from pd.transfer.ranges import check_pages
+from pd.transfer.ranges import Block, check_pages
 from pd.transfer.wire.greeting import GreetingError, IncomingGreeting
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pd.core.starvation import Patience
     from pd.transfer.base import IntArray
     from pd.transfer.pool_memory import PoolMemory
+    from pd.transfer.pool_shape import MissingTokens, PoolShape
 
 logger = logging.getLogger(__name__)
 
@@ -173,18 +174,21 @@ class FakeNic:
     def _perform_next(self, sock: socket.socket, peer: str) -> bool:
         header = receive_exactly(sock, WRITE.size)
         magic, write, key, layer, layers, num_slots, payload = WRITE.unpack(header)
-        expected = num_slots * layers * self._memory.cell_bytes
-        if magic != WRITE_MAGIC or payload != expected or payload > MAX_PAYLOAD:
+        block, shape = Block(0, num_slots, layer, layer + layers), self._memory.shape
+        in_plane = shape.is_in_one_plane(block)
+        malformed = in_plane and payload != shape.num_bytes(block)
+        malformed |= max(payload, 4 * num_slots) > MAX_PAYLOAD
+        if magic != WRITE_MAGIC or malformed:
             raise GreetingError(f"a write of {payload} bytes for {num_slots} slots is malformed")
         slots = np.frombuffer(receive_exactly(sock, 4 * num_slots), dtype="<i4")
         data = receive_exactly(sock, payload)
-        inside = layer + layers <= self._memory.num_layers and (
-            not num_slots or (slots.min() >= 0 and slots.max() < self._memory.num_slots)
+        inside = in_plane and (
+            not num_slots or (slots.min() >= 0 and slots.max() < shape.num_slots)
         )
         with self._lock:
             performed = bool(inside and self._peers.get(key) == peer)
             if performed:
-                self._memory.write(slots, layer, layer + layers, data)
+                self._memory.write(slots, block, data)
         self.writes += performed
         if not performed:
             self.refused += 1
@@ -199,22 +203,22 @@ class FakeReceiver(Receiver):
     disconnected."""
 
     def __init__(
-        self, nic: FakeNic, memory: PoolMemory, peer: str, pages: IntArray, tokens: range
+        self, nic: FakeNic, shape: PoolShape, peer: str, pages: IntArray, tokens: MissingTokens
     ) -> None:
-        check_pages(pages, memory.page_size, memory.num_slots, tokens.start, tokens.stop)
+        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.peer = peer
         self.error: PDError | None = None
         self._nic = nic
         self._key = nic.key_for(peer)
-        self._expected = len(tokens) * memory.num_layers * memory.cell_bytes
+        self._expected = shape.missing_bytes(tokens)
         self._state = TransferState.ACTIVE
         self._peer_drained = False
         self._lock = threading.Lock()
-        covering = pages[: page_count(tokens.stop, memory.page_size)]
+        covering = pages[: page_count(tokens.stop, shape.page_size)]
         self._destination = msgspec.msgpack.encode(
             FakeDestination(
                 self._key,
-                memory.page_size,
+                shape.page_size,
                 tokens.start,
                 tokens.stop,
                 covering.astype("<i4").tobytes(),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pd.transfer.fake.link import FakeLink
     from pd.transfer.fake.script import Corrupt
     from pd.transfer.pool_memory import PoolMemory
+    from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.ranges import Block
 
 _WRITE_BYTES = 1 << 20
@@ -45,9 +46,9 @@ class FakeSender(QueuedSender):
         ordinal: int,
         reservation: Reservation,
         pages: IntArray,
-        tokens: range,
+        tokens: MissingTokens,
     ) -> None:
-        super().__init__(link, memory, computed.then, reservation, pages, tokens)
+        super().__init__(link, memory.shape, computed.then, reservation, pages, tokens)
         self.ordinal = ordinal
         self.destination = parse_destination(reservation, tokens)
         self._targets = np.frombuffer(self.destination.pages, dtype="<i4")
@@ -64,15 +65,18 @@ class FakeSender(QueuedSender):
         """The block's bytes as they are at this moment, as a card would read them."""
         data = self._memory.read(self._pages, block)
         tokens = block.token_stop - block.token_start
-        width = self._memory.width
+        plane = self._memory.plane(block)
+        width = plane.width
         for rule in corrupt:
+            vector = int(rule.part == "v")
             here = (
                 block.token_start <= rule.token < block.token_stop
                 and block.layer_start <= rule.layer < block.layer_stop
+                and vector < plane.vectors
             )
             if here:
-                plane = 2 * (rule.layer - block.layer_start) + (rule.part == "v")
-                row = plane * tokens + rule.token - block.token_start
+                slab = plane.vectors * (rule.layer - block.layer_start) + vector
+                row = slab * tokens + rule.token - block.token_start
                 data[row * width + rule.byte % width] ^= 0xFF
         return bytes(data)
 
@@ -93,10 +97,10 @@ class FakeSender(QueuedSender):
         self._link.recall(self)
 
     def _split(self, block: Block) -> Iterator[Block]:
-        return block.split(max(1, _WRITE_BYTES // self._memory.cell_bytes))
+        return block.split(max(1, _WRITE_BYTES // self._shape.plane_of(block).cell_bytes))
 
 
-def parse_destination(reservation: Reservation, tokens: range) -> FakeDestination:
+def parse_destination(reservation: Reservation, tokens: MissingTokens) -> FakeDestination:
     """Raises TransferError unless the reservation carries one for these tokens."""
     try:
         found = _destination_decoder.decode(reservation.destination)

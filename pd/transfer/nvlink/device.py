@@ -17,7 +17,7 @@ from pd.transfer.host_id import host_id
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.base import IntArray, KVBuffer, KVPlane
     from pd.transfer.ranges import Block
 
 
@@ -53,9 +53,10 @@ class StoreLane(Protocol):
     def store(
         self, table: Any, columns: slice, peer: int, peer_num_slots: int, block: Block
     ) -> StoreTicket:
-        """Launch the copy of ``block``, which is in the own pool, into that mapped at ``peer``.
+        """Launch the copy of ``block``, which is in the own pool, into the plane at ``peer``.
 
         Args:
+            peer: address of the block's plane in the peer's pool, as mapped here.
             table: from :meth:`table`.
             columns: of the table: the block's tokens.
 
@@ -131,35 +132,46 @@ class CudaTable(NamedTuple):
     runs: SlotRuns
 
 
+class _LanePlane:
+    """A plane of the own pool, with a copy engine for its rows."""
+
+    def __init__(self, plane: KVPlane) -> None:
+        self.buffer, self.engine = plane.buffer, CopyEngine(plane.buffer)
+        self.layers = range(plane.first_layer, plane.first_layer + plane.buffer.shape[0])
+
+
 class CudaLane(StoreLane):
     """A CUDA stream beside the forward pass, of the same priority. Long runs of slots go by a copy
     engine, others by the kernel."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        self._engine = CopyEngine(buffer)
-        self.stream = torch.cuda.Stream(buffer.device)
+    def __init__(self, pool: KVBuffer) -> None:
+        self._device = pool.memory.device
+        planes = [_LanePlane(plane) for plane in pool.planes]
+        self._of_layer = [plane for plane in planes for _ in plane.layers]
+        self.stream = torch.cuda.Stream(self._device)
 
     def table(self, slots: IntArray) -> CudaTable:
         host = torch.from_numpy(slots).pin_memory()
         # NOTE: allocated and used on this stream only, so it may be freed at any time.
         with torch.cuda.stream(self.stream):
-            on_device = host.to(self._buffer.device, non_blocking=True)
+            on_device = host.to(self._device, non_blocking=True)
         return CudaTable(on_device, SlotRuns(slots))
 
     def store(
         self, table: CudaTable, columns: slice, peer: int, peer_num_slots: int, block: Block
     ) -> StoreTicket:
         start, stop = columns.start, columns.stop
-        layers = block.layer_start, block.layer_stop
+        plane = self._of_layer[block.layer_start]
+        first = plane.layers.start
+        layers = block.layer_start - first, block.layer_stop - first
         begin = timed_event(self.stream)
-        if self._engine.takes(stop - start, table.runs.count(start, stop), peer_num_slots):
+        if plane.engine.takes(stop - start, table.runs.count(start, stop), peer_num_slots):
             runs = table.runs.within(start, stop)
-            self._engine.copy(runs, peer, peer_num_slots, *layers, self.stream.cuda_stream)
+            plane.engine.copy(runs, peer, peer_num_slots, *layers, self.stream.cuda_stream)
         else:
             slots, peer_slots = table.on_device[:, start:stop]
             with torch.cuda.stream(self.stream):
-                copy_to_peer(self._buffer, slots, peer, peer_num_slots, peer_slots, *layers)
+                copy_to_peer(plane.buffer, slots, peer, peer_num_slots, peer_slots, *layers)
         return CudaTicket(self.stream, begin)
 
     def drain(self) -> None:
@@ -174,21 +186,22 @@ class CudaDevice(StoreDevice):
     """
 
     def __init__(self, pool: KVBuffer) -> None:
-        self._buffer = pool.buffer
-        if not self._buffer.is_cuda:
+        self._pool = pool
+        device = pool.memory.device
+        if device.type != "cuda":
             raise SetupError(
-                f"nvlink moves KV between GPUs, but the KV cache is on {self._buffer.device.type}; "
-                "use tcp"
+                f"nvlink moves KV between GPUs, but the KV cache is on {device.type}; use tcp"
             )
         if variable := expandable_segments():
             raise SetupError(
                 f"memory of expandable segments cannot be mapped by peers; unset {variable}"
             )
-        self._ordinal = torch.device(self._buffer.device).index or 0
+        self._ordinal = device.index or 0
         self._ipc = CudaIpc(self._ordinal)
-        self._handle, self._offset = self._ipc.export(self._buffer.data_ptr())
-        prepare(self._buffer)
-        self._computed = Computed(self._buffer.device, "nvlink")
+        self._handle, self._offset = self._ipc.export(pool.memory.data_ptr())
+        for plane in pool.planes:
+            prepare(plane.buffer)
+        self._computed = Computed(device, "nvlink")
 
     def published(self) -> dict[str, str]:
         own = self._ordinal
@@ -212,7 +225,7 @@ class CudaDevice(StoreDevice):
         self._computed.then(call)
 
     def lane(self) -> StoreLane:
-        return CudaLane(self._buffer)
+        return CudaLane(self._pool)
 
     def close(self) -> None:
         self._computed.close()

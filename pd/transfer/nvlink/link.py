@@ -217,7 +217,7 @@ class NvlinkLink:
 
     def _launch(self, lane: StoreLane, sender: NvlinkSender, block: Block) -> None:
         try:
-            launched = sender.launch(lane, self._address, self.pool.num_slots, block)
+            launched = sender.launch(lane, self._address, self.pool, block)
             self._launched.add(*launched)
         except BaseException as error:
             lane.drain()  # no ticket tells of what was begun

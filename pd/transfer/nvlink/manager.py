@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd.core.errors import TransferError
+from pd.core.node_info import plane_differences
 from pd.core.starvation import Patience
 from pd.core.transfer_choice import nvlink_obstacle
 from pd.kernels.paging import token_slots
@@ -50,8 +51,9 @@ from pd.transfer.nvlink.messages import (
     welcome_decoder,
 )
 from pd.transfer.nvlink.receiver import NvlinkReceiver
-from pd.transfer.nvlink.sender import NvlinkPoolShape, NvlinkSender
+from pd.transfer.nvlink.sender import NvlinkSender
 from pd.transfer.nvlink.sessions import NvlinkSessions
+from pd.transfer.pool_shape import PoolShape, missing_tokens, wanted_tokens
 from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import require_loopback, transfer_key
 from pd.transfer.wire.hub import ChannelHub
@@ -67,7 +69,6 @@ logger = logging.getLogger(__name__)
 SERVICE = "nvlink"
 # How long a node that stops waits for its stores to complete, and for peers to stop theirs.
 _DRAIN_SECONDS, _PEER_SECONDS = 10.0, 1.0
-_SAME_KV = ("num_layers", "num_kv_heads", "head_dim", "dtype")
 
 
 class NvlinkManager(TransferManager):
@@ -98,13 +99,7 @@ class NvlinkManager(TransferManager):
             require_loopback(host, "the data address")
         self.patience = patience or Patience()
         self._layout: KVLayout = pool.layout
-        self._num_slots = pool.buffer.shape[2]
-        self._shape = NvlinkPoolShape(
-            self._layout.page_size,
-            self._num_slots,
-            self._layout.num_layers,
-            self._layout.token_bytes // self._layout.num_layers,
-        )
+        self._shape = PoolShape.of(pool)
         self._device = device or CudaDevice(pool)
         self._key = transfer_key(cluster_key)
         self._sessions = NvlinkSessions()
@@ -120,7 +115,7 @@ class NvlinkManager(TransferManager):
         self._address = {
             "host": advertise_host or host,
             "port": str(self._hub.port),
-            "num_slots": str(self._num_slots),
+            "num_slots": str(self._shape.num_slots),
             **self._device.published(),
         }
         self._lock = threading.Lock()
@@ -134,16 +129,14 @@ class NvlinkManager(TransferManager):
     def connect(self, peer: NodeInfo) -> None:
         name = peer.instance_id
         published = peer.address_of(self.name)
-        pool = PeerPool.parse(published, name, self._key)
+        pool = PeerPool.parse(published, name, self._key, peer.kv)
         if peer.role == "prefill":
             return  # it stores to us
         obstacle = nvlink_obstacle(self._address, published)
         if obstacle is not None:
             raise TransferError(f"nvlink to {name} is not possible: {obstacle}")
-        for field in _SAME_KV:
-            ours, theirs = getattr(self._layout, field), getattr(peer.kv, field)
-            if ours != theirs:
-                raise TransferError(f"{field} differs: {ours!r} here, {theirs!r} at {name}")
+        for field, ours, theirs in plane_differences(self._layout, peer.kv):
+            raise TransferError(f"{field} differs: {ours!r} here, {theirs!r} at {name}")
         with self._lock:
             known, link = self._pools.get(name), self._links.get(name)
             if known == pool and link is not None and link.stopped is None:
@@ -167,15 +160,15 @@ class NvlinkManager(TransferManager):
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
     ) -> Sender:
         destination = parse_destination(reservation.destination, peer)
-        start = reservation.cached_prefix_len
+        tokens = wanted_tokens(self._shape, reservation, num_tokens)
+        start, page_size = tokens.start, self._shape.page_size
         if (destination.token_start, destination.token_stop) != (start, num_tokens):
             raise TransferError(
                 f"{peer} reserved tokens [{destination.token_start}, {destination.token_stop}), "
                 f"not [{start}, {num_tokens})"
             )
-        check_pages(pages, self._layout.page_size, self._num_slots, start, num_tokens)
-        layout, tokens = self._layout, range(start, num_tokens)
-        own = token_slots(pages, np.arange(start, num_tokens), layout.page_size)
+        check_pages(pages, page_size, self._shape.num_slots, start, num_tokens)
+        own = token_slots(pages, np.arange(start, num_tokens), page_size)
         with self._lock:
             link, pool = self._link(peer)
         try:
@@ -190,17 +183,17 @@ class NvlinkManager(TransferManager):
         return sender
 
     def receiver(
-        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+        self,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        cached: tuple[int, ...],
+        num_tokens: int,
     ) -> Receiver:
+        tokens = missing_tokens(self._shape, cached, num_tokens)
         with self._sessions.changed:
-            return NvlinkReceiver(
-                self._sessions.session(peer),
-                pages,
-                range(token_start, token_stop),
-                self._layout.page_size,
-                self._num_slots,
-                self._layout.token_bytes,
-            )
+            return NvlinkReceiver(self._sessions.session(peer), pages, tokens, self._shape)
 
     def is_linked(self, peer: str) -> bool:
         return self._sessions.is_bound(peer)

@@ -16,6 +16,7 @@ from pd.transfer.wire.greeting import peer_address
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pd.core.node_info import KVLayout
     from pd.transfer.base import IntArray
 
 MAX_PAGE_SIZE = 1 << 20
@@ -72,15 +73,23 @@ def parse_destination(data: bytes, peer: str) -> NvlinkDestination:
 
 @dataclass(frozen=True, slots=True)
 class PeerPool:
-    """The address of a peer's channel and its pool, as published in the handshake."""
+    """The address of a peer's channel and its pool, as published in the handshake.
+
+    Attributes:
+        offset: where the pool begins in the memory that ``handle`` stands for.
+        plane_offsets: where each of its planes begins in the pool.
+    """
 
     address: tuple[str, int]
     handle: bytes
     offset: int
     num_slots: int
+    plane_offsets: tuple[int, ...]
 
     @classmethod
-    def parse(cls, published: Mapping[str, str], peer: str, key: bytes | None) -> PeerPool:
+    def parse(
+        cls, published: Mapping[str, str], peer: str, key: bytes | None, layout: KVLayout
+    ) -> PeerPool:
         """Raises TransferError naming what is wrong."""
         address = peer_address(dict(published), peer, key)
         try:
@@ -91,4 +100,5 @@ class PeerPool:
         # Slots travel as int32.
         if offset < 0 or not 0 < num_slots < 1 << 31:
             raise TransferError(f"{peer} published {num_slots} slots at offset {offset}")
-        return cls(address, handle, offset, num_slots)
+        planes = tuple(extent.start for extent in layout.extents(num_slots))
+        return cls(address, handle, offset, num_slots, planes)

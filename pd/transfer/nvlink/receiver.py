@@ -16,6 +16,7 @@ from pd.transfer.ranges import check_pages
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
     from pd.transfer.nvlink.sessions import NvlinkSession
+    from pd.transfer.pool_shape import MissingTokens, PoolShape
 
 
 class NvlinkReceiver(Receiver):
@@ -25,18 +26,17 @@ class NvlinkReceiver(Receiver):
         self,
         session: NvlinkSession,
         pages: IntArray,
-        tokens: range,
-        page_size: int,
-        num_slots: int,
-        token_bytes: int,
+        tokens: MissingTokens,
+        shape: PoolShape,
     ) -> None:
-        check_pages(pages, page_size, num_slots, tokens.start, tokens.stop)
+        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.error: PDError | None = None
         self._session = session
-        self._expected = len(tokens) * token_bytes
+        self._expected = shape.missing_bytes(tokens)
         self._state = TransferState.ACTIVE
         self._peer_drained = False
         self._lock = threading.Lock()
+        page_size = shape.page_size
         covering = pages[: page_count(tokens.stop, page_size)].astype("<i4")
         self._destination = msgspec.msgpack.encode(
             NvlinkDestination(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pd.transfer.rooms.sender import QueuedSender
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray
     from pd.transfer.nvlink.device import StoreLane, StoreTicket
     from pd.transfer.nvlink.link import NvlinkLink
+    from pd.transfer.nvlink.messages import PeerPool
+    from pd.transfer.pool_shape import MissingTokens, PoolShape
     from pd.transfer.ranges import Block
 
 # A GPU's links stay awake for 50 ms after each use (`nvidia-smi nvlink -gLowPwrInfo`). That takes
@@ -20,15 +22,6 @@ if TYPE_CHECKING:
 _FLOPS = 1e15
 
 
-class NvlinkPoolShape(NamedTuple):
-    """See :class:`pd.transfer.base.PoolShape`."""
-
-    page_size: int
-    num_slots: int
-    num_layers: int
-    cell_bytes: int
-
-
 class NvlinkSender(QueuedSender):
     """A room's stores complete in the order in which they are launched, so when the last one is
     complete, all are.
@@ -36,24 +29,24 @@ class NvlinkSender(QueuedSender):
     Args:
         session: in which the destination is valid.
         pages: int32 page table of the source.
-        tokens: those to send.
-        slots: int32 ``[2, tokens]``: each token's slot in the own pool and in the peer's.
+        tokens: those to send, of each plane.
+        slots: int32 ``[2, tokens]``: from the first token that is missing in some plane on, each
+            token's slot in the own pool and in the peer's.
     """
 
     def __init__(
         self,
         link: NvlinkLink,
-        pool: NvlinkPoolShape,
+        shape: PoolShape,
         reservation: Reservation,
         pages: IntArray,
-        tokens: range,
+        tokens: MissingTokens,
         session: int,
         slots: IntArray,
     ) -> None:
-        super().__init__(link, pool, link.device.when_computed, reservation, pages, tokens)
+        super().__init__(link, shape, link.device.when_computed, reservation, pages, tokens)
         self.session = session
         self._link, self._slots = link, slots
-        self._cell_bytes = pool.cell_bytes
         self._table: object = None
         self._last: StoreTicket | None = None
 
@@ -71,9 +64,9 @@ class NvlinkSender(QueuedSender):
             self._table = lane.table(self._slots)
 
     def launch(
-        self, lane: StoreLane, peer: int, num_slots: int, block: Block
+        self, lane: StoreLane, mapped: int, pool: PeerPool, block: Block
     ) -> tuple[StoreTicket, int]:
-        """Launch the store of a block into the pool mapped at ``peer``.
+        """Launch the store of a block into the peer's pool, which is mapped at address ``mapped``.
 
         Returns:
             Its ticket and the number of bytes.
@@ -81,13 +74,14 @@ class NvlinkSender(QueuedSender):
         self.prepare(lane)
         first = self._tokens.start
         columns = slice(block.token_start - first, block.token_stop - first)
-        self._last = lane.store(self._table, columns, peer, num_slots, block)
-        return self._last, block.cells * self._cell_bytes
+        peer = mapped + pool.plane_offsets[self._shape.plane_of(block).index]
+        self._last = lane.store(self._table, columns, peer, pool.num_slots, block)
+        return self._last, self._shape.num_bytes(block)
 
     # ---- with the lock
 
-    def _on_computed(self, block: Block, reason: str) -> None:
-        super()._on_computed(block, reason)
+    def _on_computed(self, blocks: list[Block], reason: str) -> None:
+        super()._on_computed(blocks, reason)
         self._link.launch_ready()
 
     def _enqueue(self) -> None:

@@ -17,13 +17,14 @@ from pd.transfer.wire.errors import PeerDataError
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
-    from pd.transfer.base import IntArray, PoolShape
+    from pd.transfer.base import IntArray
+    from pd.transfer.pool_shape import MissingTokens, PoolShape
     from pd.transfer.ranges import Block
 
 
 class CountedReceiver(Receiver):
-    """Counts every (layer, token) once. Pages are written only between :meth:`enter` and
-    :meth:`leave`, which is what makes :meth:`drained` a local fact.
+    """Counts every (layer, token) once, with layers numbered through all planes. Pages are written
+    only between :meth:`enter` and :meth:`leave`, which is what makes :meth:`drained` a local fact.
 
     Attributes:
         sources: connections or links from which a block was claimed.
@@ -31,21 +32,21 @@ class CountedReceiver(Receiver):
 
     def __init__(
         self,
-        pool: PoolShape,
+        shape: PoolShape,
         patience: Patience,
         peer: str,
         room: bytes,
         epoch: int,
         pages: IntArray,
-        tokens: range,
+        tokens: MissingTokens,
     ) -> None:
-        check_pages(pages, pool.page_size, pool.num_slots, tokens.start, tokens.stop)
+        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.peer, self.room, self.epoch = peer, room, epoch
         self.error: PDError | None = None
         self.sources: set[object] = set()
-        self._tokens, self._patience = tokens, patience
-        self._claimed = np.zeros((pool.num_layers, len(tokens)), dtype=np.bool_)
-        self._expected = self._claimed.size * pool.cell_bytes
+        self._shape, self._tokens, self._patience = shape, tokens, patience
+        self._claimed = np.zeros((shape.num_layers, tokens.stop - tokens.start), dtype=np.bool_)
+        self._expected = shape.missing_bytes(tokens)
         self._received = 0
         self._committed = False
         self._state = TransferState.ACTIVE
@@ -111,17 +112,19 @@ class CountedReceiver(Receiver):
     # ---- called by the thread that reads the connections
 
     def claim(self, block: Block, source: object) -> bool:
-        """Whether a block is wanted; False if it repeats a part of another one.
+        """Whether a block, which is in one plane, is wanted; False if it repeats a part of another
+        one.
 
         Raises:
             PeerDataError: the block is outside the reservation.
         """
-        start, stop = self._tokens.start, self._tokens.stop
-        if block.token_start < start or block.token_stop > stop:
+        wanted = self._tokens.of_group(self._shape.plane_of(block).group)
+        if block.token_start < wanted.start or block.token_stop > wanted.stop:
             raise PeerDataError(
                 f"tokens [{block.token_start}, {block.token_stop}) are outside the reserved "
-                f"[{start}, {stop})"
+                f"[{wanted.start}, {wanted.stop})"
             )
+        start = self._tokens.start
         cells = self._claimed[
             block.layer_start : block.layer_stop,
             block.token_start - start : block.token_stop - start,

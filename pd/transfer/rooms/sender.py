@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from pd.core.errors import PDError, TransferError
 from pd.core.messages import LEASE_SECONDS
 from pd.transfer.base import Sender, TransferState
-from pd.transfer.ranges import check_pages, checked_block
+from pd.transfer.ranges import check_pages, checked_blocks
 
 if TYPE_CHECKING:
     import threading
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Reservation
     from pd.core.starvation import Patience
-    from pd.transfer.base import IntArray, PoolShape
+    from pd.transfer.base import IntArray
+    from pd.transfer.pool_shape import MissingTokens, PoolShape
     from pd.transfer.ranges import Block
 
 
@@ -89,7 +90,7 @@ class QueuedSender(Sender):
         when_computed: calls back when what was queued on the calling thread's current CUDA stream
             is complete; see :meth:`pd.transfer.computed.Computed.then`.
         pages: int32 page table of the source. It is checked here and not kept.
-        tokens: those to send.
+        tokens: those to send, of each plane.
 
     Attributes:
         reading: blocks taken by the link whose pages are still read.
@@ -104,19 +105,19 @@ class QueuedSender(Sender):
     def __init__(
         self,
         link: SenderLink,
-        pool: PoolShape,
+        shape: PoolShape,
         when_computed: Callable[[Callable[[str], None]], None],
         reservation: Reservation,
         pages: IntArray,
-        tokens: range,
+        tokens: MissingTokens,
     ) -> None:
-        check_pages(pages, pool.page_size, pool.num_slots, tokens.start, tokens.stop)
+        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.room, self.epoch = reservation.room, reservation.epoch
         self.error: PDError | None = None
         self.reading = self.sending = 0
         self.waiting_since = time.monotonic()
         self._changed, self._peer, self._patience = link.changed, link.peer, link.patience
-        self._pool, self._tokens, self._when_computed = pool, tokens, when_computed
+        self._shape, self._tokens, self._when_computed = shape, tokens, when_computed
         self._state = TransferState.ACTIVE
         self._finished = False
         self._bytes = self._computing = 0
@@ -133,18 +134,18 @@ class QueuedSender(Sender):
         return self._state is TransferState.ACTIVE
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
-        block = checked_block(
-            self._tokens, self._pool.num_layers, token_start, token_stop, layer_start, layer_stop
+        blocks = checked_blocks(
+            self._shape, self._tokens, token_start, token_stop, layer_start, layer_stop
         )
-        if not block.cells:
+        if not blocks:
             return
         with self._changed:
             if not self.active:
                 return
             assert not self._finished, "send after finish"
-            self._bytes += block.cells * self._pool.cell_bytes
+            self._bytes += sum(self._shape.num_bytes(block) for block in blocks)
             self._computing += 1
-        self._when_computed(lambda reason: self._on_computed(block, reason))
+        self._when_computed(lambda reason: self._on_computed(blocks, reason))
 
     def finish(self) -> None:
         with self._changed:
@@ -239,8 +240,9 @@ class QueuedSender(Sender):
             self._state = TransferState.DONE
             self._leave_link()
 
-    def _on_computed(self, block: Block, reason: str) -> None:
-        """The KV of a block is complete, or cannot be if there is a reason. Without the lock."""
+    def _on_computed(self, blocks: list[Block], reason: str) -> None:
+        """The KV of some blocks is complete, or cannot be if there is a reason. Without the
+        lock."""
         with self._changed:
             self._computing -= 1
             if reason:
@@ -248,5 +250,6 @@ class QueuedSender(Sender):
             elif self.active:
                 if not self.queued:
                     self.waiting_since = time.monotonic()
-                self._queue.put(block)
-                self._enqueue()
+                for block in blocks:
+                    self._queue.put(block)
+                    self._enqueue()

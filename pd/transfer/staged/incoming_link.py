@@ -68,7 +68,7 @@ class IncomingLink:
         self.state = InState.NEW
         self.buffers: torch.Tensor | None = None
         self.views: list[Any] = []
-        self.max_cells = 0
+        self.buffer_bytes = 0
         self.landing: set[int] = set()
         self.read: list[int] = []
         self._incoming, self._channel = incoming, channel
@@ -185,7 +185,7 @@ class IncomingLink:
             for note in notes:
                 if note.buffer >= len(self.buffers) or note.buffer in self.landing | filled:
                     raise ValueError(f"buffer {note.buffer} is not P's to fill")
-                note.check(incoming.copier.num_layers, self.max_cells)
+                note.check(incoming.copier.shape, self.buffer_bytes)
                 filled.add(note.buffer)
             # NOTE: all or none, since nothing of a bad message lands.
             self.landing |= filled
@@ -229,7 +229,7 @@ class IncomingLink:
         with incoming.lock:
             self.buffers, self._target, self._on_device = buffers, target, device
             self.views = [incoming.copier.view(buffer) for buffer in buffers]
-            self.max_cells = buffers.shape[1] // incoming.copier.cell_bytes
+            self.buffer_bytes = buffers.shape[1]
             if self.state is InState.NEW:
                 self.state = InState.UP
             self._setting_up = False

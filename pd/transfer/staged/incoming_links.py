@@ -226,7 +226,7 @@ class IncomingLinks:
         return _Scatter(link, note, receiver, ticket)
 
     def _complete(self, scatter: _Scatter) -> None:
-        arrived = scatter.note.block.cells * self.copier.cell_bytes
+        arrived = self.copier.shape.num_bytes(scatter.note.block)
         try:
             scatter.ticket.wait()
             self.counters.frames += 1
@@ -259,11 +259,11 @@ class IncomingLinks:
         them and whether they lie in CUDA memory."""
         own = self.shape
         count = min(wishes.count, own.count)
-        size = max(min(wishes.buffer_bytes, own.buffer_bytes), self.copier.cell_bytes)
+        size = max(min(wishes.buffer_bytes, own.buffer_bytes), self.copier.shape.max_cell_bytes)
         device = own.device and wishes.device and own.host == wishes.host
         if not device and (own.device or wishes.device):
             # P or D chose this size for copies between GPUs.
-            size = max(min(size, _PINNED_BUFFER_BYTES), self.copier.cell_bytes)
+            size = max(min(size, _PINNED_BUFFER_BYTES), self.copier.shape.max_cell_bytes)
         return self.copier.make_buffers(count, size, on_device=device), device
 
     def over(self, link: IncomingLink) -> None:

@@ -37,7 +37,7 @@ from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
 from pd.transfer.copier import copier_for
 from pd.transfer.host_id import host_id
-from pd.transfer.ranges import wanted_tokens
+from pd.transfer.pool_shape import missing_tokens, wanted_tokens
 from pd.transfer.staged.incoming_links import IncomingLinks
 from pd.transfer.staged.messages import MAX_BUFFER_BYTES, decoder
 from pd.transfer.staged.outgoing_links import OutgoingLinks, StagingShape
@@ -89,9 +89,9 @@ class StagedManager(TransferManager):
         self.patience = patience or Patience()
         self._host, self._key = advertise_host or host, transfer_key(cluster_key)
         self._copier = copier_for(pool)
-        self._computed = Computed(pool.buffer.device, self.name)
-        device = mover.device_buffers and pool.buffer.device.type == "cuda"
-        size = min(MAX_BUFFER_BYTES, max(buffer_bytes, self._copier.cell_bytes))
+        self._computed = Computed(pool.memory.device, self.name)
+        device = mover.device_buffers and pool.memory.device.type == "cuda"
+        size = min(MAX_BUFFER_BYTES, max(buffer_bytes, self._copier.shape.max_cell_bytes))
         self._shape = StagingShape(buffers, size, device, host_id() if device else "")
         self._pump = Pump(f"pd-{self.name}-pump")
         self._incoming = IncomingLinks(self._copier, mover, self._pump, self._shape, self.patience)
@@ -126,18 +126,23 @@ class StagedManager(TransferManager):
     def sender(
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
     ) -> Sender:
-        tokens = wanted_tokens(reservation, num_tokens)
+        tokens = wanted_tokens(self._copier.shape, reservation, num_tokens)
         to = self._outgoing.peer(peer)
         sender = StagedSender(to, self._copier, self._computed, reservation, pages, tokens)
         self._outgoing.open(sender)
         return sender
 
     def receiver(
-        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+        self,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        cached: tuple[int, ...],
+        num_tokens: int,
     ) -> Receiver:
-        receiver = StagedReceiver(
-            self._incoming, peer, room, epoch, pages, range(token_start, token_stop)
-        )
+        tokens = missing_tokens(self._copier.shape, cached, num_tokens)
+        receiver = StagedReceiver(self._incoming, peer, room, epoch, pages, tokens)
         self._incoming.add(receiver)
         return receiver
 

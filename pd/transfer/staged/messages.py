@@ -3,13 +3,16 @@ its tag keeps the tag of the wire."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 
 from pd.core.messages import ROOM_BYTES
 from pd.transfer.ranges import Block
 from pd.transfer.wire.errors import PeerDataError
+
+if TYPE_CHECKING:
+    from pd.transfer.pool_shape import PoolShape
 
 VERSION = 3
 MAX_BUFFERS = 256
@@ -70,15 +73,15 @@ class Filled(_Note):
     def block(self) -> Block:
         return Block(self.token_start, self.token_stop, self.layer_start, self.layer_stop)
 
-    def check(self, num_layers: int, max_cells: int) -> None:
+    def check(self, shape: PoolShape, buffer_bytes: int) -> None:
         """Raise PeerDataError naming the value that cannot be."""
         tokens, layers = self.token_stop - self.token_start, self.layer_stop - self.layer_start
-        if tokens <= 0 or layers <= 0 or self.layer_stop > num_layers:
+        if tokens <= 0 or not shape.is_in_one_plane(self.block):
             raise PeerDataError(
                 f"tokens [{self.token_start}, {self.token_stop}) of layers [{self.layer_start}, "
-                f"{self.layer_stop}) are no block of {num_layers} layers"
+                f"{self.layer_stop}) are no block of {shape}"
             )
-        if tokens * layers > max_cells:
+        if shape.num_bytes(self.block) > buffer_bytes:
             raise PeerDataError(f"{tokens} tokens of {layers} layers do not fit in a buffer")
 
 

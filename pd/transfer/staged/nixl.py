@@ -163,7 +163,7 @@ class NixlManager(StagedManager):
         patience: Patience | None = None,
     ) -> None:
         mover = NixlMover(instance_id, advertise_host or host, local_only=local_only)
-        on_device = mover.device_buffers and pool.buffer.device.type == "cuda"
+        on_device = mover.device_buffers and pool.memory.device.type == "cuda"
         shape = (
             (CUDA_BUFFERS, CUDA_BUFFER_BYTES) if on_device else (HOST_BUFFERS, HOST_BUFFER_BYTES)
         )

@@ -168,10 +168,10 @@ class OutgoingLink:
         self.to.link_not_opened(reason)
         self.end(reason, move=not lasting)
 
-    def _came_up(self, max_cells: int) -> None:
+    def _came_up(self, buffer_bytes: int) -> None:
         if self.state is OutgoingState.OPENING:
             self.state, self.up_since = OutgoingState.UP, time.monotonic()
-            self.to.link_opened(max_cells)
+            self.to.link_opened(buffer_bytes)
             self._thread.link_up(self)
             logger.info("the %s link to %s is up", self._links.mover.name, self.name)
 
@@ -290,7 +290,7 @@ class OutgoingLink:
         assert writes is not None
         arrived, probed, error = writes.poll()
         if probed:
-            self._came_up(writes.max_cells)
+            self._came_up(writes.buffer_bytes)
         if arrived:
             self._announce(arrived)
         self._ask_for_help(writes)

@@ -195,7 +195,7 @@ class OutgoingLinks:
             raise MoverError(
                 f"{ready.count} buffers of {ready.buffer_bytes} bytes were not asked for"
             )
-        if ready.buffer_bytes < self.copier.cell_bytes:
+        if ready.buffer_bytes < self.copier.shape.max_cell_bytes:
             raise MoverError(f"buffers of {ready.buffer_bytes} bytes hold no token")
         if ready.device and not shape.device:
             raise MoverError("this pool is not in CUDA memory")

@@ -32,7 +32,7 @@ class OutgoingPeer:
         peer: instance id of D.
         refusal: why no link to it will be opened.
         progress: when a block or a step of a link's opening was last seen to succeed.
-        max_cells: (layer, token) cells that fit in one staging buffer of the current link.
+        buffer_bytes: size of a staging buffer of the current link.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OutgoingPeer:
         self.changed, self.patience = changed, patience
         self.refusal: TransferError | None = None
         self.progress = time.monotonic()
-        self.max_cells = 1
+        self.buffer_bytes = 0
         self._queue: SendQueue[StagedSender] = SendQueue()
         self._wake = wake
         self._end: TransferError | None = None
@@ -105,10 +105,10 @@ class OutgoingPeer:
         with self.changed:
             self.progress = time.monotonic()
 
-    def link_opened(self, max_cells: int) -> None:
+    def link_opened(self, buffer_bytes: int) -> None:
         with self.changed:
             self._failing_since, self._failure = float("inf"), ""
-            self.max_cells, self.progress = max_cells, time.monotonic()
+            self.buffer_bytes, self.progress = buffer_bytes, time.monotonic()
 
     def link_not_opened(self, reason: str) -> None:
         """Another one will be tried."""

@@ -52,15 +52,15 @@ class OutgoingWrites:
 
     Attributes:
         views: each buffer in the form that the copier wants.
-        max_cells: (layer, token) cells that fit in one buffer.
+        buffer_bytes: size of one buffer.
     """
 
     def __init__(self, buffers: torch.Tensor, path: Path, copier: Copier) -> None:
         self.buffers, self.path = buffers, path
         self.views: list[Any] = [copier.view(buffer) for buffer in buffers]
-        self.max_cells: int = buffers.shape[1] // copier.cell_bytes
+        self.buffer_bytes: int = buffers.shape[1]
         self.pool = BufferPool(len(buffers))
-        self._cell_bytes = copier.cell_bytes
+        self._shape = copier.shape
         self._blocks: dict[int, StagedBlock] = {}
         self._moved_at = 0.0
 
@@ -76,7 +76,7 @@ class OutgoingWrites:
     def write(self, staged: StagedBlock) -> None:
         """Begin to write a gathered block."""
         self._blocks[staged.pair.target] = staged
-        self._write(staged.pair, staged.block.cells * self._cell_bytes)
+        self._write(staged.pair, self._shape.num_bytes(staged.block))
 
     def poll(self) -> tuple[list[StagedBlock], bool, str]:
         """Writes that are over since the last call.

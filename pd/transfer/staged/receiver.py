@@ -9,6 +9,7 @@ from pd.transfer.rooms.receiver import CountedReceiver
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
+    from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.staged.incoming_links import IncomingLinks
 
 
@@ -26,9 +27,9 @@ class StagedReceiver(CountedReceiver):
         room: bytes,
         epoch: int,
         pages: IntArray,
-        tokens: range,
+        tokens: MissingTokens,
     ) -> None:
-        super().__init__(incoming.copier, incoming.patience, peer, room, epoch, pages, tokens)
+        super().__init__(incoming.copier.shape, incoming.patience, peer, room, epoch, pages, tokens)
         self.table = incoming.copier.table(pages, tokens.stop)
         self._incoming = incoming
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray
     from pd.transfer.computed import Computed
     from pd.transfer.copier import Copier
+    from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.staged.outgoing_peer import OutgoingPeer
 
 
@@ -57,12 +58,12 @@ class StagedSender(QueuedSender):
         computed: Computed,
         reservation: Reservation,
         pages: IntArray,
-        tokens: range,
+        tokens: MissingTokens,
     ) -> None:
-        super().__init__(to, copier, computed.then, reservation, pages, tokens)
+        super().__init__(to, copier.shape, computed.then, reservation, pages, tokens)
         self.table: Any = copier.table(pages, tokens.stop)
         self.begun = False
-        self.to, self._page_size = to, copier.page_size
+        self.to = to
 
     # ---- with the lock
 
@@ -74,7 +75,8 @@ class StagedSender(QueuedSender):
 
     def _split(self, block: Block) -> Iterator[Block]:
         self.begun = True
-        return pieces(block, self.to.max_cells, self._page_size)
+        cells = self.to.buffer_bytes // self._shape.plane_of(block).cell_bytes
+        return pieces(block, max(1, cells), self._shape.page_size)
 
     def _stalled_since(self) -> float | None:
         if not self.queued and not self.sending:

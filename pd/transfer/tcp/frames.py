@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pd.core.messages import ROOM_BYTES
 from pd.transfer.ranges import Block
 from pd.transfer.wire.errors import PeerDataError
+
+if TYPE_CHECKING:
+    from pd.transfer.pool_shape import PoolShape
 
 # magic, type, room, epoch, first token, tokens, first layer, layers, payload bytes
 HEADER = struct.Struct(f"<4sI{ROOM_BYTES}sQIIIII")
@@ -41,23 +45,24 @@ def encode_header(room: bytes, epoch: int, block: Block, payload: int) -> bytes:
     )
 
 
-def decode_header(header: bytes | bytearray, num_layers: int, cell_bytes: int) -> Frame:
-    """Parse and check a header against the layout (``cell_bytes``: K and V of one token in one
-    layer). Raises PeerDataError naming the value that cannot be."""
+def decode_header(header: bytes | bytearray, shape: PoolShape) -> Frame:
+    """Parse and check a header against the shape of the pool. Raises PeerDataError naming the value
+    that cannot be."""
     magic, kind, room, epoch, token, tokens, layer, layers, payload = HEADER.unpack(header)
     if magic != MAGIC:
         raise PeerDataError(f"magic is {magic!r}, not {MAGIC!r}")
     if kind != DATA:
         raise PeerDataError(f"unknown frame type {kind}")
-    if not tokens or not layers or layer + layers > num_layers:
+    block = Block(token, token + tokens, layer, layer + layers)
+    if not tokens or not shape.is_in_one_plane(block):
         raise PeerDataError(
-            f"{tokens} tokens of layers [{layer}, {layer + layers}) are not of {num_layers} layers"
+            f"{tokens} tokens of layers [{layer}, {layer + layers}) are not of {shape}"
         )
     if payload > MAX_PAYLOAD:
         raise PeerDataError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD}")
-    if payload != tokens * layers * cell_bytes:
+    if payload != shape.num_bytes(block):
         raise PeerDataError(
             f"payload of {payload} bytes, but {tokens} tokens of {layers} layers have "
-            f"{tokens * layers * cell_bytes}"
+            f"{shape.num_bytes(block)}"
         )
-    return Frame(room, epoch, Block(token, token + tokens, layer, layer + layers), payload)
+    return Frame(room, epoch, block, payload)

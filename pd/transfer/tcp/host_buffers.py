@@ -60,7 +60,7 @@ class Gathers:
         copier, buffer = self._copier, self._buffers[self._next]
         self._next = (self._next + 1) % DEPTH
         ticket = copier.gather(tables.of(copier), block, copier.view(buffer))
-        return buffer[: block.cells * copier.cell_bytes], ticket
+        return buffer[: copier.shape.num_bytes(block)], ticket
 
 
 class StagingBuffers:
@@ -97,7 +97,7 @@ class Scatters:
     waits for their ends, in order."""
 
     def __init__(self, pool: KVBuffer) -> None:
-        self._copier, self._device = copier_for(pool), pool.buffer.device
+        self._copier, self._device = copier_for(pool), pool.memory.device
         self._begun: queue.SimpleQueue[tuple[CopyTicket, Callable[[str], None]] | None] = (
             queue.SimpleQueue()
         )

@@ -248,8 +248,7 @@ class TcpInbox:
         return arrived == len(view)
 
     def _begin_frame(self, connection: _Connection) -> None:
-        memory = self.memory
-        frame = decode_header(connection.head, memory.num_layers, memory.cell_bytes)
+        frame = decode_header(connection.head, self.memory.shape)
         with self._lock:
             receiver = self._receivers.get((frame.room, frame.epoch))
         connection.frame, connection.remaining = frame, frame.payload

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray
     from pd.transfer.computed import Computed
     from pd.transfer.pool_memory import PoolMemory, Stretches
+    from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.ranges import Block
     from pd.transfer.wire.dialler import PeerGoneError
     from pd.transfer.wire.greeting import RefusedError
@@ -47,19 +48,19 @@ class TcpSender(QueuedSender):
         computed: Computed,
         reservation: Reservation,
         pages: IntArray,
-        tokens: range,
+        tokens: MissingTokens,
     ) -> None:
-        super().__init__(link, memory, computed.then, reservation, pages, tokens)
+        super().__init__(link, memory.shape, computed.then, reservation, pages, tokens)
         self.lanes: set[int] = set()
         pages = pages.copy()
         self.tables = Tables(pages, tokens.stop)
         self._in_place = InPlace(memory, pages, HEADER.size)
-        self._link, self._cell_bytes = link, memory.cell_bytes
+        self._link = link
 
     # ---- called by a lane, without the lock
 
     def header(self, block: Block) -> bytes:
-        return encode_header(self.room, self.epoch, block, block.cells * self._cell_bytes)
+        return encode_header(self.room, self.epoch, block, self._shape.num_bytes(block))
 
     def in_place(self, block: Block) -> Stretches:
         return self._in_place.stretches(block, self.header(block))
@@ -73,7 +74,7 @@ class TcpSender(QueuedSender):
         self._link.remove(self)
 
     def _split(self, block: Block) -> Iterator[Block]:
-        return block.split(max(1, FRAME_BYTES // self._cell_bytes))
+        return block.split(max(1, FRAME_BYTES // self._shape.plane_of(block).cell_bytes))
 
     def _stalled_since(self) -> float | None:
         if not self.queued and not self.sending:

@@ -33,7 +33,7 @@ from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
 from pd.transfer.pool_memory import PoolMemory
-from pd.transfer.ranges import wanted_tokens
+from pd.transfer.pool_shape import missing_tokens, wanted_tokens
 from pd.transfer.tcp.inbox import TcpInbox
 from pd.transfer.tcp.link import TcpLink, TcpSender
 from pd.transfer.tcp.receiver import TcpReceiver
@@ -81,7 +81,7 @@ class TcpManager(TransferManager):
         self._host = advertise_host or host
         self._num_lanes = connections
         self._memory = PoolMemory(pool, staged=staged)
-        self._computed = Computed(pool.buffer.device, self.name)
+        self._computed = Computed(pool.memory.device, self.name)
         self._inbox = TcpInbox(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
         self._links: dict[str, TcpLink] = {}
@@ -138,17 +138,22 @@ class TcpManager(TransferManager):
             self._computed,
             reservation,
             pages,
-            wanted_tokens(reservation, num_tokens),
+            wanted_tokens(self._memory.shape, reservation, num_tokens),
         )
         link.open(sender)
         return sender
 
     def receiver(
-        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+        self,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        cached: tuple[int, ...],
+        num_tokens: int,
     ) -> Receiver:
-        receiver = TcpReceiver(
-            self._inbox, peer, room, epoch, pages, range(token_start, token_stop)
-        )
+        tokens = missing_tokens(self._memory.shape, cached, num_tokens)
+        receiver = TcpReceiver(self._inbox, peer, room, epoch, pages, tokens)
         self._inbox.add(receiver)
         return receiver
 

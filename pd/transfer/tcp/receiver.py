@@ -12,6 +12,7 @@ from pd.transfer.tcp.host_buffers import Tables
 
 if TYPE_CHECKING:
     from pd.transfer.base import IntArray
+    from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.tcp.inbox import TcpInbox
 
 
@@ -23,9 +24,15 @@ class TcpReceiver(CountedReceiver):
     """
 
     def __init__(
-        self, inbox: TcpInbox, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: range
+        self,
+        inbox: TcpInbox,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        tokens: MissingTokens,
     ) -> None:
-        super().__init__(inbox.memory, inbox.patience, peer, room, epoch, pages, tokens)
+        super().__init__(inbox.memory.shape, inbox.patience, peer, room, epoch, pages, tokens)
         pages = pages.copy()
         self.tables, self.in_place = Tables(pages, tokens.stop), InPlace(inbox.memory, pages)
         self._inbox = inbox

@@ -29,7 +29,8 @@ import numpy as np
 from pd.core.errors import TransferError
 from pd.transfer.base import Receiver, Sender, TransferManager, TransferState
 from pd.transfer.pool_memory import PoolMemory
-from pd.transfer.ranges import Block, check_pages, checked_block, wanted_tokens
+from pd.transfer.pool_shape import MissingTokens, missing_tokens, wanted_tokens
+from pd.transfer.ranges import check_pages, checked_blocks
 
 if TYPE_CHECKING:
     from pd.core.errors import PDError
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
     from pd.core.node_info import NodeInfo
     from pd.core.starvation import Patience
     from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.ranges import Block
 
-# Token start and stop, layer start and stop; K and V follow as PoolMemory reads them.
+# Token start and stop, layer start and stop of a block of one plane; its bytes follow as PoolMemory
+# reads them.
 _HEADER = struct.Struct("<4I")
 
 
@@ -84,17 +87,23 @@ class MailboxManager(TransferManager):
     def sender(
         self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
     ) -> Sender:
-        tokens = wanted_tokens(reservation, num_tokens)
+        tokens = wanted_tokens(self._memory.shape, reservation, num_tokens)
         prefix = _prefix(reservation.room, reservation.epoch)
         sender = MailboxSender(self._memory, self._of(peer) / prefix, pages, tokens)
         self._remember(peer, sender)
         return sender
 
     def receiver(
-        self, peer: str, room: bytes, epoch: int, pages: IntArray, token_start: int, token_stop: int
+        self,
+        peer: str,
+        room: bytes,
+        epoch: int,
+        pages: IntArray,
+        cached: tuple[int, ...],
+        num_tokens: int,
     ) -> Receiver:
         self._of(peer)
-        tokens = range(token_start, token_stop)
+        tokens = missing_tokens(self._memory.shape, cached, num_tokens)
         prefix = _prefix(room, epoch)
         receiver = MailboxReceiver(self._memory, self._directory / prefix, pages, tokens)
         self._remember(peer, receiver)
@@ -124,8 +133,11 @@ def _prefix(room: bytes, epoch: int) -> str:
 class MailboxSender(Sender):
     """Writes a file for each block; nothing is left to do when :meth:`send` returns."""
 
-    def __init__(self, memory: PoolMemory, prefix: Path, pages: IntArray, tokens: range) -> None:
-        check_pages(pages, memory.page_size, memory.num_slots, tokens.start, tokens.stop)
+    def __init__(
+        self, memory: PoolMemory, prefix: Path, pages: IntArray, tokens: MissingTokens
+    ) -> None:
+        shape = memory.shape
+        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.error: PDError | None = None
         self._memory, self._prefix = memory, prefix
         self._pages, self._tokens = pages.copy(), tokens
@@ -138,10 +150,13 @@ class MailboxSender(Sender):
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         ends = (token_start, token_stop, layer_start, layer_stop)
-        block = checked_block(self._tokens, self._memory.num_layers, *ends)
-        if self._state is not TransferState.ACTIVE or not block.cells:
-            return
+        for block in checked_blocks(self._memory.shape, self._tokens, *ends):
+            if self._state is TransferState.ACTIVE:
+                self._write(block)
+
+    def _write(self, block: Block) -> None:
         data = self._memory.read(self._pages, block)
+        ends = (block.token_start, block.token_stop, block.layer_start, block.layer_stop)
         file = self._prefix.with_name(f"{self._prefix.name}-{self._num_files}")
         try:
             # A rename, so that the receiver sees the whole file or none.
@@ -176,12 +191,15 @@ class MailboxSender(Sender):
 class MailboxReceiver(Receiver):
     """Copies files into pages while it is polled."""
 
-    def __init__(self, memory: PoolMemory, prefix: Path, pages: IntArray, tokens: range) -> None:
-        check_pages(pages, memory.page_size, memory.num_slots, tokens.start, tokens.stop)
+    def __init__(
+        self, memory: PoolMemory, prefix: Path, pages: IntArray, tokens: MissingTokens
+    ) -> None:
+        shape = memory.shape
+        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.error: PDError | None = None
         self._memory, self._prefix = memory, prefix
         self._pages, self._tokens = pages.copy(), tokens
-        self._expected = len(tokens) * memory.num_layers * memory.cell_bytes
+        self._expected = shape.missing_bytes(tokens)
         self._state = TransferState.ACTIVE
         self._received = 0
         self._committed = False
@@ -214,12 +232,12 @@ class MailboxReceiver(Receiver):
         content = file.read_bytes()
         file.unlink()
         ends = _HEADER.unpack_from(content)
-        block: Block = checked_block(self._tokens, self._memory.num_layers, *ends)
+        (block,) = checked_blocks(self._memory.shape, self._tokens, *ends)
         tokens = np.arange(block.token_start, block.token_stop, dtype=np.int32)
-        page_size = self._memory.page_size
+        page_size = self._memory.shape.page_size
         slots = self._pages[tokens // page_size] * page_size + tokens % page_size
         data = content[_HEADER.size :]
-        self._memory.write(slots, block.layer_start, block.layer_stop, data)
+        self._memory.write(slots, block, data)
         self._received += len(data)
 
     def abort(self) -> None:
