@@ -69,6 +69,8 @@ class StepLoop(threading.Thread):
                 self._step()
             if self._launched is not None:
                 self._account(self._launched)
+                with self._events.event():
+                    self._rooms.outputs.flush()
         except Exception as error:
             # The node's state is wrong and nothing here can mend it.
             logger.critical("the scheduler failed", exc_info=True)
@@ -112,12 +114,22 @@ class StepLoop(threading.Thread):
             return
         began = time.monotonic()
         self._busy_since = self._busy_since or began
+        if last is not None and not works:
+            # The next step depends on this one, and a GPU waits for it.
+            self._account(last)
+            with events.event():
+                works = self._scheduler.plan()
+            last, began = None, time.monotonic()
         self._launched = self._launch(works, last) if works else None
         if last is not None:
             self._account(last)
+        with events.event():
+            self._rooms.outputs.flush()
         self._busy_since = began if self._launched is not None else None
         if self._launched is not None and not self._overlap:
             self._account(self._launched)
+            with events.event():
+                self._rooms.outputs.flush()
             self._launched = self._busy_since = None
 
     def _catch_up(self) -> bool:
@@ -168,7 +180,6 @@ class StepLoop(threading.Thread):
             else:
                 self._scheduler.process(step.works)
             self._rooms.closing.look_after_step()
-            self._rooms.outputs.flush()
 
     def _step_failed(self, works: list[Work], error: NodeFailedError) -> None:
         """Fail the requests of a step that could not be computed; the node goes on."""
