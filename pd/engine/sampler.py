@@ -164,8 +164,7 @@ class Sampler:
         previous: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
     ) -> PreparedDraws:
-        """Upload the inputs of :meth:`launch`, best before the step that computes the logits is
-        launched. All that is prepared is launched, in the same order.
+        """Upload the inputs of :meth:`launch`. All that is prepared is launched, in the same order.
 
         Args:
             draws: in the order of the rows. What penalties count moves from their states to the

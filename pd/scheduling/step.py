@@ -258,9 +258,10 @@ def launch(
         draws.append(Draw(work.samples[0], follows, draft.tree, known.place(draft)))
         if simulate is not None:
             work.forced = simulate(draft.tree.size)
+    logits = runner.forward(items, on_layers_done, known.tokens)
+    # NOTE: after the launch of the pass, for which a GPU may be waiting.
     before = None if previous is None else previous.samples.tokens
     prepared = sampler.prepare(draws, before, known.drafts)
-    logits = runner.forward(items, on_layers_done, known.tokens)
     prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))

@@ -206,9 +206,28 @@ def test_too_little_memory_and_aborts_change_nothing(plain: list[list[list[int]]
         assert counter(targets(cluster)[-1], "pd_retractions_total") > 0
 
 
-def test_a_peer_without_the_head_is_refused() -> None:
-    """The handshake names what both have."""
-    with speculating("split") as cluster:
-        own: Any = cluster.prefill[0].node
-        info = own._own if hasattr(own, "_own") else None
-    assert info is None or info.drafter.startswith("eagle3 ")
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_no_token_is_computed_twice_for_its_state(
+    monkeypatch: pytest.MonkeyPatch, kind: str, overlap: str
+) -> None:
+    """But for tokens before those that an earlier request left in the cache."""
+    reread = []
+    begin = eagle_drafter.EagleDrafter.begin
+
+    def note(drafter: Any, works: Any) -> None:
+        begin(drafter, works)
+        reread.extend(work.sequence.request.rid for work in works if work.reread)
+
+    monkeypatch.setattr(eagle_drafter.EagleDrafter, "begin", note)
+    (prompt,) = random_prompts(9, [100])
+    with speculating(kind, overlap_schedule=overlap, page_size=16) as cluster:
+        for drafted in (DRAFTED, 0):
+            scheduler = targets(cluster)[-1].node.scheduler.decode
+            assert scheduler is not None
+            scheduler.draft_tokens = drafted
+            cluster.client.generate([drafted, *prompt], targets(cluster), max_tokens=40).result()
+        cluster.wait_idle()
+        assert reread == []
+        cluster.client.generate([DRAFTED, *prompt], targets(cluster), max_tokens=40).result()
+        assert len(reread) == 1
