@@ -42,19 +42,17 @@ def eagle_matches(
     """
     tokens = torch.tensor([result.prompt + result.output], device=model.norm.device)
     streams: list[torch.Tensor] = []
-    model.hidden(tokens[:, :-2], dtype, streams=streams)
+    model.hidden(tokens[:, :-1], dtype, streams=streams)
     features = [feature[None] for feature in head.read(model, streams)]
-    embedded = functional.embedding(tokens[:, 1:-1], model.embed_tokens).to(dtype)
+    embedded = functional.embedding(tokens[:, :-1], model.embed_tokens).to(dtype)
     outputs = head.drafts(embedded, features, depth, Kernels())
-    # Slot t guesses token t + 2; the first token of the output is the model's own in any case.
-    start = max(0, len(result.prompt) - 2)
-    expected = tokens[0, start + 2 :]
-    missing = [False] * (len(result.output) - len(expected))
+    start = len(result.prompt) - 1
+    expected = tokens[0, start + 1 :]
     matches = []
     for output in outputs:
         guessed = head.predict(model, output[0, start:]).argmax(-1)
         guessed = guessed if head.tokens is None else head.tokens[guessed]
-        matches.append(missing + (guessed == expected).tolist())
+        matches.append((guessed == expected).tolist())
     return matches
 
 

@@ -3,10 +3,11 @@
 :class:`Eagle1` is that of Li et al. (EAGLE, 2024), :class:`Eagle3` that of Li et al. (EAGLE-3,
 2025), whose training on its own guesses both have.
 
-Slot ``t`` of a head joins what it reads of the embedded model at token ``t`` with the embedding of
-token ``t + 1``, at position ``t``. Its output stands for the model's last hidden state of token
-``t + 1``: through an output matrix it predicts token ``t + 2``. A second draft puts that output
-where the fused hidden state of token ``t + 1`` belongs, and so on.
+Slot ``t`` of a head joins the embedding of token ``t`` with the fused hidden state of token
+``t - 1``, which is made of what the head reads of the embedded model there, and is zeros for the
+first token. Its output stands for the hidden state of token ``t``: through an output matrix it
+predicts token ``t + 1``. The next draft puts that output where the fused hidden state of token
+``t`` belongs, and so on.
 """
 
 from __future__ import annotations
@@ -120,20 +121,23 @@ class EagleHead(nn.Module):
         """Outputs of ``depth`` drafts in a row from every slot.
 
         Args:
-            embedded: embeddings of tokens 1 and on, ``[batch, length, hidden]``.
-            features: from :meth:`read`, of tokens 0 and on, same shape.
+            embedded: embeddings of the tokens, ``[batch, length, hidden]``.
+            features: from :meth:`read`, of the same tokens, same shape.
 
         Returns:
             For each depth ``d`` from 0, ``[batch, length, hidden]``: at slot ``t`` what stands for
-            the hidden state of token ``t + 1`` if the model's own are known up to ``t - d``.
+            the hidden state of token ``t`` if the model's own are known before ``t - d``.
         """
         batch, length, _ = embedded.shape
         positions = torch.arange(length, device=embedded.device)
         cos, sin = (t.repeat(batch, 1) for t in rotations(positions, self.shape.head_dim))
         attend = _Unrolled(batch, positions)
-        fused = self.fuse(features)
-        outputs = []
+        known = self.fuse(features)
+        outputs: list[torch.Tensor] = []
         for _ in range(depth):
+            # What the draft before this one says about t - 1 is what this one works with at t.
+            before = outputs[-1] if outputs else known
+            fused = torch.cat((torch.zeros_like(known[:, :1]), before[:, :-1]), dim=1)
             x, residual = self.enter(embedded, fused)
             qkv = kernels.project(
                 x.flatten(0, 1), cos, sin, self.q_proj[0], self.k_proj[0], self.v_proj[0]
@@ -148,8 +152,6 @@ class EagleHead(nn.Module):
                 self.down_proj[0],
             )
             outputs.append(out.view(batch, length, -1))
-            # What this draft says about t + 1 is what the next one works with there.
-            fused = torch.cat((fused[:, :1], outputs[-1][:, :-1]), dim=1)
         return outputs
 
 
@@ -250,8 +252,8 @@ class _Sample(NamedTuple):
     Attributes:
         embedded, features: as of :meth:`EagleHead.drafts`.
         rows: int64, slots ``t`` in the flattened batch whose predictions count.
-        hidden: the model's last hidden states of tokens ``t + 1``, after its norm.
-        logits: the model's guess of token ``t + 2``.
+        hidden: the model's last hidden states of tokens ``t``, after its norm.
+        logits: the model's guess of token ``t + 1``.
     """
 
     embedded: torch.Tensor
@@ -315,13 +317,11 @@ def _sample(
     rows, length = batch.tokens.shape
     streams: list[torch.Tensor] = []
     model.hidden(batch.tokens, dtype, kernels, streams)
-    # Place p predicts token p + 1, which slot p - 1 drafts.
     places = batch.places[(batch.weights > 0) & (batch.places % length > DEPTH)]
     last = streams[-1].index_select(0, places)
     embedded = functional.embedding(batch.tokens, model.embed_tokens).to(dtype)
-    embedded = torch.cat((embedded[:, 1:], embedded[:, :1]), dim=1)
     features = [feature.view(rows, length, -1) for feature in head.read(model, streams)]
-    return _Sample(embedded, features, places - 1, rms_norm(last, model.norm), model.logits(last))
+    return _Sample(embedded, features, places, rms_norm(last, model.norm), model.logits(last))
 
 
 @torch.no_grad()
