@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _ROOT = Path(__file__).parents[1]
-STAGES = ("model", "draft", "eagle", "eagle3", "evaluate", "report")
+STAGES = ("model", "draft", "eagle", "eagle3", "deepen", "evaluate", "report")
 
 
 def main() -> int:
@@ -53,6 +53,7 @@ def _arguments() -> argparse.Namespace:
     add("--steps", type=int, default=7000, help="of the model")
     add("--draft-steps", type=int, default=3500)
     add("--eagle-steps", type=int, default=1500)
+    add("--deepen-steps", type=int, default=160)
     add("--workers", type=int, help="processes that make batches")
     add("--commit", help="what the report names (default: asks git)")
     add("--smoke", action="store_true", help="few small steps, for trying it out")
@@ -62,6 +63,7 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"unknown stage {unknown.pop()}; there are {', '.join(STAGES)}")
     if args.smoke:
         args.steps, args.draft_steps, args.eagle_steps, args.workers = 6, 4, 4, 1
+        args.deepen_steps = 2
     return args
 
 
@@ -152,6 +154,13 @@ class Run:
         head.start_from(model, tokens)
         self._train_head("eagle3", head, recipe)
 
+    def deepen(self) -> None:
+        from embedded import eagle, export
+
+        head = export.load_eagle(self._eagle_dirs["eagle3"])
+        recipe = eagle.deep_recipe(self.args.deepen_steps, self.args.seed + 4)
+        self._train_head("eagle3", head, recipe, eagle.DEEP)
+
     def _eagle_recipe(self, seed: int) -> Recipe:
         from embedded.eagle import CURRICULUM
         from embedded.training import Recipe
@@ -163,12 +172,16 @@ class Run:
             curriculum=CURRICULUM,
         )
 
-    def _train_head(self, name: str, head: EagleHead, recipe: Recipe) -> None:
+    def _train_head(
+        self, name: str, head: EagleHead, recipe: Recipe, depth: int | None = None
+    ) -> None:
+        """Train a head, with ``depth`` drafts in a row if it goes on, and save it."""
         from embedded import export
 
         model = export.load_qwen3(self._model_dir).to(self._device)
         head = head.to(self._device)
-        self._found[f"{name}_curve"] = self._train(head, recipe, self._tokenizer(), model)
+        curve = self._train(head, recipe, self._tokenizer(), model, depth)
+        self._found[f"{name}_curve" if depth is None else f"{name}_deep_curve"] = curve
         export.save_eagle(head, model.shape.vocab, self._eagle_dirs[name])
         self._describe(self._eagle_dirs[name], head)
 
@@ -201,7 +214,12 @@ class Run:
             print({name: table["all"] for name, table in lengths.items()}, flush=True)
 
     def _train(
-        self, model: Any, recipe: Recipe, tokenizer: Tokenizer, target: Qwen3 | None = None
+        self,
+        model: Any,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        target: Qwen3 | None = None,
+        depth: int | None = None,
     ) -> list[list[float]]:
         """Train a model, or a head for ``target``; returns the curve."""
         from embedded import eagle, training
@@ -222,7 +240,8 @@ class Run:
         if target is None:
             training.train(model, recipe, feed, compiled=compiled, log=log)
         else:
-            eagle.train(model, target, recipe, feed, compiled=compiled, log=log)
+            deep = eagle.DEPTH if depth is None else depth
+            eagle.train(model, target, recipe, feed, compiled=compiled, log=log, depth=deep)
         return curve
 
     def _feeding(self, tokenizer: Tokenizer) -> Feed:

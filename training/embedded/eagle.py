@@ -39,13 +39,17 @@ if TYPE_CHECKING:
 
     from embedded.feed import Feed
 
-# Drafts in a row that training unrolls.
-DEPTH = 3
+# Drafts in a row that training unrolls, and that EAGLE-3 is trained with at the end: nothing
+# normalizes its residual stream, which grows from draft to draft.
+DEPTH, DEEP = 3, 6
 # The masks of unrolled drafts are as large as the square of the length.
 CURRICULUM = (
     Phase(0.40, (0.6, 0.4, 0.0, 0.0, 0.0)),
     Phase(1.00, (0.4, 0.2, 0.4, 0.0, 0.0)),
 )
+# The last part is short and takes small steps, which a CPU can do, too.
+_DEEP_CURRICULUM = (Phase(1.00, (0.8, 0.0, 0.2, 0.0, 0.0)),)
+_DEEP_TOKENS, _DEEP_RATE, _DEEP_OTHER_RATE = 1152, 0.002, 0.0004
 # Layers of the embedded model before which EAGLE-3 reads the residual stream.
 AUX_LAYERS = (1, 3, 5)
 # Share of the loss of a draft relative to the draft before it.
@@ -217,6 +221,11 @@ class Eagle3(EagleHead):
         return functional.linear(rms_norm(output, self.norm), matrix).float()
 
 
+def deep_recipe(steps: int, seed: int) -> Recipe:
+    """The settings of the last part of EAGLE-3's training."""
+    return Recipe(steps, seed, _DEEP_RATE, _DEEP_OTHER_RATE, _DEEP_TOKENS, _DEEP_CURRICULUM)
+
+
 class _Unrolled:
     """Attention of draft ``d``: to the slots before the last ``d`` as they are with the model's own
     hidden states, then to one slot of every earlier draft, then to itself."""
@@ -281,8 +290,14 @@ def train(
     *,
     compiled: bool,
     log: Callable[[Progress], None],
+    depth: int = DEPTH,
 ) -> None:
-    """Train the head to draft the answers of ``model``, which is not changed."""
+    """Train the head to draft the answers of ``model``, which is not changed.
+
+    Args:
+        depth: drafts in a row. Training that goes on with a head, and not with :data:`DEPTH`, keeps
+            its scales.
+    """
     device = model.norm.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels = Kernels.compiled() if compiled else Kernels()
@@ -292,19 +307,19 @@ def train(
     plans = recipe.plans()
     batches = Stopwatch(feed(plans))
     for step, (plan, batch) in enumerate(zip(plans, batches, strict=True)):
-        sample = _sample(head, model, to_device(batch, device), dtype, kernels)
-        if step == 0:
+        sample = _sample(head, model, to_device(batch, device), dtype, kernels, depth)
+        if step == 0 and depth == DEPTH:
             _set_scales(head, sample)
-        outputs = head.drafts(sample.embedded, sample.features, DEPTH, kernels)
+        outputs = head.drafts(sample.embedded, sample.features, depth, kernels)
         loss = torch.zeros((), device=device)
         correct = []
-        for depth, output in enumerate(outputs):
+        for draft, output in enumerate(outputs):
             some, right = _loss(head, model, output, sample)
-            loss = loss + some * _DISCOUNT**depth
+            loss = loss + some * _DISCOUNT**draft
             correct.append(right)
         loss.backward()
         optimizer.step(recipe.rate(step))
-        if step % 100 == 0 or step == recipe.steps - 1:
+        if step % (100 if depth == DEPTH else 20) == 0 or step == recipe.steps - 1:
             result = loss.item(), correct[-1].item()
             seconds = time.monotonic() - began
             log(Progress(step, seconds, batches.seconds, plan.length, *result))
@@ -312,12 +327,17 @@ def train(
 
 @torch.no_grad()
 def _sample(
-    head: EagleHead, model: Qwen3, batch: DeviceBatch, dtype: torch.dtype, kernels: Kernels
+    head: EagleHead,
+    model: Qwen3,
+    batch: DeviceBatch,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    depth: int,
 ) -> _Sample:
     rows, length = batch.tokens.shape
     streams: list[torch.Tensor] = []
     model.hidden(batch.tokens, dtype, kernels, streams)
-    places = batch.places[(batch.weights > 0) & (batch.places % length > DEPTH)]
+    places = batch.places[(batch.weights > 0) & (batch.places % length > depth)]
     last = streams[-1].index_select(0, places)
     embedded = functional.embedding(batch.tokens, model.embed_tokens).to(dtype)
     features = [feature.view(rows, length, -1) for feature in head.read(model, streams)]

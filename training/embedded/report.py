@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from embedded.eagle import AUX_LAYERS, DEPTH
+from embedded.eagle import AUX_LAYERS, DEEP, DEPTH
 from embedded.heldout import BARS
 from embedded.measure import DEPTHS, DTYPES
 from embedded.model import EAGLE3, EMBEDDED
@@ -23,7 +23,7 @@ _SKILLS = {
 }
 
 
-_STAGES = ("model", "draft", "eagle", "eagle3", "evaluate")
+_STAGES = ("model", "draft", "eagle", "eagle3", "deepen", "evaluate")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _drafters(report: dict[str, Any]) -> str:
         f"{_listed(AUX_LAYERS)} of the {EMBEDDED.layers} layers, counted from 0, and has an "
         f"output matrix for the {EAGLE3.vocab:,} tokens that answers in the training text have "
         f"most often, of {EMBEDDED.vocab:,}. Both are trained on {DEPTH} drafts in a row, of which "
-        "each but the first reads the output of the one before.",
+        f"each but the first reads the output of the one before, `eagle3` at the end on {DEEP}.",
     ]
     return "\n".join(lines)
 
