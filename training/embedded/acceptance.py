@@ -45,8 +45,8 @@ def eagle_matches(
     model.hidden(tokens[:, :-1], dtype, streams=streams)
     features = [feature[None] for feature in head.read(model, streams)]
     embedded = functional.embedding(tokens[:, :-1], model.embed_tokens).to(dtype)
-    outputs = head.drafts(embedded, features, depth, Kernels())
     start = len(result.prompt) - 1
+    outputs = head.drafts(embedded, features, depth, Kernels(), start)
     expected = tokens[0, start + 1 :]
     matches = []
     for output in outputs:

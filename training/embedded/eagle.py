@@ -120,13 +120,19 @@ class EagleHead(nn.Module):
         return functional.linear(joined, self.fc[0].to(joined.dtype))
 
     def drafts(
-        self, embedded: torch.Tensor, features: list[torch.Tensor], depth: int, kernels: Kernels
+        self,
+        embedded: torch.Tensor,
+        features: list[torch.Tensor],
+        depth: int,
+        kernels: Kernels,
+        start: int = 0,
     ) -> list[torch.Tensor]:
         """Outputs of ``depth`` drafts in a row from every slot.
 
         Args:
             embedded: embeddings of the tokens, ``[batch, length, hidden]``.
             features: from :meth:`read`, of the same tokens, same shape.
+            start: slots before this one are not wanted; what is returned for them is undefined.
 
         Returns:
             For each depth ``d`` from 0, ``[batch, length, hidden]``: at slot ``t`` what stands for
@@ -135,16 +141,19 @@ class EagleHead(nn.Module):
         batch, length, _ = embedded.shape
         positions = torch.arange(length, device=embedded.device)
         cos, sin = (t.repeat(batch, 1) for t in rotations(positions, self.shape.head_dim))
-        attend = _Unrolled(batch, positions)
+        # A draft works at a slot with what the one before it says about the slot before that.
+        begin = max(0, start - depth)
+        attend = _Unrolled(batch, positions, begin)
         known = self.fuse(features)
         outputs: list[torch.Tensor] = []
-        for _ in range(depth):
-            # What the draft before this one says about t - 1 is what this one works with at t.
+        for draft in range(depth):
+            first = begin if draft else 0
             before = outputs[-1] if outputs else known
             fused = torch.cat((torch.zeros_like(known[:, :1]), before[:, :-1]), dim=1)
-            x, residual = self.enter(embedded, fused)
+            x, residual = self.enter(embedded[:, first:], fused[:, first:])
+            angles = (t.view(batch, length, -1)[:, first:].flatten(0, 1) for t in (cos, sin))
             qkv = kernels.project(
-                x.flatten(0, 1), cos, sin, self.q_proj[0], self.k_proj[0], self.v_proj[0]
+                x.flatten(0, 1), *angles, self.q_proj[0], self.k_proj[0], self.v_proj[0]
             )
             out = kernels.after(
                 residual.flatten(0, 1),
@@ -155,7 +164,8 @@ class EagleHead(nn.Module):
                 self.up_proj[0],
                 self.down_proj[0],
             )
-            outputs.append(out.view(batch, length, -1))
+            out = out.view(batch, length - first, -1)
+            outputs.append(torch.cat((before[:, :first], out), dim=1) if first else out)
         return outputs
 
 
@@ -228,10 +238,11 @@ def deep_recipe(steps: int, seed: int) -> Recipe:
 
 class _Unrolled:
     """Attention of draft ``d``: to the slots before the last ``d`` as they are with the model's own
-    hidden states, then to one slot of every earlier draft, then to itself."""
+    hidden states, then to one slot of every earlier draft, then to itself. Drafts but the first
+    have only the slots from ``begin`` on."""
 
-    def __init__(self, batch: int, positions: torch.Tensor) -> None:
-        self._batch = batch
+    def __init__(self, batch: int, positions: torch.Tensor, begin: int) -> None:
+        self._batch, self._begin = batch, begin
         self._distance = positions[:, None] - positions
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -242,8 +253,9 @@ class _Unrolled:
         self._values.append(v)
         depth = len(self._keys) - 1
         # The mask takes part in no derivative, and kernels with masks know no grouped queries.
-        seen = [self._distance >= depth]
-        seen += [self._distance == depth - draft for draft in range(1, depth + 1)]
+        distance = self._distance[self._begin if depth else 0 :]
+        seen = [distance >= depth]
+        seen += [distance[:, self._begin :] == depth - draft for draft in range(1, depth + 1)]
         groups = q.shape[1] // k.shape[1]
         keys, values = (
             torch.cat(parts, dim=2).repeat_interleave(groups, dim=1)
