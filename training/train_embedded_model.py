@@ -1,6 +1,6 @@
 """Make the embedded model, its draft model and its EAGLE heads from nothing but a seed.
 
-    python training/train_embedded_model.py                  # about 11 minutes on one H200
+    python training/train_embedded_model.py                  # about 14 minutes on one H200
     python training/train_embedded_model.py --stages evaluate,report
 
 Writes pd/assets/embedded, embedded-draft, embedded-eagle and embedded-eagle3,
@@ -53,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     add("--steps", type=int, default=7000, help="of the model")
     add("--draft-steps", type=int, default=3500)
     add("--eagle-steps", type=int, default=1500)
-    add("--deepen-steps", type=int, default=160)
+    add("--deepen-steps", type=int, default=300)
     add("--workers", type=int, help="processes that make batches")
     add("--commit", help="what the report names (default: asks git)")
     add("--smoke", action="store_true", help="few small steps, for trying it out")
@@ -157,9 +157,11 @@ class Run:
     def deepen(self) -> None:
         from embedded import eagle, export
 
-        head = export.load_eagle(self._eagle_dirs["eagle3"])
-        recipe = eagle.deep_recipe(self.args.deepen_steps, self.args.seed + 4)
-        self._train_head("eagle3", head, recipe, eagle.DEEP)
+        for seed, name in enumerate(self._eagle_dirs, 4):
+            head = export.load_eagle(self._eagle_dirs[name])
+            steps = self.args.deepen_steps
+            recipe = eagle.deep_recipe(steps, self.args.seed + seed, self._tokens // 2)
+            self._train_head(name, head, recipe, eagle.DEEP)
 
     def _eagle_recipe(self, seed: int) -> Recipe:
         from embedded.eagle import CURRICULUM

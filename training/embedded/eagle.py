@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 
     from embedded.feed import Feed
 
-# Drafts in a row that training unrolls, and that EAGLE-3 is trained with at the end: nothing
-# normalizes its residual stream, which grows from draft to draft.
+# Drafts in a row that training unrolls, at first and at the end. Nothing normalizes the heads'
+# residual streams, which grow from draft to draft.
 DEPTH, DEEP = 3, 6
 # The masks of unrolled drafts are as large as the square of the length.
 CURRICULUM = (
     Phase(0.40, (0.6, 0.4, 0.0, 0.0, 0.0)),
     Phase(1.00, (0.4, 0.2, 0.4, 0.0, 0.0)),
 )
-# The last part is short and takes small steps, which a CPU can do, too.
-_DEEP_CURRICULUM = (Phase(1.00, (0.8, 0.0, 0.2, 0.0, 0.0)),)
-_DEEP_TOKENS, _DEEP_RATE, _DEEP_OTHER_RATE = 1152, 0.002, 0.0004
+# The last part takes small steps. It has longer rows, too, as the heads' queries and keys have no
+# norms with which they would look as sharply into a longer context.
+_DEEP_CURRICULUM = (Phase(1.00, (0.5, 0.1, 0.2, 0.2, 0.0)),)
+_DEEP_RATE, _DEEP_OTHER_RATE = 0.004, 0.0008
 # Layers of the embedded model before which EAGLE-3 reads the residual stream.
 AUX_LAYERS = (1, 3, 5)
 # Share of the loss of a draft relative to the draft before it.
@@ -231,9 +232,9 @@ class Eagle3(EagleHead):
         return functional.linear(rms_norm(output, self.norm), matrix).float()
 
 
-def deep_recipe(steps: int, seed: int) -> Recipe:
-    """The settings of the last part of EAGLE-3's training."""
-    return Recipe(steps, seed, _DEEP_RATE, _DEEP_OTHER_RATE, _DEEP_TOKENS, _DEEP_CURRICULUM)
+def deep_recipe(steps: int, seed: int, tokens: int) -> Recipe:
+    """The settings of the last part of training, with :data:`DEEP` drafts in a row."""
+    return Recipe(steps, seed, _DEEP_RATE, _DEEP_OTHER_RATE, tokens, _DEEP_CURRICULUM)
 
 
 class _Unrolled:
@@ -331,7 +332,7 @@ def train(
             correct.append(right)
         loss.backward()
         optimizer.step(recipe.rate(step))
-        if step % (100 if depth == DEPTH else 20) == 0 or step == recipe.steps - 1:
+        if step % 100 == 0 or step == recipe.steps - 1:
             result = loss.item(), correct[-1].item()
             seconds = time.monotonic() - began
             log(Progress(step, seconds, batches.seconds, plan.length, *result))

@@ -128,6 +128,7 @@ def _drafters(report: dict[str, Any]) -> str:
         "| drafter | set | " + " | ".join(str(d) for d in DEPTHS) + " |",
         "|---|---|" + "---|" * len(DEPTHS),
     ]
+    deep = f", and at the end on {DEEP}" if "deepen" in report.get("stages", {}) else ""
     for drafter, table in report["drafters"].items():
         for name in (*_SKILLS, "all"):
             if name in table:
@@ -141,7 +142,7 @@ def _drafters(report: dict[str, Any]) -> str:
         f"{_listed(AUX_LAYERS)} of the {EMBEDDED.layers} layers, counted from 0, and has an "
         f"output matrix for the {EAGLE3.vocab:,} tokens that answers in the training text have "
         f"most often, of {EMBEDDED.vocab:,}. Both are trained on {DEPTH} drafts in a row, of which "
-        f"each but the first reads the output of the one before, `eagle3` at the end on {DEEP}.",
+        f"each but the first reads the output of the one before{deep}.",
     ]
     return "\n".join(lines)
 
