@@ -1,11 +1,12 @@
-"""Make the embedded model, its draft model and its EAGLE head from nothing but a seed.
+"""Make the embedded model, its draft model and its EAGLE heads from nothing but a seed.
 
-    python training/train_embedded_model.py                  # about 10 minutes on one H200
+    python training/train_embedded_model.py                  # about 14 minutes on one H200
     python training/train_embedded_model.py --stages evaluate,report
 
-Writes pd/assets/embedded, embedded-draft and embedded-eagle, docs/embedded-model.json and the page
-made from it. Needs torch, numpy, tokenizers and safetensors, and no network. Without a GPU it works
-as well, in days; ``--smoke`` runs every line of it in two minutes and ships nothing of use.
+Writes pd/assets/embedded, embedded-draft, embedded-eagle and embedded-eagle3,
+docs/embedded-model.json and the page made from it. Needs torch, numpy, tokenizers and safetensors,
+and no network. Without a GPU it works as well, in days; ``--smoke`` runs every line of it in two
+minutes and ships nothing of use.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from embedded.eagle import EagleHead
     from embedded.feed import Feed
     from embedded.model import Qwen3
     from embedded.training import Progress, Recipe
     from tokenizers import Tokenizer
 
 _ROOT = Path(__file__).parents[1]
-STAGES = ("model", "draft", "eagle", "evaluate", "report")
+STAGES = ("model", "draft", "eagle", "eagle3", "deepen", "evaluate", "report")
 
 
 def main() -> int:
@@ -51,6 +53,7 @@ def _arguments() -> argparse.Namespace:
     add("--steps", type=int, default=7000, help="of the model")
     add("--draft-steps", type=int, default=3500)
     add("--eagle-steps", type=int, default=1500)
+    add("--deepen-steps", type=int, default=300)
     add("--workers", type=int, help="processes that make batches")
     add("--commit", help="what the report names (default: asks git)")
     add("--smoke", action="store_true", help="few small steps, for trying it out")
@@ -60,6 +63,7 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"unknown stage {unknown.pop()}; there are {', '.join(STAGES)}")
     if args.smoke:
         args.steps, args.draft_steps, args.eagle_steps, args.workers = 6, 4, 4, 1
+        args.deepen_steps = 2
     return args
 
 
@@ -76,7 +80,10 @@ class Run:
         self._tokens = 4608 if args.smoke else training.TOKENS
         self._model_dir = args.output / export.EMBEDDED_DIR
         self._draft_dir = args.output / export.DRAFT_DIR
-        self._eagle_dir = args.output / export.EAGLE_DIR
+        self._eagle_dirs = {
+            "eagle": args.output / export.EAGLE_DIR,
+            "eagle3": args.output / export.EAGLE3_DIR,
+        }
         self._feed: Feed | None = None
 
     def close(self) -> None:
@@ -131,17 +138,54 @@ class Run:
         self._describe(self._draft_dir, model)
 
     def eagle(self) -> None:
+        from embedded.eagle import Eagle1
+
+        self._train_head("eagle", Eagle1(), self._eagle_recipe(2))
+
+    def eagle3(self) -> None:
         from embedded import export
-        from embedded.eagle import CURRICULUM, Eagle
+        from embedded.eagle import Eagle3, frequent_tokens
+
+        head, recipe = Eagle3(), self._eagle_recipe(3)
+        model = export.load_qwen3(self._model_dir)
+        tokens = frequent_tokens(
+            self._feeding(self._tokenizer()), recipe, head.shape.vocab, model.shape.vocab
+        )
+        head.start_from(model, tokens)
+        self._train_head("eagle3", head, recipe)
+
+    def deepen(self) -> None:
+        from embedded import eagle, export
+
+        for seed, name in enumerate(self._eagle_dirs, 4):
+            head = export.load_eagle(self._eagle_dirs[name])
+            steps = self.args.deepen_steps
+            recipe = eagle.deep_recipe(steps, self.args.seed + seed, self._tokens // 2)
+            self._train_head(name, head, recipe, eagle.DEEP)
+
+    def _eagle_recipe(self, seed: int) -> Recipe:
+        from embedded.eagle import CURRICULUM
         from embedded.training import Recipe
 
+        return Recipe(
+            self.args.eagle_steps,
+            self.args.seed + seed,
+            tokens=self._tokens // 2,
+            curriculum=CURRICULUM,
+        )
+
+    def _train_head(
+        self, name: str, head: EagleHead, recipe: Recipe, depth: int | None = None
+    ) -> None:
+        """Train a head, with ``depth`` drafts in a row if it goes on, and save it."""
+        from embedded import export
+
         model = export.load_qwen3(self._model_dir).to(self._device)
-        head = Eagle().to(self._device)
-        steps, seed = self.args.eagle_steps, self.args.seed + 2
-        recipe = Recipe(steps, seed, tokens=self._tokens // 2, curriculum=CURRICULUM)
-        self._found["eagle_curve"] = self._train(head, recipe, self._tokenizer(), model)
-        export.save_eagle(head, model.shape.vocab, self._eagle_dir)
-        self._describe(self._eagle_dir, head)
+        head = head.to(self._device)
+        curve = self._train(head, recipe, self._tokenizer(), model, depth)
+        self._found[f"{name}_curve" if depth is None else f"{name}_deep_curve"] = curve
+        export.save_eagle(head, model.shape.vocab, self._eagle_dirs[name])
+        self._describe(self._eagle_dirs[name], head)
 
     def evaluate(self) -> None:
         import torch
@@ -160,23 +204,29 @@ class Run:
         self._found["recall_by_depth"] = measure.recall_by_depth(answers)
         if not self.args.smoke:
             self._found["beyond"] = measure.beyond(model, tokenizer, batch_tokens)
-        if (self._eagle_dir / export.WEIGHTS).exists():
+        if all((place / export.WEIGHTS).exists() for place in self._eagle_dirs.values()):
             draft = export.load_qwen3(self._draft_dir).to(self._device)
-            head = export.load_eagle(self._eagle_dir).to(self._device)
+            heads = {
+                name: export.load_eagle(place).to(self._device)
+                for name, place in self._eagle_dirs.items()
+            }
             with torch.inference_mode():
-                lengths = measure.drafters(model, draft, head, answers)
+                lengths = measure.drafters(model, draft, heads, answers)
             self._found["drafters"] = lengths
             print({name: table["all"] for name, table in lengths.items()}, flush=True)
 
     def _train(
-        self, model: Any, recipe: Recipe, tokenizer: Tokenizer, target: Qwen3 | None = None
+        self,
+        model: Any,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        target: Qwen3 | None = None,
+        depth: int | None = None,
     ) -> list[list[float]]:
         """Train a model, or a head for ``target``; returns the curve."""
         from embedded import eagle, training
-        from embedded.feed import Feed
 
-        if self._feed is None:
-            self._feed = Feed(tokenizer, training.CHUNK, self.args.workers)
+        feed = self._feeding(tokenizer)
         curve: list[list[float]] = []
 
         def log(progress: Progress) -> None:
@@ -190,10 +240,19 @@ class Run:
 
         compiled = self._device.type == "cuda"
         if target is None:
-            training.train(model, recipe, self._feed, compiled=compiled, log=log)
+            training.train(model, recipe, feed, compiled=compiled, log=log)
         else:
-            eagle.train(model, target, recipe, self._feed, compiled=compiled, log=log)
+            deep = eagle.DEPTH if depth is None else depth
+            eagle.train(model, target, recipe, feed, compiled=compiled, log=log, depth=deep)
         return curve
+
+    def _feeding(self, tokenizer: Tokenizer) -> Feed:
+        from embedded import training
+        from embedded.feed import Feed
+
+        if self._feed is None:
+            self._feed = Feed(tokenizer, training.CHUNK, self.args.workers)
+        return self._feed
 
     def _describe(self, directory: Path, model: Any) -> None:
         size = sum(path.stat().st_size for path in directory.iterdir())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def assets() -> Path:
-    """Where embedded, embedded-draft and embedded-eagle are."""
+    """Where embedded, embedded-draft, embedded-eagle and embedded-eagle3 are."""
     return EMBEDDED_MODEL.parent
 
 

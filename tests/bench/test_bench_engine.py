@@ -17,9 +17,10 @@ from pd.bench import engine_profile
 from pd.bench.engine_roofline import CEILINGS, Roofline
 from pd.bench.engine_steps import LoggedStep, StepLog
 from pd.bench.engine_work import Simulated, Workload, parse_work
-from pd.bench.shapes import NAMES, SHAPES, model_directory
+from pd.bench.shapes import EAGLE_SHAPES, NAMES, SHAPES, model_directory
 from pd.core.errors import UsageError
 from pd.models.config import ModelConfig
+from pd.models.eagle_config import EagleConfig
 
 FLAGS = ["engine", "--model", "embedded", "--device", "cpu", "--cpu-threads", "1"]
 
@@ -186,7 +187,11 @@ def test_intervals_lie_between_neighbours_of_the_same_batch() -> None:
 def test_named_models_have_a_configuration() -> None:
     for name in NAMES:
         assert ModelConfig.from_pretrained(model_directory(name)).num_layers > 0
-    assert set(SHAPES) == {path.name for path in model_directory(SHAPES[0]).parent.iterdir()}
+    for name in EAGLE_SHAPES:
+        target = ModelConfig.from_pretrained(model_directory(name.removesuffix("-eagle3")))
+        assert EagleConfig.from_pretrained(model_directory(name), target).num_layers == 1
+    found = {path.name for path in model_directory(SHAPES[0]).parent.iterdir()}
+    assert {*SHAPES, *EAGLE_SHAPES} == found
 
 
 def roofline(name: str, num_gpus: int = 1) -> Roofline:

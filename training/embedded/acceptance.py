@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from embedded.eagle import Eagle, predict
 from embedded.model import Kernels, Qwen3
 
 if TYPE_CHECKING:
+    from embedded.eagle import EagleHead
     from embedded.evaluation import Result
 
 
@@ -34,24 +34,26 @@ def draft_matches(draft: Qwen3, result: Result, dtype: torch.dtype, depth: int) 
 
 @torch.inference_mode()
 def eagle_matches(
-    head: Eagle, model: Qwen3, result: Result, dtype: torch.dtype, depth: int
+    head: EagleHead, model: Qwen3, result: Result, dtype: torch.dtype, depth: int
 ) -> list[list[bool]]:
     """For each depth, whether the head guesses each token of the output.
 
     At depth ``d`` the model's hidden states are known up to ``d + 2`` tokens before the guess.
     """
     tokens = torch.tensor([result.prompt + result.output], device=model.norm.device)
-    hidden = model.hidden(tokens[:, :-2], dtype)[None]
-    embedded = functional.embedding(tokens[:, 1:-1], model.embed_tokens).to(dtype)
-    outputs = head.drafts(embedded, hidden, depth, Kernels())
-    # Slot t guesses token t + 2; the first token of the output is the model's own in any case.
-    start = max(0, len(result.prompt) - 2)
-    expected = tokens[0, start + 2 :]
-    missing = [False] * (len(result.output) - len(expected))
-    return [
-        missing + (predict(head, model, output[0, start:]).argmax(-1) == expected).tolist()
-        for output in outputs
-    ]
+    streams: list[torch.Tensor] = []
+    model.hidden(tokens[:, :-1], dtype, streams=streams)
+    features = [feature[None] for feature in head.read(model, streams)]
+    embedded = functional.embedding(tokens[:, :-1], model.embed_tokens).to(dtype)
+    start = len(result.prompt) - 1
+    outputs = head.drafts(embedded, features, depth, Kernels(), start)
+    expected = tokens[0, start + 1 :]
+    matches = []
+    for output in outputs:
+        guessed = head.predict(model, output[0, start:]).argmax(-1)
+        guessed = guessed if head.tokens is None else head.tokens[guessed]
+        matches.append((guessed == expected).tolist())
+    return matches
 
 
 def steps_needed(matches: list[list[bool]]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from embedded import vocabulary
-from embedded.eagle import Eagle
+from embedded.eagle import Eagle1, Eagle3, EagleHead
 from embedded.model import CONTEXT_LENGTH, EPS, THETA, Blocks, Qwen3, Shape
 from embedded.text import END_OF_TEXT, TURN_END
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Directories below pd/assets.
-EMBEDDED_DIR, DRAFT_DIR, EAGLE_DIR = "embedded", "embedded-draft", "embedded-eagle"
+EMBEDDED_DIR, DRAFT_DIR = "embedded", "embedded-draft"
+EAGLE_DIR, EAGLE3_DIR = "embedded-eagle", "embedded-eagle3"
 WEIGHTS = "model.safetensors"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -39,23 +41,47 @@ def save_qwen3(model: Qwen3, tokenizer: Tokenizer, directory: Path, *, drafts: b
         vocabulary.save(tokenizer, directory, CONTEXT_LENGTH)
 
 
-def save_eagle(head: Eagle, vocab: int, directory: Path) -> None:
-    """Write the head; its config says what it shares with the embedded model."""
+def save_eagle(head: EagleHead, vocab: int, directory: Path) -> None:
+    """Write a head in the layout that SGLang and vLLM read.
+
+    Args:
+        vocab: size of the embedded model's vocabulary.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        "fc.weight": head.fc[0],
-        "hidden_norm.weight": head.hidden_norm,
-        "embed_norm.weight": head.embed_norm,
-        "norm.weight": head.norm,
-    }
-    _save_tensors(tensors | _by_layer(head.blocks, ""), directory)
+    # What training keeps apart from fc.
+    fc = head.fc[0] * head.scales.repeat_interleave(head.shape.hidden)
+    tensors = {"fc.weight": fc}
     config = _config(head.shape) | {
-        "architectures": ["Qwen3EagleHead"],
-        "model_type": "qwen3_eagle",
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
         "vocab_size": vocab,
-        "target_hidden_states": "last layer, before the last norm",
-        "shared_with_target": ["model.embed_tokens.weight"],
+        "tie_word_embeddings": False,
     }
+    prefix = "layers.0"
+    if isinstance(head, Eagle3):
+        assert head.tokens is not None, "EAGLE-3 was trained for some tokens"
+        prefix = "midlayer"
+        tensors |= {
+            "norm.weight": head.norm,
+            "lm_head.weight": head.lm_head,
+            "d2t": head.tokens - torch.arange(len(head.tokens), device=head.tokens.device),
+            "t2d": torch.isin(torch.arange(vocab, device=head.tokens.device), head.tokens),
+        }
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": head.shape.vocab,
+            # Ids are those of the layers whose output is read.
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.layers],
+                "use_aux_hidden_state": True,
+            },
+        }
+    else:
+        config["bias"] = False
+    del config["use_sliding_window"]
+    layer = {stored: getattr(head, name) for name, stored in _eagle_names(head, prefix).items()}
+    flat = {name: t[0] if t.dim() == 3 else t for name, t in layer.items()}
+    _save_tensors(tensors | flat, directory)
     _write_json(config, directory / "config.json")
 
 
@@ -71,16 +97,40 @@ def load_qwen3(directory: Path) -> Qwen3:
     return model
 
 
-def load_eagle(directory: Path) -> Eagle:
-    """The head in float32, from what :func:`save_eagle` wrote."""
-    head = Eagle(_shape(json.loads((directory / "config.json").read_text())))
+def load_eagle(directory: Path) -> EagleHead:
+    """A head in float32, from what :func:`save_eagle` wrote."""
+    config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / WEIGHTS)
+    head: EagleHead
+    if "draft_vocab_size" in config:
+        ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        shape = replace(_shape(config), vocab=config["draft_vocab_size"])
+        head = Eagle3(shape, tuple(layer + 1 for layer in ids))
+        head.tokens = tensors["d2t"] + torch.arange(shape.vocab)
+        own, prefix = ("norm", "lm_head"), "midlayer"
+    else:
+        head, own, prefix = Eagle1(_shape(config)), (), "layers.0"
     with torch.no_grad():
         head.fc[0].copy_(tensors["fc.weight"])
-        for name in ("hidden_norm", "embed_norm", "norm"):
+        for name in own:
             getattr(head, name).copy_(tensors[f"{name}.weight"])
-        _fill_layers(head.blocks, tensors, "")
+        for name, stored in _eagle_names(head, prefix).items():
+            weight = getattr(head, name)
+            weight.copy_(tensors[stored].view_as(weight))
     return head
+
+
+def _eagle_names(head: EagleHead, prefix: str) -> dict[str, str]:
+    """Name in a checkpoint of each weight of the layer of a head."""
+    attention = (name for name in _ATTENTION if name.endswith("_proj"))
+    norms = ["post_attention_layernorm"]
+    if isinstance(head, Eagle3):
+        norms += ["input_layernorm", "hidden_norm"]
+    return {
+        **{name: f"{prefix}.self_attn.{name}.weight" for name in attention},
+        **{name: f"{prefix}.mlp.{name}.weight" for name in _MLP},
+        **{name: f"{prefix}.{name}.weight" for name in norms},
+    }
 
 
 def _config(shape: Shape) -> dict[str, Any]:
@@ -142,7 +192,10 @@ def _fill_layers(blocks: Blocks, tensors: dict[str, torch.Tensor], prefix: str) 
 
 
 def _save_tensors(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    ready = {name: t.detach().bfloat16().cpu().contiguous() for name, t in tensors.items()}
+    ready = {
+        name: (t.detach().bfloat16() if t.is_floating_point() else t).cpu().contiguous()
+        for name, t in tensors.items()
+    }
     save_file(ready, directory / WEIGHTS, metadata={"format": "pt"})
     # It is made readable for its owner alone.
     (directory / WEIGHTS).chmod(0o644)

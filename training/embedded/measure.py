@@ -14,13 +14,13 @@ from embedded.evaluation import Result, evaluate
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from embedded.eagle import Eagle
+    from embedded.eagle import EagleHead
     from embedded.heldout import Example
     from embedded.model import Qwen3
 
 DTYPES = ("float32", "bfloat16")
 # Drafted tokens per verification step.
-DEPTHS = (1, 2, 4, 6)
+DEPTHS = (1, 2, 3, 4, 6)
 # Prompts beyond what is promised, to see where recall ends.
 BEYOND = (5000, 6000, 8000)
 _ACCEPTANCE_SAMPLE = 60
@@ -83,21 +83,27 @@ def beyond(model: Qwen3, tokenizer: Tokenizer, batch_tokens: int) -> dict[str, f
 
 
 def drafters(
-    model: Qwen3, draft: Qwen3, head: Eagle, answers: dict[str, list[Result]]
+    model: Qwen3, draft: Qwen3, heads: dict[str, EagleHead], answers: dict[str, list[Result]]
 ) -> dict[str, Any]:
-    """Acceptance length by drafter, set and number of drafted tokens, in float32."""
-    table: dict[str, Any] = {"draft": {}, "eagle": {}}
-    everything: dict[str, list[list[list[bool]]]] = {"draft": [], "eagle": []}
+    """Acceptance length by drafter, set and number of drafted tokens, in float32.
+
+    Args:
+        heads: by the drafter's name; ``draft`` is the draft model's.
+    """
+    drafted = ("draft", *heads)
+    table: dict[str, Any] = {drafter: {} for drafter in drafted}
+    everything: dict[str, list[list[list[bool]]]] = {drafter: [] for drafter in drafted}
     deepest = max(DEPTHS)
     for name, results in answers.items():
         some = random.Random(0).sample(results, min(_ACCEPTANCE_SAMPLE, len(results)))
         some = [result for result in some if len(result.output) > 1]
         matches = {
-            "draft": [acceptance.draft_matches(draft, r, torch.float32, deepest) for r in some],
-            "eagle": [
-                acceptance.eagle_matches(head, model, r, torch.float32, deepest) for r in some
-            ],
+            "draft": [acceptance.draft_matches(draft, r, torch.float32, deepest) for r in some]
         }
+        for drafter, head in heads.items():
+            matches[drafter] = [
+                acceptance.eagle_matches(head, model, r, torch.float32, deepest) for r in some
+            ]
         for drafter, found in matches.items():
             table[drafter][name] = _lengths(found)
             everything[drafter] += found

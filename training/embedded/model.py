@@ -35,8 +35,10 @@ class Shape:
 
 EMBEDDED = Shape(vocab=2048, hidden=256, layers=6, heads=8, kv_heads=2, mlp=512)
 DRAFT = Shape(vocab=2048, hidden=128, layers=2, heads=4, kv_heads=2, mlp=384)
-# One layer over the embedded model's hidden states; it shares that model's embedding and head.
-EAGLE = Shape(vocab=0, hidden=256, layers=1, heads=4, kv_heads=2, mlp=512)
+# EAGLE heads: one layer over the embedded model's hidden states, sharing that model's embedding.
+# EAGLE-1 shares its output matrix, too; EAGLE-3 has one for the most frequent tokens.
+EAGLE = Shape(vocab=2048, hidden=256, layers=1, heads=4, kv_heads=2, mlp=512)
+EAGLE3 = Shape(vocab=1536, hidden=256, layers=1, heads=4, kv_heads=2, mlp=512)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -74,6 +76,22 @@ def before_attention(
     return rotate(rms_norm(q, q_norm), cos, sin), rotate(rms_norm(k, k_norm), cos, sin), v
 
 
+def project(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    v_weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`before_attention` without norms, of ``x`` of any width."""
+    q, k, v = (
+        functional.linear(x, weight.to(x.dtype)).view(len(x), -1, 2 * cos.shape[-1])
+        for weight in (q_weight, k_weight, v_weight)
+    )
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
 def after_attention(
     x: torch.Tensor,
     attended: torch.Tensor,
@@ -96,12 +114,14 @@ class Kernels:
     """The functions around attention, compiled or not."""
 
     before: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = before_attention
+    project: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = project
     after: Callable[..., torch.Tensor] = after_attention
 
     @classmethod
     def compiled(cls) -> Kernels:
         return cls(
             torch.compile(before_attention, dynamic=False),
+            torch.compile(project, dynamic=False),
             torch.compile(after_attention, dynamic=False),
         )
 
@@ -117,13 +137,13 @@ class Blocks(nn.Module):
         super().__init__()
         self.shape = shape
         n, h, d = shape.layers, shape.hidden, shape.head_dim
-        self.q_proj = _matrices(n, shape.heads * d, h)
-        self.k_proj = _matrices(n, shape.kv_heads * d, h)
-        self.v_proj = _matrices(n, shape.kv_heads * d, h)
-        self.o_proj = _matrices(n, h, shape.heads * d, scale=0.3)
-        self.gate_proj = _matrices(n, shape.mlp, h)
-        self.up_proj = _matrices(n, shape.mlp, h)
-        self.down_proj = _matrices(n, h, shape.mlp, scale=0.3)
+        self.q_proj = matrices(n, shape.heads * d, h)
+        self.k_proj = matrices(n, shape.kv_heads * d, h)
+        self.v_proj = matrices(n, shape.kv_heads * d, h)
+        self.o_proj = matrices(n, h, shape.heads * d, scale=0.3)
+        self.gate_proj = matrices(n, shape.mlp, h)
+        self.up_proj = matrices(n, shape.mlp, h)
+        self.down_proj = matrices(n, h, shape.mlp, scale=0.3)
         self.input_layernorm = nn.Parameter(torch.ones(n, h))
         self.post_attention_layernorm = nn.Parameter(torch.ones(n, h))
         self.q_norm = nn.Parameter(torch.ones(n, d))
@@ -136,22 +156,29 @@ class Blocks(nn.Module):
         sin: torch.Tensor,
         attend: Attend,
         kernels: Kernels,
+        streams: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The residual stream ``[tokens, hidden]`` after all layers, in the dtype of ``x``."""
+        """The residual stream ``[tokens, hidden]`` after all layers, in the dtype of ``x``; those
+        before each layer and after the last are appended to ``streams``."""
         first = (self.input_layernorm, self.q_proj, self.k_proj, self.v_proj)
         first = (*first, self.q_norm, self.k_norm)
         second = (self.o_proj, self.post_attention_layernorm)
         second = (*second, self.gate_proj, self.up_proj, self.down_proj)
         before = zip(*(weight.unbind() for weight in first), strict=True)
         after = zip(*(weight.unbind() for weight in second), strict=True)
+        if streams is not None:
+            streams.append(x)
         for layer, (some, others) in enumerate(zip(before, after, strict=True)):
             q, k, v = kernels.before(x, cos, sin, *some)
             attended = attend(layer, q, k, v).reshape(len(x), -1)
             x = kernels.after(x, attended, *others)
+            if streams is not None:
+                streams.append(x)
         return x
 
 
-def _matrices(layers: int, outputs: int, inputs: int, scale: float = 1.0) -> nn.Parameter:
+def matrices(layers: int, outputs: int, inputs: int, scale: float = 1.0) -> nn.Parameter:
+    """Random matrices ``[layers, outputs, inputs]`` that keep the size of what they multiply."""
     return nn.Parameter(torch.randn(layers, outputs, inputs) * scale * inputs**-0.5)
 
 
@@ -166,13 +193,18 @@ class Qwen3(nn.Module):
         self.norm = nn.Parameter(torch.ones(shape.hidden))
 
     def hidden(
-        self, ids: torch.Tensor, dtype: torch.dtype, kernels: Kernels | None = None
+        self,
+        ids: torch.Tensor,
+        dtype: torch.dtype,
+        kernels: Kernels | None = None,
+        streams: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Hidden states before the last norm, ``[batch * length, hidden]``.
 
         Args:
             ids: int64 ``[batch, length]``, each row a sequence from position 0.
             dtype: of the computation; weights stay in theirs.
+            streams: receives the residual stream before each layer and after the last.
         """
         batch, length = ids.shape
         cos, sin = (
@@ -180,7 +212,7 @@ class Qwen3(nn.Module):
             for t in rotations(torch.arange(length, device=ids.device), self.shape.head_dim)
         )
         x = _Lookup.apply(self.embed_tokens, ids.flatten(), dtype)
-        return self.blocks(x, cos, sin, Causal(batch), kernels or Kernels())
+        return self.blocks(x, cos, sin, Causal(batch), kernels or Kernels(), streams)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens, vocab]`` of rows of :meth:`hidden`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from embedded.eagle import AUX_LAYERS, DEEP, DEPTH
 from embedded.heldout import BARS
 from embedded.measure import DEPTHS, DTYPES
+from embedded.model import EAGLE3, EMBEDDED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +23,7 @@ _SKILLS = {
 }
 
 
-_STAGES = ("model", "draft", "eagle", "evaluate")
+_STAGES = ("model", "draft", "eagle", "eagle3", "deepen", "evaluate")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -118,14 +120,15 @@ def _drafters(report: dict[str, Any]) -> str:
         "## Drafters",
         "",
         "For speculative decoding: `pd/assets/embedded-draft`, a model of two small layers with "
-        "the same tokenizer, and `pd/assets/embedded-eagle`, an EAGLE-style head. Acceptance "
-        "length "
-        "(tokens per verification step, the model's own among them) with greedy decoding in "
-        "float32, by number of drafted tokens:",
+        "the same tokenizer, and two EAGLE heads in the layouts that SGLang and vLLM read, "
+        "`pd/assets/embedded-eagle` (EAGLE-1 and EAGLE-2) and `pd/assets/embedded-eagle3` "
+        "(EAGLE-3). Acceptance length (tokens per verification step, the model's own among them) "
+        "with greedy decoding in float32, by number of drafted tokens:",
         "",
         "| drafter | set | " + " | ".join(str(d) for d in DEPTHS) + " |",
         "|---|---|" + "---|" * len(DEPTHS),
     ]
+    deep = f", and at the end on {DEEP}" if "deepen" in report.get("stages", {}) else ""
     for drafter, table in report["drafters"].items():
         for name in (*_SKILLS, "all"):
             if name in table:
@@ -133,13 +136,21 @@ def _drafters(report: dict[str, Any]) -> str:
                 lines.append(f"| {drafter} | {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "Slot `t` of the EAGLE head, at position `t`, joins the model's hidden state of token `t` "
-        "(after the last layer, before the last norm) with the embedding of token `t + 1`, each "
-        "normalized: `fc(concat(embed_norm(e), hidden_norm(h)))`. One Qwen3 layer follows, then "
-        "its own `norm` and the embedded model's output matrix predict token `t + 2`. The output "
-        "before `norm` takes the place of the hidden state of token `t + 1` for the next draft.",
+        "`eagle` reads the model's hidden state after the last norm; its one layer has no norm "
+        "before attention, and the embedded model's output matrix reads its output as it is. "
+        "`eagle3` fuses the hidden states before "
+        f"{_listed(AUX_LAYERS)} of the {EMBEDDED.layers} layers, counted from 0, and has an "
+        f"output matrix for the {EAGLE3.vocab:,} tokens that answers in the training text have "
+        f"most often, of {EMBEDDED.vocab:,}. Both are trained on {DEPTH} drafts in a row, of which "
+        f"each but the first reads the output of the one before{deep}.",
     ]
     return "\n".join(lines)
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    """``1, 2 and 3``."""
+    *some, last = map(str, numbers)
+    return f"{', '.join(some)} and {last}"
 
 
 def _stages(report: dict[str, Any]) -> str:
