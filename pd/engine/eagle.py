@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 # Name of the plane with the head's K and V.
 PLANE = "eagle"
+# A row of zeros, which heads are given as the state before the first token of a sequence.
+ZERO_ROW = 0
 # The row of sequences that have none of their own. Nothing is drafted from it.
-NO_ROW = 0
+NO_ROW = 1
 
 
 class CarriedState:
@@ -81,7 +83,7 @@ class EagleWriter:
         self.carried = torch.zeros(num_rows, size, dtype=weight.dtype, device=weight.device)
         self.fused = self.carried[:0]
         # Rows are given back by whatever thread drops a sequence.
-        self._free: deque[int] = deque(range(1, num_rows))
+        self._free: deque[int] = deque(range(2, num_rows))
 
     @classmethod
     def of(cls, head: EagleHead, model: CausalLM, pool: KVPool, config: NodeConfig) -> EagleWriter:
@@ -151,7 +153,7 @@ class EagleWriter:
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         ends, first = np.cumsum(lengths), len(self.carried)
         places: Int64Array = np.arange(first - 1, first - 1 + ends[-1])
-        places[ends - lengths] = [item.carried for item in items]
+        places[ends - lengths] = [item.carried if item.start else ZERO_ROW for item in items]
         for item, end in zip(items, ends.tolist(), strict=True):
             if item.tree is not None and not item.tree.is_chain:
                 guesses = end - item.tree.size

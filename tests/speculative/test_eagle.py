@@ -122,7 +122,7 @@ class OnePass:
         ids = np.array(made.ids, np.int32)
         # The last token is not computed by the model before the draft.
         runner.forward([ForwardItem(ids[:-1], 0, pages)])
-        writer.keep(torch.tensor([1]), torch.tensor([count - 2]))
+        writer.keep(torch.tensor([2]), torch.tensor([count - 2]))
         backend = find_attention_backend("torch", device, torch.float32, 16)
         drafter = eagle_drafter.EagleDrafter(
             writer, backend(writer.kv, 2), max_context=1024, depth=DRAFTED
@@ -130,7 +130,7 @@ class OnePass:
         params = SamplingParams(max_tokens=1)
         sequence = Sequence(Request("", b"", b"", ids, params), 0, ids, count, pages=pages)
         asks = [
-            eagle_drafter._Ask(sequence, CarriedState(1), made.choice, DRAFTED, count + DRAFTED)
+            eagle_drafter._Ask(sequence, CarriedState(2), made.choice, DRAFTED, count + DRAFTED)
         ]
         ends = eagle_drafter._Ends(torch.tensor(made.ids[-1:]), torch.tensor([count - 1]))
         (draft,) = drafter._draft(asks, ends)
