@@ -88,7 +88,7 @@ def eagle_drafts(
     pages = np.arange((count + DRAFTS) // PAGE_SIZE + 1, dtype=np.int32)
 
     def planned(layers: int, kv_heads: int, dim: int, heads: int) -> Any:
-        layout = KVLayout(layers, kv_heads, dim, "float32", PAGE_SIZE)
+        layout = KVLayout.of_model(layers, kv_heads, dim, "float32", PAGE_SIZE)
         return make_attention_backend("auto", KVPool(layout, len(pages), "cpu"), heads)
 
     def plan(attention: Any, start: int, length: int) -> Any:

@@ -27,7 +27,9 @@ TOKENS, PAGE = 40, 16
 
 def attention_for(config: ModelConfig, device: str) -> AttentionBackend:
     """Planned for one sequence of TOKENS new tokens in a pool of its own."""
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", PAGE)
+    layout = KVLayout.of_model(
+        config.num_layers, config.num_kv_heads, config.head_dim, "float32", PAGE
+    )
     pages = np.arange(-(-TOKENS // PAGE), dtype=np.int32)[::-1].copy()
     attention = make_attention_backend("auto", KVPool(layout, len(pages), device), config.num_heads)
     attention.plan(AttentionBatch(np.array([0]), np.array([TOKENS]), [pages]))

@@ -210,7 +210,7 @@ class Paged:
 
     def __init__(self, head: EagleHead, pages: int = 8) -> None:
         config = head.config
-        layout = KVLayout(1, config.num_kv_heads, config.head_dim, "float32", PAGE)
+        layout = KVLayout.of_model(1, config.num_kv_heads, config.head_dim, "float32", PAGE)
         self.head, self.pool = head, KVPool(layout, pages, "cpu")
         self.attention = make_attention_backend("auto", self.pool, config.num_heads)
         self.pages = np.random.default_rng(0).permutation(pages).astype(np.int32)
@@ -247,13 +247,13 @@ def check(head: EagleHead, reference: Reference, count: int = 14) -> None:
     paged = Paged(head)
     found = paged.forward(tokens, fused, 0)
     torch.testing.assert_close(found, (logits, hidden), rtol=1e-4, atol=1e-4)
-    whole = paged.pool.buffer.clone()
+    whole = paged.pool.planes[0].buffer.clone()
 
     paged = Paged(head)
     paged.write_kv(tokens[:-1], fused[:-1], 0)
     one, own = paged.forward(tokens[-1:], fused[-1:], count - 1)
     torch.testing.assert_close((one, own), (logits[-1:], hidden[-1:]), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(paged.pool.buffer, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(paged.pool.planes[0].buffer, whole, rtol=1e-4, atol=1e-4)
     assert torch.equal(fused, kept), "the caller's fused hidden states were changed"
 
     drafted = one.argmax(-1)
@@ -593,7 +593,9 @@ def run_target(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Features and hidden states of one pass over ``tokens``."""
     config = target.config
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", PAGE)
+    layout = KVLayout.of_model(
+        config.num_layers, config.num_kv_heads, config.head_dim, "float32", PAGE
+    )
     pages = -(-len(tokens) // PAGE)
     attention = make_attention_backend("auto", KVPool(layout, pages, "cpu"), config.num_heads)
     table = np.arange(pages, dtype=np.int32)
