@@ -49,6 +49,7 @@ _SETTINGS = (
     "cuda_graph_batch_sizes",
     "speculative_algorithm",
     "speculative_num_draft_tokens",
+    "speculative_topk",
     "speculative_adaptive",
 )
 _COLUMNS = (

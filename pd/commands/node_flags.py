@@ -235,6 +235,13 @@ def _add_speculation(flags: ConfigFlags) -> None:
         metavar="N",
     )
     flags.add(
+        "--speculative-topk",
+        "guesses at one place, at most: above 1 an EAGLE head drafts trees of "
+        "--speculative-num-draft-tokens tokens, else chains",
+        type=int,
+        metavar="K",
+    )
+    flags.add(
         "--speculative-adaptive",
         "draft as many tokens as pay, by each sequence's acceptance and the time of a step, which "
         "is measured at the start",

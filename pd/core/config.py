@@ -28,6 +28,7 @@ ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 
 # A step computes one more token than this for each sequence; more are hardly ever all accepted.
 MAX_DRAFT_TOKENS = 64
+MAX_TOPK = 16
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class NodeConfig:
     speculative_algorithm: str = "none"
     speculative_draft_model: Path | None = None
     speculative_num_draft_tokens: int = 4
+    speculative_topk: int = 1
     speculative_adaptive: str = "on"
     transfer_backend: str = "auto"
     trust_network: bool = False
@@ -94,6 +96,7 @@ class NodeConfig:
             ("max_overtakes", 0),
             ("reserved_decode_tokens", 0),
             ("speculative_num_draft_tokens", 1),
+            ("speculative_topk", 1),
             ("retraction_host_memory", 0),
             ("context_length", 1),
             ("drain_timeout", 0),
@@ -112,6 +115,17 @@ class NodeConfig:
             raise UsageError(
                 f"--speculative-num-draft-tokens must be at most {MAX_DRAFT_TOKENS}, not "
                 f"{self.speculative_num_draft_tokens}"
+            )
+        if self.speculative_topk > MAX_TOPK:
+            raise UsageError(
+                f"--speculative-topk must be at most {MAX_TOPK}, not {self.speculative_topk}"
+            )
+        if self.speculative_topk > 1 and self.speculative_algorithm != "eagle":
+            raise UsageError("--speculative-topk above 1 needs --speculative-algorithm eagle")
+        if self.speculative_topk > 1 and self.speculative_num_draft_tokens == MAX_DRAFT_TOKENS:
+            raise UsageError(
+                f"--speculative-topk {self.speculative_topk} makes trees, which have at most "
+                f"{MAX_DRAFT_TOKENS - 1} tokens (--speculative-num-draft-tokens)"
             )
         if not 0.0 < self.mem_fraction <= 1.0:
             raise UsageError(f"--mem-fraction must be in (0, 1], not {self.mem_fraction}")

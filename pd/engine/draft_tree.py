@@ -46,6 +46,21 @@ class DraftTree:
         return found
 
     @cached_property
+    def first_guesses(self) -> list[bool]:
+        """For each guess whether it is the first of those that follow the same token."""
+        first: dict[int, int] = {}
+        for guess, parent in enumerate(self.parents.tolist()):
+            first.setdefault(parent, guess)
+        chosen = set(first.values())
+        return [guess in chosen for guess in range(self.size)]
+
+    @cached_property
+    def followed(self) -> list[bool]:
+        """Whether a guess follows the root, and then each guess."""
+        parents = set(self.parents.tolist())
+        return [guess in parents for guess in range(-1, self.size)]
+
+    @cached_property
     def visible(self) -> BoolArray:
         """What the root and then the guesses see of one another: bool ``[1 + size, 1 + size]``, as
         :class:`pd.kernels.attention.AttentionBatch` wants it."""

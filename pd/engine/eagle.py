@@ -12,6 +12,7 @@ import torch
 
 from pd.core.node_info import Plane
 from pd.engine.device_copy import HostCopy
+from pd.kernels.drafting import States, carry_states
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
 
@@ -142,7 +143,7 @@ class EagleWriter:
                 :meth:`places_before`.
         """
         self.fused = self.head.fuse(features)
-        states = torch.cat((self.carried, self.fused)).index_select(0, before)
+        states = States(self.carried, self.fused, before)
         keys, values = self.kv.key(0), self.kv.value(0)
         self.head.write_kv(token_ids, states, positions, keys, values, slots)
 
@@ -160,14 +161,16 @@ class EagleWriter:
                 places[guesses:end] = first + guesses + item.tree.parents
         return places
 
-    def keep(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+    def keep(self, rows: torch.Tensor, roots: torch.Tensor, last: torch.Tensor) -> None:
         """Carry states over to the next pass.
 
         Args:
             rows: int64, rows of :attr:`carried`.
-            tokens: int64, for each of them a token of the last pass.
+            roots: int64, for each of them the last known token of a sequence among those of the
+                last pass.
+            last: int64, the index of its last accepted guess, -1 for none.
         """
-        self.carried.index_copy_(0, rows, self.fused.index_select(0, tokens))
+        carry_states(self.carried, rows, self.fused, roots, last)
 
 
 def head_config(config: NodeConfig, target: ModelConfig) -> EagleConfig | None:

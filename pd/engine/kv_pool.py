@@ -157,6 +157,16 @@ class KVPool:
                 return PlaneView(self, plane)
         raise KeyError(name)
 
+    def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy all vectors of tokens from slots to others; on a GPU this is only queued.
+
+        Args:
+            source, to: int64 ``[n]`` on the pool's device; what is read is read before anything is
+                written, and of equal ``to`` any is kept.
+        """
+        for plane in self.planes:
+            plane.buffer.index_copy_(2, to, plane.buffer.index_select(2, source))
+
     def gather_pages(self, pages: IntArray) -> list[torch.Tensor]:
         """Copy pages to host memory.
 

@@ -196,6 +196,10 @@ class ModelRunner:
         last = attention(pool, heads) if prompts else None
         return cls(model, pool, attention(pool, heads), last, eagle)
 
+    def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        """See :meth:`pd.engine.kv_pool.KVPool.move_tokens`."""
+        self.pool.move_tokens(source, to)
+
     def drop_graphs(self) -> None:
         """Launch kernels one by one from now on."""
         self.graphs = self.verify_graphs = self.chunk_graphs = None

@@ -27,6 +27,7 @@ class Trees(NamedTuple):
         firsts: where each draft begins in ``tokens``.
         counts: number of its guesses, which may be 0.
         forced: number of leading guesses that count as accepted whatever was sampled, or -1.
+        stops: position of the token after each root.
     """
 
     tokens: torch.Tensor
@@ -35,46 +36,50 @@ class Trees(NamedTuple):
     firsts: torch.Tensor
     counts: torch.Tensor
     forced: torch.Tensor
+    stops: torch.Tensor
 
 
 class Accepted(NamedTuple):
-    """The accepted end of each draft; int64 tensors on the device, ``[works]`` each.
+    """The accepted end of each draft; int64 tensors on the device, ``[works]`` each but the last.
 
     Attributes:
         last: index of the last accepted guess inside its draft, -1 for none.
-        depth: number of accepted guesses.
-        tokens: the model's own token after the last accepted one.
+        tokens: the model's own token after the last accepted one; ``positions`` are those of these
+            tokens.
+        path: int64 ``[works, width]``, the accepted guesses from the root on, then -1.
     """
 
     last: torch.Tensor
-    depth: torch.Tensor
     tokens: torch.Tensor
+    positions: torch.Tensor
+    path: torch.Tensor
 
 
-def accept(sampled: torch.Tensor, trees: Trees) -> Accepted:
+def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
     """Follow the accepted guesses of every draft; on a GPU this is only queued.
 
     Args:
         sampled: int64 ``[rows]``, the tokens that the step sampled.
+        width: most guesses of a path, or 0 for no paths.
     """
     if use_triton(sampled):
         from pd.kernels import acceptance_triton
 
-        return acceptance_triton.accept(sampled, trees)
+        return acceptance_triton.accept(sampled, trees, width)
     last, depth = torch.full_like(trees.rows, -1), torch.zeros_like(trees.rows)
+    path = torch.full((len(last), width), -1, dtype=torch.int64, device=last.device)
     drawn, guessed, parents = sampled.tolist(), trees.tokens.tolist(), trees.parents.tolist()
     for work, (row, first, count, forced) in enumerate(_rows(trees)):
-        if forced >= 0:
-            last[work], depth[work] = forced - 1, forced
-            continue
-        at = -1
-        for guess in range(count):
+        found, at = list(range(max(forced, 0))), -1
+        for guess in range(0 if forced >= 0 else count):
             place = first + guess
             if parents[place] == at and guessed[place] == drawn[row + at + 1]:
                 at = guess
-                depth[work] += 1
-        last[work] = at
-    return Accepted(last, depth, sampled[trees.rows + last + 1])
+                found.append(guess)
+        last[work], depth[work] = found[-1] if found else -1, len(found)
+        if width:
+            path[work, : len(found)] = torch.tensor(found, dtype=torch.int64)
+    return Accepted(last, sampled[trees.rows + last + 1], trees.stops + depth, path)
 
 
 def _rows(trees: Trees) -> Iterable[tuple[int, ...]]:

@@ -22,9 +22,12 @@ def _follow(
     firsts,
     counts,
     forced,
+    stops,
     last,
-    depth,
     tokens,
+    positions,
+    path,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One draft per program. A guess comes after its parent, so one pass over them is enough."""
@@ -35,31 +38,42 @@ def _follow(
     count, fixed = tl.load(counts + work).to(tl.int32), tl.load(forced + work)
     at, accepted = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
     wanted = tl.load(sampled + row)
-    for guess in range(count):
-        parent = tl.load(parents + first + guess)
-        token = tl.load(guesses + first + guess)
-        if (parent == at) & (token == wanted):
-            at = tl.full((), 0, tl.int64) + guess
-            accepted += 1
-            wanted = tl.load(sampled + row + at + 1)
+    for place in range(WIDTH):
+        tl.store(path + work * WIDTH + place, tl.full((), -1, tl.int64))
     if fixed >= 0:
+        for guess in range(fixed.to(tl.int32)):
+            if WIDTH:
+                tl.store(path + work * WIDTH + guess, tl.full((), 0, tl.int64) + guess)
         at = fixed - 1
         accepted = fixed
+    else:
+        for guess in range(count):
+            parent = tl.load(parents + first + guess)
+            token = tl.load(guesses + first + guess)
+            if (parent == at) & (token == wanted):
+                at = tl.full((), 0, tl.int64) + guess
+                if WIDTH:
+                    tl.store(path + work * WIDTH + accepted, at)
+                accepted += 1
+                wanted = tl.load(sampled + row + at + 1)
     tl.store(last + work, at)
-    tl.store(depth + work, accepted)
+    tl.store(positions + work, tl.load(stops + work) + accepted)
     tl.store(tokens + work, tl.load(sampled + row + at + 1))
 
 
-def accept(sampled: torch.Tensor, trees: Trees) -> Accepted:
+def accept(sampled: torch.Tensor, trees: Trees, width: int) -> Accepted:
     """:func:`pd.kernels.acceptance.accept`."""
-    found = Accepted(*(torch.empty_like(trees.rows) for _ in range(3)))
-    if len(trees.rows):
+    works = len(trees.rows)
+    last, tokens, positions = (torch.empty_like(trees.rows) for _ in range(3))
+    found = Accepted(last, tokens, positions, trees.rows.new_empty(works, width))
+    if works:
         launch(
             _follow,
-            (len(trees.rows),),
+            (works,),
             sampled.device,
             *(sampled, trees.tokens, trees.parents, trees.rows, trees.firsts, trees.counts),
-            *(trees.forced, *found),
+            *(trees.forced, trees.stops, *found),
+            WIDTH=width,
             num_warps=1,
         )
     return found

@@ -210,6 +210,27 @@ def sample_rows(
     return tokens, torch.isfinite(best)
 
 
+def scores(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    noise_at: torch.Tensor,
+    token_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What :func:`sample_rows` compares without filters: logits divided by the temperature, and
+    noise; at temperature 0 logits alone. Nothing waits for a GPU.
+
+    Args:
+        logits, temperatures, noise_at, token_ids: see :func:`sample_rows`.
+
+    Returns:
+        float32 ``[rows, vocab_size]``.
+    """
+    divisors = torch.where(temperatures > 0, temperatures.clamp(min=_MIN_TEMPERATURE), 1.0)
+    noise = gumbel_noise(noise_keys(noise_at), logits.shape[1], token_ids)
+    noise.masked_fill_((temperatures <= 0)[:, None], 0.0)
+    return (logits.float() / divisors[:, None]).add_(noise)
+
+
 def _filter(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> None:

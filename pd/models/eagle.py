@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from pd.core.errors import UsageError
+from pd.kernels.drafting import Norms, States, join_states
 from pd.kernels.linear import linear, pack_weight
 from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
 from pd.models.causal_lm import HEAD
@@ -151,7 +151,7 @@ class EagleHead(nn.Module):
 
     @abstractmethod
     def _join(
-        self, token_ids: torch.Tensor, fused: torch.Tensor
+        self, token_ids: torch.Tensor, fused: States
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Make attention's input, and the residual stream, which may be written to; None if it
         starts as ``fused``."""
@@ -166,7 +166,7 @@ class EagleHead(nn.Module):
     def write_kv(
         self,
         token_ids: torch.Tensor,
-        fused: torch.Tensor,
+        fused: States,
         positions: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -176,7 +176,7 @@ class EagleHead(nn.Module):
 
         Args:
             token_ids, positions: int64 ``[tokens]``.
-            fused: ``[tokens, hidden_size]`` in the head's dtype, from :meth:`fuse` or
+            fused: of ``tokens`` rows of ``hidden_size`` in the head's dtype, from :meth:`fuse` or
                 :meth:`forward`.
             keys, values: contiguous ``[slots, num_kv_heads, head_dim]``.
             slots: int64 ``[tokens]``.
@@ -195,14 +195,15 @@ class EagleHead(nn.Module):
         it; their K and V are written.
 
         Args:
-            token_ids, fused, positions: as for :meth:`write_kv`.
+            token_ids, positions: as for :meth:`write_kv`.
+            fused: ``[tokens, hidden_size]``.
             attention: planned for exactly these tokens, over a pool of one layer.
 
         Returns:
             Logits ``[tokens, draft_vocab_size]``, and ``[tokens, hidden_size]``, which stands for
             the fused hidden states of ``token_ids`` in the next draft; both in the head's dtype.
         """
-        x, residual = self._join(token_ids, fused)
+        x, residual = self._join(token_ids, States.of(fused))
         attended = self.attention(x, rotations(positions, self._frequencies), attention)
         if residual is None:
             residual = fused + attended
@@ -254,9 +255,9 @@ class Eagle1Head(EagleHead):
         return features
 
     def _join(
-        self, token_ids: torch.Tensor, fused: torch.Tensor
+        self, token_ids: torch.Tensor, fused: States
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = self.fc(torch.cat((functional.embedding(token_ids, self.embedding), fused), dim=-1))
+        x = self.fc(join_states(token_ids, self.embedding, fused, None))
         return x, x
 
     def _finish(
@@ -284,18 +285,20 @@ class Eagle3Head(EagleHead):
         self.embedding_norm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.norm = RMSNorm(hidden, eps)
+        self._eps = eps
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         fused: torch.Tensor = self.fc(features)
         return fused
 
     def _join(
-        self, token_ids: torch.Tensor, fused: torch.Tensor
+        self, token_ids: torch.Tensor, fused: States
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        embedded = functional.embedding(token_ids, self.embedding)
-        normed = self.hidden_norm(fused)
-        x = torch.cat((self.embedding_norm(embedded), normed), dim=-1)
-        return x, normed if self.config.norm_before_residual else None
+        norms = Norms(self.embedding_norm.weight, self.hidden_norm.weight, self._eps)
+        x = join_states(token_ids, self.embedding, fused, norms)
+        if not self.config.norm_before_residual:
+            return x, None
+        return x, x[:, self.config.hidden_size :].contiguous()
 
     def _finish(
         self, residual: torch.Tensor, update: torch.Tensor

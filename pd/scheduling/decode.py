@@ -344,7 +344,7 @@ class DecodeScheduler:
         # The KV of each token but the last is there: it was computed as a part of the draft.
         sequence.num_computed += len(taken) - 1
         if work.draft is not None:
-            self._lengths.observe(sequence, work.draft.size, len(accepted))
+            self._lengths.observe(sequence, work.draft.tree, accepted)
             self._drafts.add(work.draft.size, min(len(accepted), len(taken)))
             if sequence.carried is not None:
                 sequence.carried.stop = sequence.num_computed

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd.core.config import MAX_DRAFT_TOKENS
+from pd.speculative.shape import DraftShape, rank_chances
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from pd.core.request import Sequence as TokenSequence
+    from pd.engine.draft_tree import DraftTree
 
     FloatArray = npt.NDArray[np.float64]
 
@@ -52,15 +56,15 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Drafted tokens of a sequence that were looked at, and those accepted; older ones weigh less.
-    A token after a rejected one is not looked at."""
+    """Places at which the first guess of a sequence was looked at, and those at which it was right;
+    older ones weigh less. Guesses after a wrong one are not looked at."""
 
     tried: float = 0.0
     accepted: float = 0.0
 
     @property
     def share(self) -> float:
-        """The probability that the next drafted token is accepted."""
+        """The probability that the first guess of the next token is right."""
         accepted = self.accepted + _PRIOR_SHARE * _PRIOR_WEIGHT
         return accepted / (self.tried + _PRIOR_WEIGHT)
 
@@ -73,19 +77,22 @@ class DraftLengths:
     """Chooses draft lengths by each sequence's acceptance and by the cost of the step. The caller
     holds the node's lock.
 
-    The ``j``-th drafted token of a sequence is accepted with probability ``p**j``, where ``p`` is
-    the share of its drafted tokens that were accepted lately. The likeliest tokens of all sequences
-    are drafted first, as long as the expected tokens per second grow.
+    The ``j``-th token of a chain is accepted with probability ``p**j``, where ``p`` is the share of
+    a sequence's first guesses that were right lately; in a tree further guesses of the same token
+    get their part of the rest (:func:`pd.speculative.shape.rank_chances`). The likeliest tokens of
+    all sequences are drafted first, as long as the expected tokens per second grow.
 
     Args:
         costs: seconds of steps; if None, as many tokens as possible are drafted.
+        shape: of the largest draft, by default a chain; smaller ones are its first tokens.
 
     Attributes:
         simulate: says how many tokens of a draft of so many count as accepted, for benchmarks
             without trained weights; None where the model decides.
     """
 
-    def __init__(self, costs: StepCosts | None) -> None:
+    def __init__(self, costs: StepCosts | None, shape: DraftShape | None = None) -> None:
+        self._shape = shape or DraftShape.best(MAX_DRAFT_TOKENS, 1)
         self.simulate: Callable[[int], int] | None = None
         self._costs = costs
         self._seen: dict[TokenSequence, _Acceptance] = {}
@@ -113,13 +120,14 @@ class DraftLengths:
         self._fade([s for s, length in zip(sequences, lengths, strict=True) if not length])
         return [int(length) for length in lengths]
 
-    def observe(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
-        """Note how many tokens of a draft were accepted when it was verified."""
+    def observe(self, sequence: TokenSequence, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Note which guesses of a draft were accepted when it was verified."""
         seen = self._seen.get(sequence)
         if seen is not None:
+            last = accepted[-1] if accepted else -1
             seen.fade(_KEPT)
-            seen.tried += min(accepted + 1, drafted)
-            seen.accepted += accepted
+            seen.tried += len(accepted) + tree.followed[last + 1]
+            seen.accepted += sum(tree.first_guesses[guess] for guess in accepted)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the record of a sequence."""
@@ -134,23 +142,42 @@ class DraftLengths:
         """The lengths with the most expected tokens per second."""
         costs = self._costs
         assert costs is not None
-        batch, deepest = len(shares), int(limits.max())
+        batch, most = len(shares), int(limits.max())
         best = np.zeros(batch, dtype=np.int64)
         best_rate = float(batch / costs.at(costs.plain, batch))
-        depths = np.arange(1, deepest + 1)
-        likely = np.where(depths <= limits[:, None], shares[:, None] ** depths, 0.0)
+        if most == 0:
+            return best
+        shape = self._shape.first(most)
+        # The passes that draft so many guesses, the first ones of the shape.
+        passes = np.maximum.accumulate(shape.tree.depths)
+        likely = np.where(np.arange(most) < limits[:, None], self._chances(shape, shares), 0.0)
         drafting = float(costs.at(costs.draft, batch))
-        for depth in range(1, deepest + 1):
-            chances = likely[:, :depth].ravel()
-            order = np.argsort(-chances, kind="stable")
+        for depth in range(1, int(passes[-1]) + 1):
+            size = int(np.searchsorted(passes, depth, side="right"))
+            chances = likely[:, :size].ravel()
+            # A guess comes with all that are before it.
+            order = np.argsort(
+                -np.minimum.accumulate(likely[:, :size], axis=1).ravel(), kind="stable"
+            )
             order = order[chances[order] > 0]
             if len(order) == 0:
                 break
             tokens = batch + np.cumsum(chances[order])
             sizes = batch + np.arange(1, len(order) + 1, dtype=np.float64)
             rates = tokens / (costs.at(costs.verify, sizes) + depth * drafting)
-            most = int(rates.argmax())
-            if rates[most] > best_rate:
-                best_rate = float(rates[most])
-                best = np.bincount(order[: most + 1] // depth, minlength=batch)
+            found = int(rates.argmax())
+            if rates[found] > best_rate:
+                best_rate = float(rates[found])
+                best = np.bincount(order[: found + 1] // size, minlength=batch)
         return best
+
+    @staticmethod
+    def _chances(shape: DraftShape, shares: FloatArray) -> FloatArray:
+        """The probability that each guess is accepted, ``[sequences, guesses]``."""
+        by_rank = np.array([rank_chances(shape.topk, share) for share in shares.tolist()])
+        chances = np.empty((len(shares), shape.tree.size))
+        rows = zip(shape.tree.parents.tolist(), shape.ranks, strict=True)
+        for guess, (parent, rank) in enumerate(rows):
+            above = 1.0 if parent < 0 else chances[:, parent]
+            chances[:, guess] = above * by_rank[:, rank]
+        return chances

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pd.speculative.adaptation import DraftLengths
     from pd.speculative.drafter import Drafter
     from pd.speculative.eagle import EagleDrafter
+    from pd.speculative.shape import DraftShape
 
 
 def load_draft_model(config: NodeConfig) -> DraftModel | None:
@@ -48,6 +49,14 @@ def make_drafter(
     return NgramDrafter(engine.pool.device)
 
 
+def draft_shape(config: NodeConfig) -> DraftShape:
+    """The shape of the largest draft."""
+    from pd.speculative.shape import DraftShape
+
+    topk = config.speculative_topk if config.speculative_algorithm == "eagle" else 1
+    return DraftShape.best(config.speculative_num_draft_tokens, topk)
+
+
 def describe_drafter(config: NodeConfig, engine: Engine) -> str:
     """Describe a drafter for ``NodeInfo.drafter``."""
     eagle, path = engine.runner.eagle, config.speculative_draft_model
@@ -60,7 +69,8 @@ def describe_drafter(config: NodeConfig, engine: Engine) -> str:
 
 
 def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
-    from pd.engine.cuda_graphs import GraphRecorder
+    from pd.engine.cuda_graphs import GraphRecorder, default_sizes
+    from pd.engine.engine import MAX_VERIFIED
     from pd.speculative.eagle import EagleDrafter
 
     writer = engine.runner.eagle
@@ -69,12 +79,15 @@ def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
     attention = _draft_attention(config, writer)
     # A CUDA graph does not see the plans of the plain backend.
     captured = graphs is not None and attention.name != "torch"
+    shape = draft_shape(config)
+    rows = (max(graphs.sizes) if graphs is not None else 0) * shape.width
     return EagleDrafter(
         writer,
         attention,
+        shape,
+        engine.runner.move_tokens,
         max_context=engine.context_length,
-        depth=config.speculative_num_draft_tokens,
-        sizes=graphs.sizes if graphs is not None and captured else (),
+        sizes=default_sizes(min(rows, MAX_VERIFIED)) if captured else (),
         recorder=GraphRecorder(device) if captured else None,
     )
 
@@ -100,6 +113,7 @@ def draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -
     from pd.speculative.adaptation import DraftLengths
     from pd.speculative.costs import measure_costs
 
+    shape = draft_shape(config)
     if drafter is None or config.role == "prefill" or config.speculative_adaptive == "off":
-        return DraftLengths(None)
-    return DraftLengths(measure_costs(engine, drafter, config))
+        return DraftLengths(None, shape)
+    return DraftLengths(measure_costs(engine, drafter, config), shape)

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.sampling_state import SamplingState
-    from pd.scheduling.step import Work
     from pd.speculative.draft import Draft
+
+
+class DraftedWork(Protocol):
+    """The part of :class:`pd.scheduling.step.Work` that drafters use; its attributes are described
+    there."""
+
+    sequence: TokenSequence
+    start: int
+    stop: int
+    samples: list[SamplingState]
+    draft: Draft | None
+    ahead_limit: int
+    reread: bool
+    forced: int | None
+    row: int
+    drafter_state: Callable[[], bytes] | None
 
 
 class DraftRequest(NamedTuple):
@@ -44,7 +59,7 @@ class StepOnDevice:
         first_drafts: where the draft of each work begins in ``drafts``.
     """
 
-    works: Sequence[Work]
+    works: Sequence[DraftedWork]
     roots: Sequence[int]
     sampled: torch.Tensor
     drafts: torch.Tensor | None
@@ -83,7 +98,7 @@ class Drafter(ABC):
             self.forget(request.sequence)
         self.draft([], 0)
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, works: Sequence[DraftedWork]) -> None:
         """Prepare works for a step that is about to be launched, before anything is drafted for it.
         Called by the thread that launches steps, for every step."""
 

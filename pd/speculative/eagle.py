@@ -13,22 +13,29 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
-from pd.engine.draft_tree import chain
 from pd.engine.eagle import NO_ROW, CarriedState
 from pd.kernels.acceptance import Trees, accept
-from pd.kernels.sampling import sample_rows
-from pd.kernels.staging import PinnedStaging
+from pd.kernels.drafting import (
+    DraftRoots,
+    DraftRows,
+    DraftTables,
+    branch_rows,
+    likeliest,
+    start_rows,
+)
+from pd.kernels.paging import token_slots
+from pd.kernels.staging import PinnedStaging, packed_bytes
 from pd.speculative.draft import Draft, DraftedTokens
 from pd.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -39,8 +46,9 @@ if TYPE_CHECKING:
     from pd.engine.sampling_state import SamplingState
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import DraftAttention
-    from pd.scheduling.step import Work
-    from pd.speculative.drafter import DraftRequest, StepOnDevice
+    from pd.kernels.staging import Array
+    from pd.speculative.drafter import DraftedWork, DraftRequest, StepOnDevice
+    from pd.speculative.shape import DraftShape
 
     IntArray = npt.NDArray[np.int32]
 
@@ -62,14 +70,16 @@ class _Ask:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """The last known token of each sequence to draft for, on the device; int64 ``[asks]`` each.
+    """Last known tokens on the device, int64, and which of them belong to what is asked.
 
     Attributes:
         positions: of the tokens in their sequences.
+        index: for each ask the index of its token, on the host.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    index: Sequence[int]
 
 
 class EagleDrafter(Drafter):
@@ -78,9 +88,10 @@ class EagleDrafter(Drafter):
     Args:
         writer: the head and the states that the model's passes leave for it.
         attention: over the head's K and V.
-        sizes: numbers of sequences for which CUDA graphs are captured; empty on a CPU.
+        shape: of the largest draft.
+        move_tokens: see :meth:`pd.engine.kv_pool.KVPool.move_tokens`.
+        sizes: numbers of rows for which CUDA graphs are captured; empty on a CPU.
         max_context: tokens of a sequence.
-        depth: most tokens of a draft.
     """
 
     drafts_ahead = True
@@ -89,14 +100,15 @@ class EagleDrafter(Drafter):
         self,
         writer: EagleWriter,
         attention: AttentionBackend,
+        shape: DraftShape,
+        move_tokens: Callable[[torch.Tensor, torch.Tensor], None],
         *,
         max_context: int,
-        depth: int,
         sizes: Sequence[int] = (),
         recorder: GraphRecorder | None = None,
     ) -> None:
         self._writer, self._attention = writer, attention
-        self._max_context, self._depth = max_context, depth
+        self._shape, self._move_tokens, self._max_context = shape, move_tokens, max_context
         self._device = writer.carried.device
         self._staging = PinnedStaging(self._device)
         self._last: DraftedTokens | None = None
@@ -108,7 +120,7 @@ class EagleDrafter(Drafter):
             stepper.capture(recorder)
             self._steppers[size] = stepper
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, works: Sequence[DraftedWork]) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         for work in works:
             sequence = work.sequence
@@ -136,7 +148,7 @@ class EagleDrafter(Drafter):
         if asks:
             known = [(int(ask.sequence.ids[-1]), ask.sequence.num_tokens - 1) for ask in asks]
             ends = to_device(np.array(known).T, torch.int64, self._device)
-            made = self._draft(asks, _Ends(ends[0], ends[1]))
+            made = self._draft(asks, _Ends(ends[0], ends[1], range(len(asks))))
             for place, draft in zip(places, made, strict=True):
                 drafts[place] = draft
         return drafts
@@ -150,38 +162,45 @@ class EagleDrafter(Drafter):
             for sequence, choice, limit in requests
         ]
         ends = to_device(np.zeros((2, count)), torch.int64, self._device)
-        self._draft(asks, _Ends(ends[0], ends[1]))
+        self._draft(asks, _Ends(ends[0], ends[1], range(count)))
         self.catch_up()
 
     @torch.inference_mode()
     def follow(self, step: StepOnDevice) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._copy_states(step)
-        works = [work for work in step.works if work.sequence.carried is not None]
-        assert len(works) == len(step.works), "begin() was not called"
+        works, drafts = step.works, step.drafts
         states = [work.sequence.carried for work in works]
-        counts = [work.num_drafted for work in works]
-        parents = np.zeros(0 if step.drafts is None else len(step.drafts), np.int64)
+        assert None not in states, "begin() was not called"
+        parents = np.zeros(0 if drafts is None else len(drafts), np.int64)
         for work, first in zip(works, step.first_drafts, strict=True):
             if work.draft is not None:
                 parents[first : first + work.draft.size] = work.draft.tree.parents
-        firsts, forced = step.first_drafts, [-1 if w.forced is None else w.forced for w in works]
-        # NOTE: a work without samples has no row; what is accepted there is not used.
-        rows = [max(work.row, 0) if work.samples else 0 for work in works]
-        table = [rows, firsts, counts, forced, step.roots, [work.stop for work in works]]
-        carried = [NO_ROW if state is None else state.row for state in states]
-        uploaded, parents_there = self._staging.upload(
-            [np.array([*table, carried], np.int64), parents]
+        columns = (
+            # NOTE: a work without samples has no row; what is accepted there is not used.
+            [work.row if work.samples else 0 for work in works],
+            step.first_drafts,
+            [0 if work.draft is None else work.draft.size for work in works],
+            [-1 if work.forced is None else work.forced for work in works],
+            [work.stop for work in works],
+            step.roots,
+            [NO_ROW if state is None else state.row for state in states],
         )
-        rows_there, firsts_there, counts_there, forced_there, roots, stops, kept = uploaded
+        table, parents_there = self._staging.upload([np.array(columns, np.int64), parents])
+        *tree_columns, roots, rows = table
         sampled = step.sampled
         if len(sampled) == 0:
-            self._writer.keep(kept, roots)
+            self._writer.keep(rows, roots, torch.full_like(roots, -1))
             return
-        drafts = sampled[:0] if step.drafts is None else step.drafts
-        trees = Trees(drafts, parents_there, rows_there, firsts_there, counts_there, forced_there)
-        found = accept(sampled, trees)
-        self._writer.keep(kept, roots + 1 + found.last)
+        trees = Trees(sampled[:0] if drafts is None else drafts, parents_there, *tree_columns)
+        branching = [
+            work.draft.tree for work in works if work.draft and not work.draft.tree.is_chain
+        ]
+        width = max((int(tree.depths.max()) for tree in branching), default=0)
+        found = accept(sampled, trees, width)
+        self._writer.keep(rows, roots, found.last)
+        if width:
+            self._close_ranks(works, found.path)
         asking = [place for place, work in enumerate(works) if work.ahead_limit]
         if not asking:
             return
@@ -189,16 +208,34 @@ class EagleDrafter(Drafter):
         for place in asking:
             work, state = works[place], states[place]
             assert state is not None
-            most = work.stop + counts[place] + 1 + work.ahead_limit
+            most = work.stop + columns[2][place] + 1 + work.ahead_limit
             choice = work.samples[0]
             asks.append(_Ask(work.sequence, state, choice, work.ahead_limit, most))
-        tokens, positions = found.tokens, stops + found.depth
-        if len(asking) < len(works):
-            index = to_device(asking, torch.int64, self._device)
-            tokens, positions = tokens[index], positions[index]
-        made = self._draft(asks, _Ends(tokens, positions))
+        made = self._draft(asks, _Ends(found.tokens, found.positions, asking))
         for ask, draft in zip(asks, made, strict=True):
             ask.sequence.ahead = draft
+
+    def _close_ranks(self, works: Sequence[DraftedWork], path: torch.Tensor) -> None:
+        """Move KV of accepted guesses to where it stands in a sequence: guess ``i`` of a draft was
+        computed ``i + 1`` places behind the root, however deep in the tree it is.
+
+        Args:
+            path: accepted guesses of each work's draft, int64 ``[works, width]``, then -1.
+        """
+        pool, width = self._writer.kv, path.shape[1]
+        most = max(width, max(work.draft.size for work in works if work.draft))
+        # What is not accepted moves inside the pool's extra page.
+        slots = np.full((len(works), most), pool.num_pages * pool.page_size, np.int64)
+        for row, work in zip(slots, works, strict=True):
+            if work.draft is not None:
+                places = np.arange(work.stop, work.stop + work.draft.size)
+                row[: len(places)] = token_slots(work.sequence.pages, places, pool.page_size)
+        there = to_device(slots, torch.int64, self._device)
+        accepted = path >= 0
+        extra = torch.full_like(path, pool.num_pages * pool.page_size)
+        source = torch.where(accepted, there.gather(1, path.clamp(min=0)), extra)
+        to = torch.where(accepted, there[:, :width], extra)
+        self._move_tokens(source.flatten(), to.flatten())
 
     def catch_up(self) -> bool:
         """Wait until all drafts are made: sequences that ended keep their pages so long."""
@@ -224,21 +261,22 @@ class EagleDrafter(Drafter):
 
     def _draft(self, asks: Sequence[_Ask], ends: _Ends) -> list[Draft | None]:
         """Draft for sequences whose last known tokens are ``ends``."""
-        count = len(asks)
-        if self._sizes and count <= self._sizes[-1]:
-            stepper = self._steppers[self._sizes[bisect_left(self._sizes, count)]]
+        shape = self._shape.first(max(ask.limit for ask in asks))
+        rows = len(asks) * shape.width
+        if self._sizes and rows <= self._sizes[-1]:
+            stepper = self._steppers[self._sizes[bisect_left(self._sizes, rows)]]
         else:
-            stepper = self._stepper(count)
-        steps = max(ask.limit for ask in asks)
-        tokens = stepper.run(asks, ends, self._writer, self._staging, steps)
+            stepper = self._stepper(rows)
+        tokens = stepper.run(asks, ends, shape)
         self._last = batch = DraftedTokens(tokens)
-        return [Draft(batch, i * self._depth, chain(ask.limit)) for i, ask in enumerate(asks)]
+        size, full = self._shape.tree.size, self._shape
+        return [Draft(batch, i * size, full.first(ask.limit).tree) for i, ask in enumerate(asks)]
 
     def _stepper(self, rows: int) -> _Stepper:
         attention = self._attention.draft_graph(rows, self._max_context)
         if attention is None:
             raise ValueError(f"attention backend {self._attention.name} cannot draft")
-        return _Stepper(self._writer, attention, rows, self._depth)
+        return _Stepper(self._writer, attention, rows, self._shape, self._staging)
 
 
 def _bytes_of(copies: HostCopy, row: int) -> bytes:
@@ -246,93 +284,115 @@ def _bytes_of(copies: HostCopy, row: int) -> bytes:
 
 
 class _Stepper:
-    """Drafts one token after another for a fixed number of rows, in a CUDA graph if captured.
-
-    Attributes:
-        drafted: int64 ``[rows, depth]``, the tokens drafted so far.
-    """
+    """Runs the head over a fixed number of rows, once for each depth of a tree; as a CUDA graph if
+    captured."""
 
     def __init__(
-        self, writer: EagleWriter, attention: DraftAttention, rows: int, depth: int
+        self,
+        writer: EagleWriter,
+        attention: DraftAttention,
+        rows: int,
+        shape: DraftShape,
+        staging: PinnedStaging,
     ) -> None:
-        device = writer.carried.device
-        self._writer, self._attention, self._rows = writer, attention, rows
+        device, states = writer.carried.device, writer.carried
+        self._writer, self._attention, self._num_rows = writer, attention, rows
+        self._staging, self._topk = staging, shape.topk
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._fused = writer.carried.new_zeros(rows, writer.carried.shape[1])
-        # Seeds, and the positions of the tokens to draw.
-        self._noise_at = torch.zeros(rows, 2, dtype=torch.int64, device=device)
-        self._temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
-        self._column = torch.zeros(1, dtype=torch.int64, device=device)
-        self.drafted = torch.zeros(rows, depth, dtype=torch.int64, device=device)
-        vocab = writer.head.config.draft_vocab_size
-        self._filters = (
-            torch.full((rows,), vocab, dtype=torch.int64, device=device),
-            torch.ones(rows, dtype=torch.float32, device=device),
-            torch.zeros(rows, dtype=torch.float32, device=device),
+
+        def numbers(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+        self._rows = DraftRows(
+            tokens=numbers(rows),
+            positions=numbers(rows),
+            states=states.new_zeros(rows, states.shape[1]),
+            places=attention.places,
+            bases=attention.bases,
+            masks=attention.masks,
+            noise_at=numbers(rows, 2),
+            temperatures=torch.zeros(rows, dtype=torch.float32, device=device),
         )
+        columns, depths = shape.levels.shape[1], shape.depth
+        self._tables = DraftTables(
+            numbers(depths, columns), numbers(1), numbers(rows, shape.tree.size)
+        )
+        self._shape: DraftShape | None = None
+        self._inputs = torch.zeros(
+            packed_bytes(self._packed([], [], [], [])), dtype=torch.uint8, device=device
+        )
+        self._roots = self._upload([], [], [], [])
+
+    def _packed(
+        self,
+        index: Sequence[int],
+        carried: Sequence[int],
+        seeds: Sequence[int],
+        temperatures: Sequence[float],
+    ) -> list[Array]:
+        """Arrays of :class:`pd.kernels.drafting.DraftRoots`, always of the same sizes."""
+        columns = np.zeros((3, self._num_rows), np.int64)
+        for column, values in zip(columns, (index, carried, seeds), strict=True):
+            column[: len(values)] = values
+        floats = np.zeros(self._num_rows, np.float32)
+        floats[: len(temperatures)] = temperatures
+        return [np.array([len(index)], np.int64), *columns, floats]
+
+    def _upload(self, *columns: Sequence[Any]) -> DraftRoots:
+        positions = torch.zeros(self._num_rows, dtype=torch.int64, device=self._inputs.device)
+        packed = self._packed(*columns)
+        return DraftRoots._make([*self._staging.upload(packed, self._inputs), positions])
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Have further steps replayed."""
+        """Have further passes replayed."""
         self._attention.plan(np.zeros(0, np.int64), [])
         self._graph, _ = recorder.record(self._step)
 
     @torch.inference_mode()
-    def run(
-        self,
-        asks: Sequence[_Ask],
-        ends: _Ends,
-        writer: EagleWriter,
-        staging: PinnedStaging,
-        steps: int,
-    ) -> torch.Tensor:
-        """Draft ``steps`` tokens for each sequence.
+    def run(self, asks: Sequence[_Ask], ends: _Ends, shape: DraftShape) -> torch.Tensor:
+        """Draft guesses of this shape for each sequence.
 
         Returns:
-            int64 ``[asks * depth]``, a copy of the drafted tokens.
+            int64 ``[asks * size]``, a copy of the drafted tokens, where ``size`` is that of the
+            largest shape.
         """
-        count = len(asks)
-        seeds = np.array([ask.choice.seed for ask in asks], np.int64)
-        rows = np.array([ask.state.row for ask in asks], np.int64)
         params = [ask.choice.params for ask in asks]
-        temperatures = np.array([0.0 if p.greedy else p.temperature for p in params], np.float32)
-        seeds_there, rows_there, temperatures_there = staging.upload([seeds, rows, temperatures])
-        self._attention.plan(
-            np.array([ask.most for ask in asks], np.int64), [ask.sequence.pages for ask in asks]
+        packed = self._packed(
+            ends.index,
+            [ask.state.row for ask in asks],
+            [ask.choice.seed for ask in asks],
+            [0.0 if p.greedy else p.temperature for p in params],
         )
-        self._tokens[:count].copy_(ends.tokens)
-        torch.index_select(writer.carried, 0, rows_there, out=self._fused[:count])
-        self._attention.places[:count].copy_(ends.positions)
-        self._noise_at[:count, 0].copy_(seeds_there)
-        self._temperatures[:count].copy_(temperatures_there)
-        self._column.zero_()
-        for _ in range(steps):
+        self._staging.upload(packed, self._inputs)
+        if shape is not self._shape:
+            levels = shape.levels
+            there = to_device(levels, torch.int64, self._inputs.device)
+            self._tables.levels[: levels.shape[0], : levels.shape[1]].copy_(there)
+            self._shape = shape
+        limits = np.repeat(np.array([ask.most for ask in asks], np.int64), shape.width)
+        pages = [ask.sequence.pages for ask in asks for _ in range(shape.width)]
+        self._attention.plan(limits, pages)
+        start_rows(
+            self._roots,
+            self._rows,
+            self._tables,
+            ends.tokens,
+            ends.positions,
+            self._writer.carried,
+        )
+        for _ in range(shape.depth):
             if self._graph is None:
                 self._step()
             else:
                 self._graph.replay()
-        return self.drafted[:count].flatten().clone()
+        return self._tables.drafted[: len(asks)].flatten().clone()
 
     @torch.inference_mode()
     def _step(self) -> torch.Tensor:
-        """Draw one token for each row, and prepare the next step."""
-        attention, head = self._attention, self._writer.head
-        torch.add(attention.places, 1, out=attention.bases)
-        attention.locate()
-        logits, hidden = head(self._tokens, self._fused, attention.places, attention)
-        self._noise_at[:, 1].copy_(attention.bases)
-        columns, _ = sample_rows(
-            logits,
-            self._temperatures,
-            self._noise_at,
-            *self._filters,
-            any_filter=False,
-            token_ids=head.target_ids,
-        )
-        drawn = columns if head.target_ids is None else head.target_ids[columns]
-        self.drafted.index_copy_(1, self._column, drawn[:, None])
-        self._tokens.copy_(drawn)
-        self._fused.copy_(hidden)
-        attention.places.add_(1)
-        self._column.add_(1)
-        return self.drafted
+        """Compute the rows of one depth, and make those of the next."""
+        rows, head = self._rows, self._writer.head
+        self._attention.locate()
+        logits, hidden = head(rows.tokens, rows.states, rows.positions, self._attention)
+        best = likeliest(logits, rows.temperatures, rows.noise_at, head.target_ids, self._topk)
+        branch_rows(self._roots, rows, self._tables, best, head.target_ids, hidden)
+        return self._tables.drafted

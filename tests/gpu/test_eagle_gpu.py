@@ -13,6 +13,7 @@ from pd.core.node_info import KVLayout
 from pd.embedded import EMBEDDED_MODEL
 from pd.engine.kv_pool import KVPool
 from pd.kernels.attention import AttentionBatch, make_attention_backend
+from pd.kernels.drafting import States
 from pd.models.config import ModelConfig
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
@@ -60,7 +61,9 @@ def results_on(name: str, device: str) -> list[torch.Tensor]:
             fused = head.fuse(features)
             logits, hidden = head(tokens, fused, places, drafting)
             pool = writing.pool
-            head.write_kv(tokens, fused, places, pool.key(0), pool.value(0), writing.slots)
+            head.write_kv(
+                tokens, States.of(fused), places, pool.key(0), pool.value(0), writing.slots
+            )
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

@@ -10,6 +10,8 @@ from kernels.triton_device import DEVICE, SEED, skip_unless_interpreter_works
 
 from pd.kernels.acceptance import Accepted, Trees, accept
 
+WIDTH = 8
+
 
 @pytest.fixture(scope="module")
 def _works() -> None:
@@ -18,7 +20,7 @@ def _works() -> None:
 
 def example(rng: random.Random, works: int) -> tuple[torch.Tensor, Trees, list[list[int]]]:
     """Random trees over few tokens, so that many guesses are right; and for each work its last
-    accepted guess, their number and the token after them, by the definition."""
+    accepted guess, the token after it, its position and the path to it, by the definition."""
     sampled: list[int] = []
     tokens: list[int] = []
     parents: list[int] = []
@@ -44,24 +46,26 @@ def example(rng: random.Random, works: int) -> tuple[torch.Tensor, Trees, list[l
         if forced >= 0:
             path = list(range(forced))
         end = path[-1] if path else -1
-        expected.append([end, len(path), drawn[end + 1]])
+        stop = rng.randrange(100)
+        expected.append([end, drawn[end + 1], stop + len(path), *path, *[-1] * (WIDTH - len(path))])
         sampled += drawn
         tokens += guesses
         parents += tree
-        columns.append([row, first, count, forced])
-    rows, firsts, counts, forced_all = torch.tensor(columns).T.contiguous()
+        columns.append([row, first, count, forced, stop])
+    rows, firsts, counts, forced_all, stops = torch.tensor(columns).T.contiguous()
     there = torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents, dtype=torch.int64)
-    return torch.tensor(sampled), Trees(*there, rows, firsts, counts, forced_all), expected
+    return torch.tensor(sampled), Trees(*there, rows, firsts, counts, forced_all, stops), expected
 
 
 def table(found: Accepted) -> list[list[int]]:
-    return torch.stack(list(found), dim=1).tolist()
+    ends = torch.stack((found.last, found.tokens, found.positions), dim=1)
+    return torch.cat((ends, found.path), dim=1).tolist()
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + 20))
 def test_the_reference(seed: int) -> None:
     sampled, trees, expected = example(random.Random(seed), 12)
-    assert table(accept(sampled, trees)) == expected
+    assert table(accept(sampled, trees, WIDTH)) == expected
 
 
 @pytest.mark.usefixtures("_works")
@@ -71,4 +75,9 @@ def test_the_kernel(seed: int) -> None:
 
     sampled, trees, expected = example(random.Random(seed), 12)
     there = Trees(*(column.to(DEVICE) for column in trees))
-    assert table(acceptance_triton.accept(sampled.to(DEVICE), there)) == expected
+    assert table(acceptance_triton.accept(sampled.to(DEVICE), there, WIDTH)) == expected
+
+
+def test_paths_may_be_left_out() -> None:
+    sampled, trees, expected = example(random.Random(SEED), 12)
+    assert table(accept(sampled, trees)) == [each[:3] for each in expected]

@@ -17,6 +17,7 @@ from pd.core.errors import UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.kv_pool import KVPool
 from pd.kernels.attention import AttentionBatch, make_attention_backend
+from pd.kernels.drafting import States
 from pd.kernels.paging import token_slots
 from pd.models.config import ModelConfig
 from pd.models.eagle import EagleHead, load_eagle_head
@@ -229,7 +230,9 @@ class Paged:
         positions = np.arange(start, start + len(tokens))
         slots = torch.from_numpy(token_slots(self.pages, positions, PAGE)).long()
         place = torch.from_numpy(positions)
-        self.head.write_kv(tokens, fused, place, self.pool.key(0), self.pool.value(0), slots)
+        self.head.write_kv(
+            tokens, States.of(fused), place, self.pool.key(0), self.pool.value(0), slots
+        )
 
 
 def check(head: EagleHead, reference: Reference, count: int = 14) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB_SIZE, tiny_node
 
 from pd import assembly
+from pd.engine.draft_tree import chain
 from pd.speculative.adaptation import REST_STEPS, DraftLengths, StepCosts
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def test_sequences_are_drafted_for_as_their_drafts_were_accepted() -> None:
     good, bad = keys(2)
     for _ in range(30):
         lengths.choose([good, bad], [8, 8])
-        lengths.observe(good, 8, 8)
-        lengths.observe(bad, 8, 0)
+        lengths.observe(good, chain(8), range(8))
+        lengths.observe(bad, chain(8), [])
     most, least = lengths.choose([good, bad], [8, 8])
     assert most == 8
     assert least <= 1
@@ -71,7 +72,7 @@ def test_a_sequence_is_tried_again() -> None:
         (length,) = lengths.choose([bad], [4])
         chosen.append(length)
         if length:
-            lengths.observe(bad, length, 0)
+            lengths.observe(bad, chain(length), [])
     tries = [step for step, length in enumerate(chosen) if length]
     assert 2 < len(tries) < 200
     assert tries[-1] > 700

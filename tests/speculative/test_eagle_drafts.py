@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,15 +19,17 @@ from pd.core.sampling_params import SamplingParams
 from pd.engine.eagle import CarriedState, EagleWriter
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
-from pd.kernels.attention import find_attention_backend
+from pd.engine.sampling_state import SamplingState
+from pd.kernels.attention import AttentionBatch, find_attention_backend
+from pd.kernels.sampling import gumbel_noise, noise_keys
 from pd.speculative import eagle as eagle_drafter
+from pd.speculative.draft import Draft
 
 if TYPE_CHECKING:
     from cluster import Cluster, Pending
 
-    from pd.engine.sampling_state import SamplingState
     from pd.launch import NodeServer
-    from pd.speculative.draft import Draft
+    from pd.speculative.shape import DraftShape
 
 PROMPTS = list(random_prompts(4, [5, 40, 90, 130]))
 DRAFTED = 3
@@ -44,8 +47,7 @@ def speculating(kind: str, algorithm: str = "eagle3", **settings: Any) -> Cluste
         *counts,
         speculative_algorithm="eagle",
         speculative_draft_model=tiny_head(algorithm),
-        speculative_num_draft_tokens=DRAFTED,
-        **settings,
+        **{"speculative_num_draft_tokens": DRAFTED} | settings,
     )
 
 
@@ -86,7 +88,8 @@ class Notes:
 
         def note(drafter: Any, asks: Any, ends: Any) -> Any:
             drafts = draft(drafter, asks, ends)
-            rows = zip(asks, ends.positions.tolist(), drafts, strict=True)
+            positions = ends.positions[list(ends.index)].tolist()
+            rows = zip(asks, positions, drafts, strict=True)
             for ask, position, made in rows:
                 if ask.sequence.request.room:
                     self.made.append((ask.sequence, position + 1, made, ask.choice))
@@ -109,43 +112,61 @@ class OnePass:
         engine = server.node.engine
         self._runner: Any = engine.runner
         self._layout = engine.pool.layout
+        drafter: Any = server.node.core.drafter
+        self.shape: DraftShape = drafter._shape
 
     @torch.inference_mode()
     def draft(self, made: Made) -> list[int]:
-        device, count = torch.device("cpu"), len(made.ids)
-        layout = replace_page_size(self._layout, 16)
-        pool = KVPool(layout, 40, device)
-        writer = EagleWriter.of(self._runner.eagle.head, self._runner.model, pool, _Config())
-        attention = find_attention_backend("torch", device, torch.float32, 8)
-        runner = ModelRunner.build(self._runner.model, pool, attention, prompts=False, eagle=writer)
-        pages = np.arange(40, dtype=np.int32)
-        ids = np.array(made.ids, np.int32)
-        # The last token is not computed by the model before the draft.
-        runner.forward([ForwardItem(ids[:-1], 0, pages)])
-        writer.keep(torch.tensor([2]), torch.tensor([count - 2]))
-        backend = find_attention_backend("torch", device, torch.float32, 16)
+        """The tokens of a draft after one pass over those before it."""
+        pool, writer, ids, pages = self._computed(made.ids)
+        kind = find_attention_backend("torch", torch.device("cpu"), torch.float32, 16)
         drafter = eagle_drafter.EagleDrafter(
-            writer, backend(writer.kv, 2), max_context=1024, depth=DRAFTED
+            writer, kind(writer.kv, 2), self.shape, pool.move_tokens, max_context=1024
         )
-        params = SamplingParams(max_tokens=1)
-        sequence = Sequence(Request("", b"", b"", ids, params), 0, ids, count, pages=pages)
-        asks = [
-            eagle_drafter._Ask(sequence, CarriedState(2), made.choice, DRAFTED, count + DRAFTED)
-        ]
-        ends = eagle_drafter._Ends(torch.tensor(made.ids[-1:]), torch.tensor([count - 1]))
+        count, size = len(ids), made.draft.size
+        sequence = Sequence(
+            Request("", b"", b"", ids, SamplingParams(max_tokens=1)), 0, ids, count, pages=pages
+        )
+        asks = [eagle_drafter._Ask(sequence, CarriedState(2), made.choice, size, count + size)]
+        ends = eagle_drafter._Ends(torch.tensor(made.ids[-1:]), torch.tensor([count - 1]), [0])
         (draft,) = drafter._draft(asks, ends)
         assert draft is not None
-        return draft.batch.tokens.tolist()[: made.draft.size]
+        return draft.batch.tokens.tolist()[:size]
+
+    @torch.inference_mode()
+    def likeliest(self, made: Made, path: list[int]) -> list[int]:
+        """The tokens that a head draws after a path of guesses, the likeliest first."""
+        _, writer, ids, pages = self._computed(made.ids)
+        kind = find_attention_backend("torch", torch.device("cpu"), torch.float32, 16)
+        attention = kind(writer.kv, 2)
+        head, state = writer.head, writer.carried[2:3]
+        for place, token in enumerate([int(ids[-1]), *path], len(ids) - 1):
+            attention.plan(AttentionBatch(np.array([place]), np.array([1]), [pages]))
+            where = torch.tensor([place])
+            logits, state = head(torch.tensor([token]), state, where, attention)
+        names = head.target_ids
+        params, best = made.choice.params, logits.float()
+        if not params.greedy:
+            position = made.choice.position(len(path))
+            keys = noise_keys(torch.tensor([[made.choice.seed, position]]))
+            best = best / params.temperature + gumbel_noise(keys, best.shape[1], names)
+        order = best[0].argsort(descending=True)
+        return (order if names is None else names[order]).tolist()
+
+    def _computed(self, ids: list[int]) -> tuple[KVPool, EagleWriter, Any, Any]:
+        """All but the last token, computed by the model in one pass."""
+        pool = KVPool(msgspec.structs.replace(self._layout, page_size=16), 40, "cpu")
+        writer = EagleWriter.of(self._runner.eagle.head, self._runner.model, pool, _Config())
+        kind = find_attention_backend("torch", torch.device("cpu"), torch.float32, 8)
+        runner = ModelRunner.build(self._runner.model, pool, kind, prompts=False, eagle=writer)
+        pages, known = np.arange(40, dtype=np.int32), np.array(ids, np.int32)
+        runner.forward([ForwardItem(known[:-1], 0, pages)])
+        writer.keep(torch.tensor([2]), torch.tensor([len(ids) - 2]), torch.tensor([-1]))
+        return pool, writer, known, pages
 
 
 class _Config:
     max_running_requests = 4
-
-
-def replace_page_size(layout: Any, page_size: int) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(layout, page_size=page_size)
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -231,3 +252,58 @@ def test_no_token_is_computed_twice_for_its_state(
         assert reread == []
         cluster.client.generate([DRAFTED, *prompt], targets(cluster), max_tokens=40).result()
         assert len(reread) == 1
+
+
+TREES = {"speculative_num_draft_tokens": 7, "speculative_topk": 3}
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_trees_change_no_output(
+    plain: list[list[list[int]]], kind: str, page_size: int, overlap: str
+) -> None:
+    settings = {"page_size": page_size, "overlap_schedule": overlap, **TREES}
+    with speculating(kind, **settings) as cluster:
+        for _ in range(2):  # then from cached pages
+            assert answers(cluster) == plain
+        cluster.wait_idle()
+        accepted = counter(targets(cluster)[-1], "pd_speculative_accepted_total")
+        assert accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_trees_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """So the KV of accepted guesses is where it belongs, however deep in a tree they were: in the
+    model's planes, on which the states depend, and in the head's."""
+    notes = Notes(monkeypatch)
+    with speculating(kind, page_size=4, **TREES) as cluster:
+        answers(cluster, tokens=24)
+        cluster.wait_idle()
+        made = notes.drafts()
+        assert len(made) > 100
+        again = OnePass(targets(cluster)[-1])
+        for each in made[::3]:
+            tokens = each.draft.batch.tokens[each.draft.first :][: each.draft.size]
+            assert again.draft(each) == tokens.tolist(), f"after {len(each.ids)} tokens"
+
+
+def test_guesses_of_a_tree_are_the_likeliest_after_each_path() -> None:
+    """By the definition: each path is computed as a chain of its own."""
+    with speculating("unified", **TREES) as cluster:
+        again = OnePass(targets(cluster)[-1])
+        (prompt,) = random_prompts(5, [50])
+        for params in (
+            SamplingParams(max_tokens=9, temperature=0.0),
+            SamplingParams(max_tokens=9, temperature=1.0, seed=4),
+        ):
+            choice = SamplingState(params, np.array(prompt[:-3], np.int32), (), 256)
+            for _ in range(3):
+                choice.observe(1)
+            tree, size = again.shape.tree, again.shape.tree.size
+            made = Made(prompt, Draft(None, 0, tree), choice)  # type: ignore[arg-type]
+            drafted = again.draft(made)
+            for guess in range(size):
+                *before, own = tree.paths[guess]
+                found = again.likeliest(made, [drafted[index] for index in before])
+                assert drafted[own] == found[again.shape.ranks[guess]]

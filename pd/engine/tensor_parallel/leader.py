@@ -28,6 +28,7 @@ from pd.engine.tensor_parallel.messages import (
     ForgetPages,
     ForwardStep,
     Joining,
+    MoveTokens,
     RankChannel,
     RankFailed,
     RankMessage,
@@ -229,6 +230,15 @@ class Leader:
         if previous_tokens is not None:
             self.group.broadcast(previous_tokens)
 
+    def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        """Let the workers move KV of tokens as rank 0 is about to do.
+
+        Raises:
+            NodeFailedError: a worker is gone.
+        """
+        self._send_to_all(MoveTokens(len(to)))
+        self.group.broadcast(torch.stack((source, to)))
+
     def save_pages(self, pages: IntArray) -> int:
         """Let the workers copy pages to host memory; returns the key of the copies."""
         key = next(self._keys)
@@ -353,6 +363,19 @@ class LeadingRunner:
     def graphs(self) -> DecodeGraphs | None:
         """See :class:`pd.engine.model_runner.ModelRunner`."""
         return self._runner.graphs
+
+    def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        """See :meth:`pd.engine.kv_pool.KVPool.move_tokens`; on all ranks.
+
+        Raises:
+            NodeFailedError: a worker is gone.
+        """
+        try:
+            self._leader.move_tokens(source, to)
+            self._runner.move_tokens(source, to)
+        except Exception as error:  # after any error the ranks no longer do the same
+            self._leader.step_failed(error)
+            raise NodeFailedError(str(self._leader.failure)) from error
 
     def drop_graphs(self) -> None:
         """See :meth:`pd.engine.model_runner.ModelRunner.drop_graphs`; on this rank alone."""

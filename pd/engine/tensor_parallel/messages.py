@@ -140,6 +140,13 @@ class ForwardStep(msgspec.Struct, tag=True):
         ]
 
 
+class MoveTokens(msgspec.Struct, tag=True):
+    """Lets all workers move KV of tokens: rank 0 broadcasts ``count`` slots to read and as many to
+    write."""
+
+    count: int
+
+
 class SavePages(msgspec.Struct, tag=True):
     """Lets all workers copy pages to host memory."""
 
@@ -168,6 +175,7 @@ RankMessage = (
     | Built
     | RankFailed
     | ForwardStep
+    | MoveTokens
     | SavePages
     | RestorePages
     | ForgetPages

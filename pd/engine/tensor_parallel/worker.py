@@ -32,6 +32,7 @@ from pd.engine.tensor_parallel.messages import (
     ForgetPages,
     ForwardStep,
     Joining,
+    MoveTokens,
     RankChannel,
     RankFailed,
     RestorePages,
@@ -109,6 +110,10 @@ def _serve(channel: RankChannel) -> None:
         message = channel.receive()
         if isinstance(message, ForwardStep):
             _compute(engine, group, device, message)
+        elif isinstance(message, MoveTokens):
+            slots = torch.empty(2, message.count, dtype=torch.int64, device=device)
+            group.broadcast(slots)
+            engine.runner.move_tokens(slots[0], slots[1])
         elif isinstance(message, SavePages):
             saved[message.key] = engine.pool.gather_pages(unpacked(message.pages))
         elif isinstance(message, RestorePages):
