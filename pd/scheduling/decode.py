@@ -162,31 +162,36 @@ class DecodeScheduler:
         drafting = [work for work in works if work.samples and work.follows is None]
         limits = [self._draft_limit(work) for work in drafting]
         lengths = self._lengths.choose([work.sequence for work in drafting], limits)
+        ahead = self._drafter.drafts_ahead
         for work, length in zip(drafting, lengths, strict=True):
             if work.draft is None:
                 work.draft_limit = length
-            if self._drafter.drafts_ahead:
-                drafted = max(work.num_drafted, work.draft_limit)
-                left = self._most_drafted(work.sequence, behind=1)
-                room = self._room_for(work, drafted + 1 + left) - drafted - 1
-                work.ahead_limit = max(0, min(length, left, room))
+            if ahead:
+                self._limit_ahead(work, length)
 
     def _draft_limit(self, work: Work) -> int:
         """How many tokens may be drafted for a work, or behind it if it has its draft."""
         sequence = work.sequence
-        most = self._most_drafted(sequence)
+        # One token more than was drafted comes out of a step.
+        most = self._output_left(sequence) - 1
         ahead, sequence.ahead = sequence.ahead, None
         if ahead is None:
-            return self._room_for(work, most)
+            return self._room_for(work, max(0, min(self.draft_tokens, most)))
         work.draft = ahead.first_tokens(most)
-        return self._most_drafted(sequence, behind=1)
+        return max(0, min(self.draft_tokens, most - 1))
 
-    def _most_drafted(self, sequence: Sequence, behind: int = 0) -> int:
-        """Tokens that may be drafted after a sequence's last one, or after ``behind`` more: one
-        token more than was drafted comes out of a step."""
+    def _limit_ahead(self, work: Work, length: int) -> None:
+        """Decide how many tokens, ``length`` at most, may be drafted behind a work."""
+        most = min(length, self._output_left(work.sequence) - 2)
+        if most > 0:
+            drafted = 1 + max(work.num_drafted, work.draft_limit)
+            work.ahead_limit = max(0, self._room_for(work, drafted + most) - drafted)
+
+    @staticmethod
+    def _output_left(sequence: Sequence) -> int:
+        """Tokens that a sequence may still output."""
         choice = sequence.choice
-        left = choice.params.max_tokens - choice.num_output_tokens - behind
-        return max(0, min(self.draft_tokens, left - 1))
+        return choice.params.max_tokens - choice.num_output_tokens
 
     def _room_for(self, work: Work, wanted: int) -> int:
         """How many tokens after a work's last one have pages, of ``wanted`` at most, after more

@@ -120,24 +120,24 @@ class Work:
         Args:
             first_draft: where the tokens of the draft are among those that only the device has.
         """
-        sequence, start = self.sequence, self.start - self.reread
+        sequence, start, draft = self.sequence, self.start - self.reread, self.draft
+        carried = 0 if sequence.carried is None else sequence.carried.row
+        if draft is not None:
+            tree, known = draft.tree, self.stop - start
+            token_ids = np.empty(known + tree.size, np.int32)
+            token_ids[:known] = sequence.tokens[start : self.stop]
+            token_ids[known:] = np.arange(-1 - first_draft, -1 - first_draft - tree.size, -1)
+            logits = 1 + tree.size
+            return ForwardItem(token_ids, start, sequence.pages, logits, tree, self.reread, carried)
         if self.follows is None:
             token_ids = sequence.tokens[start : self.stop]
         else:
             token_ids = np.array([-1 - self.follows.row], dtype=np.int32)
             if self.reread:
                 token_ids = np.concatenate([sequence.tokens[start : start + 1], token_ids])
-        item = ForwardItem(token_ids, start, sequence.pages, self.num_logits)
-        item.reread = self.reread
-        if sequence.carried is not None:
-            item.carried = sequence.carried.row
-        if self.draft is not None:
-            tree, known = self.draft.tree, len(token_ids)
-            item.token_ids = np.empty(known + tree.size, np.int32)
-            item.token_ids[:known] = token_ids
-            item.token_ids[known:] = np.arange(-1 - first_draft, -1 - first_draft - tree.size, -1)
-            item.tree = tree
-        return item
+        return ForwardItem(
+            token_ids, start, sequence.pages, self.num_logits, None, self.reread, carried
+        )
 
 
 @dataclass(eq=False, slots=True)
