@@ -11,8 +11,9 @@ arrival at the node until its first token is known there, one request at a time,
 prompts of I tokens at once for O tokens each, from the first send to the last token at the client.
 `spec:B:K` is `decode:B` with K tokens drafted for each sequence and step, where a drafter is given
 (`--speculative-algorithm`). Its tokens per second are those accepted, of which
-`--simulate-acceptance` makes as many as a trained model would. Before each work the cache is
-emptied. The roofline is that of `pd/bench/engine_roofline.py`.
+`--simulate-acceptance` makes as many as a trained model would. `verify:B:T` is one forward pass and
+its sampling over T tokens of each of B sequences, alone and without drafts; `verify:B:1` is a plain
+step. Before each work the cache is emptied. The roofline is that of `pd/bench/engine_roofline.py`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="WORK",
-        help="decode:B,… prefill:N,… cached:N,… offline:RxIxO spec:B:K (default: "
+        help="decode:B,… prefill:N,… cached:N,… offline:RxIxO spec:B:K verify:B:T (default: "
         f"{' '.join(DEFAULT_WORK)})",
     )
     add("work_without_flag", nargs="*", type=_refuse_stray, metavar="WORK", help=argparse.SUPPRESS)
@@ -219,7 +220,7 @@ def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -
     if work.kind == "decode":
         assert measured.context is not None
         return roofline.decode(work.count, measured.context)
-    if work.kind == "spec":
+    if work.kind in ("spec", "verify"):
         return None
     if work.kind == "offline":
         return roofline.offline(work.count, work.num_in, work.num_out, batch)

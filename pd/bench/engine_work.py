@@ -14,6 +14,9 @@ import numpy as np
 from pd.bench.engine_client import Ask, Client
 from pd.bench.engine_steps import StepLog
 from pd.core.errors import SetupError, UsageError
+from pd.engine.model_runner import ForwardItem
+from pd.engine.sampling_state import Draw
+from pd.speculative.costs import greedy_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,11 +25,17 @@ if TYPE_CHECKING:
     from pd.bench.engine_steps import Interval
     from pd.launch import NodeServer
 
-Kind = Literal["decode", "prefill", "cached", "offline", "spec"]
-_WORK = re.compile(r"(decode|prefill|cached):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec):\d+:\d+")
+Kind = Literal["decode", "prefill", "cached", "offline", "spec", "verify"]
+_WORK = re.compile(
+    r"(decode|prefill|cached):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec|verify):\d+:\d+"
+)
 # The first steps of a batch still see the end of its prompts.
 _WARM_STEPS = 4
+# Multiples of it are spread evenly over the unit interval.
+_GOLDEN = (5**0.5 - 1) / 2
 _IDLE_SECONDS = 10.0
+# Steps of ``verify`` that are timed together.
+_VERIFIED = 20
 
 
 @dataclass(frozen=True)
@@ -34,10 +43,11 @@ class Workload:
     """One thing to measure.
 
     Attributes:
-        count: sequences, of ``decode``, ``spec`` and ``offline``; 1 otherwise.
-        num_in: tokens of each prompt (of ``decode`` and ``spec``: of the context, on average).
-        num_out: tokens that each generates (of ``spec``: that are drafted for each and step); 0
-            where that follows from the rest.
+        count: sequences, of ``decode``, ``spec``, ``verify`` and ``offline``; 1 otherwise.
+        num_in: tokens of each prompt (of ``decode``, ``spec`` and ``verify``: of the context, on
+            average).
+        num_out: tokens that each generates (of ``spec``: that are drafted for each and step; of
+            ``verify``: that a step computes of each); 0 where that follows from the rest.
     """
 
     kind: Kind
@@ -48,8 +58,8 @@ class Workload:
     def __str__(self) -> str:
         if self.kind == "offline":
             return f"offline:{self.count}x{self.num_in}x{self.num_out}"
-        if self.kind == "spec":
-            return f"spec:{self.count}:{self.num_out}"
+        if self.kind in ("spec", "verify"):
+            return f"{self.kind}:{self.count}:{self.num_out}"
         return f"{self.kind}:{self.count if self.kind == 'decode' else self.num_in}"
 
 
@@ -65,12 +75,13 @@ def parse_work(texts: list[str], context: int) -> list[Workload]:
         if match is None or not all(numbers):
             raise UsageError(
                 f"--work {text} is none of decode:BATCH, prefill:TOKENS, cached:TOKENS, "
-                "offline:REQUESTSxINxOUT and spec:BATCH:DRAFTED"
+                "offline:REQUESTSxINxOUT, spec:BATCH:DRAFTED and verify:BATCH:TOKENS"
             )
         if match[3]:
             works.append(Workload("offline", *numbers))
         elif match[4]:
-            works.append(Workload("spec", numbers[0], context, numbers[1]))
+            kind: Kind = "spec" if match[4] == "spec" else "verify"
+            works.append(Workload(kind, numbers[0], context, numbers[1]))
         elif match[1] == "decode":
             works += [Workload("decode", number, context) for number in numbers]
         else:
@@ -106,7 +117,8 @@ class Measured:
 
 class Simulated:
     """Counts as accepted what the weights of a trained model might: each drafted token, if those
-    before it were, with the same probability.
+    before it were, with the same probability. The drafts of a run stand evenly between likely and
+    unlikely ones (a Weyl sequence), so that few are enough to have the mean.
 
     Args:
         length: mean acceptance length, the token that the model adds included.
@@ -129,11 +141,12 @@ class Simulated:
                 low = middle
             else:
                 high = middle
-        self.probability, self._rng = high, rng
+        self.probability, self._place = high, float(rng.random())
 
     def __call__(self, drafted: int) -> int:
-        rejected = np.flatnonzero(self._rng.random(drafted) >= self.probability)
-        return int(rejected[0]) if len(rejected) else drafted
+        self._place = (self._place + _GOLDEN) % 1.0
+        chances = self.probability ** np.arange(1, drafted + 1)
+        return int((self._place < chances).sum())
 
 
 class Bench:
@@ -270,6 +283,33 @@ class Bench:
             context=statistics.mean(interval.context for interval in intervals),
             acceptance=tokens / work.count,
         )
+
+    def _verify(self, work: Workload) -> Measured:
+        """Steps one behind the other, so that none waits for the host."""
+        engine = self._node.engine
+        engine.activate()
+        page_size, pool = engine.pool.page_size, engine.pool
+        each = -(-(work.num_in + work.num_out) // page_size)
+        if each * work.count > pool.num_pages:
+            raise SetupError(f"{work} needs {each * work.count} pages; see --kv-cache-tokens")
+        # NOTE: nothing is cached and nobody is served, so all pages are free.
+        pages = self._rng.permutation(pool.num_pages)[: each * work.count].astype(np.int32)
+        ids = self._rng.integers(0, self._vocab, work.num_out).astype(np.int32)
+        items = [
+            ForwardItem(ids, work.num_in, table, work.num_out)
+            for table in pages.reshape(work.count, each)
+        ]
+        draws = [Draw(greedy_state(engine))] * (work.count * work.num_out)
+        seconds = []
+        for _ in range(self._repeats + 1):
+            began = time.perf_counter()
+            for _ in range(_VERIFIED):
+                logits = engine.runner.forward(items)
+                samples = engine.sampler.launch(logits, engine.sampler.prepare(draws))
+            samples.result()
+            seconds.append((time.perf_counter() - began) / _VERIFIED)
+        tokens = work.count * work.num_out
+        return Measured(seconds[1:], tokens, context=work.num_in)
 
     # ---- prompts
 

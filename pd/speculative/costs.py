@@ -76,7 +76,7 @@ def _step(engine: Engine, sequences: int, tokens: int) -> None:
     places = np.arange(sequences * per_sequence) % engine.pool.num_pages
     pages = places.astype(np.int32).reshape(sequences, per_sequence)
     items = [ForwardItem(ids, 0, table, tokens) for table in pages]
-    draws = [Draw(_state(engine))] * (sequences * tokens)
+    draws = [Draw(greedy_state(engine))] * (sequences * tokens)
     prepared = engine.sampler.prepare(draws)
     engine.sampler.launch(engine.runner.forward(items), prepared).result()
 
@@ -89,11 +89,11 @@ def _draft(engine: Engine, drafter: Drafter, count: int) -> None:
     for _ in range(count):
         request = Request(rid="", room=b"", proxy=b"", prompt=ids, params=params)
         sequences.append(Sequence(request, 0, ids, len(ids), pages=np.zeros(2, np.int32)))
-    state = _state(engine)
+    state = greedy_state(engine)
     drafter.rehearse([DraftRequest(sequence, state, 1) for sequence in sequences])
 
 
-def _state(engine: Engine) -> SamplingState:
+def greedy_state(engine: Engine) -> SamplingState:
     """Sampling state of a greedy choice without any output."""
     model = engine.model_config
     params = SamplingParams(max_tokens=64, temperature=0.0)

@@ -3,6 +3,7 @@ however a node computed them: in chunks, from cached pages, after drafts, on two
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 PROMPTS = list(random_prompts(4, [5, 40, 90, 130]))
 DRAFTED = 3
+DEVICE = torch.device(os.environ.get("PD_TEST_DEVICE", "cpu"))
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 5, "n": 2},
@@ -119,7 +121,7 @@ class OnePass:
     def draft(self, made: Made) -> list[int]:
         """The tokens of a draft after one pass over those before it."""
         pool, writer, ids, pages = self._computed(made.ids)
-        kind = find_attention_backend("torch", torch.device("cpu"), torch.float32, 16)
+        kind = find_attention_backend("torch", DEVICE, torch.float32, 16)
         drafter = eagle_drafter.EagleDrafter(
             writer, kind(writer.kv, 2), self.shape, pool.move_tokens, max_context=1024
         )
@@ -128,7 +130,7 @@ class OnePass:
             Request("", b"", b"", ids, SamplingParams(max_tokens=1)), 0, ids, count, pages=pages
         )
         asks = [eagle_drafter._Ask(sequence, CarriedState(2), made.choice, size, count + size)]
-        ends = eagle_drafter._Ends(torch.tensor(made.ids[-1:]), torch.tensor([count - 1]), [0])
+        ends = eagle_drafter._Ends(*numbers(made.ids[-1:], [count - 1]), [0])
         (draft,) = drafter._draft(asks, ends)
         assert draft is not None
         return draft.batch.tokens.tolist()[:size]
@@ -137,32 +139,37 @@ class OnePass:
     def likeliest(self, made: Made, path: list[int]) -> list[int]:
         """The tokens that a head draws after a path of guesses, the likeliest first."""
         _, writer, ids, pages = self._computed(made.ids)
-        kind = find_attention_backend("torch", torch.device("cpu"), torch.float32, 16)
+        kind = find_attention_backend("torch", DEVICE, torch.float32, 16)
         attention = kind(writer.kv, 2)
         head, state = writer.head, writer.carried[2:3]
         for place, token in enumerate([int(ids[-1]), *path], len(ids) - 1):
             attention.plan(AttentionBatch(np.array([place]), np.array([1]), [pages]))
-            where = torch.tensor([place])
-            logits, state = head(torch.tensor([token]), state, where, attention)
+            given, where = numbers([token], [place])
+            logits, state = head(given, state, where, attention)
         names = head.target_ids
         params, best = made.choice.params, logits.float()
         if not params.greedy:
             position = made.choice.position(len(path))
-            keys = noise_keys(torch.tensor([[made.choice.seed, position]]))
+            (noise_at,) = numbers([[made.choice.seed, position]])
+            keys = noise_keys(noise_at)
             best = best / params.temperature + gumbel_noise(keys, best.shape[1], names)
         order = best[0].argsort(descending=True)
         return (order if names is None else names[order]).tolist()
 
     def _computed(self, ids: list[int]) -> tuple[KVPool, EagleWriter, Any, Any]:
         """All but the last token, computed by the model in one pass."""
-        pool = KVPool(msgspec.structs.replace(self._layout, page_size=16), 40, "cpu")
+        pool = KVPool(msgspec.structs.replace(self._layout, page_size=16), 40, DEVICE)
         writer = EagleWriter.of(self._runner.eagle.head, self._runner.model, pool, _Config())
-        kind = find_attention_backend("torch", torch.device("cpu"), torch.float32, 8)
+        kind = find_attention_backend("torch", DEVICE, torch.float32, 8)
         runner = ModelRunner.build(self._runner.model, pool, kind, prompts=False, eagle=writer)
         pages, known = np.arange(40, dtype=np.int32), np.array(ids, np.int32)
         runner.forward([ForwardItem(known[:-1], 0, pages)])
-        writer.keep(torch.tensor([2]), torch.tensor([len(ids) - 2]), torch.tensor([-1]))
+        writer.keep(*numbers([2], [len(ids) - 2], [-1]))
         return pool, writer, known, pages
+
+
+def numbers(*columns: list[Any]) -> list[torch.Tensor]:
+    return [torch.tensor(column, dtype=torch.int64, device=DEVICE) for column in columns]
 
 
 class _Config:

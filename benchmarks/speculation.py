@@ -1,0 +1,91 @@
+"""Speculative decoding against none on the same GPU: tokens a second of a stream, by batch.
+
+    python benchmarks/speculation.py [--batches 1,8,32,64] --output FILE [-- FLAGS]
+
+Each row is a batch of `pd-bench engine`: the Llama-3.1-8B shape with an EAGLE-3-shaped head, dummy
+weights, a context of 1,024 tokens on average, greedy, chains of `--drafted` tokens. Drafting and
+verifying do their full work, then as many tokens count as accepted as `--acceptance` says.
+`speedup` is the ratio of tokens a second of a stream to those without speculation, measured in
+another process of the same run. `resting_ratio` is the same for a head whose drafts are all wrong
+(an acceptance length of 1), with adaptive draft lengths. `verify_ratio` is the time of a step of 5
+tokens of each sequence by that of a plain step. Flags after `--` go to every `pd-bench engine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from pd.bench.report import write_report  # noqa: E402
+
+VERIFIED = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", default="1,8,32,64")
+    parser.add_argument("--drafted", type=int, default=3)
+    parser.add_argument("--acceptance", type=float, default=2.88)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("flags", nargs="*")
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    head = ["--speculative-algorithm", "eagle"]
+    head += ["--speculative-draft-model", "llama-3.1-8b-eagle3"]
+    head += ["--speculative-num-draft-tokens", str(args.drafted)]
+    spec = [f"spec:{batch}:{args.drafted}" for batch in batches]
+    verify = [f"verify:{batch}:{tokens}" for batch in batches for tokens in (1, VERIFIED)]
+    adaptive = ["--speculative-adaptive", "on", "--simulate-acceptance", "1"]
+    fixed = ["--speculative-adaptive", "off", "--simulate-acceptance", str(args.acceptance)]
+    plain = engine(args.flags, [f"decode:{batch}" for batch in batches])
+    drafting = engine([*args.flags, *head, *fixed], [*spec, *verify])
+    resting = engine([*args.flags, *head, *adaptive], spec)
+    rows = []
+    for batch, name in zip(batches, spec, strict=True):
+        none, with_head = plain[f"decode:{batch}"], drafting[name]
+        rows.append(
+            {
+                "batch": batch,
+                "context": with_head["context"],
+                "none_ms": none["median_ms"],
+                "step_ms": with_head["median_ms"],
+                "acceptance_length": with_head["acceptance_length"],
+                "none_tokens_per_s": round(none["tokens_per_s"] / batch, 1),
+                "tokens_per_s": round(with_head["tokens_per_s"] / batch, 1),
+                "speedup": with_head["tokens_per_s"] / none["tokens_per_s"],
+                "resting_ratio": resting[name]["tokens_per_s"] / none["tokens_per_s"],
+                "verify_ratio": drafting[f"verify:{batch}:{VERIFIED}"]["median_ms"]
+                / drafting[f"verify:{batch}:1"]["median_ms"],
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    command = shlex.join(["python", "benchmarks/speculation.py", *sys.argv[1:]])
+    write_report(args.output, command, rows, measured=["pd", "benchmarks/speculation.py"])
+    return 0
+
+
+def engine(flags: list[str], work: list[str]) -> dict[str, Any]:
+    """Rows of one `pd-bench engine` by their work; ends the program if it fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "engine.json"
+        program = "import sys; from pd.cli import bench; sys.exit(bench())"
+        script = Path(directory) / "pd_bench.py"
+        script.write_text(f'if __name__ == "__main__":\n    {program}\n')
+        command = [sys.executable, str(script), "engine", "--model", "llama-3.1-8b"]
+        command += [*flags, "--work", *work, "--output", str(output)]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            raise SystemExit(f"failed: {shlex.join(command)}")
+        return {row["work"]: row for row in json.loads(output.read_text())["results"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
