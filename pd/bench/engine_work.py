@@ -215,15 +215,22 @@ class Bench:
 
     # ---- decode
 
-    def start_decode(self, batch: int, context: int, steps: int) -> None:
+    def start_decode(
+        self, batch: int, context: int, steps: int, growth: float | None = None
+    ) -> None:
         """Have ``batch`` sequences begin that will decode together for ``steps`` steps at least,
-        with about ``context`` tokens in the middle of them."""
+        with about ``context`` tokens in the middle of them.
+
+        Args:
+            growth: tokens of a sequence until then that count; by default ``steps``.
+        """
         chunk = self._node.core.config.chunked_prefill_size
         # The first of them decode while the last ones' prompts are computed.
         waits = min(batch, 2 * -(-batch * context // chunk) + 8)
         max_tokens = steps + waits + _WARM_STEPS + 2
         # What they decode before all of them do: nothing to ``waits`` / 2 tokens or so.
-        length = max(1, context - steps // 2 - _WARM_STEPS - waits // 4)
+        grown = int(steps if growth is None else growth)
+        length = max(1, context - grown // 2 - _WARM_STEPS - waits // 4)
         self._client.start([Ask(self._prompt(length), max_tokens) for _ in range(batch)])
 
     def finish(self) -> None:
@@ -238,10 +245,14 @@ class Bench:
             context=statistics.mean(interval.context for interval in intervals),
         )
 
-    def _intervals(self, work: Workload, tokens_per_step: int = 1) -> list[Interval]:
-        """Between the steps of a batch, in which a sequence grows by so many tokens at most."""
-        spare = (_WARM_STEPS + 2) * (tokens_per_step - 1)
-        self.start_decode(work.count, work.num_in, self._steps * tokens_per_step + spare)
+    def _intervals(
+        self, work: Workload, most: int = 1, expected: float | None = None
+    ) -> list[Interval]:
+        """Between the steps of a batch, in which a sequence grows by ``most`` tokens at most and by
+        ``expected`` on average."""
+        spare = (_WARM_STEPS + 2) * (most - 1)
+        growth = self._steps * (most if expected is None else expected)
+        self.start_decode(work.count, work.num_in, self._steps * most + spare, growth)
         self.finish()
         intervals = self.log.intervals(work.count)[_WARM_STEPS:][: self._steps]
         if len(intervals) < self._steps // 2 + 1:
@@ -275,7 +286,7 @@ class Bench:
             scheduler.draft_tokens, lengths.simulate = before, None
 
     def _spec(self, work: Workload) -> Measured:
-        intervals = self._intervals(work, work.num_out + 1)
+        intervals = self._intervals(work, work.num_out + 1, self._acceptance)
         tokens = statistics.mean(interval.tokens for interval in intervals)
         return Measured(
             [interval.seconds for interval in intervals],
