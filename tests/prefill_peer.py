@@ -27,6 +27,7 @@ from pd.core.messages import (
 from pd.core.node_info import NodeInfo
 from pd.engine.kv_pool import KVPool
 from pd.node.http_server import HttpServers, bind
+from pd.speculative.choice import describe_drafter
 from pd.transfer.base import TransferState
 from pd.transfer.registry import make_transfer_manager
 
@@ -65,6 +66,7 @@ class PrefillPeer:
             endpoint=endpoint or f"tcp://127.0.0.1:{port}",
             bootstrap=self.url,
             transfers=self.transfer.addresses(),
+            drafter=describe_drafter(node.core.config, node.engine),
         )
         self.registry = Registry(info, connect=self.transfer.connect)
         self.registry.set_ready()

@@ -85,6 +85,7 @@ def reachable_address(host: str) -> str:
 def check_early(config: NodeConfig) -> None:
     """Refuse what can be known to fail without importing torch, which takes seconds."""
     from pd.models.config import ModelConfig, draft_config
+    from pd.models.eagle_config import EagleConfig
     from pd.models.generation_config import sampling_defaults
 
     model = ModelConfig.from_pretrained(config.model)
@@ -95,7 +96,10 @@ def check_early(config: NodeConfig) -> None:
         )
     model.divided(config.tp_size)
     if config.speculative_draft_model is not None:
-        draft_config(config.speculative_draft_model, model)
+        if config.speculative_algorithm == "eagle":
+            EagleConfig.from_pretrained(config.speculative_draft_model, model)
+        else:
+            draft_config(config.speculative_draft_model, model)
     if config.role != "unified":
         check_backend(config.transfer_backend, config.fake_script, config.device, config.tp_size)
 

@@ -187,13 +187,14 @@ class DecodeGraphs:
         return self._logits[:rows].copy_(self._model.logits(hidden))
 
     def fits(self, items: Sequence[ForwardItem]) -> bool:
-        """Whether these are so few tokens, all of whose logits are wanted, and one of each sequence
-        or, where such steps were captured, at most :data:`MAX_TREE`."""
+        """Whether these are so few tokens, whose logits are wanted, and one of each sequence; or,
+        where such steps were captured, at most :data:`MAX_TREE`, of which the first may be computed
+        without."""
         most, total = MAX_TREE if self._several else 1, 0
         for item in items:
             count = len(item.token_ids)
             total += count
-            if count > most or item.num_logits != count - item.reread:
+            if count > most or not max(1, count - 1) <= item.num_logits <= count:
                 return False
         return total <= self.sizes[-1]
 
@@ -238,10 +239,10 @@ class DecodeGraphs:
         if self._eagle is not None:
             self._eagle.fused = self._fused[:rows]
         logits = graph.logits[:count]
-        hidden = [item.reread for item in items]
-        if not any(hidden):
+        unwanted = [item.num_logits < len(item.token_ids) for item in items]
+        if not any(unwanted):
             return logits
         wanted = np.ones(count, np.bool_)
-        wanted[(np.cumsum(lengths) - lengths)[hidden]] = False
+        wanted[(np.cumsum(lengths) - lengths)[unwanted]] = False
         chosen = np.flatnonzero(wanted)
         return logits.index_select(0, to_device(chosen, torch.int64, self._device))

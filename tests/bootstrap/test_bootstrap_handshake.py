@@ -68,6 +68,7 @@ OTHER = {
     "vectors": ("vectors", 1),
     "sharded": ("sharded", False),
     "layout": ("layout", "page_major"),
+    "drafter": ("--speculative-algorithm", "eagle3 0123 (2 KV heads of 8, states of 32, float32)"),
 }
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pd.commands.node import check_early
+from pd.core.config import NodeConfig
 from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 USAGE, ENVIRONMENT = 2, 1
+EAGLE = "prefill --model {root}/model --speculative-algorithm eagle --speculative-draft-model"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_model(root / "weightless", config)
     _write_model(root / "hot", config)
     (root / "hot" / "generation_config.json").write_text('{"temperature": "hot"}')
+    head = json.loads((EMBEDDED_MODEL.parent / "embedded-eagle3" / "config.json").read_text())
+    _write_model(root / "head-of-more-tokens", head | {"vocab_size": 4096})
+    _write_model(root / "head-of-wider", head | {"target_hidden_size": 512})
+    _write_model(root / "head-of-deeper", head | {"eagle_aux_hidden_state_layer_ids": [1, 3, 9]})
+    _write_model(root / "head-without-weights", head)
     (root / "empty").mkdir()
     (root / "broken").mkdir()
     (root / "broken" / "config.json").write_text("{")
@@ -106,6 +114,14 @@ ERRORS = [
     ("decode --model {root}/model --generation-config vllm", USAGE, "'none'"),
     ("prefill --model {root}/alien", USAGE, "AlienForCausalLM"),
     ("prefill --model {root}/halves", USAGE, "num_key_value_heads"),
+    # drafters
+    ("decode --model {root}/model --speculative-algorithm eagle", USAGE, "need each other"),
+    (f"{EAGLE} {{root}}/nowhere", USAGE, "nowhere"),
+    (f"{EAGLE} {{root}}/empty", USAGE, "config.json"),
+    (f"{EAGLE} {{root}}/model", USAGE, "'Qwen3ForCausalLM' is not an EAGLE head"),
+    (f"{EAGLE} {{root}}/head-of-more-tokens", USAGE, "4096 tokens in its vocabulary"),
+    (f"{EAGLE} {{root}}/head-of-wider", USAGE, "size 512, those of the model have 256"),
+    (f"{EAGLE} {{root}}/head-of-deeper", USAGE, "layers of a model of 6"),
     # the machine
     ("prefill --model {root}/model --port {port}", ENVIRONMENT, "choose another --port"),
     (
@@ -174,12 +190,33 @@ def test_one_line_and_a_status(
     assert named in ended.stderr
 
 
-def test_a_model_whose_weights_are_missing(place: Path) -> None:
+@pytest.mark.parametrize(
+    "models",
+    [
+        "--model {place}/weightless",
+        "--model {place}/model --speculative-algorithm eagle "
+        "--speculative-draft-model {place}/head-without-weights",
+    ],
+    ids=["model", "head"],
+)
+def test_a_model_whose_weights_are_missing(place: Path, models: str) -> None:
     """Found out only after torch is loaded, and still without a traceback."""
-    ended = launch(f"unified --model {place}/weightless --port 0 --device cpu")
+    ended = launch(f"unified {models.format(place=place)} --port 0 --device cpu")
     assert ended.returncode == USAGE
     assert "--load-format dummy" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("head", ["embedded-eagle", "embedded-eagle3"])
+def test_a_head_that_fits_is_not_refused(place: Path, head: str) -> None:
+    config = NodeConfig(
+        role="prefill",
+        model=place / "model",
+        device="cpu",
+        speculative_algorithm="eagle",
+        speculative_draft_model=EMBEDDED_MODEL.parent / head,
+    )
+    check_early(config)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from cluster import is_idle, wait_until
 from decode_helpers import PROMPT, ask, handled, lose, state_of
 from prefill_peer import PrefillPeer, is_ones
-from raw_peer import SOON
-from tiny import TOKEN_BYTES
+from raw_peer import SOON, proxy_of
+from tiny import TOKEN_BYTES, tiny_head, tiny_node
 
 from pd.core.messages import (
     Abort,
@@ -162,6 +162,46 @@ def test_a_commit_without_exactly_the_first_tokens_fails_the_request(
     sender = prefill.push(reservation, len(PROMPT))
     prefill.commit(reservation, sender.bytes_sent, first_tokens=tokens)
     assert proxy.receive(Failed).error.kind == "transfer"
+
+
+def test_a_node_without_a_head_takes_no_drafter_state(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    ask(proxy, decode, prefill)
+    reservation = prefill.receive(Reservation)
+    sender = prefill.push(reservation, len(PROMPT))
+    prefill.commit(reservation, sender.bytes_sent, drafter_state=bytes(5))
+    failed = proxy.receive(Failed)
+    assert failed.error.kind == "transfer"
+    assert "a drafter state of 5 bytes, not of 0" in failed.error.message
+
+
+def test_a_drafter_state_of_another_size_fails_its_request_alone() -> None:
+    settings: dict[str, Any] = {"kv_cache_tokens": 256, "reserved_decode_tokens": 8}
+    settings |= {"speculative_algorithm": "eagle", "speculative_draft_model": tiny_head()}
+    node = tiny_node("decode", **settings)
+    try:
+        with PrefillPeer(node) as prefill, proxy_of(node) as proxy:
+            right = node.node.engine.drafter_state_bytes
+            assert right == 32 * 4
+            for size in (0, right - 1, right + 1, 2 * right, right):
+                ask(proxy, node, prefill, params={"max_tokens": 4})
+                reservation = prefill.receive(Reservation)
+                sender = prefill.push(reservation, len(PROMPT))
+                prefill.commit(reservation, sender.bytes_sent, drafter_state=bytes(size))
+                if size != right:
+                    failed = proxy.receive(Failed)
+                    assert failed.error.kind == "transfer"
+                    told = f"a drafter state of {size} bytes, not of {right}"
+                    assert told in failed.error.message
+                    assert prefill.receive(AbortRoom).epoch == reservation.epoch
+                wait_until(lambda: is_idle(node), 10)
+            prefill.receive(CommitAck)
+            assert proxy.receive(StepOutputs).outputs[0].token_ids == [7]
+            node.node.check()
+            lose(node, prefill)
+    finally:
+        node.stop()
 
 
 def test_a_commit_before_the_data_waits_for_it(

@@ -20,6 +20,7 @@ from greedy_engine import generate
 
 from pd.core.errors import UsageError
 from pd.core.node_info import KVLayout
+from pd.engine.draft_tree import DraftTree, chain
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
 from pd.engine.tensor_parallel.messages import ForwardStep
@@ -188,3 +189,27 @@ def test_a_step_arrives_as_it_was_sent() -> None:
         assert (got.start, got.num_logits) == (sent.start, sent.num_logits)
         assert got.pages.tolist() == table
         assert got.pages.dtype == got.token_ids.dtype == np.int32
+
+
+def test_trees_and_what_is_computed_again_arrive_with_their_items() -> None:
+    """Items without a tree stand between those with one, so that each finds its own guesses."""
+    branches = [-1, 0, 0, 1, -1]
+    trees = [None, chain(2), DraftTree(np.array(branches, np.int32)), None, chain(1)]
+    reread = [True, False, True, False, False]
+    items = []
+    for number, (tree, again) in enumerate(zip(trees, reread, strict=True)):
+        size = 1 + again + (0 if tree is None else tree.size)
+        ids = np.arange(100 * number, 100 * number + size, dtype=np.int32)
+        item = ForwardItem(ids, 20 - again, np.arange(2, dtype=np.int32), 1, tree, again)
+        item.carried = 7  # a matter of rank 0
+        items.append(item)
+    received = ForwardStep.of(items, 16, 0).items()
+    assert [item.reread for item in received] == reread
+    assert [item.token_ids.tolist() for item in received] == [i.token_ids.tolist() for i in items]
+    parents = [None if item.tree is None else item.tree.parents.tolist() for item in received]
+    assert parents == [None, [-1, 0], branches, None, [-1]]
+    chains = [None if item.tree is None else item.tree.is_chain for item in received]
+    assert chains == [None, True, False, None, True]
+    seen = received[2].tree
+    assert seen is not None and trees[2] is not None
+    assert np.array_equal(seen.visible, trees[2].visible)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Cluster, random_prompts
 from drafters import SEED, Oracle
-from tiny import VOCAB_SIZE, tiny_cluster, tiny_model
+from tiny import VOCAB_SIZE, tiny_cluster, tiny_head, tiny_model
 
 from pd import assembly
 
@@ -28,7 +28,7 @@ PROMPTS = [
     for rest in rests
 ]  # fmt: skip
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "drafter": ("ngram", "draft", "half right"),
+    "drafter": ("ngram", "draft", "eagle", "half right"),
     "kind": ("unified", "split"),
     "page_size": (1, 16, 64),
     "overlap_schedule": ("off", "on"),
@@ -129,6 +129,8 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         settings["speculative_algorithm"] = drafter
         if drafter == "draft":
             settings["speculative_draft_model"] = tiny_model(num_hidden_layers=1)
+        elif drafter == "eagle":
+            settings["speculative_draft_model"] = tiny_head()
     counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
     with tiny_cluster(*counts, reserved_decode_tokens=4, **settings) as cluster:
         for _ in range(2 if cache == "warm" else 1):
