@@ -44,8 +44,10 @@ def make_drafter(
 
         return ModelDrafter(draft_model.runner(engine.pool.num_pages), engine.sampler)
     from pd.speculative.ngram import NgramDrafter
+    from pd.speculative.ngram_cache import NgramCache
 
-    return NgramDrafter(engine.pool.device)
+    cache = NgramCache() if config.speculative_ngram_cache == "on" else None
+    return NgramDrafter(engine.pool.device, cache)
 
 
 def describe_drafter(config: NodeConfig, engine: Engine) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pd.engine.sampling_state import SamplingState
     from pd.scheduling.step import Work
     from pd.speculative.draft import Draft
+    from pd.speculative.ngram_cache import NgramCache
 
 
 class DraftRequest(NamedTuple):
@@ -56,9 +57,11 @@ class Drafter(ABC):
 
     Attributes:
         drafts_ahead: whether :meth:`follow` drafts for the step after the one that was launched.
+        ngram_cache: is given the tokens of all sequences that the node computes, if not None.
     """
 
     drafts_ahead = False
+    ngram_cache: NgramCache | None = None
 
     @abstractmethod
     def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
