@@ -247,6 +247,8 @@ class _Generation:
 
     def count_equal(self, end: int, tokens: list[int]) -> int:
         """How many tokens up to ``end`` equal the last of ``tokens``."""
+        if self._tokens[end] != tokens[-1]:
+            return 0  # most places that nothing equals
         count = 0
         here = self._tokens[max(0, end + 1 - len(tokens)) : end + 1].tolist()
         for one, other in zip(reversed(here), reversed(tokens), strict=False):
