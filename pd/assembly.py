@@ -77,12 +77,13 @@ def make_core(
 ) -> NodeCore:
     """Build the objects that the parts of a node share."""
     radix = RadixCache(config.page_size, policy=config.eviction_policy)
+    ngram_cache = None if drafter is None else drafter.ngram_cache
     events, metrics = Events(), RequestMetrics()
     return NodeCore(
         config=config,
         instance_id=instance_id,
         engine=engine,
-        memory=Memory(engine.pool.num_pages, config.page_size, radix),
+        memory=Memory(engine.pool.num_pages, config.page_size, radix, ngram_cache),
         events=events,
         rooms=Rooms(events, metrics, Outbox(instance_id, control.post)),
         metrics=metrics,

@@ -247,6 +247,12 @@ def _add_speculation(flags: ConfigFlags) -> None:
         "is measured at the start",
         choices=choices.SPECULATIVE_ADAPTIVE,
     )
+    flags.add(
+        "--speculative-ngram-cache",
+        "ngram also looks in what this node computed for others with the same cache_salt "
+        "(default: %(default)s)",
+        choices=choices.SPECULATIVE_NGRAM_CACHES,
+    )
 
 
 class _TransferBackends:

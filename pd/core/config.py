@@ -20,6 +20,7 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
 GENERATION_CONFIGS = ("auto", "none")
 SPECULATIVE_ADAPTIVE = ("on", "off")
+SPECULATIVE_NGRAM_CACHES = ("on", "off")
 SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
 # Those that read a checkpoint of their own.
 _WITH_MODEL = ("draft", "eagle")
@@ -76,6 +77,7 @@ class NodeConfig:
     speculative_num_draft_tokens: int = 4
     speculative_topk: int = 1
     speculative_adaptive: str = "on"
+    speculative_ngram_cache: str = "off"
     transfer_backend: str = "auto"
     trust_network: bool = False
     fake_script: Path | None = None
@@ -111,6 +113,8 @@ class NodeConfig:
                 "--speculative-draft-model and --speculative-algorithm draft or eagle need each "
                 "other"
             )
+        if self.speculative_ngram_cache == "on" and self.speculative_algorithm != "ngram":
+            raise UsageError("--speculative-ngram-cache on needs --speculative-algorithm ngram")
         if self.speculative_num_draft_tokens > MAX_DRAFT_TOKENS:
             raise UsageError(
                 f"--speculative-num-draft-tokens must be at most {MAX_DRAFT_TOKENS}, not "

@@ -74,6 +74,7 @@ class Sequence:
         host_kv: KV of a retracted sequence (tokens ``[0, num_computed)``), or None.
         ahead: guesses of the tokens after those known, which were drafted behind the last step.
         carried: what an EAGLE head needs of the last computed token.
+        num_noted: leading tokens that the n-gram cache was given, or that the prefix cache had.
     """
 
     request: Request
@@ -90,6 +91,7 @@ class Sequence:
     host_kv: HostKV | None = None
     ahead: Draft | None = None
     carried: CarriedState | None = None
+    num_noted: int = 0
 
     def append(self, token: int) -> None:
         """Add one output token."""

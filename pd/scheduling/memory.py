@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pd.core.request import Sequence
     from pd.radix import RadixCache
+    from pd.speculative.ngram_cache import NgramCache
 
     IntArray = npt.NDArray[np.int32]
 
@@ -25,12 +26,22 @@ class Memory:
     A sequence's page table never changes under it: when its tokens are inserted into the tree and
     the tree has them already, the sequence keeps its own copies until it is released, so that a
     launched step or a running transfer reads what it was given.
+
+    Args:
+        ngram_cache: is given the tokens of what is cached, or is None.
     """
 
-    def __init__(self, num_pages: int, page_size: int, radix: RadixCache) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        radix: RadixCache,
+        ngram_cache: NgramCache | None = None,
+    ) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.radix = radix
+        self._ngram_cache = ngram_cache
 
     @property
     def num_pages(self) -> int:
@@ -68,6 +79,7 @@ class Memory:
         sequence.pages = np.array(found.pages, dtype=np.int32)
         sequence.owned = np.zeros(len(found.pages), dtype=np.bool_)
         sequence.num_computed = len(found.pages) * self.page_size
+        sequence.num_noted = max(sequence.num_noted, sequence.num_computed)
         return sequence.num_computed
 
     def grow(
@@ -89,6 +101,8 @@ class Memory:
 
     def cache(self, sequence: Sequence) -> None:
         """Insert the computed tokens' whole pages into the tree and keep them locked there."""
+        if self._ngram_cache is not None:
+            self._note(sequence, self._ngram_cache)
         count = sequence.num_computed // self.page_size
         if count == 0:
             return
@@ -105,6 +119,17 @@ class Memory:
         if sequence.handle is not None:
             self.radix.unlock(sequence.handle)
         sequence.handle = inserted.handle
+
+    @staticmethod
+    def _note(sequence: Sequence, ngram_cache: NgramCache) -> None:
+        """Give the n-gram cache the tokens that it was not given yet: those computed of a prompt,
+        and all of an output. What the prefix cache had is not computed again, so it costs nothing
+        here either."""
+        stop = sequence.num_tokens if sequence.decodes else sequence.num_computed
+        if stop > sequence.num_noted:
+            namespace = sequence.request.namespace
+            ngram_cache.add(namespace, sequence.ids[:stop], sequence.num_noted)
+            sequence.num_noted = stop
 
     def commit(self, sequence: Sequence) -> None:
         """Reserved pages were filled: from now on they are the sequence's."""
@@ -137,7 +162,10 @@ class Memory:
         sequence.num_computed = 0
 
     def flush(self) -> int:
-        """Drop everything cached and unlocked; returns the number of pages freed."""
+        """Drop everything cached and unlocked, and the n-gram cache; returns the number of pages
+        freed."""
+        if self._ngram_cache is not None:
+            self._ngram_cache.clear()
         pages = self.radix.clear()
         self.allocator.free(pages, PageState.CACHED)
         return len(pages)

@@ -51,8 +51,10 @@ def make_drafter(
         )
         return ModelDrafter(runner, engine.sampler)
     from pd.speculative.ngram import NgramDrafter
+    from pd.speculative.ngram_cache import NgramCache
 
-    return NgramDrafter(engine.pool.device)
+    cache = NgramCache() if config.speculative_ngram_cache == "on" else None
+    return NgramDrafter(engine.pool.device, cache)
 
 
 def draft_shape(config: NodeConfig) -> DraftShape:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.sampling_state import SamplingState
     from pd.speculative.draft import Draft
+    from pd.speculative.ngram_cache import NgramCache
 
 
 class DraftedWork(Protocol):
@@ -71,9 +72,11 @@ class Drafter(ABC):
 
     Attributes:
         drafts_ahead: whether :meth:`follow` drafts for the step after the one that was launched.
+        ngram_cache: is given the tokens of all sequences that the node computes, if not None.
     """
 
     drafts_ahead = False
+    ngram_cache: NgramCache | None = None
 
     @abstractmethod
     def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:

@@ -148,6 +148,52 @@ def test_ngrams_give_the_same(plain: dict[str, list[Pending]], kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["unified", "split"])
+def test_ngrams_of_other_requests_give_the_same(plain: dict[str, list[Pending]], kind: str) -> None:
+    """A second client asks what a first one asked: its drafts come from the first one's answers."""
+    accepted: dict[str, list[float]] = {}
+    for cache in ("off", "on"):
+        settings = {"speculative_algorithm": "ngram", "speculative_ngram_cache": cache}
+        with layout(kind, **settings) as cluster:
+            accepted[cache] = []
+            for _ in range(2):
+                before = counter(targets(cluster)[-1], "pd_speculative_accepted_total")
+                for name, params in FEATURES.items():
+                    for ours, theirs in zip(answers(cluster, **params), plain[name], strict=True):
+                        same(ours, theirs)
+                cluster.wait_idle()
+                after = counter(targets(cluster)[-1], "pd_speculative_accepted_total")
+                accepted[cache].append(after - before)
+    assert accepted["on"][0] >= accepted["off"][0]
+    answered = sum(
+        len(tokens) for each in plain.values() for one in each for tokens in one.result()
+    )
+    assert accepted["on"][1] > accepted["off"][1] + answered / 3
+
+
+def test_what_another_namespace_was_answered_is_not_drafted(
+    plain: dict[str, list[Pending]],
+) -> None:
+    def accepted(namespace: str) -> float:
+        node = targets(cluster)[-1]
+        before = counter(node, "pd_speculative_accepted_total")
+        for prompt, reference in zip(PROMPTS, plain["greedy"], strict=True):
+            pending = cluster.client.generate(
+                prompt, targets(cluster), namespace=namespace, max_tokens=TOKENS
+            )
+            assert pending.result() == reference.result()
+        cluster.wait_idle()
+        return counter(node, "pd_speculative_accepted_total") - before
+
+    settings = {"speculative_algorithm": "ngram", "speculative_ngram_cache": "on"}
+    with layout("split", **settings) as cluster:
+        first, again = accepted("a"), accepted("a")
+        other = accepted("b")
+        assert other == first < again
+        targets(cluster)[-1].node.flush_cache()
+        assert accepted("a") == first
+
+
+@pytest.mark.parametrize("kind", ["unified", "split"])
 def test_too_little_memory_and_aborts_change_nothing(
     plain: dict[str, list[Pending]], drafts_with: Callable[[Drafter], None], kind: str
 ) -> None:
