@@ -28,7 +28,7 @@ PROMPTS = [
     for rest in rests
 ]  # fmt: skip
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "drafter": ("ngram", "draft", "eagle", "half right"),
+    "drafter": ("ngram", "draft", "eagle", "eagle tree", "half right"),
     "kind": ("unified", "split"),
     "page_size": (1, 16, 64),
     "overlap_schedule": ("off", "on"),
@@ -126,11 +126,12 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
             lambda config, *_: oracle if config.role != "prefill" else None,
         )
     else:
-        settings["speculative_algorithm"] = drafter
+        settings["speculative_algorithm"] = drafter.split()[0]
         if drafter == "draft":
             settings["speculative_draft_model"] = tiny_model(num_hidden_layers=1)
-        elif drafter == "eagle":
+        elif drafter.startswith("eagle"):
             settings["speculative_draft_model"] = tiny_head()
+            settings["speculative_topk"] = 3 if drafter == "eagle tree" else 1
     counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
     with tiny_cluster(*counts, reserved_decode_tokens=4, **settings) as cluster:
         for _ in range(2 if cache == "warm" else 1):
