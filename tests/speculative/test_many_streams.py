@@ -9,10 +9,15 @@ import pytest
 import torch
 import transformers
 from cluster import Cluster
+from counters import counter
 from drafters import SEED, Oracle
+from embedded.heldout import evaluation_set
+from embedded.text import Message, render
+from tokenizers import Tokenizer
 
 from pd import assembly
 from pd.core.sampling_params import choice_seed
+from pd.embedded import EMBEDDED_MODEL
 from pd.kernels.sampling import gumbel_noise, noise_keys
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ TOKENS = 24
 # In flight at once.
 WINDOW = 64
 VOCAB = 320
+LAYOUT = {"prefill": 0, "decode": 0, "unified": 1}
 
 
 def streams(count: int) -> list[tuple[list[int], int]]:
@@ -50,7 +56,8 @@ def outputs(cluster: Cluster, asked: list[tuple[list[int], int]]) -> list[list[i
 class Judge:
     """Scores of tokens in float64."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, vocab: int) -> None:
+        self._vocab = vocab
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float64, attn_implementation="eager"
         )
@@ -62,7 +69,7 @@ class Judge:
         tokens = torch.tensor([prompt + ours[:place]])
         logits = self._model(tokens).logits[0, -1]
         noise_at = torch.tensor([[choice_seed(seed, 0), len(prompt) + place]])
-        noise = gumbel_noise(noise_keys(noise_at), VOCAB)[0]
+        noise = gumbel_noise(noise_keys(noise_at), self._vocab)[0]
         scores = logits + noise.double()
         return float(abs(scores[ours[place]] - scores[theirs[place]]))
 
@@ -75,18 +82,54 @@ def test_drafts_change_no_stream(
     """Streams may differ from a place on where float64 puts both tokens within 1e-4, which may
     happen once in 100,000 tokens."""
     directory, asked = checkpoint("qwen3"), streams(count)
-    layout = {"prefill": 0, "decode": 0, "unified": 1}
-    with Cluster(directory, **layout) as cluster:
+    with Cluster(directory, **LAYOUT) as cluster:
         expected = outputs(cluster, asked)
     oracle = Oracle(VOCAB, 0.5)
     for (prompt, _), tokens in zip(asked, expected, strict=True):
         oracle.learn([*prompt, *tokens])
     monkeypatch.setattr(assembly, "make_drafter", lambda *_: oracle)
-    with Cluster(directory, speculative_adaptive="off", **layout) as cluster:
+    with Cluster(directory, speculative_adaptive="off", **LAYOUT) as cluster:
         found = outputs(cluster, asked)
         cluster.wait_idle()
     assert oracle.drafted > TOKENS * count / 4
-    judge, differing = Judge(directory), 0
+    compare(Judge(directory, VOCAB), asked, found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_a_head_that_is_often_right_changes_no_stream() -> None:
+    """The embedded model and its head, on prompts of its held-out sets."""
+    asked = questions(10_000)
+    with Cluster(EMBEDDED_MODEL, **LAYOUT) as cluster:
+        expected = outputs(cluster, asked)
+    head = EMBEDDED_MODEL.parent / "embedded-eagle3"
+    settings = {"speculative_algorithm": "eagle", "speculative_draft_model": head}
+    with Cluster(EMBEDDED_MODEL, speculative_adaptive="off", **settings, **LAYOUT) as cluster:
+        found = outputs(cluster, asked)
+        cluster.wait_idle()
+        drafts = counter(cluster.unified[0], "pd_speculative_drafts_total")
+        assert counter(cluster.unified[0], "pd_speculative_accepted_total") > drafts
+    compare(Judge(EMBEDDED_MODEL, 2048), asked, found, expected)
+
+
+def questions(count: int) -> list[tuple[list[int], int]]:
+    """Prompts of the embedded model and seeds."""
+    rng = random.Random(SEED)
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    examples = [each for name in ("arithmetic", "faq") for each in evaluation_set(name)]
+    texts = [render([*e.before, Message("user", e.turns[-1].question)]) for e in examples]
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return [(rng.choice(prompts), rng.randrange(1 << 48)) for _ in range(count)]
+
+
+def compare(
+    judge: Judge,
+    asked: list[tuple[list[int], int]],
+    found: list[list[int]],
+    expected: list[list[int]],
+) -> None:
+    """Streams are equal but for tokens that float64 cannot tell apart."""
+    count, differing = len(asked), 0
     for (prompt, seed), ours, theirs in zip(asked, found, expected, strict=True):
         if ours != theirs:
             differing += 1

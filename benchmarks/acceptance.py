@@ -1,0 +1,154 @@
+"""Acceptance length of every drafter in a running split, greedy and at temperature 1.
+
+    python benchmarks/acceptance.py [--examples 24] --output FILE
+
+The embedded model is asked questions of its held-out sets over HTTP, through a proxy, a prefill
+node and a decode node, which are real processes. Every drafter drafts as many tokens as it may:
+`tokens`, with at most `topk` guesses at one place. The acceptance length is the mean number of
+tokens of a verified draft, the model's own among them: `1 + accepted / drafts` of the decode node's
+metrics. `tokens_per_step` counts steps of a sequence without a draft, too. Sampled requests have
+seeds, so every drafter is asked for the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "training")]
+
+from embedded.heldout import Example, evaluation_set  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from pd.bench.report import write_report  # noqa: E402
+from pd.embedded import EMBEDDED_MODEL  # noqa: E402
+
+SETS = ("faq", "extraction", "arithmetic", "recall-2k")
+MODELS = EMBEDDED_MODEL.parent
+# Algorithm, checkpoint, tokens of a draft, guesses at a place.
+DRAFTERS: dict[str, tuple[str, str, int, int]] = {
+    "ngram": ("ngram", "", 4, 1),
+    "draft": ("draft", "embedded-draft", 4, 1),
+    "eagle": ("eagle", "embedded-eagle", 4, 1),
+    "eagle3": ("eagle", "embedded-eagle3", 4, 1),
+    "eagle3, tree": ("eagle", "embedded-eagle3", 8, 3),
+}
+
+
+class Node:
+    """A process of pd-launch, which has said that it is ready."""
+
+    def __init__(self, *command: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pd.cli", *command],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        ready = self._process.stdout.readline()
+        if not ready:
+            raise SystemExit(f"{' '.join(command)} did not start")
+        self.url = str(json.loads(ready)["url"])
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--examples", type=int, default=24, help="of each set")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    rows = [row for name in DRAFTERS for row in measure(name, args.examples)]
+    command = shlex.join(["python", "benchmarks/acceptance.py", *sys.argv[1:]])
+    write_report(args.output, command, rows, measured=["pd", "benchmarks/acceptance.py"])
+    return 0
+
+
+def measure(name: str, examples: int) -> list[dict[str, Any]]:
+    """Rows of one drafter."""
+    algorithm, checkpoint, tokens, topk = DRAFTERS[name]
+    flags = ["--model", str(EMBEDDED_MODEL), "--port", "0", "--kv-cache-tokens", "32768"]
+    flags += ["--speculative-algorithm", algorithm, "--speculative-adaptive", "off"]
+    flags += ["--speculative-num-draft-tokens", str(tokens), "--speculative-topk", str(topk)]
+    if checkpoint:
+        flags += ["--speculative-draft-model", str(MODELS / checkpoint)]
+    prefill = Node("prefill", *flags, "--bootstrap-port", "0")
+    decode = Node("decode", *flags)
+    proxy = Node("proxy", "--port", "0", "--prefill", prefill.url, "--decode", decode.url)
+    try:
+        while httpx.get(f"{proxy.url}/readiness").status_code != 200:
+            time.sleep(0.1)
+        rows = []
+        for temperature in (0.0, 1.0):
+            for each in SETS:
+                some = evaluation_set(each)[:examples]
+                before = counters(decode.url)
+                ask_all(proxy.url, some, temperature)
+                after = counters(decode.url)
+                drafts, accepted, output = (
+                    after[metric] - before[metric]
+                    for metric in (
+                        "pd_speculative_drafts_total",
+                        "pd_speculative_accepted_total",
+                        "pd_output_tokens_total",
+                    )
+                )
+                # The decode node repeats token 1 of each answer.
+                later = output - len(some)
+                row = {
+                    "drafter": name,
+                    "tokens": tokens,
+                    "topk": topk,
+                    "temperature": temperature,
+                    "set": each,
+                    "acceptance_length": 1 + accepted / drafts if drafts else None,
+                    "tokens_per_step": later / (later - accepted),
+                }
+                print(json.dumps(row), flush=True)
+                rows.append(row)
+        return rows
+    finally:
+        for node in (proxy, decode, prefill):
+            node.stop()
+
+
+def ask_all(url: str, examples: list[Example], temperature: float) -> None:
+    """Ask the first question of each example, a few at a time."""
+
+    def ask(numbered: tuple[int, Example]) -> None:
+        number, example = numbered
+        messages = [{"role": each.role, "content": each.content} for each in example.before]
+        messages.append({"role": "user", "content": example.turns[0].question})
+        body = {"messages": messages, "max_tokens": 64, "temperature": temperature, "seed": number}
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
+        response.raise_for_status()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, enumerate(examples)))
+
+
+def counters(url: str) -> dict[str, float]:
+    """Sums of a node's counters over their labels, by name."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
