@@ -242,7 +242,8 @@ class ReceivingEnd(PromptReceiver):
 
     def _acceptable(self, request: Request, commit: Commit) -> bool:
         expected = self._core.engine.drafter_state_bytes
-        if len(commit.drafter_state) != expected:
+        # Without a state the first step has no draft.
+        if len(commit.drafter_state) not in (0, expected):
             size = len(commit.drafter_state)
             error = f"the commit has a drafter state of {size} bytes, not of {expected}"
             self._rooms.fail(request, TransferError(error))
@@ -296,7 +297,8 @@ class ReceivingEnd(PromptReceiver):
         self._memory.commit(sequence)
         sequence.num_computed = len(request.prompt)
         self._memory.cache(sequence)
-        if (eagle := self._core.engine.runner.eagle) is not None:
+        eagle = self._core.engine.runner.eagle
+        if eagle is not None and commit.drafter_state:
             sequence.carried = eagle.receive(commit.drafter_state, len(request.prompt))
         self._recent[request.room] = (time.monotonic() + LEASE_SECONDS, incoming.epoch)
         self._acknowledge(request.peer, request.room, incoming.epoch)

@@ -182,10 +182,15 @@ class DecodeScheduler:
 
     def _limit_ahead(self, work: Work, length: int) -> None:
         """Decide how many tokens, ``length`` at most, may be drafted behind a work."""
-        most = min(length, self._output_left(work.sequence) - 2)
+        left = self._output_left(work.sequence)
+        most = min(length, left - 2)
         if most > 0:
-            drafted = 1 + max(work.num_drafted, work.draft_limit)
-            work.ahead_limit = max(0, self._room_for(work, drafted + most) - drafted)
+            before = 1 + max(work.num_drafted, work.draft_limit)
+            # No token after the last that may be output needs a page.
+            wanted = min(before + most, left)
+            room = self._room_for(work, wanted)
+            work.ahead_limit = most if room >= wanted else max(0, room - before)
+            work.ahead_stop = work.stop + room
 
     @staticmethod
     def _output_left(sequence: Sequence) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd.core.errors import NodeFailedError
 from pd.core.messages import TokenLogprobs
 from pd.core.seldom import Seldom
 from pd.engine.device_copy import HostCopy, to_device
@@ -50,8 +51,8 @@ class Work:
             them. At most one of ``samples`` then.
         draft: guesses, which are computed after the known tokens; a token is sampled after each of
             them, too. Set when launched, unless they were drafted ahead.
-        ahead_limit: tokens that may be drafted behind this step for the next one; the sequence has
-            pages for them.
+        ahead_limit: tokens that may be drafted behind this step for the next one. The sequence has
+            pages for its first ``ahead_stop`` tokens, and none behind them will be output.
         reread: the token before ``start`` is computed once more (see ``ForwardItem.reread``).
         forced: with a draft, how many of its leading tokens count as accepted whatever is sampled;
             for benchmarks. None where the sampled tokens decide.
@@ -75,6 +76,7 @@ class Work:
     draft_limit: int = 0
     draft: Draft | None = None
     ahead_limit: int = 0
+    ahead_stop: int = 0
     reread: bool = False
     forced: int | None = None
     row: int = -1
@@ -233,7 +235,8 @@ def launch(
     """
     began = time.monotonic()
     if drafter is not None:
-        drafter.begin(works)
+        with _Harmless(works):
+            drafter.begin(works)
         if drafts:
             _draft(drafter, works)
     draft_seconds = time.monotonic() - began
@@ -273,26 +276,42 @@ def launch(
     drafted = known.missing, HostCopy([batch.tokens for batch in known.missing])
     if drafter is not None:
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
-        drafter.follow(StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
+        with _Harmless(works):
+            drafter.follow(StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
     return LaunchedStep(works, samples, drafted, prompt_logprobs, began, draft_seconds)
 
 
+class _Harmless:
+    """Context in which a drafter that raises, for want of memory say, leaves works without drafts
+    and without what it keeps of them: that changes no output."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        # Whatever it is, the model can go on without. But the other ranks of a node that is broken
+        # cannot, and an interrupt is no error of the drafter's.
+        if not isinstance(error, Exception) or isinstance(error, NodeFailedError):
+            return False
+        _no_drafts.warn(f"nothing was drafted: {error!r}")
+        for work in self._works:
+            work.sequence.ahead = work.sequence.carried = None
+        return True
+
+
 def _draft(drafter: Drafter, works: list[Work]) -> None:
-    """Have tokens drafted for the works that may have some. A drafter that raises, for want of
-    memory say, leaves them without: that changes no output."""
+    """Have tokens drafted for the works that may have some."""
     asked = [work for work in works if work.draft_limit]
     prompt_tokens = sum(work.stop - work.start for work in works if not work.sequence.decodes)
     if not asked and not prompt_tokens:
         return
     requests = [DraftRequest(work.sequence, work.samples[0], work.draft_limit) for work in asked]
-    try:
-        drafts = drafter.draft(requests, prompt_tokens)
-    except Exception as error:  # noqa: BLE001
-        # Whatever it is, the model can go on without.
-        _no_drafts.warn(f"nothing was drafted: {error!r}")
-        return
-    for work, draft in zip(asked, drafts, strict=True):
-        work.draft = draft
+    with _Harmless(works):
+        for work, draft in zip(asked, drafter.draft(requests, prompt_tokens), strict=True):
+            work.draft = draft
 
 
 def _prompt_logprobs(

@@ -27,6 +27,7 @@ class DraftedWork(Protocol):
     samples: list[SamplingState]
     draft: Draft | None
     ahead_limit: int
+    ahead_stop: int
     reread: bool
     forced: int | None
     row: int

@@ -171,7 +171,8 @@ class EagleDrafter(Drafter):
         self._copy_states(step)
         works, drafts = step.works, step.drafts
         states = [work.sequence.carried for work in works]
-        assert None not in states, "begin() was not called"
+        if None in states:  # begin() failed
+            return
         parents = np.zeros(0 if drafts is None else len(drafts), np.int64)
         for work, first in zip(works, step.first_drafts, strict=True):
             if work.draft is not None:
@@ -208,9 +209,8 @@ class EagleDrafter(Drafter):
         for place in asking:
             work, state = works[place], states[place]
             assert state is not None
-            most = work.stop + columns[2][place] + 1 + work.ahead_limit
-            choice = work.samples[0]
-            asks.append(_Ask(work.sequence, state, choice, work.ahead_limit, most))
+            choice, limit = work.samples[0], work.ahead_limit
+            asks.append(_Ask(work.sequence, state, choice, limit, work.ahead_stop))
         made = self._draft(asks, _Ends(found.tokens, found.positions, asking))
         for ask, draft in zip(asks, made, strict=True):
             ask.sequence.ahead = draft

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cluster import random_prompts
 from counters import counter
-from tiny import tiny_cluster, tiny_head
+from tiny import CONTEXT, tiny_cluster, tiny_head
 
 from pd.core.request import Request, Sequence
 from pd.core.sampling_params import SamplingParams
@@ -409,3 +409,45 @@ def test_guesses_of_a_tree_are_the_likeliest_after_each_path() -> None:
                 *before, own = tree.paths[guess]
                 found = again.likeliest(made, [drafted[index] for index in before])
                 assert drafted[own] == found[again.shape.ranks[guess]]
+
+
+@pytest.mark.parametrize("method", ["begin", "draft", "follow", "_copy_states"])
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_a_drafter_that_raises_now_and_then_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, plain: list[list[list[int]]], kind: str, method: str
+) -> None:
+    """And drafts again afterwards."""
+    works, calls = getattr(eagle_drafter.EagleDrafter, method), itertools.count()
+
+    def raise_sometimes(drafter: Any, *arguments: Any) -> Any:
+        if next(calls) % 3 == 1:
+            raise MemoryError("no room")
+        return works(drafter, *arguments)
+
+    monkeypatch.setattr(eagle_drafter.EagleDrafter, method, raise_sometimes)
+    with speculating(kind, page_size=16) as cluster:
+        for _ in range(2):
+            assert answers(cluster) == plain
+        cluster.wait_idle()
+        assert counter(targets(cluster)[-1], "pd_speculative_drafted_total") > 0
+
+
+def test_nothing_is_drafted_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that fills the context has no page for more."""
+    beyond = []
+    draft = eagle_drafter.EagleDrafter._draft
+
+    def note(drafter: Any, asks: Any, ends: Any) -> Any:
+        requests = [(ask, ask.sequence.request) for ask in asks if ask.sequence.request.room]
+        beyond.extend(ask.most - len(r.prompt) - r.params.max_tokens for ask, r in requests)
+        return draft(drafter, asks, ends)
+
+    monkeypatch.setattr(eagle_drafter.EagleDrafter, "_draft", note)
+    (prompt,) = random_prompts(6, [CONTEXT - 20])
+    with tiny_cluster(0, 0, 1) as cluster:
+        expected = cluster.client.generate(prompt, [cluster.unified[0]], max_tokens=20).result()
+    with speculating("unified", page_size=1) as cluster:
+        asked = cluster.client.generate(prompt, targets(cluster), max_tokens=20)
+        assert asked.result() == expected
+        cluster.wait_idle()
+    assert beyond and max(beyond) <= 0
