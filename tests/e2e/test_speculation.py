@@ -271,7 +271,7 @@ def test_tokens_of_batches_are_the_same(
         spoil_drafts(monkeypatch)
     settings: dict[str, Any] = {"speculative_adaptive": "off", "page_size": page_size}
     if memory == "few":
-        settings |= {"kv_cache_tokens": 1024, "reserved_decode_tokens": 1}
+        settings |= {"kv_cache_tokens": 512, "reserved_decode_tokens": 1}
     with cluster_of(kind, **settings, **DRAFTERS[drafter]) as cluster:
         turns = (0, 2) if memory == "few" else (None, None)
         for turn in turns:
