@@ -100,7 +100,7 @@ def measure(name: str, examples: int) -> list[dict[str, Any]]:
                 ask_all(proxy.url, some, temperature)
                 after = counters(decode.url)
                 drafts, accepted, output = (
-                    after[metric] - before[metric]
+                    after.get(metric, 0.0) - before.get(metric, 0.0)
                     for metric in (
                         "pd_speculative_drafts_total",
                         "pd_speculative_accepted_total",
