@@ -6,8 +6,8 @@ The embedded model is asked questions of its held-out sets over HTTP, through a 
 node and a decode node, which are real processes. Every drafter drafts as many tokens as it may:
 `tokens`, with at most `topk` guesses at one place. The acceptance length is the mean number of
 tokens of a verified draft, the model's own among them: `1 + accepted / drafts` of the decode node's
-metrics. `tokens_per_step` counts steps of a sequence without a draft, too. Sampled requests have
-seeds, so every drafter is asked for the same tokens.
+metrics, so steps without a draft do not count. Sampled requests have seeds, so every drafter is
+asked for the same tokens.
 """
 
 from __future__ import annotations
@@ -99,16 +99,10 @@ def measure(name: str, examples: int) -> list[dict[str, Any]]:
                 before = counters(decode.url)
                 ask_all(proxy.url, some, temperature)
                 after = counters(decode.url)
-                drafts, accepted, output = (
+                drafts, accepted = (
                     after.get(metric, 0.0) - before.get(metric, 0.0)
-                    for metric in (
-                        "pd_speculative_drafts_total",
-                        "pd_speculative_accepted_total",
-                        "pd_output_tokens_total",
-                    )
+                    for metric in ("pd_speculative_drafts_total", "pd_speculative_accepted_total")
                 )
-                # The decode node repeats token 1 of each answer.
-                later = output - len(some)
                 row = {
                     "drafter": name,
                     "tokens": tokens,
@@ -116,7 +110,6 @@ def measure(name: str, examples: int) -> list[dict[str, Any]]:
                     "temperature": temperature,
                     "set": each,
                     "acceptance_length": 1 + accepted / drafts if drafts else None,
-                    "tokens_per_step": later / (later - accepted),
                 }
                 print(json.dumps(row), flush=True)
                 rows.append(row)
