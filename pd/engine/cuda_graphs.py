@@ -189,12 +189,16 @@ class DecodeGraphs:
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         """Whether these are so few tokens, whose logits are wanted, and one of each sequence; or,
         where such steps were captured, at most :data:`MAX_TREE`, of which the first may be computed
-        without."""
+        without. And whether there is room for the tokens that they refer to."""
         most, total = MAX_TREE if self._several else 1, 0
+        lowest = -len(self._previous)
         for item in items:
             count = len(item.token_ids)
             total += count
             if count > most or not max(1, count - 1) <= item.num_logits <= count:
+                return False
+            # The last token has the highest place among those that only the device has.
+            if item.token_ids[-1] < lowest:
                 return False
         return total <= self.sizes[-1]
 

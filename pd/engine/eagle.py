@@ -93,10 +93,11 @@ class EagleWriter:
         return cls(head, model, pool.view(PLANE), 2 * config.max_running_requests + 64)
 
     def take_row(self) -> CarriedState:
-        """Give a sequence a row, which comes free again when the result is no more."""
-        if not self._free:
+        """Give a sequence a row, which comes free again when the result is no more. Any thread."""
+        try:
+            state = CarriedState(self._free.popleft())
+        except IndexError:
             return CarriedState(NO_ROW)
-        state = CarriedState(self._free.popleft())
         weakref.finalize(state, self._free.append, state.row)
         return state
 

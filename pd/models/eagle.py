@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # Names of tensors of a head, as SGLang's and vLLM's loaders bring them into one form.
 _EMBEDDING, _BIAS, _TO_TARGET = "embed_tokens.weight", "fc.bias", "d2t"
-# It says which of the target's tokens are in the draft vocabulary, which d2t says, too.
+# This tensor names the target's tokens in the draft vocabulary, as d2t does.
 _TO_DRAFT = "t2d"
 # Rows of the embedding that are compared with the target's at a time.
 _ROWS = 8192

@@ -66,6 +66,10 @@ class DecodeScheduler:
         self.lacks_memory = False
 
     @property
+    def _queues(self) -> tuple[list[Sequence] | deque[Sequence], ...]:
+        return (self.running, self.waiting, self.retracted)
+
+    @property
     def needs_memory(self) -> bool:
         """Whether no new request may be given pages, since a sequence here waits for some."""
         return self.lacks_memory or bool(self.retracted)
@@ -401,13 +405,13 @@ class DecodeScheduler:
         self._drop(sequence)
         self._memory.cache(sequence)
         self._memory.release(sequence)
-        if all(other.finished and not other.in_step for other in sequence.request.sequences):
+        if not any(
+            other in queue for other in sequence.request.sequences for queue in self._queues
+        ):
             self._rooms.finish(sequence.request)
 
     def _drop(self, sequence: Sequence) -> None:
-        queues: tuple[list[Sequence] | deque[Sequence], ...]
-        queues = (self.running, self.waiting, self.retracted)
-        for queue in queues:
+        for queue in self._queues:
             if sequence in queue:
                 queue.remove(sequence)
         if self._drafter is not None:

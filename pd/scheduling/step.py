@@ -54,8 +54,8 @@ class Work:
         ahead_limit: tokens that may be drafted behind this step for the next one. The sequence has
             pages for its first ``ahead_stop`` tokens, and none behind them will be output.
         reread: the token before ``start`` is computed once more (see ``ForwardItem.reread``).
-        forced: with a draft, how many of its leading tokens count as accepted whatever is sampled;
-            for benchmarks. None where the sampled tokens decide.
+        forced: with a draft, how many of its leading tokens count as accepted whatever is sampled,
+            for benchmarks and where the drafter failed. None where the sampled tokens decide.
         logprobs_from: prompt log probabilities are wanted of tokens from this position on.
         follows: a work that is launched and not accounted for, whose sample is the one token to
             compute; None where the tokens are known.
@@ -235,8 +235,7 @@ def launch(
     """
     began = time.monotonic()
     if drafter is not None:
-        with _Harmless(works):
-            drafter.begin(works)
+        _begin(drafter, works)
         if drafts:
             _draft(drafter, works)
     draft_seconds = time.monotonic() - began
@@ -276,30 +275,44 @@ def launch(
     drafted = known.missing, HostCopy([batch.tokens for batch in known.missing])
     if drafter is not None:
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
-        with _Harmless(works):
-            drafter.follow(StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
+        _follow(drafter, StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
     return LaunchedStep(works, samples, drafted, prompt_logprobs, began, draft_seconds)
 
 
-class _Harmless:
-    """Context in which a drafter that raises, for want of memory say, leaves works without drafts
-    and without what it keeps of them: that changes no output."""
+# A drafter may raise anything, for want of memory say. The model goes on without it, and that changes
+# no output.
 
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        # Whatever it is, the model can go on without. But the other ranks of a node that is broken
-        # cannot, and an interrupt is no error of the drafter's.
-        if not isinstance(error, Exception) or isinstance(error, NodeFailedError):
-            return False
+def _begin(drafter: Drafter, works: list[Work]) -> None:
+    """Prepare the works. A drafter that raises leaves all of them without drafts."""
+    try:
+        drafter.begin(works)
+    except Exception as error:  # noqa: BLE001
         _no_drafts.warn(f"nothing was drafted: {error!r}")
-        for work in self._works:
+        for work in works:
+            work.draft = work.sequence.carried = None
+
+
+def _follow(drafter: Drafter, step: StepOnDevice) -> None:
+    """Draft behind a step. If the drafter raises, no guess of a tree counts as accepted, since its
+    KV may not be where it belongs.
+
+    Raises:
+        NodeFailedError: another rank is gone.
+    """
+    try:
+        drafter.follow(step)
+    except NodeFailedError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        _no_drafts.warn(f"nothing was drafted: {error!r}")
+        # Passes that were queued before may still write to pages of these sequences.
+        if step.sampled.is_cuda:
+            torch.cuda.synchronize(step.sampled.device)
+        for work in step.works:
             work.sequence.ahead = work.sequence.carried = None
-        return True
+            if work.draft is not None and not work.draft.tree.is_chain:
+                work.forced = 0
 
 
 def _draft(drafter: Drafter, works: list[Work]) -> None:
@@ -309,9 +322,13 @@ def _draft(drafter: Drafter, works: list[Work]) -> None:
     if not asked and not prompt_tokens:
         return
     requests = [DraftRequest(work.sequence, work.samples[0], work.draft_limit) for work in asked]
-    with _Harmless(works):
-        for work, draft in zip(asked, drafter.draft(requests, prompt_tokens), strict=True):
-            work.draft = draft
+    try:
+        drafts = drafter.draft(requests, prompt_tokens)
+    except Exception as error:  # noqa: BLE001
+        _no_drafts.warn(f"nothing was drafted: {error!r}")
+        return
+    for work, draft in zip(asked, drafts, strict=True):
+        work.draft = draft
 
 
 def _prompt_logprobs(

@@ -193,8 +193,9 @@ class ModelDrafter(Drafter):
             self._runner.forward(items)
             return []
         draws = [Draw(each.choice, drawn=each.count, first=each.first) for each in drafting]
-        draw = self._sampler.prepare(draws, drafts=tokens)
+        # NOTE: what is prepared must be launched, and the pass may fail.
         logits = self._runner.forward(items, previous_tokens=tokens)
+        draw = self._sampler.prepare(draws, drafts=tokens)
         places = [each.first + each.count for each in drafting]
         drawn = self._sampler.launch(logits, draw).tokens
         tokens.index_copy_(0, to_device(places, torch.int64, tokens.device), drawn)

@@ -201,8 +201,12 @@ class EagleDrafter(Drafter):
         found = accept(sampled, trees, width)
         self._writer.keep(rows, roots, found.last)
         if width:
-            self._close_ranks(works, found.path)
-        asking = [place for place, work in enumerate(works) if work.ahead_limit]
+            self._move_accepted(works, found.path)
+        asking = [
+            place
+            for place, work in enumerate(works)
+            if work.ahead_limit and columns[-1][place] != NO_ROW
+        ]
         if not asking:
             return
         asks = []
@@ -215,7 +219,7 @@ class EagleDrafter(Drafter):
         for ask, draft in zip(asks, made, strict=True):
             ask.sequence.ahead = draft
 
-    def _close_ranks(self, works: Sequence[DraftedWork], path: torch.Tensor) -> None:
+    def _move_accepted(self, works: Sequence[DraftedWork], path: torch.Tensor) -> None:
         """Move KV of accepted guesses to where it stands in a sequence: guess ``i`` of a draft was
         computed ``i + 1`` places behind the root, however deep in the tree it is.
 

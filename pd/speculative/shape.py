@@ -15,8 +15,9 @@ from pd.engine.draft_tree import DraftTree, chain
 Int64Array = npt.NDArray[np.int64]
 
 # What is taken for the chance that a token is right by its rank among those drafted at one place:
-# each rank's is a part of what the ranks before it leave over.
-_FIRST, _NEXT = 0.75, 0.4
+# each rank's is a part of what the ranks before it leave over. Heads that are right more often than
+# this at the first rank are better off with chains.
+_FIRST, _NEXT = 0.6, 0.4
 
 
 def rank_chances(ranks: int, first: float = _FIRST) -> list[float]:

@@ -27,12 +27,12 @@ from pd.kernels.attention import AttentionBatch, find_attention_backend
 from pd.kernels.sampling import gumbel_noise, noise_keys
 from pd.speculative import eagle as eagle_drafter
 from pd.speculative.draft import Draft
+from pd.speculative.shape import DraftShape
 
 if TYPE_CHECKING:
     from cluster import Cluster, Pending
 
     from pd.launch import NodeServer
-    from pd.speculative.shape import DraftShape
 
 PROMPTS = list(random_prompts(4, [5, 40, 90, 130]))
 DRAFTED = 3
@@ -352,6 +352,7 @@ def test_no_token_is_computed_twice_for_its_state(
 
 
 TREES = {"speculative_num_draft_tokens": 7, "speculative_topk": 3}
+assert not DraftShape.best(7, 3).tree.is_chain
 
 
 TREE_CELLS = list(itertools.product(("unified", "split"), (1, 16, 64), ("off", "on")))

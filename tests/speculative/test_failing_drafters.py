@@ -1,0 +1,246 @@
+"""Drafters that are late or out of memory: no page changes its owner too early, no request fails,
+and the output stays the same."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from cluster import random_prompts
+from counters import counter
+from tiny import tiny_cluster, tiny_head, tiny_model
+
+from pd.engine.eagle import NO_ROW, EagleWriter
+from pd.scheduling.memory import Memory
+from pd.speculative import eagle as eagle_drafter
+from pd.speculative.draft import DraftedTokens
+from pd.speculative.eagle import EagleDrafter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster import Cluster
+
+    from pd.launch import NodeServer
+
+PROMPTS = list(random_prompts(4, [5, 40, 90, 130]))
+SEEDED = {"temperature": 1.5, "seed": 3}
+TREES = {"speculative_num_draft_tokens": 7, "speculative_topk": 3, "page_size": 4}
+
+
+def speculating(kind: str = "unified", **settings: Any) -> Cluster:
+    counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
+    settings = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 3} | settings
+    return tiny_cluster(
+        *counts,
+        speculative_algorithm="eagle",
+        speculative_draft_model=tiny_head(),
+        **settings,
+    )
+
+
+def targets(cluster: Cluster) -> list[NodeServer]:
+    return list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
+
+
+def plain_answer(prompt: list[int], **params: Any) -> list[list[int]]:
+    with tiny_cluster(0, 0, 1) as cluster:
+        return cluster.client.generate(prompt, targets(cluster), **params).result()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are complete when the host waits for them or has seen a step after them."""
+    batches: list[DraftedTokens] = []
+    done: set[int] = set()
+    begin = DraftedTokens.__init__
+
+    def made(self: DraftedTokens, tokens: torch.Tensor, host: Any = None) -> None:
+        begin(self, tokens, host)
+        if host is None:
+            batches.append(self)
+
+    def wait(self: DraftedTokens) -> None:
+        for batch in itertools.takewhile(lambda each: each is not self, batches):
+            done.add(id(batch))
+        done.add(id(self))
+
+    complete = property(lambda self: self.host is not None or id(self) in done)
+    monkeypatch.setattr(DraftedTokens, "__init__", made)
+    monkeypatch.setattr(DraftedTokens, "wait", wait)
+    monkeypatch.setattr(DraftedTokens, "is_complete", complete)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_two_choices_end_in_one_step_while_their_drafts_are_made(kind: str, overlap: str) -> None:
+    (first, _) = plain_answer(PROMPTS[0], max_tokens=30, n=2)
+    stop = next(t for i, t in enumerate(first) if i > 5 and t not in first[:i])
+    with speculating(kind, overlap_schedule=overlap) as cluster:
+        params = {"max_tokens": 30, "n": 2, "stop_token_ids": (stop,)}
+        found = cluster.client.generate(PROMPTS[0], targets(cluster), **params).result(10)
+        assert found == [first[: first.index(stop) + 1]] * 2
+        cluster.wait_idle(5.0)
+        assert cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=3).result(5)
+
+
+@pytest.mark.usefixtures("late")
+def test_choices_and_requests_are_given_up_while_their_drafts_are_made() -> None:
+    with speculating("split", overlap_schedule="on") as cluster:
+        for turn in range(6):
+            asked = [
+                cluster.client.generate(prompt, targets(cluster), max_tokens=60, n=2, **SEEDED)
+                for prompt in PROMPTS
+            ]
+            for pending in asked[turn % 3 :: 2]:
+                cluster.client.abort(pending)
+        cluster.wait_idle(20)
+        for server in targets(cluster):
+            with server.node.core.events.lock:
+                server.node.check()
+
+
+def drafting_the_last_root(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
+    """Of each tree, the last guess after the root is right and no other, so its KV has to move."""
+    true = EagleDrafter._draft
+
+    @torch.inference_mode()
+    def draft(self: EagleDrafter, asks: Any, ends: Any) -> Any:
+        made = true(self, asks, ends)
+        positions = ends.positions[list(ends.index)].tolist()
+        for ask, position, each in zip(asks, positions, made, strict=True):
+            if ask.sequence.request.room and position + 1 < len(answer):
+                tokens = each.batch.tokens[each.first : each.first + each.size]
+                parents = each.tree.parents.tolist()
+                tokens[:] = (answer[position + 1] + 1 + torch.arange(each.size)) % 250
+                tokens[len(parents) - 1 - parents[::-1].index(-1)] = answer[position + 1]
+        return made
+
+    monkeypatch.setattr(EagleDrafter, "_draft", draft)
+
+
+def raising_now_and_then(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Every third call raises, but for the first ones, which prepare the node."""
+    calls = itertools.count(1)
+
+    def maybe(*arguments: Any) -> Any:
+        number = next(calls)
+        if number > 12 and number % 3 == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return call(*arguments)
+
+    return maybe
+
+
+@pytest.mark.parametrize("where", ["nowhere", "begin", "draft", "accept", "_move_accepted"])
+def test_trees_of_a_drafter_that_raises(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    (expected,) = plain_answer(PROMPTS[1], max_tokens=100, **SEEDED)
+    (other,) = plain_answer(PROMPTS[0], max_tokens=3)
+    drafting_the_last_root(monkeypatch, [*PROMPTS[1], *expected])
+    place: Any = eagle_drafter if where == "accept" else EagleDrafter
+    if where == "draft":
+        monkeypatch.setattr(EagleDrafter, "draft", raising_always)
+    elif where != "nowhere":
+        monkeypatch.setattr(place, where, raising_now_and_then(getattr(place, where)))
+    with speculating(**TREES) as cluster:
+        asked = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=100, **SEEDED)
+        for _ in range(10):  # others begin meanwhile
+            assert cluster.client.generate(PROMPTS[0], targets(cluster), max_tokens=3).result() == [
+                other
+            ]
+        assert asked.result(20) == [expected]
+        cluster.wait_idle()
+        again = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=100, **SEEDED)
+        assert again.result(20) == [expected], "what was cached is wrong"
+        if where != "draft":
+            accepted = counter(cluster.unified[0], "pd_speculative_accepted_total")
+            assert accepted > 10
+
+
+def raising_always(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.usefixtures("late")
+def test_no_page_is_released_while_it_is_drafted_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    (answer,) = plain_answer(PROMPTS[0], max_tokens=30)
+    stop = next(t for i, t in enumerate(answer) if i > 5 and t not in answer[:i])
+    batches: dict[Any, DraftedTokens] = {}
+    draft, release, released = EagleDrafter._draft, Memory.release, list[bool]()
+
+    def note_draft(self: EagleDrafter, asks: Any, ends: Any) -> Any:
+        made = draft(self, asks, ends)
+        batches.update((ask.sequence, each.batch) for ask, each in zip(asks, made, strict=True))
+        return made
+
+    def note_release(self: Memory, sequence: Any) -> None:
+        if sequence in batches:
+            released.append(batches[sequence].is_complete)
+        release(self, sequence)
+
+    monkeypatch.setattr(EagleDrafter, "_draft", note_draft)
+    monkeypatch.setattr(Memory, "release", note_release)
+    with speculating(overlap_schedule="on") as cluster:
+        params = {"max_tokens": 30, "stop_token_ids": (stop,)}
+        cluster.client.generate(PROMPTS[0], targets(cluster), **params).result(20)
+        cluster.wait_idle()
+    assert released and all(released)
+
+
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
+def test_penalties_after_a_pass_of_a_draft_model_failed(penalty: str) -> None:
+    params = {"max_tokens": 40, "temperature": 0.8, "seed": 3, penalty: 1.5}
+    expected = plain_answer(PROMPTS[1], **params)
+    settings = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 3}
+    settings |= {"speculative_algorithm": "draft", "speculative_draft_model": tiny_model()}
+    with tiny_cluster(0, 0, 1, **settings) as cluster:
+        drafter: Any = cluster.unified[0].node.core.drafter
+        forward, calls = drafter._runner.forward, itertools.count(1)
+
+        def fail(*arguments: Any, previous_tokens: Any = None) -> Any:
+            if previous_tokens is not None and next(calls) in (1, 5):
+                raise torch.OutOfMemoryError("no memory")
+            return forward(*arguments, previous_tokens=previous_tokens)
+
+        drafter._runner.forward = fail
+        assert cluster.client.generate(PROMPTS[1], targets(cluster), **params).result() == expected
+        assert next(calls) > 5
+
+
+def test_sequences_without_a_row_are_not_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain_answer(PROMPTS[1], max_tokens=24)
+    rows, draft = list[int](), EagleDrafter._draft
+
+    def note(self: EagleDrafter, asks: Any, ends: Any) -> Any:
+        rows.extend(ask.state.row for ask in asks if ask.sequence.request.room)
+        return draft(self, asks, ends)
+
+    monkeypatch.setattr(EagleDrafter, "_draft", note)
+    with speculating() as cluster:
+        writer: Any = cluster.unified[0].node.engine.runner.eagle
+        free, writer._free = list(writer._free), type(writer._free)()
+        asked = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=24)
+        assert asked.result(20) == expected
+        assert rows == []
+        writer._free.extend(free)
+        asked = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=24)
+        assert asked.result(20) == expected
+        assert rows and NO_ROW not in rows
+
+
+def test_the_last_row_is_given_once() -> None:
+    """Also where another thread takes it between a look and the taking."""
+
+    class Emptied(list[int]):
+        def __len__(self) -> int:
+            return 1
+
+        def popleft(self) -> int:
+            raise IndexError("pop from an empty deque")
+
+    writer: Any = object.__new__(EagleWriter)
+    writer._free = Emptied()
+    assert writer.take_row().row == NO_ROW
