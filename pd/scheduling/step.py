@@ -279,8 +279,8 @@ def launch(
     return LaunchedStep(works, samples, drafted, prompt_logprobs, began, draft_seconds)
 
 
-# A drafter may raise anything, for want of memory say. The model goes on without it, and that changes
-# no output.
+# A drafter may raise anything, for want of memory say. The model goes on without it, and the output
+# stays the same.
 
 
 def _begin(drafter: Drafter, works: list[Work]) -> None:
