@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.core.node_info import KVLayout
-from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder, verify_sizes
 from pd.engine.engine import kv_dtype, rank_device
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
@@ -15,7 +14,6 @@ from pd.models.config import ModelConfig, draft_config
 from pd.models.loader import load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
@@ -70,32 +68,7 @@ class DraftModel:
         """Bytes of one page of its KV."""
         return KVPool.page_bytes(self.layout)
 
-    def runner(self, num_pages: int, sizes: Sequence[int], drafted: int) -> ModelRunner:
-        """Make a pool of as many pages and a runner over it.
-
-        Args:
-            sizes: batch sizes of which to capture CUDA graphs; empty on a CPU.
-            drafted: tokens of a draft, at most.
-        """
+    def runner(self, num_pages: int) -> ModelRunner:
+        """Make a pool of as many pages and a runner over it."""
         pool = KVPool(self.layout, num_pages, self.device)
-        runner = ModelRunner.build(self.model, pool, self.attention, prompts=False)
-        if not sizes:
-            return runner
-        recorder, context = GraphRecorder(self.device), self.model.config.context_length
-        most = max(sizes) * drafted
-        runner.graphs = DecodeGraphs(
-            runner, recorder, sizes, max_tokens=most, max_context=context, progress=False
-        )
-        if runner.attention.verify_graph(2, 2) is not None:
-            # The first pass computes the last token and, after a draft that was all right, the one
-            # before it.
-            runner.verify_graphs = DecodeGraphs(
-                runner,
-                recorder,
-                verify_sizes(2 * max(sizes)),
-                max_tokens=most,
-                max_context=context,
-                several=True,
-                progress=False,
-            )
-        return runner
+        return ModelRunner.build(self.model, pool, self.attention, prompts=False)

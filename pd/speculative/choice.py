@@ -43,13 +43,7 @@ def make_drafter(
     if draft_model is not None:
         from pd.speculative.draft_model import ModelDrafter
 
-        graphs = engine.runner.graphs
-        runner = draft_model.runner(
-            engine.pool.num_pages,
-            () if graphs is None else graphs.sizes,
-            config.speculative_num_draft_tokens,
-        )
-        return ModelDrafter(runner, engine.sampler)
+        return ModelDrafter(draft_model.runner(engine.pool.num_pages), engine.sampler)
     from pd.speculative.ngram import NgramDrafter
     from pd.speculative.ngram_cache import NgramCache
 
