@@ -340,7 +340,8 @@ class DecodeScheduler:
             sequence.num_computed = work.stop
             if work.sampled:
                 self._take_tokens(sequence, work)
-        self._metrics.speculation.observe(self._drafts)
+        if self._drafts.drafts:
+            self._metrics.speculation.observe(self._drafts)
 
     def _take_tokens(self, sequence: Sequence, work: Work) -> None:
         """Append the sampled token; after a draft, the tokens that it foretold and the next one."""

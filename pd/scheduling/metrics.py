@@ -121,8 +121,6 @@ class SpeculationMetrics:
 
     def observe(self, verified: VerifiedDrafts) -> None:
         """Drafts of a step were verified."""
-        if not verified.drafts:
-            return
         self._drafts.inc(verified.drafts)
         self._drafted.inc(verified.drafted)
         for position, count in enumerate(verified.accepted):
