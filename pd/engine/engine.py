@@ -366,7 +366,7 @@ def _capture_graphs(
                 runner,
                 recorder,
                 verify_sizes(min(MAX_VERIFIED, max(sizes) * (drafted + 1))),
-                # Of running sequences, and of those that took the places of others.
+                # Both running sequences and those whose places they took have drafts.
                 max_tokens=config.max_running_requests * 2 * (drafted + 1),
                 max_context=context_length,
                 several=True,

@@ -169,10 +169,38 @@ class EagleDrafter(Drafter):
     def follow(self, step: StepOnDevice) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._copy_states(step)
-        works, drafts = step.works, step.drafts
-        states = [work.sequence.carried for work in works]
-        if None in states:  # begin() failed
+        works = step.works
+        states = [work.sequence.carried for work in works if work.sequence.carried is not None]
+        if len(states) < len(works):  # begin() failed
             return
+        trees, roots, rows = self._upload(step, states)
+        if len(step.sampled) == 0:
+            self._writer.keep(rows, roots, torch.full_like(roots, -1))
+            return
+        drafted = [work.draft.tree for work in works if work.draft is not None]
+        depths = [int(tree.depths.max()) for tree in drafted if not tree.is_chain]
+        width = max(depths, default=0)
+        found = accept(step.sampled, trees, width)
+        self._writer.keep(rows, roots, found.last)
+        if width:
+            self._move_accepted(works, found.path)
+        asks, asking = [], []
+        for place, (work, state) in enumerate(zip(works, states, strict=True)):
+            if work.ahead_limit and state.row != NO_ROW:
+                choice, limit = work.samples[0], work.ahead_limit
+                asks.append(_Ask(work.sequence, state, choice, limit, work.ahead_stop))
+                asking.append(place)
+        if asks:
+            made = self._draft(asks, _Ends(found.tokens, found.positions, asking))
+            for ask, draft in zip(asks, made, strict=True):
+                ask.sequence.ahead = draft
+
+    def _upload(
+        self, step: StepOnDevice, states: Sequence[CarriedState]
+    ) -> tuple[Trees, torch.Tensor, torch.Tensor]:
+        """Upload the drafts of a step, and for each work its root among the pass's tokens and its
+        row among the carried states."""
+        works, drafts = step.works, step.drafts
         parents = np.zeros(0 if drafts is None else len(drafts), np.int64)
         for work, first in zip(works, step.first_drafts, strict=True):
             if work.draft is not None:
@@ -185,39 +213,12 @@ class EagleDrafter(Drafter):
             [-1 if work.forced is None else work.forced for work in works],
             [work.stop for work in works],
             step.roots,
-            [NO_ROW if state is None else state.row for state in states],
+            [state.row for state in states],
         )
         table, parents_there = self._staging.upload([np.array(columns, np.int64), parents])
         *tree_columns, roots, rows = table
-        sampled = step.sampled
-        if len(sampled) == 0:
-            self._writer.keep(rows, roots, torch.full_like(roots, -1))
-            return
-        trees = Trees(sampled[:0] if drafts is None else drafts, parents_there, *tree_columns)
-        branching = [
-            work.draft.tree for work in works if work.draft and not work.draft.tree.is_chain
-        ]
-        width = max((int(tree.depths.max()) for tree in branching), default=0)
-        found = accept(sampled, trees, width)
-        self._writer.keep(rows, roots, found.last)
-        if width:
-            self._move_accepted(works, found.path)
-        asking = [
-            place
-            for place, work in enumerate(works)
-            if work.ahead_limit and columns[-1][place] != NO_ROW
-        ]
-        if not asking:
-            return
-        asks = []
-        for place in asking:
-            work, state = works[place], states[place]
-            assert state is not None
-            choice, limit = work.samples[0], work.ahead_limit
-            asks.append(_Ask(work.sequence, state, choice, limit, work.ahead_stop))
-        made = self._draft(asks, _Ends(found.tokens, found.positions, asking))
-        for ask, draft in zip(asks, made, strict=True):
-            ask.sequence.ahead = draft
+        tokens = step.sampled[:0] if drafts is None else drafts
+        return Trees(tokens, parents_there, *tree_columns), roots, rows
 
     def _move_accepted(self, works: Sequence[DraftedWork], path: torch.Tensor) -> None:
         """Move KV of accepted guesses to where it stands in a sequence: guess ``i`` of a draft was

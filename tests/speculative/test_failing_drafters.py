@@ -104,7 +104,7 @@ def test_choices_and_requests_are_given_up_while_their_drafts_are_made() -> None
 
 
 def drafting_the_last_root(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
-    """Of each tree, the last guess after the root is right and no other, so its KV has to move."""
+    """Make the last guess after the root of each tree right, and no other, so that its KV moves."""
     true = EagleDrafter._draft
 
     @torch.inference_mode()
