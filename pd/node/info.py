@@ -62,6 +62,7 @@ def server_info(node: Node) -> dict[str, object]:
             **transfer_info(node),
             "attention_backend": engine.attention_backend,
             "speculative_algorithm": config.speculative_algorithm,
+            "drafter": node.own.drafter,
             "sampling_defaults": asdict(node.own.sampling_defaults),
             "context_length": engine.context_length,
             "ready": node.ready,

@@ -56,6 +56,7 @@ class ServerInfo(msgspec.Struct):
     model_id: _Name = ""
     dtype: _Name = ""
     kv_digest: bool = False
+    drafter: _Name = ""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     transfer_backend: _Name = ""
     transfer_backends: Annotated[list[_Name], msgspec.Meta(max_length=64)] = []
@@ -77,6 +78,7 @@ class ServerInfo(msgspec.Struct):
             ("dtype", "dtype"),
             ("weights or a shape of the model with the fingerprint", "model_id"),
             ("--kv-digest", "kv_digest"),
+            ("--speculative-algorithm", "drafter"),
             (SAMPLING_DEFAULTS, "recommended"),
         ):
             ours, theirs = getattr(self, field), getattr(other, field)

@@ -360,6 +360,7 @@ def test_readiness_names_the_sampling_defaults_that_differ(cluster: Cluster) -> 
     [
         ("dtype", ("float32", "bfloat16"), "dtype"),
         ("kv_digest", (True, False), "--kv-digest"),
+        ("drafter", ("eagle3 of a head", ""), "--speculative-algorithm"),
         ("model_id", ("a1", "b2"), "weights or a shape of the model with the fingerprint"),
     ],
 )
