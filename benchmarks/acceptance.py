@@ -35,6 +35,7 @@ from pd.embedded import EMBEDDED_MODEL  # noqa: E402
 
 SETS = ("faq", "extraction", "arithmetic", "recall-2k")
 MODELS = EMBEDDED_MODEL.parent
+READY_SECONDS = 120
 # Algorithm, checkpoint, tokens of a draft, guesses at a place.
 DRAFTERS: dict[str, tuple[str, str, int, int]] = {
     "ngram": ("ngram", "", 4, 1),
@@ -90,7 +91,10 @@ def measure(name: str, examples: int) -> list[dict[str, Any]]:
     decode = Node("decode", *flags)
     proxy = Node("proxy", "--port", "0", "--prefill", prefill.url, "--decode", decode.url)
     try:
-        while httpx.get(f"{proxy.url}/readiness").status_code != 200:
+        deadline = time.monotonic() + READY_SECONDS
+        while (answer := httpx.get(f"{proxy.url}/readiness")).status_code != 200:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{name}: not ready in {READY_SECONDS} s: {answer.text}")
             time.sleep(0.1)
         rows = []
         for temperature in (0.0, 1.0):

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 # Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
 # larger batches each padded row costs time.
 _DENSE_FROM = 8
+# For steps with drafts: sizes below the first number of a pair lie apart by the second.
+_VERIFY_STEPS = ((6, 1), (12, 2), (32, 4), (64, 8), (128, 16))
 
 
 def verify_sizes(max_tokens: int) -> tuple[int, ...]:
@@ -44,9 +46,7 @@ def verify_sizes(max_tokens: int) -> tuple[int, ...]:
     sizes = [2]
     while sizes[-1] < max_tokens:
         size = sizes[-1]
-        sizes.append(size + (1 if size < 6 else 2 if size < 12 else 4 if size < 32 else 8))
-        if size >= 64:
-            sizes[-1] = size + 16 if size < 128 else size + 32
+        sizes.append(size + next((step for below, step in _VERIFY_STEPS if size < below), 32))
     return (*sizes[:-1], max_tokens) if max_tokens > 1 else ()
 
 

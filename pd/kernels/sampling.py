@@ -190,8 +190,8 @@ def sample_rows(
 
     Returns:
         tokens, int64 ``[rows]``, always inside the vocabulary (columns, if ``token_ids`` are
-        given); and bool ``[rows]``: False where the
-        row has a NaN, +inf, or nothing above -inf, so that its token is undefined.
+        given); and bool ``[rows]``: False where the row has a NaN, +inf, or nothing above -inf, so
+        that its token is undefined.
     """
     if use_triton(logits):
         from pd.kernels import sampling_triton

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pd.kernels.linear import linear, pack_weight
-from pd.kernels.rope import inverse_frequencies, rotations
+from pd.kernels.rope import rotations
 from pd.models.layers import (
     MLP,
     Attention,
@@ -19,6 +19,7 @@ from pd.models.layers import (
     RMSNorm,
     SparseMoE,
     empty_parameter,
+    rope_frequencies,
     within,
 )
 from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
@@ -122,16 +123,7 @@ class CausalLM(nn.Module):
             self.head = self.embedding
         else:
             self.head = self.embedding[tp.part(config.vocab_size)]
-        rope = config.rope
-        self._frequencies = inverse_frequencies(
-            config.head_dim,
-            rope.theta,
-            rope.type,
-            rope.factor,
-            rope.low_freq_factor,
-            rope.high_freq_factor,
-            rope.original_context,
-        ).to(self.embedding.device)
+        self._frequencies = rope_frequencies(config).to(self.embedding.device)
 
     def forward(
         self,

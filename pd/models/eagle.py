@@ -17,7 +17,7 @@ from torch import nn
 from pd.core.errors import UsageError
 from pd.kernels.drafting import Norms, States, join_states
 from pd.kernels.linear import linear, pack_weight
-from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
+from pd.kernels.rope import rotate_and_store, rotations
 from pd.models.causal_lm import HEAD
 from pd.models.config import find_checkpoint
 from pd.models.eagle_config import EAGLE3
@@ -28,6 +28,7 @@ from pd.models.layers import (
     NamedPlaces,
     RMSNorm,
     empty_parameter,
+    rope_frequencies,
     within,
 )
 from pd.models.loader import fill, open_shard, shards
@@ -133,16 +134,7 @@ class EagleHead(nn.Module):
             empty_parameter(config.draft_vocab_size, hidden) if head is None else head.detach()
         )
         self.target_ids = None
-        rope = layer.rope
-        self._frequencies = inverse_frequencies(
-            layer.head_dim,
-            rope.theta,
-            rope.type,
-            rope.factor,
-            rope.low_freq_factor,
-            rope.high_freq_factor,
-            rope.original_context,
-        ).to(self.embedding.device)
+        self._frequencies = rope_frequencies(layer).to(self.embedding.device)
 
     @abstractmethod
     def fuse(self, features: torch.Tensor) -> torch.Tensor:

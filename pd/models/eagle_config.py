@@ -133,6 +133,9 @@ class EagleConfig:
         raw = read_json(file)
         try:
             config = cls.from_dict(raw, target)
+        except UsageError as error:
+            # There is a config.json of the target, too.
+            raise type(error)(f"--speculative-draft-model {path}: {error}") from None
         except (TypeError, ValueError, KeyError) as error:
             raise UsageError(f"{file} cannot be used: {error}") from None
         config._check_target(path, target)

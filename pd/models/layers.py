@@ -22,7 +22,7 @@ from torch import nn
 from pd.kernels.linear import gate_up_silu, linear, pack_weight
 from pd.kernels.moe import moe_mlp, route
 from pd.kernels.norm import add_rms_norm, rms_norm
-from pd.kernels.rope import rotate_and_store
+from pd.kernels.rope import inverse_frequencies, rotate_and_store
 from pd.models.tensor_parallel import Place, TensorParallel
 
 if TYPE_CHECKING:
@@ -35,6 +35,21 @@ NamedPlaces: TypeAlias = Iterator[tuple[str, Place]]
 def empty_parameter(*shape: int) -> nn.Parameter:
     """Allocate a weight to be loaded, in the default dtype on the default device."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Return the rotary frequencies of a model's heads, on the CPU; see
+    :func:`pd.kernels.rope.inverse_frequencies`."""
+    rope = config.rope
+    return inverse_frequencies(
+        config.head_dim,
+        rope.theta,
+        rope.type,
+        rope.factor,
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        rope.original_context,
+    )
 
 
 class Linear(nn.Module):

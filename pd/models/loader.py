@@ -181,7 +181,7 @@ def _copy(stored: Stored, place: Place, tp: TensorParallel, name: str, shard: Pa
 def _check_tied(head: torch.Tensor, directory: Path) -> None:
     """Raise UsageError unless the head that a checkpoint repeats equals the embedding."""
     for shard in shards(directory):
-        with safe_open(shard, framework="pt", device="cpu") as stored:
+        with open_shard(shard) as stored:
             if EMBEDDING in stored.keys() and torch.equal(stored.get_tensor(EMBEDDING), head):  # noqa: SIM118
                 return
     raise UsageError(

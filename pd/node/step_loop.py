@@ -123,14 +123,12 @@ class StepLoop(threading.Thread):
         self._launched = self._launch(works, last) if works else None
         if last is not None:
             self._account(last)
-        with events.event():
-            self._rooms.outputs.flush()
         self._busy_since = began if self._launched is not None else None
         if self._launched is not None and not self._overlap:
             self._account(self._launched)
-            with events.event():
-                self._rooms.outputs.flush()
             self._launched = self._busy_since = None
+        with events.event():
+            self._rooms.outputs.flush()
 
     def _catch_up(self) -> bool:
         """Let the drafter prepare for expected sequences; False if it has nothing to do."""

@@ -257,6 +257,10 @@ class TestTarget:
         with pytest.raises(UsageError, match=r"hidden_size must be a positive integer"):
             self.from_file(tmp_path, {**SGLANG_EAGLE3, "hidden_size": "wide"})
 
+    def test_what_is_refused_is_said_to_be_of_the_head(self, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"--speculative-draft-model .*norm_output"):
+            self.from_file(tmp_path, {**SGLANG_EAGLE3, "norm_output": True})
+
 
 class TestFingerprint:
     @pytest.fixture

@@ -28,9 +28,8 @@ duplicate_write     the write lands again, ``seconds`` after it landed first; th
                     undrained (and is not DONE) until then
 lose_write          the write never lands; the sender fails after ``seconds``
 corrupt             flip ``byte`` (0) of ``part`` (k or v; k) of ``token`` in ``layer`` on the way;
-                    layers are numbered through
-                    all planes, and a plane with one vector has only ``k``; ``byte`` counts in the
-                    token's row of all heads, and wraps at its end
+                    layers are numbered through all planes, and a plane with one vector has only
+                    ``k``; ``byte`` counts in the token's row of all heads, and wraps at its end
 fail_room           the sender fails when it begins to send
 link_down           writes due between ``from`` and ``to`` are stuck in the link and land when it
                     is back, aborted or not; seconds since this node's first room
