@@ -227,7 +227,8 @@ def test_a_request_under_way_holds_nothing_of_its_body(cluster: Cluster, path: s
         answer = pool.submit(send)
         try:
             prefill.wait_generate()
-            assert not remains()
+            # NOTE: the node may have the request before the proxy has let go of its body.
+            wait_until(lambda: not remains())
         finally:
             decode.fail(decode.wait_generate(), "node_failed")
         assert answer.result() == 502
