@@ -1,6 +1,6 @@
 """Acceptance length of every drafter in a running split, greedy and at temperature 1.
 
-    python benchmarks/acceptance.py [--examples 24] --output FILE
+    python benchmarks/acceptance.py [--examples 24] [--devices cuda:0 cuda:1] --output FILE
 
 The embedded model is asked questions of its held-out sets over HTTP, through a proxy, a prefill
 node and a decode node, which are real processes. Every drafter drafts as many tokens as it may:
@@ -19,19 +19,23 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 
-from embedded.heldout import Example, evaluation_set  # noqa: E402
+from embedded.heldout import evaluation_set  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from pd.bench.report import write_report  # noqa: E402
 from pd.embedded import EMBEDDED_MODEL  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 SETS = ("faq", "extraction", "arithmetic", "recall-2k")
 MODELS = EMBEDDED_MODEL.parent
@@ -71,38 +75,52 @@ class Node:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=24, help="of each set")
+    parser.add_argument("--devices", nargs=2, default=["cpu", "cpu"], metavar="DEVICE")
+    parser.add_argument("--drafters", nargs="+", default=[*DRAFTERS], choices=[*DRAFTERS])
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    rows = [row for name in DRAFTERS for row in measure(name, args.examples)]
+    rows = [row for name in args.drafters for row in measure(name, args.examples, args.devices)]
     command = shlex.join(["python", "benchmarks/acceptance.py", *sys.argv[1:]])
     write_report(args.output, command, rows, measured=["pd", "benchmarks/acceptance.py"])
     return 0
 
 
-def measure(name: str, examples: int) -> list[dict[str, Any]]:
-    """Rows of one drafter."""
-    algorithm, checkpoint, tokens, topk = DRAFTERS[name]
+@contextmanager
+def deployment(name: str, adaptive: str, devices: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """A split whose nodes have the drafter ``name``, or "none": URLs of the proxy, which is ready,
+    and of the decode node."""
     flags = ["--model", str(EMBEDDED_MODEL), "--port", "0", "--kv-cache-tokens", "32768"]
-    flags += ["--speculative-algorithm", algorithm, "--speculative-adaptive", "off"]
-    flags += ["--speculative-num-draft-tokens", str(tokens), "--speculative-topk", str(topk)]
-    if checkpoint:
-        flags += ["--speculative-draft-model", str(MODELS / checkpoint)]
-    prefill = Node("prefill", *flags, "--bootstrap-port", "0")
-    decode = Node("decode", *flags)
-    proxy = Node("proxy", "--port", "0", "--prefill", prefill.url, "--decode", decode.url)
-    try:
+    if name != "none":
+        algorithm, checkpoint, tokens, topk = DRAFTERS[name]
+        flags += ["--speculative-algorithm", algorithm, "--speculative-adaptive", adaptive]
+        flags += ["--speculative-num-draft-tokens", str(tokens), "--speculative-topk", str(topk)]
+        if checkpoint:
+            flags += ["--speculative-draft-model", str(MODELS / checkpoint)]
+    with ExitStack() as nodes:
+        prefill = Node("prefill", *flags, "--device", devices[0], "--bootstrap-port", "0")
+        nodes.callback(prefill.stop)
+        decode = Node("decode", *flags, "--device", devices[1])
+        nodes.callback(decode.stop)
+        proxy = Node("proxy", "--port", "0", "--prefill", prefill.url, "--decode", decode.url)
+        nodes.callback(proxy.stop)
         deadline = time.monotonic() + READY_SECONDS
         while (answer := httpx.get(f"{proxy.url}/readiness")).status_code != 200:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{name}: not ready in {READY_SECONDS} s: {answer.text}")
             time.sleep(0.1)
-        rows = []
+        yield proxy.url, decode.url
+
+
+def measure(name: str, examples: int, devices: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of one drafter."""
+    _, _, tokens, topk = DRAFTERS[name]
+    rows = []
+    with deployment(name, "off", devices) as (proxy, decode):
         for temperature in (0.0, 1.0):
             for each in SETS:
-                some = evaluation_set(each)[:examples]
-                before = counters(decode.url)
-                ask_all(proxy.url, some, temperature)
-                after = counters(decode.url)
+                before = counters(decode)
+                ask_all(proxy, questions_of(each, examples), temperature)
+                after = counters(decode)
                 drafts, accepted = (
                     after.get(metric, 0.0) - before.get(metric, 0.0)
                     for metric in ("pd_speculative_drafts_total", "pd_speculative_accepted_total")
@@ -117,25 +135,31 @@ def measure(name: str, examples: int) -> list[dict[str, Any]]:
                 }
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-        return rows
-    finally:
-        for node in (proxy, decode, prefill):
-            node.stop()
+    return rows
 
 
-def ask_all(url: str, examples: list[Example], temperature: float) -> None:
-    """Ask the first question of each example, a few at a time."""
+def questions_of(each: str, examples: int) -> list[list[dict[str, str]]]:
+    """Messages up to the first question of some examples of a set."""
+    return [
+        [
+            *({"role": message.role, "content": message.content} for message in example.before),
+            {"role": "user", "content": example.turns[0].question},
+        ]
+        for example in evaluation_set(each)[:examples]
+    ]
 
-    def ask(numbered: tuple[int, Example]) -> None:
-        number, example = numbered
-        messages = [{"role": each.role, "content": each.content} for each in example.before]
-        messages.append({"role": "user", "content": example.turns[0].question})
-        body = {"messages": messages, "max_tokens": 64, "temperature": temperature, "seed": number}
+
+def ask_all(url: str, asked: list[list[dict[str, str]]], temperature: float) -> None:
+    """Ask a few at a time."""
+
+    def ask(numbered: tuple[int, list[dict[str, str]]]) -> None:
+        seed, messages = numbered
+        body = {"messages": messages, "max_tokens": 64, "temperature": temperature, "seed": seed}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
         response.raise_for_status()
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(ask, enumerate(examples)))
+        list(pool.map(ask, enumerate(asked)))
 
 
 def counters(url: str) -> dict[str, float]:

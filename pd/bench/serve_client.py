@@ -173,13 +173,13 @@ class Server:
         except (ValueError, KeyError, TypeError, IndexError):
             return None
 
-    def request(self, prompt: list[int], max_tokens: int) -> bytes:
+    def request(self, prompt: list[int], max_tokens: int, *, ignore_eos: bool = True) -> bytes:
         """A greedy completion of token ids, as it goes over the wire."""
         fields: dict[str, Any] = {
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
-            "ignore_eos": True,
+            "ignore_eos": ignore_eos,
             "stream": True,
             "return_token_ids": True,
         }

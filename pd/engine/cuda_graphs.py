@@ -27,12 +27,16 @@ from pd.kernels.attention.trees import MAX_TREE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pd.core.config import NodeConfig
     from pd.engine.model_runner import ForwardItem, ModelRunner
     from pd.kernels.attention import AttentionBackend, DecodeAttention
     from pd.kernels.attention.base import PlannedAttention
 
 logger = logging.getLogger(__name__)
 
+# Tokens of the largest step with drafts that is captured. Larger ones keep a GPU busy for longer
+# than their launches take.
+MAX_VERIFIED = 512
 # Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
 # larger batches each padded row costs time.
 _DENSE_FROM = 8
@@ -250,3 +254,49 @@ class DecodeGraphs:
         wanted[(np.cumsum(lengths) - lengths)[unwanted]] = False
         chosen = np.flatnonzero(wanted)
         return logits.index_select(0, to_device(chosen, torch.int64, self._device))
+
+
+def capture_steps(
+    runner: ModelRunner,
+    recorder: GraphRecorder,
+    config: NodeConfig,
+    sizes: Sequence[int],
+    max_context: int,
+    *,
+    only_extremes: bool = False,
+    progress: bool = True,
+) -> tuple[DecodeGraphs, DecodeGraphs | None]:
+    """Capture a node's decode steps and, where it has a drafter and an attention backend for
+    them, its steps with drafts.
+
+    Args:
+        sizes: batch sizes.
+        max_context: tokens of a sequence.
+        only_extremes: of each kind only the smallest graph and the largest, which take as much
+            memory as all.
+        progress: show bars on standard error when it is a terminal.
+    """
+    rows = config.max_running_requests
+    decode = DecodeGraphs(
+        runner,
+        recorder,
+        [min(sizes), max(sizes)] if only_extremes else sizes,
+        max_tokens=rows,
+        max_context=max_context,
+        progress=progress,
+    )
+    of_each = config.speculative_num_draft_tokens + 1
+    if config.speculative_algorithm == "none" or not runner.attention.verify_graph(2, 2):
+        return decode, None
+    verified = verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each))
+    verify = DecodeGraphs(
+        runner,
+        recorder,
+        [verified[0], verified[-1]] if only_extremes else verified,
+        # Both running sequences and those whose places they took have drafts.
+        max_tokens=rows * 2 * of_each,
+        max_context=max_context,
+        several=True,
+        progress=progress,
+    )
+    return decode, verify

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def to_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make a tensor of host values on ``device``; on a GPU its content arrives in stream order."""
-    host = torch.as_tensor(np.asarray(values), dtype=dtype)
+    """Make a contiguous tensor of host values on ``device``; on a GPU its content arrives in stream
+    order."""
+    host = torch.as_tensor(np.asarray(values, order="C"), dtype=dtype)
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

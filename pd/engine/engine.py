@@ -14,7 +14,7 @@ import torch
 from pd.core.errors import PDError, SetupError, UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.chunk_graphs import ChunkGraphs
-from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder, default_sizes, verify_sizes
+from pd.engine.cuda_graphs import GraphRecorder, capture_steps, default_sizes
 from pd.engine.eagle import EagleWriter, head_config, head_plane, load_head
 from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of the largest step with drafts that is captured. Larger ones keep a GPU busy for longer
-# than their launches take.
-MAX_VERIFIED = 512
 # On a CPU the pool shares memory with everything else on the host.
 _CPU_POOL_LIMIT = 4 << 30
 
@@ -352,26 +349,9 @@ def _capture_graphs(
     recorder = GraphRecorder(device)
     reserved = torch.cuda.memory_reserved(device)
     if sizes:
-        runner.graphs = DecodeGraphs(
-            runner,
-            recorder,
-            sizes,
-            max_tokens=config.max_running_requests,
-            max_context=context_length,
-            progress=progress,
+        runner.graphs, runner.verify_graphs = capture_steps(
+            runner, recorder, config, sizes, context_length, progress=progress
         )
-        drafted = config.speculative_num_draft_tokens
-        if config.speculative_algorithm != "none" and runner.attention.verify_graph(2, 2):
-            runner.verify_graphs = DecodeGraphs(
-                runner,
-                recorder,
-                verify_sizes(min(MAX_VERIFIED, max(sizes) * (drafted + 1))),
-                # Both running sequences and those whose places they took have drafts.
-                max_tokens=config.max_running_requests * 2 * (drafted + 1),
-                max_context=context_length,
-                several=True,
-                progress=progress,
-            )
     if config.role == "prefill" or (sizes and config.role == "unified"):
         runner.chunk_graphs = ChunkGraphs(runner, recorder, max_context=context_length)
     return torch.cuda.memory_reserved(device) - reserved

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder
+from pd.engine.cuda_graphs import GraphRecorder, capture_steps
 from pd.engine.eagle import EagleWriter
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
@@ -51,7 +51,8 @@ def footprint(
     nothing is run.
 
     Args:
-        graph_sizes: batch sizes of the CUDA graphs to come; they share the memory of the largest.
+        graph_sizes: batch sizes of the CUDA graphs to come. Those of one kind share the memory of
+            the largest.
         max_context: tokens of a sequence.
         head: an EAGLE head beside the model.
     """
@@ -75,24 +76,23 @@ def footprint(
     step += runner.attention.scratch_bytes
     torch.cuda.empty_cache()
     if graph_sizes:
-        lasting += _graph_bytes(runner, max(graph_sizes), config.max_running_requests, max_context)
+        lasting += _graph_bytes(runner, config, graph_sizes, max_context)
     del runner, pool
     gc.collect()  # attention backends refer to themselves
     torch.cuda.empty_cache()
     return Footprint(step, lasting)
 
 
-def _graph_bytes(runner: ModelRunner, size: int, max_rows: int, max_context: int) -> int:
-    """Capture the graph of a batch of ``size`` and drop it; returns the bytes that it took."""
+def _graph_bytes(
+    runner: ModelRunner, config: NodeConfig, sizes: Sequence[int], max_context: int
+) -> int:
+    """Capture the smallest and the largest graphs of decode steps and drop them; returns the bytes
+    that they took."""
     device = runner.pool.device
     free = torch.cuda.mem_get_info(device)[0]
-    captured = DecodeGraphs(
-        runner,
-        GraphRecorder(device),
-        [size],
-        max_tokens=max_rows,
-        max_context=max_context,
-        progress=False,
+    recorder = GraphRecorder(device)
+    captured = capture_steps(
+        runner, recorder, config, sizes, max_context, only_extremes=True, progress=False
     )
     taken = max(0, free - torch.cuda.mem_get_info(device)[0])
     del captured

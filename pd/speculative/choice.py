@@ -71,8 +71,7 @@ def describe_drafter(config: NodeConfig, engine: Engine) -> str:
 
 
 def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
-    from pd.engine.cuda_graphs import GraphRecorder, default_sizes
-    from pd.engine.engine import MAX_VERIFIED
+    from pd.engine.cuda_graphs import MAX_VERIFIED, GraphRecorder, default_sizes
     from pd.speculative.eagle import EagleDrafter
 
     writer = engine.runner.eagle

@@ -273,13 +273,16 @@ def test_tokens_of_batches_are_the_same(
     if memory == "few":
         settings |= {"kv_cache_tokens": 512, "reserved_decode_tokens": 1}
     with cluster_of(kind, **settings, **DRAFTERS[drafter]) as cluster:
-        turns = (0, 2) if memory == "few" else (None, None)
-        for turn in turns:
-            for ours, theirs in zip(together(cluster, turn), plain_tokens, strict=True):
-                assert ours in (None, theirs), f"PD_TEST_SEED={SEED}"
         decoding = cluster.nodes[-1]
-        if memory == "few":
-            assert counter(decoding, "pd_retractions_total") > 0
+        for turn in range(10):
+            given_up = turn % 5 if memory == "few" else None
+            for ours, theirs in zip(together(cluster, given_up), plain_tokens, strict=True):
+                assert ours in (None, theirs), f"PD_TEST_SEED={SEED}"
+            # Whether memory runs out depends on when requests arrive.
+            if turn > 0 and (memory == "many" or counter(decoding, "pd_retractions_total")):
+                break
+        else:
+            pytest.fail("no sequence had to leave the pool")
         nodes = list(cluster.pair) if kind == "split" else [decoding]
         (prompt,) = itertools.islice(sampled_prompts("faq"), 1)
         for params, expected in zip(SAMPLING.values(), plain_tokens[:2], strict=True):

@@ -39,11 +39,10 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 def with_graphs(runner: ModelRunner) -> ModelRunner:
     recorder = GraphRecorder(runner.pool.device)
-    model, attention = runner.model, runner.attention
     runner.graphs = DecodeGraphs(
-        model, attention, recorder, (1, 2, 4), max_rows=8, max_context=2048, progress=False
+        runner, recorder, (1, 2, 4), max_tokens=8, max_context=2048, progress=False
     )
-    runner.chunk_graphs = ChunkGraphs(model, attention, recorder, max_context=2048)
+    runner.chunk_graphs = ChunkGraphs(runner, recorder, max_context=2048)
     return runner
 
 

@@ -32,18 +32,27 @@ def engine(model: Path, **settings) -> Engine:
     return Engine.build(NodeConfig(model=model, **{**config, **settings}))
 
 
-@pytest.mark.parametrize("fraction", [0.3, 0.5])
-def test_the_pool_leaves_what_mem_fraction_says(tmp_path: Path, fraction: float) -> None:
+@pytest.mark.parametrize(
+    ("fraction", "drafts"),
+    [(0.3, {}), (0.5, {}), (0.5, {"speculative_algorithm": "ngram"})],
+    ids=["0.3", "0.5", "with drafts"],
+)
+def test_the_pool_leaves_what_mem_fraction_says(
+    tmp_path: Path, fraction: float, drafts: dict[str, str]
+) -> None:
     """With a vocabulary of which logits take much, and graphs of many sizes."""
     path = make_checkpoint("llama3", tmp_path, head_dim=128, vocab_size=131_072)
     torch.cuda.empty_cache()
-    built = engine(path, dtype="bfloat16", mem_fraction=fraction, max_running_requests=256)
+    built = engine(
+        path, dtype="bfloat16", mem_fraction=fraction, max_running_requests=256, **drafts
+    )
     free, total = torch.cuda.mem_get_info(GPUS - 1)
     promised = (1 - fraction) * total
     print(f"promised {promised / MIB:.0f} MiB, free {free / MIB:.0f}")
     # Graphs of chunks are not tried before the pool is sized.
     assert abs(free - promised) < 128 * MIB
     assert sum(built.runner.graphs.sizes) * 131_072 * 2 > 512 * MIB
+    assert (built.runner.verify_graphs is None) == (not drafts)
     built.close()
 
 

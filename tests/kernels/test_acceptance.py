@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from kernels.triton_device import DEVICE, SEED, skip_unless_interpreter_works
+from triton_device import DEVICE, SEED, skip_unless_interpreter_works
 
 from pd.kernels.acceptance import Accepted, Trees, accept
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernels.triton_device import DEVICE, DTYPES, normal, seeded, skip_unless_interpreter_works
+from triton_device import DEVICE, DTYPES, normal, seeded, skip_unless_interpreter_works
 
 from pd.kernels import drafting
 from pd.kernels.drafting import DraftRoots, DraftRows, DraftTables, Norms, States

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.triton_device import (
+from triton_device import (
     DEVICE,
     DTYPES,
     ON_GPU,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.triton_device import (
+from torch.nn import functional
+from triton_device import (
     DEVICE,
     DTYPES,
     ON_GPU,
@@ -13,7 +14,6 @@ from kernels.triton_device import (
     seeded,
     skip_unless_interpreter_works,
 )
-from torch.nn import functional
 
 from pd.kernels.moe import moe_mlp, route
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.triton_device import (
+from triton_device import (
     DEVICE,
     ON_GPU,
     SEED,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernels.triton_device import DEVICE, ON_GPU, SEED
+from triton_device import DEVICE, ON_GPU, SEED
 
 from pd.kernels.triton_launch import launch
 

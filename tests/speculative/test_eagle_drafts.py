@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import triton_device
 from cluster import random_prompts
 from counters import counter
 from tiny import CONTEXT, tiny_cluster, tiny_head
@@ -22,6 +23,7 @@ from pd.engine.eagle import CarriedState, EagleWriter
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
 from pd.engine.sampling_state import SamplingState
+from pd.kernels import acceptance, drafting
 from pd.kernels.acceptance import Accepted, Trees, accept
 from pd.kernels.attention import AttentionBatch, find_attention_backend
 from pd.kernels.sampling import gumbel_noise, noise_keys
@@ -230,6 +232,25 @@ def test_drafts_are_those_of_one_pass(
         check_drafts(targets(cluster)[-1], [*first, *made[::7]])
 
 
+@pytest.mark.full
+@pytest.mark.skipif(triton_device.ON_GPU, reason="the other tests run compiled kernels on a GPU")
+def test_drafts_of_a_gpus_kernels_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU, interpreted. Steps are planned ahead, so some drafts are made behind a
+    step, and others before one."""
+    triton_device.skip_unless_interpreter_works()
+    notes = Notes(monkeypatch)
+    for module in (acceptance, drafting):
+        monkeypatch.setattr(module, "use_triton", lambda _: True)
+    with speculating("unified", page_size=4, overlap_schedule="on") as cluster:
+        for _ in range(2):
+            answers(cluster, tokens=6)
+        cluster.wait_idle()
+        monkeypatch.undo()
+        made = notes.drafts()
+        assert len(made) > 60
+        check_drafts(targets(cluster)[-1], made)
+
+
 def check_drafts(server: NodeServer, made: list[Made]) -> None:
     """Compare drafts that a node made with those of one pass."""
     again = OnePass(server)
@@ -308,20 +329,24 @@ def test_sequences_that_come_back_are_drafted_for_as_before(
 
 def test_too_little_memory_and_aborts_change_nothing(plain: list[list[list[int]]]) -> None:
     with speculating("split", kv_cache_tokens=400, reserved_decode_tokens=1) as cluster:
-        for turn in range(3):
+        for turn in range(10):
             asked = [
                 cluster.client.generate(prompt, targets(cluster), max_tokens=30, **params)
                 for prompt in PROMPTS
                 for params in REQUESTS.values()
             ]
-            given_up = asked[turn::5]
+            given_up = asked[turn % 5 :: 5]
             for pending in given_up:
                 cluster.client.abort(pending)
             for pending, expected in zip(asked, plain, strict=True):
                 if pending not in given_up:
                     assert pending.result() == expected
-        cluster.wait_idle(30.0)
-        assert counter(targets(cluster)[-1], "pd_retractions_total") > 0
+            cluster.wait_idle(30.0)
+            # Whether memory runs out depends on when requests arrive.
+            if turn > 1 and counter(targets(cluster)[-1], "pd_retractions_total"):
+                break
+        else:
+            pytest.fail("no sequence had to leave the pool")
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])

@@ -195,15 +195,21 @@ class _Prefill:
         self._copied = torch.cuda.Event()
 
     def plan(
+        self, batch: AttentionBatch, members: Int64Array, tables: PageTables, indices: torch.Tensor
+    ) -> None:
+        """Plan for some sequences of a batch, whose pages are ``indices``."""
+        self._plan(batch, members, tables, indices, None)
+
+    def _plan(
         self,
         batch: AttentionBatch,
         members: Int64Array,
         tables: PageTables,
         indices: torch.Tensor,
-        masks: torch.Tensor | None = None,
+        masks: torch.Tensor | None,
     ) -> None:
-        """Plan for some sequences of a batch, whose pages are ``indices``. With ``masks``, packed
-        as FlashInfer has them, tokens see what these say instead of everything before them."""
+        """With ``masks``, packed as FlashInfer has them, tokens see what these say; without,
+        everything before them."""
         self._copied.synchronize()
         totals = (batch.starts + batch.lengths)[members]
         self.wrapper.plan(
@@ -232,19 +238,14 @@ class _Trees(_Prefill):
     """A wrapper with masks."""
 
     def plan(
-        self,
-        batch: AttentionBatch,
-        members: Int64Array,
-        tables: PageTables,
-        indices: torch.Tensor,
-        masks: torch.Tensor | None = None,
+        self, batch: AttentionBatch, members: Int64Array, tables: PageTables, indices: torch.Tensor
     ) -> None:
-        assert batch.trees is not None and masks is None
+        assert batch.trees is not None
         packed = [_packed_mask(int(batch.starts[i]), batch.trees[i]) for i in members]
         sizes = np.array([len(mask) for mask in packed])
         firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         masks, on_device = self._backend.staging.upload([np.concatenate(packed), firsts])
-        super().plan(batch, members, tables, indices, masks)
+        self._plan(batch, members, tables, indices, masks)
         # NOTE: FlashInfer computes where packed masks begin in bits, and its kernel takes that for
         # bytes (flashinfer-ai/flashinfer pull request 2201).
         self.wrapper._mask_indptr_buf = on_device

@@ -135,7 +135,9 @@ class NvlinkManager(TransferManager):
         obstacle = nvlink_obstacle(self._address, published)
         if obstacle is not None:
             raise TransferError(f"nvlink to {name} is not possible: {obstacle}")
-        for field, ours, theirs in plane_differences(self._layout, peer.kv):
+        differences = plane_differences(self._layout, peer.kv)
+        if differences:
+            field, ours, theirs = differences[0]
             raise TransferError(f"{field} differs: {ours!r} here, {theirs!r} at {name}")
         with self._lock:
             known, link = self._pools.get(name), self._links.get(name)
