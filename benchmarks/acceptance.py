@@ -1,13 +1,13 @@
 """Acceptance length of every drafter in a running split, greedy and at temperature 1.
 
-    python benchmarks/acceptance.py [--examples 24] [--devices cuda:0 cuda:1] --output FILE
+    python benchmarks/acceptance.py [--devices cuda:0 cuda:1] --output FILE [-- FLAGS]
 
 The embedded model is asked questions of its held-out sets over HTTP, through a proxy, a prefill
 node and a decode node, which are real processes. Every drafter drafts as many tokens as it may:
 `tokens`, with at most `topk` guesses at one place. The acceptance length is the mean number of
 tokens of a verified draft, the model's own among them: `1 + accepted / drafts` of the decode node's
 metrics, so steps without a draft do not count. Sampled requests have seeds, so every drafter is
-asked for the same tokens.
+asked for the same tokens. Flags after `--` go to both nodes.
 """
 
 from __future__ import annotations
@@ -78,18 +78,25 @@ def main() -> int:
     parser.add_argument("--devices", nargs=2, default=["cpu", "cpu"], metavar="DEVICE")
     parser.add_argument("--drafters", nargs="+", default=[*DRAFTERS], choices=[*DRAFTERS])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
-    rows = [row for name in args.drafters for row in measure(name, args.examples, args.devices)]
+    rows = [
+        row
+        for name in args.drafters
+        for row in measure(name, args.examples, args.devices, args.flags)
+    ]
     command = shlex.join(["python", "benchmarks/acceptance.py", *sys.argv[1:]])
     write_report(args.output, command, rows, measured=["pd", "benchmarks/acceptance.py"])
     return 0
 
 
 @contextmanager
-def deployment(name: str, adaptive: str, devices: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A split whose nodes have the drafter ``name``, or "none": URLs of the proxy, which is ready,
-    and of the decode node."""
-    flags = ["--model", str(EMBEDDED_MODEL), "--port", "0", "--kv-cache-tokens", "32768"]
+def deployment(
+    name: str, adaptive: str, devices: Sequence[str], more: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """A split whose nodes have the drafter ``name``, or "none", and flags ``more``: URLs of the
+    proxy, which is ready, and of the decode node."""
+    flags = ["--model", str(EMBEDDED_MODEL), "--port", "0", "--kv-cache-tokens", "32768", *more]
     if name != "none":
         algorithm, checkpoint, tokens, topk = DRAFTERS[name]
         flags += ["--speculative-algorithm", algorithm, "--speculative-adaptive", adaptive]
@@ -111,11 +118,13 @@ def deployment(name: str, adaptive: str, devices: Sequence[str]) -> Iterator[tup
         yield proxy.url, decode.url
 
 
-def measure(name: str, examples: int, devices: Sequence[str]) -> list[dict[str, Any]]:
+def measure(
+    name: str, examples: int, devices: Sequence[str], more: Sequence[str]
+) -> list[dict[str, Any]]:
     """Rows of one drafter."""
     _, _, tokens, topk = DRAFTERS[name]
     rows = []
-    with deployment(name, "off", devices) as (proxy, decode):
+    with deployment(name, "off", devices, more) as (proxy, decode):
         for temperature in (0.0, 1.0):
             for each in SETS:
                 before = counters(decode)

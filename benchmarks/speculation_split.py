@@ -1,6 +1,6 @@
 """Every drafter against none in a running split of the embedded model: speed of streams.
 
-    python benchmarks/speculation_split.py [--devices cuda:0 cuda:1] --output FILE
+    python benchmarks/speculation_split.py [--devices cuda:0 cuda:1] --output FILE [-- FLAGS]
 
 Proxy, prefill node and decode node are real processes, on the two devices named. Questions of the
 held-out sets are asked over HTTP, greedy, each answered to its end, `streams` at a time; each
@@ -8,7 +8,7 @@ deployment is asked once before it counts. Drafters are those of `benchmarks/acc
 the draft lengths that nodes choose. `tokens_per_s` is of a stream: the median over answers of the
 tokens after the first by the time that they took. `first_ms` and `second_ms` are medians and 95th
 percentiles of the time from the request to the first token, and from there to the second.
-`speedup` is by none at the same number of streams.
+`speedup` is by none at the same number of streams. Flags after `--` go to both nodes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=24, help="of each set")
     parser.add_argument("--drafters", nargs="+", default=[*DRAFTERS], choices=[*DRAFTERS])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in ["none", *args.drafters]:
-        with deployment(name, "on", args.devices) as (url, _):
+        with deployment(name, "on", args.devices, args.flags) as (url, _):
             asked = [each for of in SETS for each in questions_of(of, args.examples)]
             prompts = [tokenized(url, messages) for messages in asked]
             server = Server(url, None)

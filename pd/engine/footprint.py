@@ -89,6 +89,9 @@ def _graph_bytes(
     """Capture the smallest and the largest graphs of decode steps and drop them; returns the bytes
     that they took."""
     device = runner.pool.device
+    # NOTE: a capture frees what is garbage, which must not count as taken before.
+    gc.collect()
+    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
     recorder = GraphRecorder(device)
     captured = capture_steps(
