@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
     FloatArray = npt.NDArray[np.float64]
 
-# What is believed of a sequence before its first draft: this share of so many tokens was accepted.
+# What is believed before the first draft of all: this share of so many tokens was accepted. Of a
+# sequence it is believed that the share of all sequences was, until it has drafts of its own.
 _PRIOR_SHARE, _PRIOR_WEIGHT = 0.75, 2.0
 # How much of what was seen remains after each draft, and after each step without one: a sequence
 # for which drafting does not pay is tried again after a hundred steps or so.
 _KEPT, _KEPT_AT_REST = 0.9, 0.98
+# The same for what was seen of all sequences.
+_KEPT_OF_ALL = 0.98
 # Steps for which a batch that drafts nothing is not asked again.
 REST_STEPS = 16
 
@@ -38,12 +41,15 @@ class StepCosts:
         plain: seconds of steps of one token for each of ``sizes`` sequences.
         verify: seconds of steps of ``sizes`` tokens in all, several for each sequence.
         draft: seconds in which a token is drafted for each of ``sizes`` sequences.
+        deeper: seconds for each further token of a draft, since most of what drafting takes the
+            host, it takes once.
     """
 
     sizes: FloatArray
     plain: FloatArray
     verify: FloatArray
     draft: FloatArray
+    deeper: FloatArray
 
     def at(self, costs: FloatArray, sizes: FloatArray | float) -> FloatArray:
         """Interpolate ``costs``, in seconds, for sizes between and beyond the measured ones."""
@@ -62,11 +68,15 @@ class _Acceptance:
     tried: float = 0.0
     accepted: float = 0.0
 
-    @property
-    def share(self) -> float:
-        """The probability that the first guess of the next token is right."""
-        accepted = self.accepted + _PRIOR_SHARE * _PRIOR_WEIGHT
-        return accepted / (self.tried + _PRIOR_WEIGHT)
+    def share(self, prior: float) -> float:
+        """The probability that the first guess of the next token is right, which was ``prior``
+        before any was seen."""
+        return (self.accepted + prior * _PRIOR_WEIGHT) / (self.tried + _PRIOR_WEIGHT)
+
+    def add(self, tried: int, accepted: int, kept: float) -> None:
+        self.fade(kept)
+        self.tried += tried
+        self.accepted += accepted
 
     def fade(self, kept: float) -> None:
         self.tried *= kept
@@ -78,9 +88,10 @@ class DraftLengths:
     holds the node's lock.
 
     The ``j``-th token of a chain is accepted with probability ``p**j``, where ``p`` is the share of
-    a sequence's first guesses that were right lately; in a tree further guesses of the same token
-    get their part of the rest (:func:`pd.speculative.shape.rank_chances`). The likeliest tokens of
-    all sequences are drafted first, as long as the expected tokens per second grow.
+    a sequence's first guesses that were right lately, or at first that of all sequences; in a tree
+    further guesses of the same token get their part of the rest
+    (:func:`pd.speculative.shape.rank_chances`). The likeliest tokens of all sequences are drafted
+    first, as long as the expected tokens per second grow.
 
     Args:
         costs: seconds of steps; if None, as many tokens as possible are drafted.
@@ -96,6 +107,7 @@ class DraftLengths:
         self.simulate: Callable[[int], int] | None = None
         self._costs = costs
         self._seen: dict[TokenSequence, _Acceptance] = {}
+        self._of_all = _Acceptance()
         self._rest = 0
 
     @property
@@ -109,25 +121,29 @@ class DraftLengths:
             return list(limits)
         if self._rest:
             self._rest -= 1
+            self._of_all.fade(_KEPT_AT_REST)
             self._fade(sequences)
             return [0] * len(limits)
         if not sequences:
             return []
         seen = [self._seen.setdefault(sequence, _Acceptance()) for sequence in sequences]
-        lengths = self._best(np.array([each.share for each in seen]), np.array(limits))
+        prior = self._of_all.share(_PRIOR_SHARE)
+        lengths = self._best(np.array([each.share(prior) for each in seen]), np.array(limits))
         if not lengths.any():
             self._rest = REST_STEPS
+            self._of_all.fade(_KEPT_AT_REST)
         self._fade([s for s, length in zip(sequences, lengths, strict=True) if not length])
         return [int(length) for length in lengths]
 
     def observe(self, sequence: TokenSequence, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Note which guesses of a draft were accepted when it was verified."""
         seen = self._seen.get(sequence)
+        last = accepted[-1] if accepted else -1
+        tried = len(accepted) + tree.followed[last + 1]
+        right = sum(tree.first_guesses[guess] for guess in accepted)
+        self._of_all.add(tried, right, _KEPT_OF_ALL)
         if seen is not None:
-            last = accepted[-1] if accepted else -1
-            seen.fade(_KEPT)
-            seen.tried += len(accepted) + tree.followed[last + 1]
-            seen.accepted += sum(tree.first_guesses[guess] for guess in accepted)
+            seen.add(tried, right, _KEPT)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the record of a sequence."""
@@ -151,7 +167,7 @@ class DraftLengths:
         # The passes that draft so many guesses, the first ones of the shape.
         passes = np.maximum.accumulate(shape.tree.depths)
         likely = np.where(np.arange(most) < limits[:, None], self._chances(shape, shares), 0.0)
-        drafting = float(costs.at(costs.draft, batch))
+        drafting, deeper = (float(costs.at(each, batch)) for each in (costs.draft, costs.deeper))
         for depth in range(1, int(passes[-1]) + 1):
             size = int(np.searchsorted(passes, depth, side="right"))
             chances = likely[:, :size].ravel()
@@ -164,7 +180,7 @@ class DraftLengths:
                 break
             tokens = batch + np.cumsum(chances[order])
             sizes = batch + np.arange(1, len(order) + 1, dtype=np.float64)
-            rates = tokens / (costs.at(costs.verify, sizes) + depth * drafting)
+            rates = tokens / (costs.at(costs.verify, sizes) + drafting + (depth - 1) * deeper)
             found = int(rates.argmax())
             if rates[found] > best_rate:
                 best_rate = float(rates[found])

@@ -117,4 +117,4 @@ def draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -
     shape = draft_shape(config)
     if drafter is None or config.role == "prefill" or config.speculative_adaptive == "off":
         return DraftLengths(None, shape)
-    return DraftLengths(measure_costs(engine, drafter, config), shape)
+    return DraftLengths(measure_costs(engine, drafter, config, shape), shape)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.engine.engine import Engine
     from pd.speculative.drafter import Drafter
+    from pd.speculative.shape import DraftShape
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,14 @@ _REPEATS = 4
 _SECONDS = 5.0
 
 
-def measure_costs(engine: Engine, drafter: Drafter, config: NodeConfig) -> StepCosts:
+def measure_costs(
+    engine: Engine, drafter: Drafter, config: NodeConfig, shape: DraftShape
+) -> StepCosts:
     """Time steps of growing sizes with contexts of a few tokens. Nothing else may use the engine;
-    the KV that is written belongs to no request."""
+    the KV that is written belongs to no request. ``shape`` is that of the largest draft."""
     largest = min(config.max_running_requests * (config.speculative_num_draft_tokens + 1), 512)
     began = time.monotonic()
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[tuple[float, ...]] = []
     for size in _SIZES:
         if size > largest or size > engine.pool.num_pages:
             break
@@ -49,11 +52,16 @@ def measure_costs(engine: Engine, drafter: Drafter, config: NodeConfig) -> StepC
             break
         plain = _timed(partial(_step, engine, size, 1))
         verify = _timed(partial(_step, engine, -(-size // _TOKENS), min(size, _TOKENS)))
-        draft = _timed(partial(_draft, engine, drafter, size))
-        rows.append((size, plain, verify, draft))
+        draft = _timed(partial(_draft, engine, drafter, size, 1))
+        deeper = 0.0
+        if shape.depth > 1:
+            whole = _timed(partial(_draft, engine, drafter, size, shape.tree.size))
+            deeper = max(0.0, whole - draft) / (shape.depth - 1)
+        rows.append((size, plain, verify, draft, deeper))
         logger.info(
-            "steps of %d tokens: %.2f ms, %.2f in drafts of %d; %.2f to draft them",
-            *(size, 1e3 * plain, 1e3 * verify, _TOKENS - 1, 1e3 * draft),
+            "steps of %d tokens: %.2f ms, %.2f in drafts of %d; %.2f to draft one for each, "
+            "%.2f for each further one",
+            *(size, 1e3 * plain, 1e3 * verify, _TOKENS - 1, 1e3 * draft, 1e3 * deeper),
         )
     return StepCosts(*(np.array(column) for column in zip(*rows, strict=True)))
 
@@ -81,16 +89,18 @@ def _step(engine: Engine, sequences: int, tokens: int) -> None:
     engine.sampler.launch(engine.runner.forward(items), prepared).result()
 
 
-def _draft(engine: Engine, drafter: Drafter, count: int) -> None:
-    """Draft a token for each of ``count`` sequences that were not seen before and share a page."""
+def _draft(engine: Engine, drafter: Drafter, count: int, limit: int) -> None:
+    """Draft ``limit`` tokens for each of ``count`` sequences that were not seen before and share a
+    page."""
     ids = np.arange(2, dtype=np.int32)
-    params = SamplingParams(max_tokens=2)
+    pages = np.zeros(len(ids) + limit, np.int32)
+    params = SamplingParams(max_tokens=1 + limit)
     sequences = []
     for _ in range(count):
         request = Request(rid="", room=b"", proxy=b"", prompt=ids, params=params)
-        sequences.append(Sequence(request, 0, ids, len(ids), pages=np.zeros(2, np.int32)))
+        sequences.append(Sequence(request, 0, ids, len(ids), pages=pages))
     state = greedy_state(engine)
-    drafter.rehearse([DraftRequest(sequence, state, 1) for sequence in sequences])
+    drafter.rehearse([DraftRequest(sequence, state, limit) for sequence in sequences])
 
 
 def greedy_state(engine: Engine) -> SamplingState:

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 SIZES = np.array([1.0, 4.0, 16.0, 64.0])
 
 
-def costs(plain: list[float], verify: list[float], draft: float = 0.0) -> StepCosts:
-    return StepCosts(SIZES, np.array(plain), np.array(verify), np.full(4, draft))
+def costs(
+    plain: list[float], verify: list[float], draft: float = 0.0, deeper: float | None = None
+) -> StepCosts:
+    more = draft if deeper is None else deeper
+    return StepCosts(SIZES, np.array(plain), np.array(verify), np.full(4, draft), np.full(4, more))
 
 
 # Steps as of a GPU, whose time hardly depends on the tokens, and as of a CPU.
@@ -64,6 +67,25 @@ def test_sequences_are_drafted_for_as_their_drafts_were_accepted() -> None:
     assert least <= 1
 
 
+def test_of_a_new_sequence_is_believed_what_was_seen_of_others() -> None:
+    """Short answers end before much is seen of them."""
+    table = costs([1.0, 1.0, 1.5, 6.0], [1.0, 1.2, 1.5, 6.0], 0.4, 0.25)
+    (at_first,) = DraftLengths(table).choose(keys(1), [8])
+    assert 1 < at_first < 8
+    for accepted in (range(8), []):
+        lengths = DraftLengths(table)
+        for old in keys(10):
+            for _ in range(3):
+                (length,) = lengths.choose([old], [8])
+                if length:
+                    lengths.observe(old, chain(length), accepted[:length])
+            lengths.forget(old)
+        while lengths.rests:
+            lengths.choose([], [])
+        (chosen,) = lengths.choose(keys(1), [8])
+        assert chosen == 8 if accepted else chosen < at_first
+
+
 def test_a_sequence_is_tried_again() -> None:
     lengths = DraftLengths(costs([1.0, 1.0, 1.5, 6.0], [1.0, 1.0, 1.5, 6.0], draft=0.4))
     (bad,) = keys(1)
@@ -83,11 +105,13 @@ def test_a_sequence_is_tried_again() -> None:
     st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(0, 3)), min_size=1, max_size=3),
     st.lists(st.floats(0.1, 3.0), min_size=8, max_size=8),
     st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
 )
 def test_the_choice_is_the_best_of_all(
-    asked: list[tuple[float, int]], seconds: list[float], draft: float
+    asked: list[tuple[float, int]], seconds: list[float], draft: float, deeper: float
 ) -> None:
-    table = costs(np.cumsum(seconds[:4]).tolist(), (np.cumsum(seconds[4:]) + 0.01).tolist(), draft)
+    plain, verify = np.cumsum(seconds[:4]), np.cumsum(seconds[4:]) + 0.01
+    table = costs(plain.tolist(), verify.tolist(), draft, deeper)
     shares, limits = np.array([a[0] for a in asked]), np.array([a[1] for a in asked])
     batch = len(asked)
 
@@ -100,7 +124,7 @@ def test_the_choice_is_the_best_of_all(
             for place in range(1, length + 1)
         )
         cost = table.at(table.verify, float(batch + sum(chosen)))
-        return float(tokens / (cost + max(chosen) * table.at(table.draft, batch)))
+        return float(tokens / (cost + draft + (max(chosen) - 1) * deeper))
 
     best = max(rate(each) for each in itertools.product(*(range(n + 1) for n in limits)))
     mine = rate(tuple(DraftLengths(table)._best(shares, limits).tolist()))
