@@ -32,6 +32,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = 4
 # The first of these is not counted, since it compiles kernels.
 _REPEATS = 4
+# Drafts of several tokens are measured for one of so many sizes.
+_WHOLE_DRAFTS = 3
 # Steps of a model that is slow here are measured for so long; larger ones are taken to cost as much
 # more as they have more tokens.
 _SECONDS = 5.0
@@ -53,10 +55,14 @@ def measure_costs(
         plain = _timed(partial(_step, engine, size, 1))
         verify = _timed(partial(_step, engine, -(-size // _TOKENS), min(size, _TOKENS)))
         draft = _timed(partial(_draft, engine, drafter, size, 1))
-        deeper = 0.0
-        if shape.depth > 1:
+        if len(rows) % _WHOLE_DRAFTS == 0 and shape.depth > 1:
             whole = _timed(partial(_draft, engine, drafter, size, shape.tree.size))
             deeper = max(0.0, whole - draft) / (shape.depth - 1)
+        # Between the sizes of whole drafts, as the first tokens' cost grows.
+        elif rows:
+            deeper = rows[-1][4] * draft / rows[-1][3]
+        else:
+            deeper = 0.0
         rows.append((size, plain, verify, draft, deeper))
         logger.info(
             "steps of %d tokens: %.2f ms, %.2f in drafts of %d; %.2f to draft one for each, "

@@ -17,7 +17,7 @@ import backends
 import held_transfers
 import httpx
 import pytest
-from backends import MOONCAKE, NIXL, PROCESSES, TCP
+from backends import MOONCAKE, PROCESSES, TCP
 from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_ready, wait_until
 
 from pd.core.messages import LEASE_SECONDS
@@ -102,7 +102,7 @@ def in_sample(params: Mapping[str, object]) -> bool:
     cell = (params["pair_of_decoders"], params["stage"], params["victim"], params["fault"])
     return cell in {
         (TCP, "during", "prefill", "killed"),
-        (NIXL, "during", "decode", "killed"),
+        (TCP, "during", "decode", "killed"),
         (MOONCAKE, "during", "prefill", "stopped"),
     }
 

@@ -21,7 +21,6 @@ HERE = Path(__file__).parent
     ("file", "only"),
     [
         pytest.param("test_digest.py", "intact and nixl", marks=pytest.mark.full),
-        pytest.param("test_parity.py", "every_backend and nixl and qwen3-16-16"),
         pytest.param("test_parity.py", "every_backend and nixl", marks=pytest.mark.full),
         pytest.param("test_serving.py", "nixl", marks=pytest.mark.full),
         pytest.param("test_load.py", "nixl", marks=pytest.mark.full),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +110,16 @@ def oracle_of(plain: dict[str, list[Pending]], spoiled: float) -> Oracle:
     return oracle
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("kind", ["unified", "split"])
+SHARP = {("unified", 1, "on"), ("split", 1, "off"), ("split", 16, "on"), ("unified", 64, "off")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "overlap"),
+    [
+        cell if cell in SHARP else pytest.param(*cell, marks=pytest.mark.full)
+        for cell in itertools.product(("unified", "split"), (1, 16, 64), ("off", "on"))
+    ],
+)
 def test_every_feature_gives_the_same(
     plain: dict[str, list[Pending]],
     drafts_with: Callable[[Drafter], None],
