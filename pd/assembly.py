@@ -10,6 +10,9 @@ from pd.core.node_info import NodeInfo
 from pd.decode_node.receiving import ReceivingEnd
 from pd.engine.digests import Digests
 from pd.engine.engine import Engine
+from pd.grammar.child import Vocabulary
+from pd.grammar.compiler import CompileLimits
+from pd.grammar.grammars import MAX_COMPILED_BYTES, Grammars
 from pd.models.generation_config import sampling_defaults
 from pd.node.control import ControlThread
 from pd.node.node import Node
@@ -89,9 +92,22 @@ def make_core(
         metrics=metrics,
         drafter=drafter,
         draft_lengths=draft_lengths(config, engine, drafter),
+        grammars=make_grammars(config, engine),
         post=control.post,
         wake=control.wake,
     )
+
+
+def make_grammars(config: NodeConfig, engine: Engine) -> Grammars:
+    """What compiles the grammars of requests; children start with the first."""
+    path = config.model / "tokenizer.json"
+    vocabulary = None
+    if config.grammar_backend != "none" and path.is_file():
+        model = engine.model_config
+        stop_ids = [token for token in model.eos_token_ids if 0 <= token < model.vocab_size]
+        vocabulary = Vocabulary(str(path), model.vocab_size, stop_ids)
+    limits = CompileLimits(config.grammar_cpu_seconds, config.grammar_memory, MAX_COMPILED_BYTES)
+    return Grammars(vocabulary, limits, config.grammar_cache)
 
 
 def prefill_node(

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     _add_network(flags, role)
     _add_memory(flags, role)
     _add_scheduling(flags)
+    _add_grammars(flags)
     _add_backends(flags, role)
     _add_speculation(flags)
     _add_transfer(flags)
@@ -188,6 +189,33 @@ def _add_scheduling(flags: ConfigFlags) -> None:
         "how often a waiting request may be overtaken before it goes first",
         type=int,
         metavar="N",
+    )
+
+
+def _add_grammars(flags: ConfigFlags) -> None:
+    flags.start_group("structured output")
+    flags.add(
+        "--grammar-backend",
+        "what constrains output to schemas and grammars; none refuses such requests",
+        choices=choices.GRAMMAR_BACKENDS,
+    )
+    flags.add(
+        "--grammar-cpu-seconds",
+        "processor time that compiling one grammar may take",
+        type=float,
+        metavar="SECONDS",
+    )
+    flags.add(
+        "--grammar-memory",
+        "memory that compiling one grammar may take",
+        type=types.size,
+        metavar="SIZE",
+    )
+    flags.add(
+        "--grammar-cache",
+        "memory for compiled grammars that no request uses",
+        type=types.size,
+        metavar="SIZE",
     )
 
 

@@ -21,6 +21,7 @@ OVERLAP_SCHEDULES = ("auto", "on", "off")
 GENERATION_CONFIGS = ("auto", "none")
 SPECULATIVE_ADAPTIVE = ("on", "off")
 SPECULATIVE_NGRAM_CACHES = ("on", "off")
+GRAMMAR_BACKENDS = ("xgrammar", "none")
 SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
 # Those that read a checkpoint of their own.
 _WITH_MODEL = ("draft", "eagle")
@@ -42,7 +43,7 @@ class NodeConfig:
         port, bootstrap_port: 0 picks a free one; the command line has defaults of its own.
         kv_cache_tokens: size of the KV cache; wins over ``mem_fraction``.
         drain_timeout: seconds for which SIGTERM waits for running requests.
-        retraction_host_memory: in bytes.
+        retraction_host_memory: in bytes; so are ``grammar_memory`` and ``grammar_cache``.
         cuda_graph_batch_sizes: None chooses them; a 0 among them is left out.
         trust_network: only hosts of this deployment reach the node's ports.
     """
@@ -78,6 +79,10 @@ class NodeConfig:
     speculative_topk: int = 1
     speculative_adaptive: str = "on"
     speculative_ngram_cache: str = "off"
+    grammar_backend: str = "xgrammar"
+    grammar_cpu_seconds: float = 10.0
+    grammar_memory: int = 1 << 30
+    grammar_cache: int = 256 << 20
     transfer_backend: str = "auto"
     trust_network: bool = False
     fake_script: Path | None = None
@@ -100,6 +105,9 @@ class NodeConfig:
             ("speculative_num_draft_tokens", 1),
             ("speculative_topk", 1),
             ("retraction_host_memory", 0),
+            ("grammar_cpu_seconds", 1),
+            ("grammar_memory", 1 << 20),
+            ("grammar_cache", 0),
             ("context_length", 1),
             ("drain_timeout", 0),
         ):

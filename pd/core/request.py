@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     import numpy.typing as npt
 
     # NOTE: for types only; no other module of this room imports from another room.
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from pd.decode_node.incoming import IncomingRoom
     from pd.engine.eagle import CarriedState
     from pd.engine.sampling_state import SamplingState
+    from pd.engine.token_rules import TokenRules
     from pd.prefill_node.outgoing import OutgoingRoom
     from pd.radix import TreeNode
     from pd.scheduling.decode import HostKV
@@ -36,6 +39,7 @@ class RequestState(Enum):
     P is a node that computes the prompt, D one that receives its KV.
     """
 
+    COMPILING = auto()  # waits for its grammar, before anything else
     BOOTSTRAPPING = auto()  # P: waits to run, D has not reserved yet
     WAITING = auto()  # P: waits to run; D: committed, waits for a place in the batch
     PREALLOCATING = auto()  # D: waits for the peer or for memory
@@ -171,6 +175,7 @@ class Request:
         ended_choices: choices that the proxy ended (their stop string was found).
         outgoing: the hand-off on the node that sends the KV, else None.
         incoming: the hand-off on the node that receives the KV, else None.
+        make_rules: makes the rules of a choice, given the tokens that end it; None without rules.
     """
 
     rid: str
@@ -191,6 +196,7 @@ class Request:
     ended_choices: set[int] = field(default_factory=set)
     outgoing: OutgoingRoom | None = None
     incoming: IncomingRoom | None = None
+    make_rules: Callable[[Collection[int]], TokenRules] | None = None
 
     @classmethod
     def from_message(cls, message: Generate, proxy: bytes) -> Request:

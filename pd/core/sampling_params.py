@@ -8,6 +8,7 @@ import msgspec
 
 from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
+from pd.core.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 64
@@ -61,6 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prompt_logprobs_start: report log probabilities of prompt tokens from this position on;
             None reports none. A prompt token's log probability needs its predecessor's logits,
             so it limits how much of the cache may be used.
+        grammar: the language that the output is in, or None.
     """
 
     max_tokens: int
@@ -80,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs_start: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -105,6 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 param="logprob_start_len",
             )
         self._validate_token_ids(vocab_size)
+        if self.grammar is not None:
+            self.grammar.validate()
 
     def _validate_token_ids(self, vocab_size: int | None) -> None:
         limit = vocab_size or TOKEN_ID_LIMIT

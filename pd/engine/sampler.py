@@ -12,8 +12,10 @@ from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.penalties import PenalizedRows, Penalties
 from pd.engine.sampling_state import Draw, SamplingState
+from pd.engine.token_rules import fill_masks
 from pd.kernels.sampling import sample_rows
 from pd.kernels.staging import PinnedStaging
+from pd.kernels.token_masks import BITS, apply_token_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -138,6 +140,14 @@ class PreparedDraws:
     min_p: torch.Tensor
 
 
+class TokenMasks(NamedTuple):
+    """Rows with rules, int64 ``[m]``, and the tokens that these allow: arguments of
+    :func:`pd.kernels.token_masks.apply_token_masks`, on the device."""
+
+    rows: torch.Tensor
+    masks: torch.Tensor
+
+
 class Sampler:
     """Samples one token for each row of a step. Used by one thread.
 
@@ -193,13 +203,46 @@ class Sampler:
         return PreparedDraws(draws, counts, penalized, *tensors)
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, prepared: PreparedDraws) -> Samples:
+    def fill_masks(self, prepared: PreparedDraws, drafts: IntArray) -> TokenMasks | None:
+        """Ask the rules of the draws that have some which tokens may come next, and upload it.
+
+        Args:
+            prepared: whose states have observed all tokens before their first row.
+            drafts: drafted tokens to which ``Draw.first`` refers.
+
+        Returns:
+            None if no draw has rules.
+        """
+        ruled = [(draw, rows) for draw, rows in _rows_of(prepared) if draw.state.rules is not None]
+        if not ruled:
+            return None
+        words = -(-self._vocab_size // BITS)
+        rows = np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ruled])
+        masks, first = np.full((len(rows), words), -1, np.int32), 0
+        for draw, of_draw in ruled:
+            state, own = draw.state, masks[first : first + len(of_draw)]
+            first += len(of_draw)
+            assert state.rules is not None
+            size = 0 if draw.tree is None else draw.tree.size
+            guesses = drafts[draw.first : draw.first + size].tolist()
+            fill_masks(state.rules, own, draw.tree, guesses)
+            depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
+            for mask, depth in zip(own, depths, strict=True):
+                if state.must_continue(depth):
+                    _forbid(mask, state.stop_ids)
+        return TokenMasks(*self._staging.upload([rows, masks]))
+
+    @torch.inference_mode()
+    def launch(
+        self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None = None
+    ) -> Samples:
         """Choose a token for each row; on a GPU this is only queued.
 
         Args:
             logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
             prepared: for ``n`` rows. Without rows, too, the result is ready only when everything
                 queued before is done.
+            masks: what rules allow.
         """
         draws, rows = prepared.draws, int(prepared.counts.sum())
         assert logits.shape == (rows, self._vocab_size)
@@ -208,7 +251,7 @@ class Sampler:
             return Samples(nothing, nothing.bool(), None)
         params = [draw.state.params for draw in draws]
         tokens, finite = sample_rows(
-            self._adjust(logits, prepared),
+            self._adjust(logits, prepared, masks),
             prepared.temperatures,
             prepared.noise_at,
             prepared.top_k,
@@ -248,18 +291,21 @@ class Sampler:
         chosen = logits.index_select(0, rows_there)
         return _RowLogprobs.of(chosen, tokens[rows_there], asked, counts)
 
-    def _adjust(self, logits: torch.Tensor, prepared: PreparedDraws) -> torch.Tensor:
-        """Apply penalties, bias and minimum length to the rows that ask for them."""
+    def _adjust(
+        self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None
+    ) -> torch.Tensor:
+        """Apply penalties, bias, minimum length and masks to the rows that ask for them."""
         biased, shortest = list[tuple[int, SamplingState]](), list[tuple[int, SamplingState]]()
         for draw, rows in _rows_of(prepared):
             state, ahead = draw.state, draw.ahead
             if state.params.logit_bias:
                 biased += [(row, state) for row in rows]
-            if state.must_continue(ahead):
+            # Masks of rules are made with the minimum length in mind.
+            if state.rules is None and state.must_continue(ahead):
                 depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
                 pairs = zip(rows, depths, strict=True)
                 shortest += [(row, state) for row, d in pairs if state.must_continue(ahead + d)]
-        if not (prepared.penalized or biased or shortest):
+        if not (prepared.penalized or biased or shortest or masks):
             return logits
         logits = logits.to(torch.float32, copy=True)
         if prepared.penalized is not None:
@@ -273,6 +319,8 @@ class Sampler:
             places = np.repeat([i for i, _ in shortest], [len(s.stop_ids) for _, s in shortest])
             ids = np.concatenate([s.stop_ids for _, s in shortest])
             logits[self._index(places), self._index(ids)] = float("-inf")
+        if masks is not None:
+            apply_token_masks(logits, *masks)
         return logits
 
     def _index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
@@ -280,6 +328,15 @@ class Sampler:
 
     def _floats(self, values: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
         return to_device(values, torch.float32, self._device)
+
+
+def _forbid(mask: IntArray, token_ids: Int64Array) -> None:
+    """Take tokens out of a mask, unless it allows no other."""
+    without = mask.copy()
+    bits = np.left_shift(np.uint32(1), (token_ids % BITS).astype(np.uint32))
+    np.bitwise_and.at(without.view(np.uint32), token_ids // BITS, ~bits)
+    if without.any():
+        mask[:] = without
 
 
 def _rows_of(prepared: PreparedDraws) -> Iterator[tuple[Draw, range]]:

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pd.core.errors import NodeFailedError
 from pd.core.messages import Finish
 from pd.core.sampling_params import choice_seed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     import numpy.typing as npt
 
     from pd.core.sampling_params import SamplingParams
     from pd.engine.draft_tree import DraftTree
+    from pd.engine.token_rules import TokenRules
 
     IntArray = npt.NDArray[np.int32]
 
@@ -63,6 +67,7 @@ class SamplingState:
         uncounted: output tokens for :class:`pd.engine.penalties.Penalties` to count.
         counted_ahead: tokens which that has counted, and which were not observed yet.
         penalty_row: where it counts them, or None.
+        rules: which tokens may come next, if the host decides; else None.
     """
 
     def __init__(
@@ -72,8 +77,10 @@ class SamplingState:
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
         seed: int | None = None,
+        make_rules: Callable[[Collection[int]], TokenRules] | None = None,
     ) -> None:
-        """``seed`` defaults to ``params.seed``; ``prompt`` is int32 and not copied."""
+        """``seed`` defaults to ``params.seed``; ``prompt`` is int32 and not copied. ``make_rules``
+        is given the tokens that end the choice."""
         self.params = params
         self.seed = params.seed if seed is None else seed
         self._prompt_length = len(prompt)
@@ -90,6 +97,9 @@ class SamplingState:
         # Sorted and never written to, because all choices of a request share it.
         self.prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
         self._forget_output()
+        # With ``ignore_eos``, too, a complete output needs a token that ends it.
+        ends = inside or [token for token in eos_token_ids if 0 <= token < vocab_size]
+        self.rules = None if make_rules is None else make_rules(ends)
 
     def position(self, ahead: int = 0) -> int:
         """Return the index, in prompt and output together, of the token after the next ``ahead``
@@ -103,12 +113,21 @@ class SamplingState:
         return self.num_output_tokens + ahead < self.params.min_tokens
 
     def observe(self, token: int) -> Finish | None:
-        """Count an output token. Returns the reason if the choice ends with it, else None."""
+        """Count an output token. Returns the reason if the choice ends with it, else None.
+
+        Raises:
+            NodeFailedError: the rules forbid it.
+        """
         self.num_output_tokens += 1
         if self.counted_ahead:
             self.counted_ahead -= 1
         elif self.has_penalties:
             self.uncounted.append(token)
+        if self.rules is not None:
+            if not self.rules.advance(token):
+                raise NodeFailedError(f"the grammar forbids token {token}")
+            if self.rules.ended:
+                return Finish("stop", matched=token)
         if self.num_output_tokens > self.params.min_tokens and token in self._ending:
             return Finish("stop", matched=token)
         if self.num_output_tokens >= self.params.max_tokens:
@@ -121,6 +140,7 @@ class SamplingState:
         made = copy(self)
         made.seed = choice_seed(self.params.seed, index)
         made._forget_output()
+        made.rules = None if self.rules is None else self.rules.fresh()
         return made
 
     def _forget_output(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import AbortedError, InvalidRequestError, PDError, UnavailableError
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from pd.core.node_info import Role
     from pd.core.request import Request
+    from pd.grammar.grammars import MakeRules
     from pd.node.proxies import Proxies
     from pd.scheduling.combined import CombinedScheduler
     from pd.scheduling.core import NodeCore
@@ -33,6 +36,9 @@ class Intake:
 
     Args:
         ready: whether the node accepts requests.
+
+    Attributes:
+        compiling: requests that wait for their grammar.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class Intake:
         self._core, self._role, self._scheduler = core, role, scheduler
         self._sending, self._receiving = sending, receiving
         self._proxies, self._ready = proxies, ready
+        self.compiling: list[Request] = []
 
     def register(self, handlers: Handlers) -> None:
         """Register the handlers of messages from proxies."""
@@ -76,6 +83,34 @@ class Intake:
             rooms.outputs.failed(identity, message.room, error)
             return
         rooms.add(request)
+        if request.params.grammar is None:
+            self._admit(request)
+            return
+        request.state = RequestState.COMPILING
+        self.compiling.append(request)
+        self._core.grammars.want(request.params.grammar, partial(self._compiled, request))
+
+    def _compiled(self, request: Request, found: MakeRules | PDError) -> None:
+        """A request has its rules, or cannot have any. Any thread."""
+        with self._core.events.event():
+            if request.state.terminal:
+                return
+            self.compiling.remove(request)
+            if isinstance(found, PDError):
+                self._core.rooms.fail(request, found)
+                return
+            request.make_rules = found
+            # Peers may take as long again as for a request that has just come.
+            request.times.arrived = time.monotonic()
+            self._admit(request)
+
+    def ended(self, request: Request) -> None:
+        """Forget a request that was marked as ended."""
+        if request in self.compiling:
+            self.compiling.remove(request)
+
+    def _admit(self, request: Request) -> None:
+        """Queue a request that lacks nothing but its turn."""
         self._accept(request)
         continues = self._decodes(request) and request.params.max_tokens > 1
         if self._core.drafter is not None and continues and not request.state.terminal:

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _DRAIN_SECONDS = 1.0
 # Queues in the order in which requests go through them.
 _QUEUES = (
+    "grammar",
     "bootstrap",
     "preallocation",
     "transfer",
@@ -87,10 +88,10 @@ class Node:
         self.step_loop = StepLoop(core, scheduler)
         NodeGauges(core, self.queues, transfer)
         self.handlers = Handlers()
-        intake = Intake(
+        self._intake = Intake(
             core, self.role, scheduler, sending, receiving, self.proxies, lambda: self.ready
         )
-        intake.register(self.handlers)
+        self._intake.register(self.handlers)
         self.handlers.on(ProxyHeartbeat, self._on_proxy_heartbeat)
         for end in self.ends:
             end.register(self.handlers)
@@ -101,6 +102,7 @@ class Node:
 
     def _ended(self, request: Request, before: RequestState) -> None:
         """A request was marked as ended: stop all that goes on for it."""
+        self._intake.ended(request)
         self.scheduler.remove(request)
         for end in self.ends:
             end.ended(request, before)
@@ -184,6 +186,7 @@ class Node:
             for request in self.rooms:
                 self.rooms.fail(request, error)
             self.draining = self._exiting = True
+        self.core.grammars.close()
         self.step_loop.stop()
         self.control.stop()
         for end in self.ends:
@@ -326,6 +329,7 @@ class Node:
     def queues(self) -> dict[str, int]:
         """Requests by queue, as ``/server_info`` shows them."""
         counts = Counter(self.scheduler.queues())
+        counts["grammar"] = len(self._intake.compiling)
         for end in self.ends:
             counts.update(end.queues())
         return {queue: counts[queue] for queue in _QUEUES if queue in counts}
@@ -344,6 +348,8 @@ class Node:
             check_queues(self.rooms, self.rooms.closing, self._queued())
 
     def _queued(self) -> Iterator[Sequence]:
+        for request in self._intake.compiling:
+            yield request.sequence
         yield from self.scheduler.queued()
         for end in self.ends:
             yield from end.queued()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError
@@ -13,6 +14,8 @@ from pd.core.seldom import Seldom
 from pd.scheduling.step import LaunchedStep, Work, launch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd.scheduling.combined import CombinedScheduler
     from pd.scheduling.core import NodeCore
 
@@ -21,6 +24,18 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT = 0.05
 # Steps take fractions of a second, but for kernels that are compiled in one.
 STEP_LIMIT_SECONDS = 300.0
+
+
+class _Once:
+    """Calls a function the first time that it is called."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
 
 
 class StepLoop(threading.Thread):
@@ -120,9 +135,10 @@ class StepLoop(threading.Thread):
             with events.event():
                 works = self._scheduler.plan()
             last, began = None, time.monotonic()
-        self._launched = self._launch(works, last) if works else None
-        if last is not None:
-            self._account(last)
+        accounted = _Once(partial(self._account, last)) if last is not None else None
+        self._launched = self._launch(works, last, accounted) if works else None
+        if accounted is not None:
+            accounted()
         self._busy_since = began if self._launched is not None else None
         if self._launched is not None and not self._overlap:
             self._account(self._launched)
@@ -140,7 +156,9 @@ class StepLoop(threading.Thread):
             self._no_drafts.warn(f"nothing was prepared for drafts: {error!r}")
             return False
 
-    def _launch(self, works: list[Work], last: LaunchedStep | None) -> LaunchedStep | None:
+    def _launch(
+        self, works: list[Work], last: LaunchedStep | None, account: Callable[[], None] | None
+    ) -> LaunchedStep | None:
         engine = self._engine
         try:
             layers_done = self._scheduler.on_layers_done(works)
@@ -154,6 +172,7 @@ class StepLoop(threading.Thread):
                 drafter=self._core.drafter,
                 drafts=not lengths.rests,
                 simulate=lengths.simulate,
+                account=account,
             )
         except Exception as error:
             # Any error of a kernel or of torch. It concerns this step's requests only.

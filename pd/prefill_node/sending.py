@@ -154,7 +154,7 @@ class SendingEnd(PromptSender):
             self._refuse_unknown(message.sender, message.room, message.epoch)
             return
         request = self._rooms.get(message.room)
-        if request is None:
+        if request is None or request.state is RequestState.COMPILING:
             if self._rooms.has_tombstone(message.room):
                 self._refuse(message, ErrorInfo(FINISHED, "the room has ended"))
             else:
@@ -373,6 +373,9 @@ class SendingEnd(PromptSender):
         # NOTE: both waits also end by a message of the proxy, so the run delay of the most delayed
         # process extends them.
         for key, (came, reservation) in list(self._early.items()):
+            request = self._rooms.get(reservation.room)
+            if request is not None and request.state is RequestState.COMPILING:
+                continue
             if self._patience.is_over(came, LEASE_SECONDS):
                 del self._early[key]
                 self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.messages import Message
     from pd.engine.engine import Engine
+    from pd.grammar.grammars import Grammars
     from pd.scheduling.events import Events
     from pd.scheduling.memory import Memory
     from pd.scheduling.metrics import RequestMetrics
@@ -26,6 +27,7 @@ class NodeCore:
     Attributes:
         drafter: drafts tokens for sequences that decode; None without speculation.
         draft_lengths: says how many.
+        grammars: compiles the grammars of requests.
         post: sends a message to the process with an identity; any thread.
         wake: has transfers polled soon; any thread.
     """
@@ -39,5 +41,6 @@ class NodeCore:
     metrics: RequestMetrics
     drafter: Drafter | None
     draft_lengths: DraftLengths
+    grammars: Grammars
     post: Callable[[bytes, Message], None]
     wake: Callable[[], None]

@@ -128,6 +128,7 @@ class DecodeScheduler:
                 self._model.eos_token_ids,
                 self._model.vocab_size,
                 seed=choice_seed(request.params.seed, token.index),
+                make_rules=request.make_rules,
             )
         sequence.sampling = sampling
         sampling.observe(token.token_id)

@@ -200,7 +200,11 @@ class PrefillScheduler:
 
     def _make_choices(self, request: Request) -> None:
         first = SamplingState(
-            request.params, request.prompt, self._model.eos_token_ids, self._model.vocab_size
+            request.params,
+            request.prompt,
+            self._model.eos_token_ids,
+            self._model.vocab_size,
+            make_rules=request.make_rules,
         )
         others = [first.fork(index) for index in range(1, request.params.n)]
         request.progress.choices = [first, *others]

@@ -196,6 +196,7 @@ class _DeviceTokens:
             self._places[batch] = place
             place += len(batch.tokens)
         drafts = [batch.tokens for batch in batches]
+        self._batches = list(batches)
         self.drafts = _joined(drafts)
         self.tokens = _joined([*parts, *drafts])
         self.missing = [batch for batch in batches if batch.host is None]
@@ -203,6 +204,17 @@ class _DeviceTokens:
     def place(self, draft: Draft) -> int:
         """Where a draft begins among ``drafts``."""
         return self._places[draft.batch] + draft.first
+
+    def copies(self) -> HostCopy:
+        """Queue copies of ``missing``."""
+        return HostCopy([batch.tokens for batch in self.missing])
+
+    def on_host(self, copies: HostCopy) -> IntArray:
+        """The drafted tokens, int32. ``copies``: of ``missing``."""
+        for batch, tokens in zip(self.missing, copies.wait(), strict=True):
+            batch.host = tokens.numpy().astype(np.int32)
+        found = [batch.host for batch in self._batches if batch.host is not None]
+        return np.concatenate([np.empty(0, np.int32), *found])
 
     def item(self, work: Work) -> ForwardItem:
         """See :meth:`Work.item`."""
@@ -225,13 +237,19 @@ def launch(
     drafter: Drafter | None = None,
     drafts: bool = True,
     simulate: Callable[[int], int] | None = None,
+    account: Callable[[], None] | None = None,
 ) -> LaunchedStep:
     """Begin to compute all works in one forward pass.
+
+    Where rules of the host say which tokens may come next, they are asked while the pass runs, and
+    sampling is launched when they have answered.
 
     Args:
         previous: the step that works with ``follows`` continue; launched, maybe not complete.
         drafter: drafts tokens for works with a ``draft_limit``, if ``drafts``.
         simulate: says how many tokens of a draft of so many count as accepted; for benchmarks.
+        account: accounts for ``previous``, whose tokens such rules have to know. It is called if
+            any work has rules.
     """
     began = time.monotonic()
     if drafter is not None:
@@ -260,6 +278,9 @@ def launch(
         draws.append(Draw(work.samples[0], follows, draft.tree, known.place(draft)))
         if simulate is not None:
             work.forced = simulate(draft.tree.size)
+    ruled = any(draw.state.rules is not None for draw in draws)
+    # Rules need the drafted tokens before the pass is over.
+    drafted = known.copies() if ruled else None
     logits = runner.forward(items, on_layers_done, known.tokens)
     # NOTE: after the launch of the pass, for which a GPU may be waiting.
     before = None if previous is None else previous.samples.tokens
@@ -271,12 +292,18 @@ def launch(
         work.follows = None  # a chain of works would keep all earlier ones in memory
     # NOTE: sampling is launched even if no work samples. Pages must not change their owner before
     # the step is over, which the host sees by the samples.
-    samples = sampler.launch(logits, prepared)
-    drafted = known.missing, HostCopy([batch.tokens for batch in known.missing])
+    masks = None
+    if drafted is not None:
+        if account is not None:
+            account()
+        masks = sampler.fill_masks(prepared, known.on_host(drafted))
+    samples = sampler.launch(logits, prepared, masks)
+    drafted = drafted or known.copies()
     if drafter is not None:
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
         _follow(drafter, StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
-    return LaunchedStep(works, samples, drafted, prompt_logprobs, began, draft_seconds)
+    copies = known.missing, drafted
+    return LaunchedStep(works, samples, copies, prompt_logprobs, began, draft_seconds)
 
 
 # A drafter may raise anything, for want of memory say. The model goes on without it, and the output

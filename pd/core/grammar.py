@@ -1,0 +1,35 @@
+"""What a request's output has to look like."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pd.core.errors import InvalidRequestError
+
+# Bytes of a grammar's text.
+MAX_GRAMMAR_BYTES = 1 << 18
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A language that the text of an output must be in.
+
+    Attributes:
+        kind: how ``text`` says it: a JSON schema, a regular expression, a grammar in GBNF, or a
+            structural tag of xgrammar, as JSON.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def validate(self) -> None:
+        """Raise InvalidRequestError if it is too long."""
+        size = len(self.text.encode("utf-8", errors="surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"{self.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted",
+                param=self.kind,
+            )

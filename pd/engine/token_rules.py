@@ -1,0 +1,68 @@
+"""Rules on a choice's next token that the host decides, while the forward pass runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.engine.draft_tree import DraftTree
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class TokenRules(Protocol):
+    """The state of one choice. A mask is int32 ``[ceil(vocab_size / 32)]``; bit ``i % 32`` of
+    element ``i // 32`` says whether token ``i`` may come next."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the output is complete and nothing may follow."""
+
+    def fresh(self) -> TokenRules:
+        """The state of another choice of the same request, without output."""
+
+    def fill_mask(self, mask: IntArray) -> None:
+        """Write which tokens may come next; not if :attr:`ended`."""
+
+    def advance(self, token: int) -> bool:
+        """Add a token to the output. False if it may not come next; then nothing changes."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` tokens."""
+
+
+def fill_masks(
+    rules: TokenRules, masks: IntArray, tree: DraftTree | None, guesses: Sequence[int]
+) -> None:
+    """Write which tokens may come next after the known ones, and after each guess of a draft.
+
+    Args:
+        masks: ``[1 + tree.size, ...]``, all bits set. Rows after guesses that may not come stay so:
+            what is drawn there is not used.
+        guesses: the drafted tokens.
+    """
+    if rules.ended:
+        return
+    rules.fill_mask(masks[0])
+    if tree is None:
+        return
+    path: list[int] = []
+    for guess, wanted in enumerate(tree.paths):
+        common = len(path)
+        while tuple(path[:common]) != wanted[:common]:
+            common -= 1
+        rules.rollback(len(path) - common)
+        del path[common:]
+        for each in wanted[common:]:
+            if rules.ended or not rules.advance(guesses[each]):
+                break
+            path.append(each)
+        else:
+            if not rules.ended:
+                rules.fill_mask(masks[1 + guess])
+    rules.rollback(len(path))

@@ -1,0 +1,122 @@
+"""A process that compiles grammars, so that one which takes too much ends it and nothing else.
+
+Frames on standard input and output are a length of four bytes, big-endian, and MessagePack. The
+first frame describes the vocabulary and is answered by "ready"; each that follows asks to compile.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import struct
+import sys
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pd.grammar.xgrammar_library import Compiler
+
+_LENGTH = struct.Struct(">I")
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The tokens that a model draws.
+
+    Attributes:
+        tokenizer: path of ``tokenizer.json``.
+        size: number of logits, at least that of the tokenizer's tokens.
+        stop_ids: tokens that end an output.
+    """
+
+    tokenizer: str
+    size: int
+    stop_ids: list[int]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A grammar to compile.
+
+    Attributes:
+        kind, text: see :class:`pd.core.grammar.Grammar`.
+        cpu_seconds: processor time after which the process is ended.
+        memory_bytes: memory that compiling may take.
+        max_bytes: size of the result.
+    """
+
+    kind: str
+    text: str
+    cpu_seconds: float
+    memory_bytes: int
+    max_bytes: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What became of a job: the compiled grammar as JSON of xgrammar, or what is wrong."""
+
+    compiled: bytes = b""
+    error: str = ""
+
+
+def send_frame(stream: IO[bytes], frame: bytes) -> None:
+    stream.write(_LENGTH.pack(len(frame)))
+    stream.write(frame)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes:
+    """Raises EOFError at the end of the stream."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    (length,) = _LENGTH.unpack(head)
+    frame = stream.read(length)
+    if len(frame) < length:
+        raise EOFError
+    return frame
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    requests, results = sys.stdin.buffer, sys.stdout.buffer
+    vocabulary = msgspec.msgpack.decode(read_frame(requests), type=Vocabulary)
+    from pd.grammar.xgrammar_library import Compiler, tokenizer_info
+
+    compiler = Compiler(tokenizer_info(vocabulary))
+    send_frame(results, b"ready")
+    while True:
+        try:
+            frame = read_frame(requests)
+        except EOFError:
+            return
+        job = msgspec.msgpack.decode(frame, type=Job)
+        _limit(job)
+        send_frame(results, msgspec.msgpack.encode(_compile(compiler, job)))
+
+
+def _compile(compiler: Compiler, job: Job) -> Result:
+    try:
+        compiled = compiler.compile(job.kind, job.text)
+    except MemoryError:
+        return Result(error=f"it takes more than {job.memory_bytes >> 20} MiB to compile")
+    except ValueError as error:
+        return Result(error=str(error))
+    if len(compiled) > job.max_bytes:
+        sizes = f"{len(compiled) >> 20} MiB; at most {job.max_bytes >> 20} are accepted"
+        return Result(error=f"compiled it has {sizes}")
+    return Result(compiled)
+
+
+def _limit(job: Job) -> None:
+    """Have the kernel end this process if the job takes more than it may."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    until = math.ceil(usage.ru_utime + usage.ru_stime + job.cpu_seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+    with open("/proc/self/statm") as file:
+        data_pages = int(file.read().split()[5])
+    most = data_pages * resource.getpagesize() + job.memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    main()

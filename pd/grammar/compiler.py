@@ -1,0 +1,135 @@
+"""Compiles grammars in a child process, which is ended when one takes too much."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pd.core.errors import InvalidRequestError, UnavailableError
+from pd.grammar.child import Job, Result, Vocabulary, read_frame, send_frame
+
+if TYPE_CHECKING:
+    from pd.core.grammar import Grammar
+
+# Seconds on the clock after which a child counts as hung. Its limit is processor time, of which a
+# starved machine gives it little.
+_HUNG_SECONDS = 120.0
+# How long an idle child may take to end.
+_END_SECONDS = 0.2
+
+
+class CompileLimits(NamedTuple):
+    """What compiling one grammar may take.
+
+    Attributes:
+        cpu_seconds: processor time.
+        memory_bytes: memory of the child beyond what it has when it is idle.
+        max_bytes: size of the result, serialized.
+    """
+
+    cpu_seconds: float
+    memory_bytes: int
+    max_bytes: int
+
+
+class GrammarCompiler:
+    """One child, started when it is first needed and again after it was ended. One thread uses it,
+    but for :meth:`close`."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
+        self._vocabulary, self._limits = vocabulary, limits
+        self._child: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> bytes:
+        """Compile a grammar, as JSON of xgrammar.
+
+        Raises:
+            InvalidRequestError: it is none, or it takes more than the limits.
+            UnavailableError: this node cannot compile, because it stops or lacks a tokenizer.
+        """
+        limits = self._limits
+        job = Job(grammar.kind, grammar.text, *limits)
+        child = self._started()
+        assert child.stdin is not None and child.stdout is not None
+        timer = threading.Timer(_HUNG_SECONDS, child.kill)
+        timer.start()
+        try:
+            send_frame(child.stdin, msgspec.msgpack.encode(job))
+            result = msgspec.msgpack.decode(read_frame(child.stdout), type=Result)
+        except (OSError, EOFError, ValueError):  # the last for what close() has closed
+            raise self._died(child, grammar) from None
+        finally:
+            timer.cancel()
+        if result.error:
+            raise InvalidRequestError(f"{grammar.kind}: {result.error}", param=grammar.kind)
+        return result.compiled
+
+    def close(self) -> None:
+        """End the child. Any thread."""
+        with self._lock:
+            self._closed = True
+            child, self._child = self._child, None
+        if child is not None:
+            _end(child)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("the node stops")
+            if self._child is not None:
+                return self._child
+            command = [sys.executable, "-m", "pd.grammar.child"]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._child = child
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            send_frame(child.stdin, msgspec.msgpack.encode(self._vocabulary))
+            read_frame(child.stdout)
+        except (OSError, EOFError):
+            self._forget(child)
+            raise UnavailableError(
+                "grammars cannot be compiled here: the process that does it did not start (see "
+                "the node's log)"
+            ) from None
+        return child
+
+    def _died(self, child: subprocess.Popen[bytes], grammar: Grammar) -> Exception:
+        """What to say of the grammar during which a child ended."""
+        self._forget(child)
+        if self._closed:
+            return UnavailableError("the node stops")
+        if child.returncode == -signal.SIGXCPU:
+            limit = f"{self._limits.cpu_seconds:g} s of processor time (--grammar-cpu-seconds)"
+        elif child.returncode == -signal.SIGKILL:
+            limit = f"{_HUNG_SECONDS:g} s"
+        else:
+            limit = f"{self._limits.memory_bytes >> 20} MiB (--grammar-memory)"
+        message = f"{grammar.kind}: compiling it takes more than {limit}"
+        return InvalidRequestError(message, param=grammar.kind)
+
+    def _forget(self, child: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            if self._child is child:
+                self._child = None
+        _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a child that has ended or is told to by the end of its input."""
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # what it was still to be told is of no use
+                stream.close()
+    try:
+        child.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,75 @@
+"""xgrammar (mlc-ai/xgrammar), which compiles grammars and knows which tokens may come next."""
+
+# xgrammar has no types.
+# mypy: disable-error-code="no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import xgrammar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.grammar.child import Vocabulary
+
+
+def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+    """The bytes of all tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=vocabulary.tokenizer)
+    return xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocabulary.size, stop_token_ids=vocabulary.stop_ids
+    )
+
+
+class Compiler:
+    """Compiles on one thread and remembers nothing."""
+
+    def __init__(self, info: xgrammar.TokenizerInfo) -> None:
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, kind: str, text: str) -> bytes:
+        """Compile and serialize a grammar.
+
+        Raises:
+            ValueError: it is none.
+            MemoryError: there is not enough.
+        """
+        compiler: Any = self._compiler
+        compile_kind = {
+            # Whitespace between tokens without end would let a model write nothing else.
+            "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
+            "regex": compiler.compile_regex,
+            "ebnf": compiler.compile_grammar,
+            "structural_tag": compiler.compile_structural_tag,
+        }[kind]
+        try:
+            serialized: str = compile_kind(text).serialize_json()
+            return serialized.encode()
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
+            raise ValueError(_reason(error)) from error
+
+
+def load_compiled(compiled: bytes, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
+    """What :meth:`Compiler.compile` returned, for use with a vocabulary."""
+    return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), info)
+
+
+def matcher(compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int]) -> xgrammar.GrammarMatcher:
+    """The state of an output that is empty so far and ends with one of ``stop_ids``."""
+    return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a message, without where in xgrammar it was raised."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    _, mark, rest = line.partition(".cc:")
+    return rest.partition(": ")[2] if mark else line
