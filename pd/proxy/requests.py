@@ -14,6 +14,7 @@ from pydantic import (
     Discriminator,
     Field,
     PlainValidator,
+    PrivateAttr,
     Tag,
     ValidationInfo,
     field_validator,
@@ -21,6 +22,7 @@ from pydantic import (
 )
 
 from pd.core.errors import InvalidRequestError
+from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from pd.core.node_info import Role
 from pd.core.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -45,11 +47,11 @@ from pd.proxy.fields import (
     TokenIds,
     are_all,
     mismatch,
-    problem,
     show,
     split_prompts,
 )
 from pd.proxy.request_model import RequestModel
+from pd.proxy.structured import check_response_format, only_grammar, response_format_grammar
 
 T = TypeVar("T")
 
@@ -65,10 +67,6 @@ _RECOMMENDED = "Unless given, as the model's generation_config.json recommends."
 
 # Fields of neighbouring systems.
 _UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
-    "regex": (),
-    "json_schema": (),
-    "ebnf": (),
-    "structural_tag": (),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -225,6 +223,7 @@ Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARACTERS)]
 Rids = Annotated[
     str | list[str], PlainValidator(_check_rids, json_schema_input_type=Rid | list[Rid])
 ]
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
 Seed = Annotated[Integer, Bounds(-SEED_LIMIT, SEED_LIMIT - 1), AfterValidator(sampler_seed)]
 
 
@@ -262,15 +261,6 @@ class StreamOptions(RequestModel):
     )
 
 
-def _check_response_format(value: dict[str, object]) -> dict[str, object]:
-    kind = value.get("type")
-    if kind != "text":
-        raise problem(
-            f"must have the type 'text', not {show(kind)}: structured output is not supported yet"
-        )
-    return value
-
-
 class OpenAIRequest(SamplingFields, RequestFields):
     """Fields of both OpenAI endpoints."""
 
@@ -301,8 +291,13 @@ class OpenAIRequest(SamplingFields, RequestFields):
         "Unless given, one is drawn for each prompt.",
     )
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    response_format: Annotated[dict[str, object], AfterValidator(_check_response_format)] | None = (
-        Field(None, description='`{"type": "text"}`; structured output is not supported yet.')
+    response_format: Annotated[dict[str, object], AfterValidator(check_response_format)] | None = (
+        Field(
+            None,
+            description='`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": '
+            '"json_schema", "json_schema": {"schema": …}}`. Keywords of a schema that are not '
+            "enforced are a 400, unless `strict` is false.",
+        )
     )
     return_token_ids: bool = Field(
         False,
@@ -310,9 +305,11 @@ class OpenAIRequest(SamplingFields, RequestFields):
         "or the answer.",
     )
     user: str | None = Field(None, description="Of no effect.")
+    _grammar: Grammar | None = PrivateAttr(None)
 
     def arguments(self) -> dict[str, Any]:
-        return super().arguments() | {"seed": self.seed, "min_tokens": self.min_tokens}
+        own = {"seed": self.seed, "min_tokens": self.min_tokens, "grammar": self._grammar}
+        return super().arguments() | own
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -327,6 +324,11 @@ class OpenAIRequest(SamplingFields, RequestFields):
     @property
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @model_validator(mode="after")
+    def _response_has_a_grammar(self) -> Self:
+        self._grammar = response_format_grammar(self.response_format)
+        return self
 
     @model_validator(mode="after")
     def _options_are_for_streams(self) -> Self:
@@ -451,10 +453,34 @@ class NativeSampling(SamplingFields):
         "Unless given, one is drawn for each prompt.",
     )
     seed: Seed | None = Field(None, description="The same as `sampling_seed`, which goes first.")
+    regex: GrammarText | None = Field(
+        None, description="A regular expression that the whole answer matches."
+    )
+    json_schema: GrammarText | dict[str, object] | None = Field(
+        None, description="A JSON schema, as an object or its text, for the answer."
+    )
+    ebnf: GrammarText | None = Field(
+        None, description="A grammar in GBNF whose rule `root` is the answer."
+    )
+    structural_tag: GrammarText | dict[str, object] | None = Field(
+        None, description="Parts of the answer that follow a schema, in xgrammar's form."
+    )
+    _grammar: Grammar | None = PrivateAttr(None)
 
     def arguments(self) -> dict[str, Any]:
         seed = self.seed if self.sampling_seed is None else self.sampling_seed
-        return super().arguments() | {"seed": seed, "min_tokens": self.min_new_tokens}
+        own = {"seed": seed, "min_tokens": self.min_new_tokens, "grammar": self._grammar}
+        return super().arguments() | own
+
+    @model_validator(mode="after")
+    def _has_one_grammar(self) -> Self:
+        self._grammar = only_grammar(
+            regex=self.regex,
+            json_schema=self.json_schema,
+            ebnf=self.ebnf,
+            structural_tag=self.structural_tag,
+        )
+        return self
 
 
 # Tags are no part of a field's name, see pd.proxy.request_model.

@@ -1,0 +1,95 @@
+"""From fields of a request to the grammar that its output has to follow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pd.core.errors import InvalidRequestError
+from pd.core.grammar import Grammar, GrammarKind
+from pd.proxy.fields import problem, show
+from pd.proxy.json_schemas import what_is_not_enforced
+
+
+def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Grammar:
+    """The grammar of a JSON schema, an object or its text.
+
+    Args:
+        param: the field, for messages.
+        strict: refuse what would not be enforced.
+
+    Raises:
+        InvalidRequestError: it is no schema, or not enforced.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{param} is not JSON: {error}", param=param) from None
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequestError(f"{param} must be an object, not {show(schema)}", param=param)
+    try:
+        found = what_is_not_enforced(schema) if strict else None
+        text = json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidRequestError(f"{param} is no JSON schema: {error}", param=param) from None
+    if found is not None:
+        raise InvalidRequestError(f"{param}: {found} is not enforced by this server", param=param)
+    return Grammar("json_schema", text)
+
+
+def response_format_grammar(value: dict[str, Any] | None) -> Grammar | None:
+    """The grammar of OpenAI's ``response_format``; None for text. Its shape was checked."""
+    if value is None or value["type"] == "text":
+        return None
+    if value["type"] == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
+    described = value["json_schema"]
+    strict = described.get("strict") is not False
+    return schema_grammar(described.get("schema", {}), "response_format", strict=strict)
+
+
+def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
+    """Raise for a ``response_format`` of another shape than OpenAI's."""
+    kind = value.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise problem(
+            f"must have the type 'text', 'json_object' or 'json_schema', not {show(kind)}"
+        )
+    if kind == "json_schema":
+        described = value.get("json_schema")
+        if not isinstance(described, dict):
+            raise problem(f"must have an object 'json_schema', not {show(described)}")
+        if not isinstance(described.get("schema", {}), dict):
+            raise problem(f"must have an object 'schema', not {show(described['schema'])}")
+        if described.get("strict") not in (None, True, False):
+            raise problem(f"must have a boolean 'strict', not {show(described['strict'])}")
+    return value
+
+
+def only_grammar(
+    *, regex: str | None, json_schema: object, ebnf: str | None, structural_tag: object
+) -> Grammar | None:
+    """The one grammar among the fields of the native shape, or None.
+
+    Raises:
+        InvalidRequestError: there are two, or it is no schema.
+    """
+    texts: dict[GrammarKind, object] = {
+        "regex": regex,
+        "json_schema": json_schema,
+        "ebnf": ebnf,
+        "structural_tag": structural_tag,
+    }
+    given: list[GrammarKind] = [kind for kind, text in texts.items() if text is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{' and '.join(given)} cannot constrain the same output", param=given[1]
+        )
+    (kind,) = given
+    if kind == "json_schema":
+        return schema_grammar(json_schema, "json_schema")
+    text = texts[kind]
+    return Grammar(kind, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
