@@ -91,12 +91,12 @@ class LaggingDevice:
         rows = list(range(sum(item.num_logits for item in items)))
         return _LaterLogits(_Later(self._queue, compute), rows, self._device)
 
-    def _sample_later(self, logits: _LaterLogits, draw: PreparedDraws) -> Any:
+    def _sample_later(self, logits: _LaterLogits, draw: PreparedDraws, masks: Any = None) -> Any:
         states = [each._replace(state=copy.copy(each.state)) for each in draw.draws]
         draw = replace(draw, draws=states)
 
         def compute() -> Any:
-            return self._sample(logits.get(), _with_tokens(draw))
+            return self._sample(logits.get(), _with_tokens(draw), masks)
 
         return _LaterSamples(_Later(self._queue, compute))
 

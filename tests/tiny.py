@@ -48,9 +48,10 @@ def tiny_model(**overrides: int) -> Path:
 
 
 @functools.cache
-def tiny_head(algorithm: str = "eagle3") -> Path:
+def tiny_head(algorithm: str = "eagle3", **overrides: int) -> Path:
     """Directory of an EAGLE head for the tiny model, which drafts at random."""
     config = {**_CONFIG, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    config |= overrides
     if algorithm == "eagle3":
         config |= {
             "architectures": ["LlamaForCausalLMEagle3"],

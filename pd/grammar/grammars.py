@@ -71,7 +71,8 @@ class Grammars:
                 known = QueueFullError(f"{_MAX_WAITING} grammars wait to be compiled")
             if known is None:
                 self._waiting[grammar] = [done]
-                self._start()
+                if len(self._workers) < min(len(self._waiting), _CHILDREN):
+                    self._start_worker()
                 self._jobs.put(grammar)
                 return
         done(known)
@@ -102,18 +103,18 @@ class Grammars:
         self._compiled.move_to_end(grammar)
         return partial(GrammarRules, self._compiled[grammar][0])
 
-    def _start(self) -> None:
-        if self._workers:
-            return
+    def _start_worker(self) -> None:
         assert self._vocabulary is not None
-        for number in range(_CHILDREN):
-            compiler = GrammarCompiler(self._vocabulary, self._limits)
-            worker = threading.Thread(
-                target=self._work, args=(compiler,), name=f"grammars-{number}", daemon=True
-            )
-            self._compilers.append(compiler)
-            self._workers.append(worker)
-            worker.start()
+        compiler = GrammarCompiler(self._vocabulary, self._limits)
+        worker = threading.Thread(
+            target=self._work,
+            args=(compiler,),
+            name=f"grammars-{len(self._workers)}",
+            daemon=True,
+        )
+        self._compilers.append(compiler)
+        self._workers.append(worker)
+        worker.start()
 
     def _work(self, compiler: GrammarCompiler) -> None:
         while (grammar := self._jobs.get()) is not None:

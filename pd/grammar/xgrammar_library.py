@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xgrammar
+
+from pd.core.json_schemas import make_strings_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +43,8 @@ class Compiler:
             MemoryError: there is not enough.
         """
         compiler: Any = self._compiler
+        if kind == "json_schema":
+            text = _plain_strings(text)
         compile_kind = {
             # Whitespace between tokens without end would let a model write nothing else.
             "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
@@ -66,6 +71,18 @@ def load_compiled(compiled: bytes, info: xgrammar.TokenizerInfo) -> xgrammar.Com
 def matcher(compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int]) -> xgrammar.GrammarMatcher:
     """The state of an output that is empty so far and ends with one of ``stop_ids``."""
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
+
+
+def _plain_strings(text: str) -> str:
+    """See :func:`pd.core.json_schemas.make_strings_plain`. Raises ValueError."""
+    try:
+        schema = json.loads(text)
+        make_strings_plain(schema)
+        return json.dumps(schema)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("it is too deep") from None
 
 
 def _reason(error: Exception) -> str:

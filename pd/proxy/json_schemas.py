@@ -6,14 +6,13 @@ forbids (``tests/proxy/test_json_schemas.py`` asks again).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import Any
 
 from pd.core.brief import brief
+from pd.core.json_schemas import subschemas
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-# Deeper schemas are refused, also before anything recursive reads them.
+# Schemas inside schemas.
 MAX_DEPTH = 64
 _NOT_ENFORCED = (
     "not",
@@ -67,39 +66,13 @@ _PLAIN_TYPES = {
 
 def what_is_not_enforced(schema: object) -> str | None:
     """Describe what of a schema would not be enforced; None if all of it is."""
-    for where, part, depth in _parts(schema):
-        if depth > MAX_DEPTH:
+    for where, part in subschemas(schema):
+        if len(where) > 2 * MAX_DEPTH:
             return f"schemas more than {MAX_DEPTH} deep"
         found = _complaint(part)
         if found is not None:
             return f"{found} (at {brief('/'.join(where)) if where else 'the root'})"
     return None
-
-
-def _parts(schema: object) -> Iterator[tuple[tuple[str, ...], dict[str, Any], int]]:
-    """All schemas inside a schema that are objects, with the ways to them."""
-    stack: list[tuple[tuple[str, ...], object, int]] = [((), schema, 0)]
-    while stack:
-        where, part, depth = stack.pop()
-        if not isinstance(part, dict):
-            continue
-        yield where, part, depth
-        if depth > MAX_DEPTH:
-            return
-        for name in ("properties", "$defs", "definitions", "patternProperties"):
-            inside = part.get(name)
-            if isinstance(inside, dict):
-                stack += [
-                    ((*where, name, str(key)), each, depth + 1) for key, each in inside.items()
-                ]
-        for name in ("items", "additionalProperties", "propertyNames"):
-            stack.append(((*where, name), part.get(name), depth + 1))
-        for name in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
-            several = part.get(name)
-            if isinstance(several, list):
-                stack += [
-                    ((*where, name, str(i)), each, depth + 1) for i, each in enumerate(several)
-                ]
 
 
 def _complaint(part: dict[str, Any]) -> str | None:
@@ -121,6 +94,8 @@ def _complaint(part: dict[str, Any]) -> str | None:
             return f"the keyword {beside[0]!r} without the type {kind!r}"
     if "pattern" in part and ("minLength" in part or "maxLength" in part):
         return "the keyword 'pattern' together with 'minLength' or 'maxLength'"
+    if "pattern" in part and _breaks_strings(part["pattern"]):
+        return f"the pattern {brief(part['pattern'])}, which names characters that JSON escapes,"
     if "format" in part and part["format"] not in _FORMATS:
         return f"the format {brief(part['format'])}"
     properties = part.get("properties", {})
@@ -128,6 +103,45 @@ def _complaint(part: dict[str, Any]) -> str | None:
     if missing:
         return f"'required' of {brief(missing[0])}, which is not among the properties"
     return None
+
+
+# Members of a class of characters, one or a range of them, and their escapes.
+_MEMBER = r"(\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|[^\\])"
+_RANGE = re.compile(f"{_MEMBER}(?:-{_MEMBER})?", re.DOTALL)
+_CLASS = re.compile(r"\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+
+
+def _breaks_strings(pattern: object) -> bool:
+    """Whether a pattern names quotes, backslashes or control characters, in classes or alone:
+    xgrammar writes them into a string as they are."""
+    if not isinstance(pattern, str):
+        return True
+    for negated, members in _CLASS.findall(pattern):
+        if not negated and any(_spans(*found) for found in _RANGE.findall(members)):
+            return True
+    outside = _CLASS.sub("", pattern)
+    return any(_spans(found[0], "") for found in _RANGE.findall(outside) if found[0] != "\\")
+
+
+def _spans(first: str, last: str) -> bool:
+    """Whether a range of characters has one that JSON escapes."""
+    low, high = _character(first), _character(last or first)
+    if low is None or high is None:
+        return False  # classes such as digits
+    return low < 0x20 or low <= 0x22 <= high or low <= 0x5C <= high
+
+
+def _character(written: str) -> int | None:
+    """The code of a character of a pattern; None for an escape that means several."""
+    if not written.startswith("\\") or len(written) == 1:
+        return ord(written)
+    name = written[1]
+    if len(written) > 2:
+        return int(written[2:], 16)
+    if name in _ESCAPED:
+        return ord(_ESCAPED[name])
+    return None if name.isalnum() else ord(name)
 
 
 def _complaint_of_whole(part: dict[str, Any], keyword: str) -> str | None:

@@ -1,0 +1,54 @@
+"""Walks through JSON schemas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Deeper schemas are not walked through.
+MAX_DEPTH = 512
+_NAMED = ("properties", "$defs", "definitions", "patternProperties")
+_SINGLE = ("items", "additionalProperties", "propertyNames", "not", "contains")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+# What a string of JSON holds without escapes. As ranges, because xgrammar takes bytes that are no
+# UTF-8 for characters that a class does not exclude.
+_PLAIN_CHARACTER = "[ -!#-[\\]-~\u00a0-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]"
+
+
+def subschemas(schema: object) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """All schemas inside a schema that are objects, itself among them, with the ways to them; none
+    below :data:`MAX_DEPTH`."""
+    stack: list[tuple[tuple[str, ...], object]] = [((), schema)]
+    while stack:
+        where, part = stack.pop()
+        if not isinstance(part, dict) or len(where) > 2 * MAX_DEPTH:
+            continue
+        yield where, part
+        for name in _NAMED:
+            inside = part.get(name)
+            if isinstance(inside, dict):
+                stack += [((*where, name, str(key)), each) for key, each in inside.items()]
+        stack += [((*where, name), part.get(name)) for name in _SINGLE]
+        for name in _LISTED:
+            several = part.get(name)
+            if isinstance(several, list):
+                stack += [((*where, name, str(i)), each) for i, each in enumerate(several)]
+
+
+def make_strings_plain(schema: object) -> None:
+    """Change a schema so that strings of bounded length have a pattern instead: xgrammar lets such
+    strings have control characters, which JSON forbids. They have no escapes then."""
+    for _, part in list(subschemas(schema)):
+        if not ("minLength" in part or "maxLength" in part) or "pattern" in part:
+            continue
+        low, high = part.pop("minLength", 0), part.pop("maxLength", "")
+        pattern = f"^{_PLAIN_CHARACTER}{{{low},{high}}}$"
+        kinds = part.get("type")
+        if isinstance(kinds, list) and len(kinds) > 1:
+            rest = {**part, "type": [kind for kind in kinds if kind != "string"]}
+            part.clear()
+            part["anyOf"] = [{"type": "string", "pattern": pattern}, rest]
+        else:
+            part["pattern"] = pattern

@@ -1,0 +1,222 @@
+"""Output under a grammar: valid, and the same on every deployment and with every drafter, together
+with every other feature of a request."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+from cluster import Cluster, random_prompts
+from drafters import SEED, Oracle
+from grammar_model import EOS, VOCAB_SIZE, make_model
+from lagging_device import LaggingDevice
+from tiny import tiny_head
+from tokenizers import Tokenizer
+
+from pd import assembly
+from pd.core.grammar import Grammar
+from pd.grammar.grammars import Grammars
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cluster import Pending
+
+PROMPTS = list(random_prompts(9, [5, 40, 90]))
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer", "minimum": -9, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "ä", None, 1.5]}, "maxItems": 3},
+        "inner": {"$ref": "#/$defs/inner"},
+    },
+    "required": ["name", "n", "tags"],
+    "additionalProperties": False,
+    "$defs": {"inner": {"type": ["boolean", "null"]}},
+}
+JSON = Grammar("json_schema", json.dumps(SCHEMA))
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {"grammar": JSON},
+    "seeded": {"grammar": JSON, "temperature": 1.0, "seed": 1},
+    "filtered": {"grammar": JSON, "temperature": 1.0, "seed": 2, "top_p": 0.9, "top_k": 40},
+    "choices": {"grammar": JSON, "temperature": 1.0, "seed": 3, "n": 3},
+    "penalties": {
+        "grammar": JSON,
+        "temperature": 1.0,
+        "seed": 4,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.2,
+    },
+    "bias": {"grammar": JSON, "logit_bias": {EOS: 50.0, 5: 10.0}},
+    "log probabilities": {"grammar": JSON, "logprobs": True, "top_logprobs": 2},
+    "min tokens": {"grammar": JSON, "temperature": 1.0, "seed": 5, "min_tokens": 150},
+    "eos ignored": {"grammar": JSON, "temperature": 1.0, "seed": 6, "ignore_eos": True},
+    "regex": {"grammar": Grammar("regex", "[ab]{2,9}(xy)*"), "temperature": 1.0, "seed": 7},
+    "ebnf": {"grammar": Grammar("ebnf", 'root ::= "yes" | "no" root'), "temperature": 1.0},
+    "none": {"temperature": 1.0, "seed": 8},
+    "short": {"grammar": JSON, "temperature": 1.0, "seed": 9, "max_tokens": 3},
+    "one": {"grammar": JSON, "max_tokens": 1},
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ngram": {"speculative_algorithm": "ngram", "speculative_adaptive": "off"},
+    "eagle": {"speculative_algorithm": "eagle", "speculative_adaptive": "off"},
+    "tree": {
+        "speculative_algorithm": "eagle",
+        "speculative_adaptive": "off",
+        "speculative_topk": 3,
+        "speculative_num_draft_tokens": 6,
+    },
+    "half right": {"speculative_algorithm": "ngram", "speculative_adaptive": "off"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def shared_grammars(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    """All nodes share what compiles, whose start takes longer than a node's."""
+    monkeypatch.setattr(assembly, "make_grammars", lambda *_: _grammars(str(model)))
+
+
+@functools.cache
+def _grammars(model: str) -> Grammars:
+    made = _make_grammars(model)
+    made.close = lambda: None  # type: ignore[method-assign]
+    return made
+
+
+def _make_grammars(model: str) -> Grammars:
+    from pd.grammar.child import Vocabulary
+    from pd.grammar.compiler import CompileLimits
+
+    vocabulary = Vocabulary(f"{model}/tokenizer.json", VOCAB_SIZE, [EOS])
+    return Grammars(vocabulary, CompileLimits(10.0, 1 << 30, 64 << 20), 1 << 26)
+
+
+def cluster_of(model: Path, kind: str, **settings: Any) -> Cluster:
+    counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
+    if settings.get("speculative_algorithm") == "eagle":
+        settings["speculative_draft_model"] = tiny_head("eagle3", vocab_size=VOCAB_SIZE)
+    defaults = {"load_format": "dummy", "page_size": 4, "kv_cache_tokens": 8192}
+    return Cluster(model, *counts, **defaults | settings)
+
+
+def ask(cluster: Cluster, prompt: list[int], **params: Any) -> Pending:
+    nodes = list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
+    defaults = {"max_tokens": 200, "ignore_eos": False, "stop_token_ids": ()}
+    return cluster.client.generate(prompt, nodes, **defaults | params)
+
+
+Answers = dict[str, list[list[list[int]]]]
+
+
+def answers(cluster: Cluster) -> Answers:
+    """Tokens of all choices of each feature and prompt, all asked for at once."""
+    asked = {
+        name: [ask(cluster, prompt, **params) for prompt in PROMPTS]
+        for name, params in FEATURES.items()
+    }
+    return {name: [each.result() for each in pending] for name, pending in asked.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[Answers]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "make_grammars", lambda *_: _grammars(str(model)))
+        with cluster_of(model, "unified", overlap_schedule="off") as cluster:
+            yield answers(cluster)
+
+
+def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    checked = 0
+    for name, params in FEATURES.items():
+        for tokens in (choice for choices in plain[name] for choice in choices):
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            if params.get("grammar") is JSON and "max_tokens" not in params:
+                assert tokens[-1] == EOS, (name, text)
+                jsonschema.validate(json.loads(text), SCHEMA)
+                checked += 1
+            elif name == "regex":
+                assert set(text) <= set("abxy")
+            elif name == "ebnf":
+                assert text in ("no" * n + "yes" for n in range(100))
+    assert checked > 20
+
+
+CELLS = [
+    ("unified", "none", {"overlap_schedule": "on"}),
+    ("split", "none", {"overlap_schedule": "on", "chunked_prefill_size": 16}),
+    ("split", "ngram", {}),
+    ("split", "eagle", {"page_size": 16}),
+    ("unified", "tree", {"overlap_schedule": "on"}),
+    ("split", "half right", {"overlap_schedule": "on", "page_size": 1}),
+    ("unified", "half right", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
+    ("split", "none", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
+    ("split", "eagle", {"tp_size": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "drafter", "settings"), CELLS)
+def test_every_deployment_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    plain: Answers,
+    kind: str,
+    drafter: str,
+    settings: dict[str, Any],
+) -> None:
+    if drafter == "half right":
+        oracle = Oracle(VOCAB_SIZE, 0.5)
+        for choices in plain.values():
+            for prompt, of_prompt in zip(PROMPTS, choices, strict=True):
+                for tokens in of_prompt:
+                    oracle.learn([*prompt, *tokens])
+        monkeypatch.setattr(assembly, "make_drafter", lambda *_: oracle)
+    with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
+        found = answers(cluster)
+        for name in FEATURES:
+            assert found[name] == plain[name], f"{name}, PD_TEST_SEED={SEED}"
+        cluster.wait_idle(30.0)
+
+
+def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
+    """On a device that computes long after a launch, rules know every token before they answer."""
+    with cluster_of(model, "unified", overlap_schedule="on") as cluster:
+        device = LaggingDevice(cluster.unified[0])
+        assert answers(cluster) == plain
+        assert device.ahead > 20
+
+
+def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> None:
+    """And others do not wait for them."""
+    slow = Grammar("ebnf", "root ::= " + " ".join('("a" | "b")?' for _ in range(40)))
+    held: list[Any] = []
+
+    class Held(Grammars):
+        def want(self, grammar: Grammar, done: Any) -> None:
+            held.append(done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "make_grammars", lambda *_: Held(None, (0, 0, 0), 0))
+        with cluster_of(model, "split") as cluster:
+            waiting = ask(cluster, PROMPTS[0], grammar=slow)
+            assert len(ask(cluster, PROMPTS[1]).tokens()) > 0
+            queues = [node.node.queues()["grammar"] for node in cluster.pair]
+            assert queues == [1, 1]
+            cluster.client.abort(waiting)
+            cluster.wait_idle(30.0)
+            for done in held:  # what comes too late is not used
+                done(lambda _: None)
+            cluster.wait_idle(30.0)
