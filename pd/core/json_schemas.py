@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Deeper schemas are not walked through.
-MAX_DEPTH = 512
+# Steps from the root to the schemas that are walked through.
+_MAX_STEPS = 1024
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _SINGLE = ("items", "additionalProperties", "propertyNames", "not", "contains")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -19,11 +19,11 @@ _PLAIN_CHARACTER = "[ -!#-[\\]-~\u00a0-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]
 
 def subschemas(schema: object) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """All schemas inside a schema that are objects, itself among them, with the ways to them; none
-    below :data:`MAX_DEPTH`."""
+    too deep to be compiled."""
     stack: list[tuple[tuple[str, ...], object]] = [((), schema)]
     while stack:
         where, part = stack.pop()
-        if not isinstance(part, dict) or len(where) > 2 * MAX_DEPTH:
+        if not isinstance(part, dict) or len(where) > _MAX_STEPS:
             continue
         yield where, part
         for name in _NAMED:

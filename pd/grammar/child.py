@@ -58,6 +58,9 @@ class Result(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+_VOCABULARY, _JOB = msgspec.msgpack.Decoder(Vocabulary), msgspec.msgpack.Decoder(Job)
+
+
 def send_frame(stream: IO[bytes], frame: bytes) -> None:
     stream.write(_LENGTH.pack(len(frame)))
     stream.write(frame)
@@ -79,7 +82,7 @@ def read_frame(stream: IO[bytes]) -> bytes:
 def main() -> None:
     """Serve until standard input ends."""
     requests, results = sys.stdin.buffer, sys.stdout.buffer
-    vocabulary = msgspec.msgpack.decode(read_frame(requests), type=Vocabulary)
+    vocabulary = _VOCABULARY.decode(read_frame(requests))
     from pd.grammar.xgrammar_library import Compiler, tokenizer_info
 
     compiler = Compiler(tokenizer_info(vocabulary))
@@ -89,7 +92,7 @@ def main() -> None:
             frame = read_frame(requests)
         except EOFError:
             return
-        job = msgspec.msgpack.decode(frame, type=Job)
+        job = _JOB.decode(frame)
         _limit(job)
         send_frame(results, msgspec.msgpack.encode(_compile(compiler, job)))
 

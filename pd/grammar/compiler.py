@@ -17,6 +17,7 @@ from pd.grammar.child import Job, Result, Vocabulary, read_frame, send_frame
 if TYPE_CHECKING:
     from pd.core.grammar import Grammar
 
+_RESULT = msgspec.msgpack.Decoder(Result)
 # Seconds on the clock after which a child counts as hung. Its limit is processor time, of which a
 # starved machine gives it little.
 _HUNG_SECONDS = 120.0
@@ -63,7 +64,7 @@ class GrammarCompiler:
         timer.start()
         try:
             send_frame(child.stdin, msgspec.msgpack.encode(job))
-            result = msgspec.msgpack.decode(read_frame(child.stdout), type=Result)
+            result = _RESULT.decode(read_frame(child.stdout))
         except (OSError, EOFError, ValueError):  # the last for what close() has closed
             raise self._died(child, grammar) from None
         finally:

@@ -12,8 +12,10 @@ from typing import Any
 from pd.core.brief import brief
 from pd.core.json_schemas import subschemas
 
-# Schemas inside schemas.
-MAX_DEPTH = 64
+# Steps from the root to a schema, of which one inside an object's properties takes two.
+MAX_STEPS = 128
+# Characters of the way to a schema in messages.
+_MAX_PLACE = 200
 _NOT_ENFORCED = (
     "not",
     "if",
@@ -67,11 +69,11 @@ _PLAIN_TYPES = {
 def what_is_not_enforced(schema: object) -> str | None:
     """Describe what of a schema would not be enforced; None if all of it is."""
     for where, part in subschemas(schema):
-        if len(where) > 2 * MAX_DEPTH:
-            return f"schemas more than {MAX_DEPTH} deep"
+        if len(where) > MAX_STEPS:
+            return f"a schema more than {MAX_STEPS} steps from the root"
         found = _complaint(part)
         if found is not None:
-            return f"{found} (at {brief('/'.join(where)) if where else 'the root'})"
+            return f"{found} (at {'/'.join(where)[:_MAX_PLACE] or 'the root'})"
     return None
 
 

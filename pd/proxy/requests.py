@@ -90,6 +90,10 @@ _UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "custom_params": (),
 }
 _UNSUPPORTED_OPENAI: dict[str, tuple[object, ...]] = _UNSUPPORTED_SAMPLING | {
+    "regex": (),
+    "json_schema": (),
+    "ebnf": (),
+    "structural_tag": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -224,6 +228,18 @@ Rids = Annotated[
     str | list[str], PlainValidator(_check_rids, json_schema_input_type=Rid | list[Rid])
 ]
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
+
+
+def _check_object_or_text(value: object) -> object:
+    if not isinstance(value, (str, dict)):
+        raise mismatch("an object or its text", value)
+    return value
+
+
+ObjectOrText = Annotated[
+    str | dict[str, object],
+    PlainValidator(_check_object_or_text, json_schema_input_type=str | dict[str, object]),
+]
 Seed = Annotated[Integer, Bounds(-SEED_LIMIT, SEED_LIMIT - 1), AfterValidator(sampler_seed)]
 
 
@@ -456,13 +472,13 @@ class NativeSampling(SamplingFields):
     regex: GrammarText | None = Field(
         None, description="A regular expression that the whole answer matches."
     )
-    json_schema: GrammarText | dict[str, object] | None = Field(
+    json_schema: ObjectOrText | None = Field(
         None, description="A JSON schema, as an object or its text, for the answer."
     )
     ebnf: GrammarText | None = Field(
         None, description="A grammar in GBNF whose rule `root` is the answer."
     )
-    structural_tag: GrammarText | dict[str, object] | None = Field(
+    structural_tag: ObjectOrText | None = Field(
         None, description="Parts of the answer that follow a schema, in xgrammar's form."
     )
     _grammar: Grammar | None = PrivateAttr(None)

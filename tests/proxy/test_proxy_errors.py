@@ -11,6 +11,7 @@ import pytest
 from proxy_cluster import Cluster
 
 from pd.core.errors import MAX_MESSAGE_CHARACTERS, InvalidRequestError, error_body
+from pd.core.grammar import MAX_GRAMMAR_BYTES
 from pd.proxy.fields import show
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ def check(response: httpx.Response, status: int, says: str, param: str | None = 
     assert isinstance(error["code"], str)
     if param is not None:
         assert error["param"] == param
+
+
+def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
 def completion(**fields: Any) -> tuple[str, Any]:
@@ -209,16 +214,21 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(best_of=2), "best_of is not supported yet, but is 2", "best_of"),
     (completion(suffix="x"), "suffix is not supported", "suffix"),
     (completion(use_beam_search=True), "use_beam_search", "use_beam_search"),
-    (completion(response_format={"type": "json_object"}), "'json_object'", "response_format"),
+    (completion(response_format={"type": "grammar"}), "not 'grammar'", "response_format"),
+    (completion(response_format=schema_format({"not": {}})), "'not'", "response_format"),
+    (completion(response_format=schema_format(5)), "'schema'", "response_format"),
     (completion(regex="a+"), "regex is not supported", "regex"),
     (completion(guided_json={}), "guided_json", "guided_json"),
     (chat(response_format={"type": "json_schema"}), "json_schema", "response_format"),
     (chat(tools=[{"type": "function"}]), "tools is not supported", "tools"),
     (chat(tool_choice="required"), "tool_choice", "tool_choice"),
     (chat(echo=True), "echo", "echo"),
-    (generate({"regex": "a"}), "regex", "sampling_params.regex"),
-    (generate({"json_schema": "{}"}), "json_schema", "sampling_params.json_schema"),
-    (generate({"ebnf": "root ::= x"}), "ebnf", "sampling_params.ebnf"),
+    (generate({"regex": 5}), "regex", "sampling_params.regex"),
+    (generate({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}), "regex", "sampling_params.regex"),
+    (generate({"json_schema": "{"}), "is not JSON", "json_schema"),
+    (generate({"json_schema": [1]}), "json_schema", "sampling_params.json_schema"),
+    (generate({"json_schema": {"multipleOf": 2}}), "'multipleOf'", "json_schema"),
+    (generate({"ebnf": "root ::= x", "regex": "a"}), "regex and ebnf", "ebnf"),
     (generate(image_data="x"), "image_data", "image_data"),
     (chat(add_special_tokens=True), "add_special_tokens is not supported", "add_special_tokens"),
     (generate({"max_tokens": 5}), "is called max_new_tokens here", "sampling_params.max_tokens"),
@@ -242,6 +252,28 @@ ASKS_FOR_NOTHING = [
     ("/tokenize", {"messages": HELLO, "tools": [], "chat_template": None, "documents": []}),
     ("/tokenize", {"prompt": "a", "return_token_strs": False}),
 ]
+
+
+GRAMMARS = [
+    (completion(response_format=schema_format({"not": {}}, strict=False)), "json_schema"),
+    (chat(response_format={"type": "json_object"}), "json_schema"),
+    (generate({"regex": "a"}), "regex"),
+    (generate({"json_schema": {"type": "string"}}), "json_schema"),
+    (generate({"structural_tag": {"type": "structural_tag"}}), "structural_tag"),
+]
+
+
+@pytest.mark.parametrize(("request_", "kind"), GRAMMARS, ids=str)
+def test_both_nodes_are_told_the_grammar(
+    cluster: Cluster, request_: tuple[str, Any], kind: str
+) -> None:
+    nodes = cluster.pair()
+    path, body = request_
+    assert cluster.client().post(path, json=body).status_code == 200
+    for node in nodes:
+        grammar = node.generates[-1].params.grammar
+        assert grammar is not None
+        assert grammar.kind == kind
 
 
 @pytest.mark.parametrize("request_", ASKS_FOR_NOTHING, ids=str)

@@ -81,10 +81,9 @@ def test_errors_are_the_clients_classes(cluster: Cluster, client: openai.OpenAI)
         client.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=client.base_url, api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="json_object"):
-        client.chat.completions.create(
-            model="fake", messages=HELLO, response_format={"type": "json_object"}
-        )
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError, match="'not'"):
+        client.chat.completions.create(model="fake", messages=HELLO, response_format=schema)
 
 
 def test_an_error_in_a_stream_raises(cluster: Cluster) -> None:
