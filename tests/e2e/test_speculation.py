@@ -13,10 +13,10 @@ import httpx
 import pytest
 import torch
 from cluster import Cluster
+from drafters import SEED
 from embedded.heldout import evaluation_set
 from embedded.text import Message, render
 from speculative.counters import counter
-from speculative.drafters import SEED
 from tokenizers import Tokenizer
 
 from pd.embedded import EMBEDDED_MODEL

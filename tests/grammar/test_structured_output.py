@@ -1,0 +1,133 @@
+"""Structured output through real nodes, as OpenAI's client and native requests ask for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from cluster import Cluster
+from pydantic import BaseModel, Field
+
+from pd.embedded import EMBEDDED_MODEL
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ASKED = [{"role": "user", "content": "Tell me of a city."}]
+
+
+class City(BaseModel):
+    """What is asked for."""
+
+    name: str = Field(max_length=12)
+    size: Literal["small", "large"]
+    sisters: list[Annotated[int, Field(ge=0, le=999)]] = Field(max_length=2)
+    mayor: str | None = Field(default=None, max_length=5)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with Cluster(EMBEDDED_MODEL, kv_cache_tokens=16384) as cluster:
+        urls = {"prefill": [cluster.prefill[0].url], "decode": [cluster.decode[0].url]}
+        with ProxyThread(ProxyConfig(**urls, port=0)) as proxy:
+            yield proxy.url
+        cluster.wait_idle()
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_models_of_pydantic_are_parsed(client: openai.OpenAI, temperature: float) -> None:
+    answer = client.chat.completions.parse(
+        model="embedded",
+        messages=ASKED,
+        response_format=City,
+        temperature=temperature,
+        seed=4,
+        n=2,
+        max_tokens=100,
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, City)
+
+
+def test_streams_are_the_same(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "embedded",
+        "messages": ASKED,
+        "temperature": 1.0,
+        "seed": 8,
+        "max_tokens": 100,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "city", "schema": City.model_json_schema()},
+        },
+    }
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    parts = [
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        if chunk.choices
+    ]
+    assert "".join(parts) == whole
+    City.model_validate_json(whole or "")
+
+
+def test_any_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="embedded",
+        messages=ASKED,
+        response_format={"type": "json_object"},
+        temperature=0.0,
+        max_tokens=300,
+    ).choices[0]
+    if answer.finish_reason == "stop":
+        assert isinstance(json.loads(answer.message.content or ""), dict)
+    else:  # a model may write objects without end
+        assert (answer.message.content or "").startswith("{")
+
+
+def generate(url: str, **sampling: Any) -> httpx.Response:
+    params = {"max_new_tokens": 60, "temperature": 1.0, "sampling_seed": 4} | sampling
+    body = {"text": "hello", "sampling_params": params}
+    return httpx.post(f"{url}/generate", json=body, timeout=120)
+
+
+def test_native_grammars(url: str) -> None:
+    assert re.fullmatch(
+        "[a-c]{3}-[0-9]{2}", generate(url, regex="[a-c]{3}-[0-9]{2}").json()["text"]
+    )
+    assert generate(url, ebnf='root ::= "yes" | "no"').json()["text"] in ("yes", "no")
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
+    for given in (schema, json.dumps(schema)):
+        jsonschema.validate(json.loads(generate(url, json_schema=given).json()["text"]), schema)
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "hi"}}
+    assert generate(url, structural_tag=tag).json()["text"] == "hi"
+
+
+def test_a_finished_grammar_ends_whatever_the_minimum(url: str) -> None:
+    for more in ({"min_new_tokens": 40}, {"ignore_eos": True}, {"logit_bias": {"2": -100}}):
+        answer = generate(url, regex="ab", **more).json()
+        assert answer["text"] == "ab"
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_does_not_compile_is_the_clients_error(url: str, stream: bool) -> None:
+    body = {"text": "hello", "sampling_params": {"regex": "("}, "stream": stream}
+    response = httpx.post(f"{url}/generate", json=body, timeout=60)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "regex"
+    assert "parenthesis" in error["message"]
