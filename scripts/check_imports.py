@@ -18,10 +18,11 @@ ALLOWED: dict[str, set[str]] = {
     "bootstrap": {"core"},
     "transfer": {"core", "kernels"},
     "speculative": {"core", "engine", "kernels"},
-    "scheduling": {"core", "engine", "radix", "speculative"},
+    "grammar": {"core", "engine"},
+    "scheduling": {"core", "engine", "radix", "speculative", "grammar"},
     "prefill_node": ENDS,
     "decode_node": ENDS,
-    "node": ENDS,
+    "node": ENDS | {"grammar"},
     "unified_node": {"core", "scheduling", "node"},
     "proxy": {"core", "radix"},
 }

@@ -126,7 +126,11 @@ class CombinedScheduler:
             if sampled.error is not None:
                 rooms.fail(request, NodeFailedError(sampled.error))
                 return tokens
-            finish = state.observe(sampled.token_id)
+            try:
+                finish = state.observe(sampled.token_id)
+            except NodeFailedError as error:
+                rooms.fail(request, error)
+                return tokens
             tokens.append(FirstToken(index, sampled.token_id, sampled.logprobs, finish))
             output = Output(
                 room=request.room,

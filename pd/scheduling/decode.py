@@ -112,7 +112,13 @@ class DecodeScheduler:
             if request.sequences:
                 sequence = Sequence(request, token.index, request.prompt, len(request.prompt))
             sequence.index = token.index
-            self._begin(sequence, token, repeat)
+            try:
+                self._begin(sequence, token, repeat)
+            except NodeFailedError as error:
+                if prompt_sequence not in request.sequences:
+                    request.sequences.append(prompt_sequence)  # for its pages
+                self._rooms.fail(request, error)
+                return
         if not request.sequences:
             request.sequences = [prompt_sequence]
             self._rooms.finish(request)
@@ -353,7 +359,11 @@ class DecodeScheduler:
                 self._rooms.fail(sequence.request, NodeFailedError(sampled.error))
                 return
             sequence.append(sampled.token_id)
-            finish = sequence.choice.observe(sampled.token_id)
+            try:
+                finish = sequence.choice.observe(sampled.token_id)
+            except NodeFailedError as error:
+                self._rooms.fail(sequence.request, error)
+                return
             if finish is not None:
                 taken = taken[:count]
                 break

@@ -13,6 +13,8 @@ from prefill_peer import PrefillPeer, is_ones
 from raw_peer import SOON, proxy_of
 from tiny import TOKEN_BYTES, tiny_head, tiny_node
 
+from pd import assembly
+from pd.core.grammar import Grammar
 from pd.core.messages import (
     Abort,
     AbortRoom,
@@ -26,6 +28,8 @@ from pd.core.messages import (
 )
 from pd.core.request import RequestState
 from pd.engine.page_allocator import PageState
+from pd.grammar.compiler import CompileLimits
+from pd.grammar.grammars import Grammars
 
 if TYPE_CHECKING:
     from raw_peer import RawPeer
@@ -316,3 +320,49 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
     else:
         handled(decode)
         assert not any(isinstance(seen, AbortRoom) for seen in prefill.seen)
+
+
+class _Only9:
+    """Rules that allow token 9 alone."""
+
+    ended = False
+
+    def fresh(self) -> _Only9:
+        return self
+
+    def fill_mask(self, mask: Any) -> None:
+        mask[:] = 0
+        mask[0] = 1 << 9
+
+    def advance(self, token: int) -> bool:
+        return token == 9
+
+    def rollback(self, count: int) -> None:
+        """Nothing to take back."""
+
+
+@pytest.mark.parametrize(("first", "is_right"), [(9, True), (7, False)])
+def test_a_token_1_that_the_grammar_forbids_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, first: int, is_right: bool
+) -> None:
+    made = Grammars(None, CompileLimits(1.0, 1, 1), 0)
+    monkeypatch.setattr(made, "want", lambda _, done: done(lambda _: _Only9()))
+    monkeypatch.setattr(assembly, "make_grammars", lambda *_: made)
+    node = tiny_node("decode")
+    try:
+        with PrefillPeer(node) as prefill, proxy_of(node) as proxy:
+            grammar = Grammar("regex", "a")
+            ask(proxy, node, prefill, params={"max_tokens": 3, "grammar": grammar})
+            reservation = prefill.receive(Reservation)
+            sender = prefill.push(reservation, len(PROMPT))
+            tokens = [FirstToken(0, first)]
+            prefill.commit(reservation, sender.bytes_sent, first_tokens=tokens)
+            if is_right:
+                assert proxy.receive(StepOutputs).outputs[0].token_ids == [9]
+            else:
+                assert "forbids token 7" in proxy.receive(Failed).error.message
+            wait_until(lambda: is_idle(node), 10)
+            node.node.check()
+            lose(node, prefill)
+    finally:
+        node.stop()
