@@ -3,7 +3,6 @@ with every other feature of a request."""
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ import pytest
 from cluster import Cluster, random_prompts
 from drafters import SEED, Oracle
 from grammar_model import EOS, VOCAB_SIZE, make_model
+from grammar_nodes import DRAFTERS, ask, cluster_of, share_grammars
 from lagging_device import LaggingDevice
-from tiny import tiny_head
 from tokenizers import Tokenizer
 
 from pd import assembly
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cluster import Pending
 
 PROMPTS = list(random_prompts(9, [5, 40, 90]))
 SCHEMA = {
@@ -62,60 +60,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "short": {"grammar": JSON, "temperature": 1.0, "seed": 9, "max_tokens": 3},
     "one": {"grammar": JSON, "max_tokens": 1},
 }
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "ngram": {"speculative_algorithm": "ngram", "speculative_adaptive": "off"},
-    "eagle": {"speculative_algorithm": "eagle", "speculative_adaptive": "off"},
-    "tree": {
-        "speculative_algorithm": "eagle",
-        "speculative_adaptive": "off",
-        "speculative_topk": 3,
-        "speculative_num_draft_tokens": 6,
-    },
-    "half right": {"speculative_algorithm": "ngram", "speculative_adaptive": "off"},
-}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def shared_grammars(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
-    """All nodes share what compiles, whose start takes longer than a node's."""
-    monkeypatch.setattr(assembly, "make_grammars", lambda *_: _grammars(str(model)))
-
-
-@functools.cache
-def _grammars(model: str) -> Grammars:
-    made = _make_grammars(model)
-    made.close = lambda: None  # type: ignore[method-assign]
-    return made
-
-
-def _make_grammars(model: str) -> Grammars:
-    from pd.grammar.child import Vocabulary
-    from pd.grammar.compiler import CompileLimits
-
-    vocabulary = Vocabulary(f"{model}/tokenizer.json", VOCAB_SIZE, [EOS])
-    return Grammars(vocabulary, CompileLimits(10.0, 1 << 30, 64 << 20), 1 << 26)
-
-
-def cluster_of(model: Path, kind: str, **settings: Any) -> Cluster:
-    counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
-    if settings.get("speculative_algorithm") == "eagle":
-        settings["speculative_draft_model"] = tiny_head("eagle3", vocab_size=VOCAB_SIZE)
-    defaults = {"load_format": "dummy", "page_size": 4, "kv_cache_tokens": 8192}
-    return Cluster(model, *counts, **defaults | settings)
-
-
-def ask(cluster: Cluster, prompt: list[int], **params: Any) -> Pending:
-    nodes = list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
-    defaults = {"max_tokens": 200, "ignore_eos": False, "stop_token_ids": ()}
-    return cluster.client.generate(prompt, nodes, **defaults | params)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = make_model(tmp_path_factory.mktemp("model"))
+    with share_grammars(path):
+        yield path
 
 
 Answers = dict[str, list[list[list[int]]]]
@@ -132,10 +83,8 @@ def answers(cluster: Cluster) -> Answers:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[Answers]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "make_grammars", lambda *_: _grammars(str(model)))
-        with cluster_of(model, "unified", overlap_schedule="off") as cluster:
-            yield answers(cluster)
+    with cluster_of(model, "unified", overlap_schedule="off") as cluster:
+        yield answers(cluster)
 
 
 def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
