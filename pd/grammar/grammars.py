@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Size of a compiled grammar, serialized. Loading one of so many bytes takes a fraction of a second.
 MAX_COMPILED_BYTES = 64 << 20
 # Grammars that wait to be compiled.
-_MAX_WAITING = 256
+MAX_WAITING = 256
 # Children, so that one grammar that takes long does not keep all others waiting.
 _CHILDREN = 2
 # Grammars that cannot be compiled, remembered so that each is tried once.
@@ -67,8 +67,8 @@ class Grammars:
             if known is None and grammar in self._waiting:
                 self._waiting[grammar].append(done)
                 return
-            if known is None and len(self._waiting) >= _MAX_WAITING:
-                known = QueueFullError(f"{_MAX_WAITING} grammars wait to be compiled")
+            if known is None and len(self._waiting) >= MAX_WAITING:
+                known = QueueFullError(f"{MAX_WAITING} grammars wait to be compiled")
             if known is None:
                 self._waiting[grammar] = [done]
                 if len(self._workers) < min(len(self._waiting), _CHILDREN):

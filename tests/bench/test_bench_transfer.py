@@ -44,6 +44,7 @@ def spec(**changes) -> TransferSpec:
     return TransferSpec(**{**settings, **changes})
 
 
+@pytest.mark.full
 def test_measures_several_backends_and_page_sizes_into_one_file(tmp_path, capfd) -> None:
     output = tmp_path / "transfer.json"
     flags = ["--backend", "tcp,fake", "--page-size", "16", "--output", str(output)]

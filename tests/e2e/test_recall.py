@@ -68,7 +68,7 @@ def unified_answers(prompts: int) -> list[str]:
 
 
 @over(IN_PROCESS)
-@pytest.mark.parametrize("prompts", [6, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("prompts", [3, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.timeout(600)
 def test_recall_survives_the_split(backend: Backend, prompts: int) -> None:
     examples = recall_examples(LENGTH, prompts)

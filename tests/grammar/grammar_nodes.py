@@ -36,9 +36,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def share_grammars(model: Path) -> Iterator[Grammars]:
+def share_grammars(model: Path, vocab_size: int = VOCAB_SIZE, eos: int = EOS) -> Iterator[Grammars]:
     """All nodes share what compiles, whose start takes longer than a node's."""
-    vocabulary = Vocabulary(str(model / "tokenizer.json"), VOCAB_SIZE, [EOS])
+    vocabulary = Vocabulary(str(model / "tokenizer.json"), vocab_size, [eos])
     made = Grammars(vocabulary, CompileLimits(10.0, 1 << 30, 64 << 20), 1 << 26)
     close, made.close = made.close, lambda: None  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:

@@ -107,13 +107,16 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
 CELLS = [
     ("unified", "none", {"overlap_schedule": "on"}),
     ("split", "none", {"overlap_schedule": "on", "chunked_prefill_size": 16}),
-    ("split", "ngram", {}),
-    ("split", "eagle", {"page_size": 16}),
+    pytest.param("split", "ngram", {}, marks=pytest.mark.full),
+    pytest.param("split", "eagle", {"page_size": 16}, marks=pytest.mark.full),
     ("unified", "tree", {"overlap_schedule": "on"}),
     ("split", "half right", {"overlap_schedule": "on", "page_size": 1}),
     ("unified", "half right", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
-    ("split", "none", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
-    ("split", "eagle", {"tp_size": 2}),
+    pytest.param(
+        *("split", "none", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
+        marks=pytest.mark.full,
+    ),
+    pytest.param("split", "eagle", {"tp_size": 2}, marks=pytest.mark.full),
 ]
 
 

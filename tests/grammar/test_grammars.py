@@ -89,21 +89,16 @@ def test_what_takes_too_long_is_ended_and_others_are_not(grammars: Grammars) -> 
         assert not isinstance(wanted(grammars, Grammar("regex", f"x{{{number + 1}}}")), PDError)
 
 
-def test_what_takes_too_much_memory_is_ended() -> None:
-    compiler = GrammarCompiler(VOCABULARY, LIMITS._replace(memory_bytes=4 << 20))
+def test_what_takes_too_much_memory_is_ended_and_what_is_too_large_refused() -> None:
+    large = Grammar("regex", "(a{1,900}b{1,900}){1,900}")
+    compiler = GrammarCompiler(VOCABULARY, LIMITS)
     try:
+        with pytest.raises(InvalidRequestError, match="compiled it has 7 MiB; at most 1"):
+            compiler.compile(large)
+        compiler._limits = LIMITS._replace(memory_bytes=4 << 20)
         with pytest.raises(InvalidRequestError, match="more than 4 MiB"):
-            compiler.compile(Grammar("regex", "(a{1,900}b{1,900}){1,900}"))
+            compiler.compile(large)
         assert compiler.compile(SMALL)
-    finally:
-        compiler.close()
-
-
-def test_what_is_too_large_when_compiled_is_refused() -> None:
-    compiler = GrammarCompiler(VOCABULARY, LIMITS._replace(max_bytes=1000))
-    try:
-        with pytest.raises(InvalidRequestError, match="compiled it has"):
-            compiler.compile(SMALL)
     finally:
         compiler.close()
 

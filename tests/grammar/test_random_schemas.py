@@ -15,6 +15,7 @@ from random_schemas import random_schema
 from tokenizers import Tokenizer
 
 from pd.core.grammar import Grammar
+from pd.grammar.grammars import MAX_WAITING
 from pd.proxy.json_schemas import what_is_not_enforced
 
 if TYPE_CHECKING:
@@ -53,18 +54,22 @@ def test_random_schemas(
     found: dict[tuple[str, str], list[list[int]]] = {}
     for kind, drafter, settings in deployments:
         with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
-            asked = [
-                ask(
-                    cluster,
-                    [1 + number % 200, 7, 9],
-                    grammar=Grammar("json_schema", json.dumps(schema)),
-                    temperature=1.0,
-                    seed=number,
-                    max_tokens=800,
-                )
-                for number, schema in enumerate(schemas)
-            ]
-            found[kind, drafter] = [pending.tokens() for pending in asked]
+            tokens_there: list[list[int]] = []
+            # A node lets so many grammars wait at most.
+            for start in range(0, count, MAX_WAITING):
+                asked = [
+                    ask(
+                        cluster,
+                        [1 + number % 200, 7, 9],
+                        grammar=Grammar("json_schema", json.dumps(schemas[number])),
+                        temperature=1.0,
+                        seed=number,
+                        max_tokens=800,
+                    )
+                    for number in range(start, min(start + MAX_WAITING, count))
+                ]
+                tokens_there += [pending.tokens() for pending in asked]
+            found[kind, drafter] = tokens_there
             cluster.wait_idle(30.0)
     plain = found["unified", "none"]
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -11,6 +11,7 @@ import jsonschema
 import openai
 import pytest
 from cluster import Cluster
+from grammar_nodes import share_grammars
 from pydantic import BaseModel, Field
 
 from pd.embedded import EMBEDDED_MODEL
@@ -34,7 +35,10 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with Cluster(EMBEDDED_MODEL, kv_cache_tokens=16384) as cluster:
+    with (
+        share_grammars(EMBEDDED_MODEL, 2048, 2),
+        Cluster(EMBEDDED_MODEL, kv_cache_tokens=16384) as cluster,
+    ):
         urls = {"prefill": [cluster.prefill[0].url], "decode": [cluster.decode[0].url]}
         with ProxyThread(ProxyConfig(**urls, port=0)) as proxy:
             yield proxy.url

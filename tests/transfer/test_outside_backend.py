@@ -95,6 +95,7 @@ def test_serves_the_reference_tokens_through_an_outside_backend(
         assert peer["transfer_backend"] == "mailbox"
 
 
+@pytest.mark.full
 def test_the_benchmark_moves_bytes_through_an_outside_backend(installed: Path) -> None:
     flags = "transfer --backend mailbox --model embedded --tokens 256 --repeats 1 --seconds 0"
     measured = launch([installed], flags, "pd.bench")
