@@ -82,11 +82,12 @@ for requirement in wanted:
         print(requirement)
 END
 }
-mapfile -t runtime < <(requirements)
-resolved=("${runtime[@]}" "${flashinfer_needs[@]}")
-[ -z "$tests" ] || resolved+=(pytest pytest-timeout pytest-xdist hypothesis "transformers>=5,<6")
+mapfile -t runtime < <(requirements | grep -v '^xgrammar')
+# xgrammar requires transformers, and torch, for which it stands below.
+resolved=("${runtime[@]}" "${flashinfer_needs[@]}" "transformers>=5,<6")
+[ -z "$tests" ] || resolved+=(pytest pytest-timeout pytest-xdist hypothesis jsonschema)
 # Without what they require themselves, so that no CUDA library of another version comes along.
-alone=()
+mapfile -t alone < <(requirements | grep '^xgrammar')
 while read -r requirement; do
     case "$requirement" in nixl*) [ -n "$nixl" ] || continue ;; esac
     alone+=("$requirement")
