@@ -7,6 +7,7 @@ first frame describes the vocabulary and is answered by "ready"; each that follo
 from __future__ import annotations
 
 import math
+import os
 import resource
 import struct
 import sys
@@ -52,10 +53,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of a job: the compiled grammar as JSON of xgrammar, or what is wrong."""
+    """What became of a job: the compiled grammar as JSON of xgrammar, or what is wrong.
+
+    Attributes:
+        lacked_memory: the process may keep some of what the job took.
+    """
 
     compiled: bytes = b""
     error: str = ""
+    lacked_memory: bool = False
 
 
 _VOCABULARY, _JOB = msgspec.msgpack.Decoder(Vocabulary), msgspec.msgpack.Decoder(Job)
@@ -81,19 +87,25 @@ def read_frame(stream: IO[bytes]) -> bytes:
 
 def main() -> None:
     """Serve until standard input ends."""
-    requests, results = sys.stdin.buffer, sys.stdout.buffer
+    requests, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no frame
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     vocabulary = _VOCABULARY.decode(read_frame(requests))
     from pd.grammar.xgrammar_library import Compiler, tokenizer_info
 
     compiler = Compiler(tokenizer_info(vocabulary))
     send_frame(results, b"ready")
+    # What a library says of a grammar is somebody else's text and does not belong into a log.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(2, 1)
+    idle_bytes = _data_bytes()
     while True:
         try:
             frame = read_frame(requests)
         except EOFError:
             return
         job = _JOB.decode(frame)
-        _limit(job)
+        _limit(job, idle_bytes)
         send_frame(results, msgspec.msgpack.encode(_compile(compiler, job)))
 
 
@@ -101,7 +113,8 @@ def _compile(compiler: Compiler, job: Job) -> Result:
     try:
         compiled = compiler.compile(job.kind, job.text)
     except MemoryError:
-        return Result(error=f"it takes more than {job.memory_bytes >> 20} MiB to compile")
+        limit = f"{job.memory_bytes >> 20} MiB"
+        return Result(error=f"it takes more than {limit} to compile", lacked_memory=True)
     except ValueError as error:
         return Result(error=str(error))
     if len(compiled) > job.max_bytes:
@@ -110,15 +123,19 @@ def _compile(compiler: Compiler, job: Job) -> Result:
     return Result(compiled)
 
 
-def _limit(job: Job) -> None:
+def _limit(job: Job, idle_bytes: int) -> None:
     """Have the kernel end this process if the job takes more than it may."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     until = math.ceil(usage.ru_utime + usage.ru_stime + job.cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
-    with open("/proc/self/statm") as file:
-        data_pages = int(file.read().split()[5])
-    most = data_pages * resource.getpagesize() + job.memory_bytes
+    most = idle_bytes + job.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+
+
+def _data_bytes() -> int:
+    """What counts for RLIMIT_DATA at present."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[5]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class GrammarCompiler:
             raise self._died(child, grammar) from None
         finally:
             timer.cancel()
+        if result.lacked_memory:
+            self._forget(child)
         if result.error:
             raise InvalidRequestError(f"{grammar.kind}: {result.error}", param=grammar.kind)
         return result.compiled
@@ -79,6 +81,7 @@ class GrammarCompiler:
             self._closed = True
             child, self._child = self._child, None
         if child is not None:
+            child.kill()  # it may be compiling
             _end(child)
 
     def _started(self) -> subprocess.Popen[bytes]:
