@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 _DRAIN_SECONDS = 1.0
 # Queues in the order in which requests go through them.
 _QUEUES = (
-    "grammar",
     "bootstrap",
     "preallocation",
     "transfer",
@@ -327,12 +326,14 @@ class Node:
         return self.scheduler.queued_tokens + received
 
     def queues(self) -> dict[str, int]:
-        """Requests by queue, as ``/server_info`` shows them."""
+        """Requests by queue, as ``/server_info`` shows them; in the first also those that wait for
+        their grammar."""
         counts = Counter(self.scheduler.queues())
-        counts["grammar"] = len(self._intake.compiling)
         for end in self.ends:
             counts.update(end.queues())
-        return {queue: counts[queue] for queue in _QUEUES if queue in counts}
+        queues = {queue: counts[queue] for queue in _QUEUES if queue in counts}
+        queues[next(iter(queues))] += len(self._intake.compiling)
+        return queues
 
     def transfer_peers(self) -> list[NodeInfo]:
         """The nodes that this one exchanges KV with at present."""

@@ -165,8 +165,9 @@ def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> Non
         with cluster_of(model, "split") as cluster:
             waiting = ask(cluster, PROMPTS[0], grammar=slow)
             assert len(ask(cluster, PROMPTS[1]).tokens()) > 0
-            queues = [node.node.queues()["grammar"] for node in cluster.pair]
-            assert queues == [1, 1]
+            names = ("bootstrap", "preallocation")
+            queued = [n.node.queues()[name] for n, name in zip(cluster.pair, names, strict=True)]
+            assert queued == [1, 1]
             cluster.client.abort(waiting)
             cluster.wait_idle(30.0)
             for done in held:  # what comes too late is not used
