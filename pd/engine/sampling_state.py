@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pd.core.errors import NodeFailedError
+from pd.core.errors import InvalidRequestError, NodeFailedError, PDError
 from pd.core.messages import Finish
 from pd.core.sampling_params import choice_seed
 
@@ -133,6 +133,16 @@ class SamplingState:
         if self.num_output_tokens >= self.params.max_tokens:
             return Finish("length")
         return None
+
+    def failure(self, error: str) -> PDError:
+        """Why a token could not be drawn, which the sampler tells as ``error``."""
+        if self.rules is None or self.params.grammar is None:
+            return NodeFailedError(error)
+        return InvalidRequestError(
+            f"{self.params.grammar.kind}: it leaves no token that the model could go on with "
+            f"(or {error})",
+            param=self.params.grammar.kind,
+        )
 
     def fork(self, index: int) -> SamplingState:
         """Make the state of choice ``index`` of the same request, with its own seed and no

@@ -124,7 +124,7 @@ class CombinedScheduler:
         choices = zip(request.progress.choices, work.sampled, strict=True)
         for index, (state, sampled) in enumerate(choices):
             if sampled.error is not None:
-                rooms.fail(request, NodeFailedError(sampled.error))
+                rooms.fail(request, state.failure(sampled.error))
                 return tokens
             try:
                 finish = state.observe(sampled.token_id)

@@ -356,7 +356,7 @@ class DecodeScheduler:
         finish, taken = None, [work.sampled[0], *(work.sampled[i + 1] for i in accepted)]
         for count, sampled in enumerate(taken, 1):
             if sampled.error is not None:
-                self._rooms.fail(sequence.request, NodeFailedError(sampled.error))
+                self._rooms.fail(sequence.request, sequence.choice.failure(sampled.error))
                 return
             sequence.append(sampled.token_id)
             try:
