@@ -43,9 +43,11 @@ def make_strings_plain(schema: object) -> None:
     for _, part in list(subschemas(schema)):
         if not ("minLength" in part or "maxLength" in part) or "pattern" in part:
             continue
+        kinds = part.get("type")
+        if isinstance(kinds, list) and "string" not in kinds:
+            continue
         low, high = part.pop("minLength", 0), part.pop("maxLength", "")
         pattern = f"^{_PLAIN_CHARACTER}{{{low},{high}}}$"
-        kinds = part.get("type")
         if isinstance(kinds, list) and len(kinds) > 1:
             rest = {**part, "type": [kind for kind in kinds if kind != "string"]}
             part.clear()

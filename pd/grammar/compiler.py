@@ -54,7 +54,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequestError: it is none, or it takes more than the limits.
-            UnavailableError: this node cannot compile, because it stops or lacks a tokenizer.
+            UnavailableError: the node stops, or the child did not start or was killed.
         """
         limits = self._limits
         job = Job(grammar.kind, grammar.text, *limits)
@@ -110,10 +110,11 @@ class GrammarCompiler:
         self._forget(child)
         if self._closed:
             return UnavailableError("the node stops")
+        if child.returncode == -signal.SIGKILL:
+            # By the timer, an operator, or for want of the host's memory: no fault of the grammar.
+            return UnavailableError("the process that compiled the grammar was killed; try again")
         if child.returncode == -signal.SIGXCPU:
             limit = f"{self._limits.cpu_seconds:g} s of processor time (--grammar-cpu-seconds)"
-        elif child.returncode == -signal.SIGKILL:
-            limit = f"{_HUNG_SECONDS:g} s"
         else:
             limit = f"{self._limits.memory_bytes >> 20} MiB (--grammar-memory)"
         message = f"{grammar.kind}: compiling it takes more than {limit}"

@@ -52,7 +52,7 @@ _OF_TYPES = {
         "propertyNames",
     ),
 }
-# Of a schema with one of these, the rest is not read.
+# xgrammar reads no other keyword of a schema that has one of these.
 _WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
@@ -94,8 +94,9 @@ def _complaint(part: dict[str, Any]) -> str | None:
         beside = [keyword for keyword in keywords if keyword in part]
         if beside and kind not in types and not (kind == "object" and "properties" in part):
             return f"the keyword {beside[0]!r} without the type {kind!r}"
-    if "pattern" in part and ("minLength" in part or "maxLength" in part):
-        return "the keyword 'pattern' together with 'minLength' or 'maxLength'"
+    for keyword in ("pattern", "format"):
+        if keyword in part and ("minLength" in part or "maxLength" in part):
+            return f"the keyword {keyword!r} together with 'minLength' or 'maxLength'"
     if "pattern" in part and _breaks_strings(part["pattern"]):
         return f"the pattern {brief(part['pattern'])}, which names characters that JSON escapes,"
     if "format" in part and part["format"] not in _FORMATS:

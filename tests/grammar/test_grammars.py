@@ -89,6 +89,20 @@ def test_what_takes_too_long_is_ended_and_others_are_not(grammars: Grammars) -> 
         assert not isinstance(wanted(grammars, Grammar("regex", f"x{{{number + 1}}}")), PDError)
 
 
+def test_a_child_that_was_killed_is_no_fault_of_the_grammar() -> None:
+    compiler = GrammarCompiler(VOCABULARY, LIMITS._replace(cpu_seconds=60.0))
+    try:
+        compiler.compile(SMALL)
+        child = compiler._child
+        assert child is not None
+        threading.Timer(0.3, child.kill).start()
+        with pytest.raises(UnavailableError, match="was killed"):
+            compiler.compile(LONG)
+        assert compiler.compile(SMALL)
+    finally:
+        compiler.close()
+
+
 def test_what_takes_too_much_memory_is_ended_and_what_is_too_large_refused() -> None:
     large = Grammar("regex", "(a{1,900}b{1,900}){1,900}")
     compiler = GrammarCompiler(VOCABULARY, LIMITS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import xgrammar
 
+from pd.core.json_schemas import make_strings_plain
 from pd.proxy.json_schemas import MAX_STEPS, what_is_not_enforced
 
 # A schema, and an instance that it forbids.
@@ -20,6 +21,7 @@ FORBIDDEN: list[tuple[Any, Any]] = [
     ({"allOf": [{"type": "integer"}, {"minimum": 2}]}, 1),
     ({"type": "string", "format": "idn-email"}, "x"),
     ({"type": "string", "minLength": 2, "pattern": "^a*$"}, "a"),
+    ({"type": "string", "minLength": 20, "format": "date"}, "2020-01-01"),
     ({"minimum": 3}, 2),
     ({"minLength": 3}, "a"),
     ({"required": ["a"]}, {}),
@@ -126,3 +128,9 @@ def test_where_it_is_and_how_deep_is_said() -> None:
     for _ in range(MAX_STEPS + 2):
         deep = {"type": "array", "items": deep}
     assert "steps" in (what_is_not_enforced(deep) or "")
+
+
+def test_lengths_allow_no_strings_where_only_others_are() -> None:
+    schema = {"type": ["integer", "null"], "minLength": 2}
+    make_strings_plain(schema)
+    assert schema == {"type": ["integer", "null"], "minLength": 2}
