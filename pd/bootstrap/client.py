@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 
 import httpx
@@ -22,6 +23,8 @@ from pd.core.starvation import CEILING_SECONDS, Patience
 
 # Another attempt has at least so long to connect, and to read.
 _LEAST_SECONDS = 0.5
+# Pause before a host that cannot be reached is tried again.
+_PAUSE_SECONDS = 0.2
 # NOTE: decoders are made while one thread runs. msgspec crashes when two threads learn the same
 # type at once, as they do in ``decode(..., type=T)`` the first time (seen with 0.22).
 _error_decoder = msgspec.json.Decoder(ErrorInfo)
@@ -40,7 +43,9 @@ def handshake(
     """Shake hands with the prefill node at ``bootstrap_url``; blocks for ``timeout`` s at most.
 
     ``patience`` extends that: while one of the two nodes lacks a CPU, an attempt that timed out is
-    followed by another, which has as long as they lacked one so far.
+    followed by another, which has as long as they lacked one so far. A host that cannot be reached
+    is tried again within ``timeout``: the kernel says so when its search for the neighbour ends,
+    also of a search that began while a link was cut that has come back since.
 
     Raises:
         HandshakeError: the nodes cannot work together (the message names both values), another
@@ -54,6 +59,11 @@ def handshake(
             return _attempt(bootstrap_url, own, expected_instance, cluster_key, attempt)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             # UnicodeError: a host that cannot be a name.
+            rest = since + timeout - _PAUSE_SECONDS - time.monotonic()
+            if _is_unreachable(error) and rest > _LEAST_SECONDS:
+                time.sleep(_PAUSE_SECONDS)
+                attempt = rest
+                continue
             late = isinstance(error, httpx.TimeoutException)
             # NOTE: half of it is the limit of one step, after which the first attempt may end.
             limit = timeout / 2
@@ -66,6 +76,15 @@ def handshake(
             delayed = patience.delayed(since, expected_instance)
             # NOTE: little delay must not make a dead node's requests wait for long.
             attempt = 2 * min(max(delayed, _LEAST_SECONDS), max(left, _LEAST_SECONDS))
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether a connection failed because the host's link-layer address was not found."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _attempt(

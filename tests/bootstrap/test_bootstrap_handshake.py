@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -426,6 +427,33 @@ def test_little_delay_extends_a_handshake_by_little(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnavailableError, match="no handshake"):
         handshake("", info("D", "decode"), expected_instance="P", timeout=4.0, patience=patience)
     assert attempts == [4.0, 1.0, 6.0]
+
+
+@pytest.mark.parametrize("times", [1, 3, 100])
+def test_a_host_that_cannot_be_reached_is_tried_again_within_the_timeout(
+    start, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    p = start()
+    post, failures = client._post, []
+
+    def reach(*args):
+        if len(failures) == times:
+            return post(*args)
+        failures.append(time.monotonic())
+        try:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        except OSError as error:
+            raise httpx.ConnectError(str(error)) from error
+
+    monkeypatch.setattr(client, "_post", reach)
+    own, began = info("D", "decode"), time.monotonic()
+    if times < 100:
+        assert shake(p, own, timeout=4.0) == p.registry.own
+        return
+    with pytest.raises(UnavailableError, match="No route to host"):
+        shake(p, own, timeout=2.0)
+    assert failures[-1] - began < 2.0, "an attempt began after the timeout"
+    assert len(failures) > 3
 
 
 @pytest.fixture
