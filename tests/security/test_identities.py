@@ -139,7 +139,7 @@ def test_a_worker_that_names_another_nodes_endpoint_harms_nobody() -> None:
         urls = [honest.url, liar.url]
         with ProxyThread(ProxyConfig(unified=urls, port=0, cluster_key=KEY)) as proxy:
             # Until one of the two has proved itself they may take each other's place.
-            wait_until(lambda: httpx.get(f"{proxy.url}/health").status_code == 200, 20.0)
+            wait_until(lambda: httpx.get(f"{proxy.url}/readiness").status_code == 200, 20.0)
             begin = time.monotonic()
             while time.monotonic() < begin + 2 * HEARTBEAT_INTERVAL + PATIENCE_MS / 1000:
                 response = httpx.post(f"{proxy.url}/generate", json={"input_ids": [5, 6]})
