@@ -107,7 +107,8 @@ def make_grammars(config: NodeConfig, engine: Engine) -> Grammars:
         stop_ids = [token for token in model.eos_token_ids if 0 <= token < model.vocab_size]
         vocabulary = Vocabulary(str(path), model.vocab_size, stop_ids)
     limits = CompileLimits(config.grammar_cpu_seconds, config.grammar_memory, MAX_COMPILED_BYTES)
-    return Grammars(vocabulary, limits, config.grammar_cache)
+    jump_forward = config.grammar_jump_forward
+    return Grammars(vocabulary, limits, config.grammar_cache, jump_forward=jump_forward)
 
 
 def prefill_node(

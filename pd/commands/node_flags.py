@@ -217,6 +217,11 @@ def _add_grammars(flags: ConfigFlags) -> None:
         type=types.size,
         metavar="SIZE",
     )
+    flags.add(
+        "--grammar-jump-forward",
+        "write text that a grammar forces in one step, as the tokenizer would; outputs under a "
+        "grammar may have other tokens than without",
+    )
 
 
 def _add_backends(flags: ConfigFlags, role: str) -> None:

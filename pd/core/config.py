@@ -83,6 +83,7 @@ class NodeConfig:
     grammar_cpu_seconds: float = 10.0
     grammar_memory: int = 1 << 30
     grammar_cache: int = 256 << 20
+    grammar_jump_forward: bool = False
     transfer_backend: str = "auto"
     trust_network: bool = False
     fake_script: Path | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -133,6 +134,20 @@ class SamplingState:
         if self.num_output_tokens >= self.params.max_tokens:
             return Finish("length")
         return None
+
+    def forced(self, ids: IntArray) -> list[int]:
+        """Tokens that the rules force upon the output, whose last token is never among them; none
+        where log probabilities or a bias act on each token.
+
+        Args:
+            ids: the prompt and the output so far, int32.
+        """
+        if self.rules is None or self.params.logprobs or self.params.logit_bias:
+            return []
+        most = self.params.max_tokens - self.num_output_tokens - 1
+        return list(
+            takewhile(lambda token: token not in self._ending, self.rules.forced(ids)[:most])
+        )
 
     def failure(self, error: str) -> PDError:
         """Why a token could not be drawn, which the sampler tells as ``error``."""

@@ -35,6 +35,14 @@ class TokenRules(Protocol):
     def rollback(self, count: int) -> None:
         """Take back the last ``count`` tokens."""
 
+    def forced(self, ids: IntArray) -> list[int]:
+        """Tokens with which the output goes on in any case, as the tokenizer would write them;
+        empty without jump-forward.
+
+        Args:
+            ids: the prompt and the output so far, int32.
+        """
+
 
 def fill_masks(
     rules: TokenRules, masks: IntArray, tree: DraftTree | None, guesses: Sequence[int]

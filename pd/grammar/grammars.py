@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import InvalidRequestError, PDError, QueueFullError, UnavailableError
 from pd.grammar.compiler import CompileLimits, GrammarCompiler
+from pd.grammar.jump_forward import Retokenizer
 from pd.grammar.rules import GrammarRules
 
 if TYPE_CHECKING:
@@ -41,10 +42,16 @@ class Grammars:
     Args:
         vocabulary: None where the model has no tokenizer; then every grammar is refused.
         cache_bytes: memory of compiled grammars that no request uses.
+        jump_forward: whether rules name the tokens that a grammar forces.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary | None, limits: CompileLimits, cache_bytes: int
+        self,
+        vocabulary: Vocabulary | None,
+        limits: CompileLimits,
+        cache_bytes: int,
+        *,
+        jump_forward: bool = False,
     ) -> None:
         self._vocabulary, self._limits, self._cache_bytes = vocabulary, limits, cache_bytes
         self._lock = threading.Lock()
@@ -57,6 +64,8 @@ class Grammars:
         self._compilers: list[GrammarCompiler] = []
         self._closed = False
         self._info: Any = None
+        self._retokenizer: Retokenizer | None = None
+        self._jump_forward = jump_forward
         self._info_lock = threading.Lock()
 
     def want(self, grammar: Grammar, done: Done) -> None:
@@ -101,7 +110,7 @@ class Grammars:
         if grammar not in self._compiled:
             return None
         self._compiled.move_to_end(grammar)
-        return partial(GrammarRules, self._compiled[grammar][0])
+        return self._make_rules(self._compiled[grammar][0])
 
     def _start_worker(self) -> None:
         assert self._vocabulary is not None
@@ -121,7 +130,7 @@ class Grammars:
             found: MakeRules | PDError
             try:
                 compiled = self._load(compiler.compile(grammar))
-                found = partial(GrammarRules, compiled)
+                found = self._make_rules(compiled)
             except PDError as error:
                 compiled, found = None, error
             except Exception as error:
@@ -146,7 +155,12 @@ class Grammars:
             if self._info is None:
                 assert self._vocabulary is not None
                 self._info = tokenizer_info(self._vocabulary)
+                if self._jump_forward:
+                    self._retokenizer = Retokenizer(self._vocabulary.tokenizer)
         return load_compiled(compiled, self._info)
+
+    def _make_rules(self, compiled: Any) -> MakeRules:
+        return partial(GrammarRules, compiled, self._retokenizer)
 
     def _keep(self, grammar: Grammar, compiled: Any) -> None:
         size = int(compiled.memory_size_bytes) + len(grammar.text)

@@ -188,6 +188,7 @@ class StepLoop(threading.Thread):
             logger.exception("a step failed")
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
+        self._core.metrics.steps.inc()
         if any(work.draft is not None for work in step.works):
             took = time.monotonic() - step.began - step.draft_seconds
             self._core.metrics.speculation.observe_step(step.draft_seconds, took)

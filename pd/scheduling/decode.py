@@ -141,8 +141,10 @@ class DecodeScheduler:
         sequence.append(token.token_id)
         request.sequences.append(sequence)
         self.waiting.append(sequence)
-        if repeat:
-            self._emit(sequence, [SampledToken(token.token_id, token.logprobs)])
+        first = [SampledToken(token.token_id, token.logprobs)] if repeat else []
+        taken = first + self._jump_forward(sequence)
+        if taken:
+            self._emit(sequence, taken)
 
     # ---- a step
 
@@ -188,6 +190,8 @@ class DecodeScheduler:
         ahead, sequence.ahead = sequence.ahead, None
         if ahead is None:
             return self._room_for(work, max(0, min(self.draft_tokens, most)))
+        if work.stop - work.start > 1:  # tokens that a grammar forced came in between
+            return self._room_for(work, max(0, min(self.draft_tokens, most)))
         work.draft = ahead.first_tokens(most)
         return max(0, min(self.draft_tokens, most - 1))
 
@@ -224,14 +228,14 @@ class DecodeScheduler:
         launched = sequence.launched
         if sequence.finished:
             return None
-        if launched is None:
-            stop = min(sequence.num_tokens, sequence.num_computed + RECOMPUTE_CHUNK)
+        start = sequence.num_computed if launched is None else launched.stop
+        if start < sequence.num_tokens:
+            stop = min(sequence.num_tokens, start + RECOMPUTE_CHUNK)
             samples = [sequence.choice] if stop == sequence.num_tokens else []
-            return Work(sequence, sequence.num_computed, stop, samples)
+            return Work(sequence, start, stop, samples)
         limit = sequence.request.params.max_tokens
         if sequence.choice.num_output_tokens + 1 >= limit:
             return None
-        start = launched.stop
         return Work(sequence, start, start + 1, [sequence.choice], follows=launched)
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
@@ -345,15 +349,18 @@ class DecodeScheduler:
                     self._leave(sequence)
                 continue
             sequence.num_computed = work.stop
-            if work.sampled:
+            # A grammar may have forced tokens since the launch, in the place of the sampled one.
+            if work.sampled and work.stop == sequence.num_tokens:
                 self._take_tokens(sequence, work)
         if self._drafts.drafts:
             self._metrics.speculation.observe(self._drafts)
 
     def _take_tokens(self, sequence: Sequence, work: Work) -> None:
-        """Append the sampled token; after a draft, the tokens that it foretold and the next one."""
+        """Append the sampled token; after a draft, the tokens that it foretold and the next one.
+        Tokens that a grammar forces come first, and end what was foretold."""
         accepted = work.accepted
         finish, taken = None, [work.sampled[0], *(work.sampled[i + 1] for i in accepted)]
+        forced: list[SampledToken] = []
         for count, sampled in enumerate(taken, 1):
             if sampled.error is not None:
                 self._rooms.fail(sequence.request, sequence.choice.failure(sampled.error))
@@ -364,7 +371,8 @@ class DecodeScheduler:
             except NodeFailedError as error:
                 self._rooms.fail(sequence.request, error)
                 return
-            if finish is not None:
+            forced = [] if finish is not None else self._jump_forward(sequence)
+            if finish is not None or forced:
                 taken = taken[:count]
                 break
         # The KV of each token but the last is there: it was computed as a part of the draft.
@@ -374,11 +382,22 @@ class DecodeScheduler:
             self._drafts.add(work.draft.size, min(len(accepted), len(taken)))
             if sequence.carried is not None:
                 sequence.carried.stop = sequence.num_computed
-        self._emit(sequence, taken, finish)
+            if forced:
+                sequence.carried = None  # it may be of a token that was foretold and not taken
+        self._emit(sequence, taken + forced, finish)
         if finish is not None:
             sequence.finished = True
             if not sequence.in_step:
                 self._leave(sequence)
+
+    def _jump_forward(self, sequence: Sequence) -> list[SampledToken]:
+        """Append the tokens that a grammar forces; they were not computed yet."""
+        tokens = sequence.choice.forced(sequence.ids)
+        for token in tokens:
+            sequence.append(token)
+            sequence.choice.observe(token)
+        self._metrics.forced.inc(len(tokens))
+        return [SampledToken(token) for token in tokens]
 
     def _emit(
         self, sequence: Sequence, taken: list[SampledToken], finish: Finish | None = None

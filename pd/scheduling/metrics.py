@@ -139,6 +139,12 @@ class RequestMetrics:
             "pd_requests_failed", "Requests ended by an error", ["kind"], registry=self.registry
         )
         self.tokens = Counter("pd_output_tokens", "Tokens delivered", registry=self.registry)
+        self.steps = Counter("pd_steps", "Forward passes", registry=self.registry)
+        self.forced = Counter(
+            "pd_grammar_forced_tokens",
+            "Output tokens that a grammar forced and that were not sampled",
+            registry=self.registry,
+        )
         self.retractions = Counter(
             "pd_retractions", "Sequences taken out of the pool", registry=self.registry
         )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, random_prompts
+from drafters import Oracle
 from grammar_model import EOS, VOCAB_SIZE
 from tiny import tiny_head
 
 from pd import assembly
+from pd.core.grammar import Grammar
 from pd.grammar.child import Vocabulary
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars
@@ -34,12 +37,73 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "half right": {"speculative_algorithm": "ngram", "speculative_adaptive": "off"},
 }
 
+PROMPTS = list(random_prompts(9, [5, 40, 90]))
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer", "minimum": -9, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "ä", None, 1.5]}, "maxItems": 3},
+        "inner": {"$ref": "#/$defs/inner"},
+    },
+    "required": ["name", "n", "tags"],
+    "additionalProperties": False,
+    "$defs": {"inner": {"type": ["boolean", "null"]}},
+}
+JSON = Grammar("json_schema", json.dumps(SCHEMA))
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {"grammar": JSON},
+    "seeded": {"grammar": JSON, "temperature": 1.0, "seed": 1},
+    "filtered": {"grammar": JSON, "temperature": 1.0, "seed": 2, "top_p": 0.9, "top_k": 40},
+    "choices": {"grammar": JSON, "temperature": 1.0, "seed": 3, "n": 3},
+    "penalties": {
+        "grammar": JSON,
+        "temperature": 1.0,
+        "seed": 4,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.2,
+    },
+    "bias": {"grammar": JSON, "logit_bias": {EOS: 50.0, 5: 10.0}},
+    "log probabilities": {"grammar": JSON, "logprobs": True, "top_logprobs": 2},
+    "min tokens": {"grammar": JSON, "temperature": 1.0, "seed": 5, "min_tokens": 150},
+    "eos ignored": {"grammar": JSON, "temperature": 1.0, "seed": 6, "ignore_eos": True},
+    "regex": {"grammar": Grammar("regex", "[ab]{2,9}(xy)*"), "temperature": 1.0, "seed": 7},
+    "ebnf": {"grammar": Grammar("ebnf", 'root ::= "yes" | "no" root'), "temperature": 1.0},
+    "none": {"temperature": 1.0, "seed": 8},
+    "short": {"grammar": JSON, "temperature": 1.0, "seed": 9, "max_tokens": 3},
+    "one": {"grammar": JSON, "max_tokens": 1},
+}
+
+Answers = dict[str, list[list[list[int]]]]
+
+
+def answers(cluster: Cluster) -> Answers:
+    """Tokens of all choices of each feature and prompt, all asked for at once."""
+    asked = {
+        name: [ask(cluster, prompt, **params) for prompt in PROMPTS]
+        for name, params in FEATURES.items()
+    }
+    return {name: [each.result() for each in pending] for name, pending in asked.items()}
+
+
+def half_right(known: Answers) -> Oracle:
+    """A drafter whose every second guess is right, given the answers of another deployment."""
+    oracle = Oracle(VOCAB_SIZE, 0.5)
+    for choices in known.values():
+        for prompt, of_prompt in zip(PROMPTS, choices, strict=True):
+            for tokens in of_prompt:
+                oracle.learn([*prompt, *tokens])
+    return oracle
+
 
 @contextmanager
-def share_grammars(model: Path, vocab_size: int = VOCAB_SIZE, eos: int = EOS) -> Iterator[Grammars]:
+def share_grammars(
+    model: Path, vocab_size: int = VOCAB_SIZE, eos: int = EOS, *, jump_forward: bool = False
+) -> Iterator[Grammars]:
     """All nodes share what compiles, whose start takes longer than a node's."""
     vocabulary = Vocabulary(str(model / "tokenizer.json"), vocab_size, [eos])
-    made = Grammars(vocabulary, CompileLimits(10.0, 1 << 30, 64 << 20), 1 << 26)
+    limits = CompileLimits(10.0, 1 << 30, 64 << 20)
+    made = Grammars(vocabulary, limits, 1 << 26, jump_forward=jump_forward)
     close, made.close = made.close, lambda: None  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "make_grammars", lambda *_: made)

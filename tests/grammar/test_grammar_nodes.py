@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
-from cluster import Cluster, random_prompts
-from drafters import SEED, Oracle
-from grammar_model import EOS, VOCAB_SIZE, make_model
-from grammar_nodes import DRAFTERS, ask, cluster_of, share_grammars
+from drafters import SEED
+from grammar_model import EOS, make_model
+from grammar_nodes import (
+    DRAFTERS,
+    FEATURES,
+    JSON,
+    PROMPTS,
+    SCHEMA,
+    answers,
+    ask,
+    cluster_of,
+    half_right,
+    share_grammars,
+)
 from lagging_device import LaggingDevice
 from tokenizers import Tokenizer
 
@@ -23,43 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-
-PROMPTS = list(random_prompts(9, [5, 40, 90]))
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "n": {"type": "integer", "minimum": -9, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "ä", None, 1.5]}, "maxItems": 3},
-        "inner": {"$ref": "#/$defs/inner"},
-    },
-    "required": ["name", "n", "tags"],
-    "additionalProperties": False,
-    "$defs": {"inner": {"type": ["boolean", "null"]}},
-}
-JSON = Grammar("json_schema", json.dumps(SCHEMA))
-FEATURES: dict[str, dict[str, Any]] = {
-    "greedy": {"grammar": JSON},
-    "seeded": {"grammar": JSON, "temperature": 1.0, "seed": 1},
-    "filtered": {"grammar": JSON, "temperature": 1.0, "seed": 2, "top_p": 0.9, "top_k": 40},
-    "choices": {"grammar": JSON, "temperature": 1.0, "seed": 3, "n": 3},
-    "penalties": {
-        "grammar": JSON,
-        "temperature": 1.0,
-        "seed": 4,
-        "frequency_penalty": 1.0,
-        "repetition_penalty": 1.2,
-    },
-    "bias": {"grammar": JSON, "logit_bias": {EOS: 50.0, 5: 10.0}},
-    "log probabilities": {"grammar": JSON, "logprobs": True, "top_logprobs": 2},
-    "min tokens": {"grammar": JSON, "temperature": 1.0, "seed": 5, "min_tokens": 150},
-    "eos ignored": {"grammar": JSON, "temperature": 1.0, "seed": 6, "ignore_eos": True},
-    "regex": {"grammar": Grammar("regex", "[ab]{2,9}(xy)*"), "temperature": 1.0, "seed": 7},
-    "ebnf": {"grammar": Grammar("ebnf", 'root ::= "yes" | "no" root'), "temperature": 1.0},
-    "none": {"temperature": 1.0, "seed": 8},
-    "short": {"grammar": JSON, "temperature": 1.0, "seed": 9, "max_tokens": 3},
-    "one": {"grammar": JSON, "max_tokens": 1},
-}
+    from grammar_nodes import Answers
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = make_model(tmp_path_factory.mktemp("model"))
     with share_grammars(path):
         yield path
-
-
-Answers = dict[str, list[list[list[int]]]]
-
-
-def answers(cluster: Cluster) -> Answers:
-    """Tokens of all choices of each feature and prompt, all asked for at once."""
-    asked = {
-        name: [ask(cluster, prompt, **params) for prompt in PROMPTS]
-        for name, params in FEATURES.items()
-    }
-    return {name: [each.result() for each in pending] for name, pending in asked.items()}
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +92,7 @@ def test_every_deployment_gives_the_same(
     settings: dict[str, Any],
 ) -> None:
     if drafter == "half right":
-        oracle = Oracle(VOCAB_SIZE, 0.5)
-        for choices in plain.values():
-            for prompt, of_prompt in zip(PROMPTS, choices, strict=True):
-                for tokens in of_prompt:
-                    oracle.learn([*prompt, *tokens])
-        monkeypatch.setattr(assembly, "make_drafter", lambda *_: oracle)
+        monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(plain))
     with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
         found = answers(cluster)
         for name in FEATURES:

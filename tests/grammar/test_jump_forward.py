@@ -1,0 +1,226 @@
+"""Jump-forward: tokens that a grammar forces join the output without being sampled, the same ones
+on every deployment and with every drafter."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import numpy as np
+import pytest
+from counters import counter
+from drafters import SEED
+from grammar_model import EOS, VOCAB_SIZE, make_model
+from grammar_nodes import (
+    DRAFTERS,
+    FEATURES,
+    JSON,
+    PROMPTS,
+    SCHEMA,
+    answers,
+    ask,
+    cluster_of,
+    half_right,
+    share_grammars,
+)
+from lagging_device import LaggingDevice
+from tokenizers import Tokenizer
+
+from pd import assembly
+from pd.core.grammar import Grammar
+from pd.grammar.child import Vocabulary
+from pd.grammar.compiler import CompileLimits
+from pd.grammar.grammars import Grammars
+from pd.grammar.jump_forward import MAX_CHARACTERS, Retokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from grammar_nodes import Answers
+
+FORCED = "pd_grammar_forced_tokens_total"
+# Whose second name is forced once the first token of it is drawn.
+NAMES = {"enum": ["green and blue", "tags, tags and more tags"]}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Iterator[Path]:
+    with share_grammars(directory, jump_forward=True):
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[Answers]:
+    with cluster_of(model, "unified", overlap_schedule="off") as cluster:
+        yield answers(cluster)
+        assert counter(cluster.unified[0], FORCED) > 100
+
+
+def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    for name, params in FEATURES.items():
+        if params.get("grammar") is not JSON or "max_tokens" in params:
+            continue
+        for tokens in (choice for choices in plain[name] for choice in choices):
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            assert tokens[-1] == EOS, (name, text)
+            jsonschema.validate(json.loads(text), SCHEMA)
+    assert all(len(tokens) <= 3 for choices in plain["short"] for tokens in choices)
+
+
+CELLS = [
+    ("split", "none", {"overlap_schedule": "on", "chunked_prefill_size": 16}),
+    ("unified", "tree", {"overlap_schedule": "on"}),
+    pytest.param("unified", "none", {"overlap_schedule": "on"}, marks=pytest.mark.full),
+    pytest.param("split", "ngram", {}, marks=pytest.mark.full),
+    pytest.param("split", "eagle", {"page_size": 16}, marks=pytest.mark.full),
+    ("split", "half right", {"overlap_schedule": "on", "page_size": 1}),
+    ("unified", "half right", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
+    pytest.param("split", "eagle", {"tp_size": 2}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("kind", "drafter", "settings"), CELLS)
+def test_every_deployment_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    plain: Answers,
+    kind: str,
+    drafter: str,
+    settings: dict[str, Any],
+) -> None:
+    if drafter == "half right":
+        monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(plain))
+    with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
+        found = answers(cluster)
+        for name in FEATURES:
+            assert found[name] == plain[name], f"{name}, PD_TEST_SEED={SEED}"
+        cluster.wait_idle(30.0)
+
+
+def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
+    """A step that was launched before its row's tokens were forced has a sample too many."""
+    with cluster_of(model, "unified", overlap_schedule="on") as cluster:
+        device = LaggingDevice(cluster.unified[0])
+        assert answers(cluster) == plain
+        assert device.ahead > 20
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_forced_tokens_take_no_pass_each(model: Path, overlap: str) -> None:
+    names = [f"property number {i}" for i in range(4)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    grammar = Grammar("json_schema", json.dumps(schema))
+    with cluster_of(model, "unified", overlap_schedule=overlap) as cluster:
+        tokens = ask(cluster, PROMPTS[0], grammar=grammar).tokens()
+        passes = counter(cluster.unified[0], "pd_steps_total")
+        forced = counter(cluster.unified[0], FORCED)
+    assert forced > len(tokens) / 2
+    # With overlap a pass is under way when tokens turn out to be forced, after each of the values.
+    assert passes <= len(tokens) - forced + (len(names) + 1 if overlap == "on" else 0)
+
+
+def test_log_probabilities_and_biases_act_on_sampled_tokens(
+    directory: Path, plain: Answers
+) -> None:
+    with share_grammars(directory), cluster_of(directory, "unified") as cluster:
+        without = answers(cluster)
+    for name in ("log probabilities", "bias", "none"):
+        assert without[name] == plain[name]
+    assert without["greedy"] != plain["greedy"]
+
+
+@pytest.fixture(scope="module")
+def rules_of(directory: Path) -> Iterator[Any]:
+    vocabulary = Vocabulary(str(directory / "tokenizer.json"), VOCAB_SIZE, [EOS])
+    limits = CompileLimits(10.0, 1 << 30, 64 << 20)
+    made = Grammars(vocabulary, limits, 1 << 26, jump_forward=True)
+
+    def rules(kind: Any, text: str) -> Any:
+        found: list[Any] = []
+        made.want(Grammar(kind, text), found.append)
+        while not found:
+            pass
+        return found[0]([EOS])
+
+    yield rules
+    made.close()
+
+
+class TestRules:
+    @pytest.fixture
+    def tokenizer(self, directory: Path) -> Tokenizer:
+        return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    def forced(self, rules: Any, ids: list[int]) -> list[int]:
+        tokens: list[int] = rules.forced(np.array(ids, np.int32))
+        return tokens
+
+    def test_forced_tokens_are_those_of_the_tokenizer(self, rules_of, tokenizer) -> None:
+        text = '{"name": "Ada", "age": 36, "tags": ["red"'
+        rules = rules_of("regex", text.replace("{", r"\{").replace("[", r"\[") + "[ab]")
+        ids = tokenizer.encode(text).ids
+        found = self.forced(rules, [5, 6])
+        assert found == ids[: len(found)]
+        assert len(found) == len(ids) - 1
+
+    def test_asking_changes_nothing(self, rules_of) -> None:
+        rules = rules_of("json_schema", json.dumps(NAMES))
+        mask = np.zeros((VOCAB_SIZE + 31) // 32, np.int32)
+        rules.fill_mask(mask)
+        before = mask.copy()
+        self.forced(rules, [1, 2])
+        rules.fill_mask(mask)
+        assert np.array_equal(mask, before)
+
+    def test_known_tokens_stay_where_the_tokenizer_would_merge(self, rules_of, tokenizer) -> None:
+        """``re`` is known, and the tokenizer writes ``red`` as one token: nothing is forced."""
+        (red,) = tokenizer.encode("red").ids
+        known = [tokenizer.token_to_id("r"), tokenizer.token_to_id("e")]
+        rules = rules_of("regex", "red or [ab]")
+        for token in known:
+            assert rules.advance(token)
+        assert self.forced(rules, known) == []
+        assert red not in known
+
+    @pytest.mark.parametrize("text", ["名|后", "[名后]前"])
+    def test_a_part_of_a_character_is_not_forced(self, rules_of, tokenizer, text) -> None:
+        rules = rules_of("regex", f"ab (tags {text})")
+        found = self.forced(rules, [3])
+        assert "\ufffd" not in tokenizer.decode(found)
+        if found:
+            assert "ab tags ".startswith(tokenizer.decode(found))
+
+    def test_a_long_constant_comes_in_parts(self, rules_of) -> None:
+        rules = rules_of("json_schema", json.dumps({"const": "ab" * 50_000}))
+        ids = [4]
+        for _ in range(3):
+            found = self.forced(rules, ids)
+            assert 2 <= len(found) <= MAX_CHARACTERS
+            assert all(rules.advance(token) for token in found)
+            ids += found
+
+    def test_a_complete_output_has_no_forced_tokens(self, rules_of, tokenizer) -> None:
+        rules = rules_of("regex", "name")
+        for token in tokenizer.encode("name").ids:
+            assert rules.advance(token)
+        assert self.forced(rules, [1]) == []
+        assert rules.advance(EOS)
+        assert rules.ended
+        assert self.forced(rules, [1]) == []
+
+    def test_nothing_is_forced_behind_half_a_character(self, directory, tokenizer) -> None:
+        half = tokenizer.encode("名").ids[:1]
+        assert Retokenizer(str(directory / "tokenizer.json")).tokens(half, "tags tags") == []
