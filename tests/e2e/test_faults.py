@@ -17,7 +17,7 @@ import backends
 import held_transfers
 import httpx
 import pytest
-from backends import MOONCAKE, PROCESSES, TCP
+from backends import PROCESSES, TCP
 from processes import ERROR_WITHIN, Deployment, Stream, deployment, wait_ready, wait_until
 
 from pd.core.messages import LEASE_SECONDS
@@ -103,7 +103,6 @@ def in_sample(params: Mapping[str, object]) -> bool:
     return cell in {
         (TCP, "during", "prefill", "killed"),
         (TCP, "during", "decode", "killed"),
-        (MOONCAKE, "during", "prefill", "stopped"),
     }
 
 

@@ -53,7 +53,7 @@ AFTERMATH = 12.0
 ABORT_WITHIN = 2.0
 SHORT_OUTPUT = 6
 # Between requests of the traffic, for two cores to do the rest.
-PAUSE = 0.5
+PAUSE = 1.0
 LONG_OUTPUT = 2000
 
 
@@ -240,7 +240,7 @@ def stopped_in_the_middle(
 def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     hosts: Hosts, backend: Backend, model: Path, seed: int
 ) -> None:
-    long_prompts, short_prompts = prompts(seed, 4, LONG_PROMPT), prompts(seed + 1, 40, 500)
+    long_prompts, short_prompts = prompts(seed, 4, LONG_PROMPT), prompts(seed + 1, 12, 500)
     expected = reference_generate(model, long_prompts, SHORT_OUTPUT)
     shorts = reference_generate(model, short_prompts, SHORT_OUTPUT)
     instances = hosts.instances()
@@ -329,7 +329,7 @@ def test_a_node_is_killed_while_the_link_is_cut(
     hosts: Hosts, model: Path, seed: int, victim: str
 ) -> None:
     """What its kernel still holds is sent when the link returns, and must hit nobody."""
-    asked, short_prompts = prompts(seed, 4, LONG_PROMPT), prompts(seed + 1, 40, 500)
+    asked, short_prompts = prompts(seed, 4, LONG_PROMPT), prompts(seed + 1, 12, 500)
     expected = reference_generate(model, asked, SHORT_OUTPUT)
     shorts = reference_generate(model, short_prompts, SHORT_OUTPUT)
     ask(hosts.far, asked[0], expected[0])

@@ -18,43 +18,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-STREAMS = 200
 OUTPUT_TOKENS = 64
 
 
-def mixed_prompts(rng: random.Random, documents: int = 12) -> list[list[int]]:
+def mixed_prompts(rng: random.Random, count: int, documents: int = 12) -> list[list[int]]:
     """Questions about shared documents, and some about nothing shared."""
     shared = [
         [rng.randrange(256) for _ in range(rng.choice((20, 60, 150, 300)))]
         for _ in range(documents)
     ]
     prompts = []
-    for _ in range(STREAMS):
+    for _ in range(count):
         question = [rng.randrange(256) for _ in range(rng.randrange(1, 40))]
         prompts.append(question if rng.random() < 0.2 else rng.choice(shared) + question)
     return prompts
 
 
 @over(IN_PROCESS, sample=[TCP])
+@pytest.mark.parametrize("streams", [80, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.timeout(400)
-def test_two_hundred_streams_on_small_pools_split(
-    checkpoint: Callable[[str], Path], seed: int, backend: Backend
+def test_many_streams_on_small_pools_split(
+    checkpoint: Callable[[str], Path], seed: int, backend: Backend, streams: int
 ) -> None:
-    two_hundred_streams(checkpoint("qwen3"), seed, backend.flag)
+    check_streams(checkpoint("qwen3"), seed, backend.flag, streams)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_two_hundred_streams_on_small_pools_unified(
-    checkpoint: Callable[[str], Path], seed: int
-) -> None:
-    two_hundred_streams(checkpoint("qwen3"), seed, None)
+def test_many_streams_on_small_pools_unified(checkpoint: Callable[[str], Path], seed: int) -> None:
+    check_streams(checkpoint("qwen3"), seed, None, 200)
 
 
-def two_hundred_streams(model: Path, seed: int, backend: str | None) -> None:
+def check_streams(model: Path, seed: int, backend: str | None, streams: int) -> None:
     """``backend``: None for a unified node."""
     rng = random.Random(seed)
-    prompts = mixed_prompts(rng)
+    prompts = mixed_prompts(rng, streams)
     lengths = [rng.randrange(1, OUTPUT_TOKENS) for _ in prompts]
     expected = reference_generate(model, prompts, OUTPUT_TOKENS)
     settings: dict[str, Any] = {
@@ -81,7 +79,7 @@ def two_hundred_streams(model: Path, seed: int, backend: str | None) -> None:
             cluster.client.generate(prompt, nodes, max_tokens=length)
             for prompt, length in zip(prompts, lengths, strict=True)
         ]
-        cancelled = range(0, STREAMS, 10)
+        cancelled = range(0, streams, 10)
 
         def cancel() -> None:
             for index in cancelled:

@@ -13,10 +13,10 @@ import httpx
 import pytest
 import torch
 from cluster import Cluster
+from counters import counter
 from drafters import SEED
 from embedded.heldout import evaluation_set
 from embedded.text import Message, render
-from speculative.counters import counter
 from tokenizers import Tokenizer
 
 from pd.embedded import EMBEDDED_MODEL
@@ -128,8 +128,7 @@ def sampled_cells(
 @pytest.mark.parametrize(
     ("kind", "drafter"),
     sampled_cells(
-        {(kind, drafter) for kind in LAYOUTS for drafter in ("ngram", "draft")}
-        | {("split", "eagle3")},
+        {("unified", "ngram"), ("split", "draft"), ("split", "eagle3")},
         LAYOUTS,
         DRAFTERS,
     ),
@@ -181,7 +180,7 @@ def counted(cluster: Cluster, kind: str, name: str) -> Counts:
 @pytest.mark.parametrize(
     ("drafter", "kind", "name"),
     sampled_cells(
-        {("draft", kind, "arithmetic") for kind in LAYOUTS} | {("eagle3", "split", "arithmetic")},
+        {("draft", "split", "arithmetic"), ("eagle3", "split", "arithmetic")},
         ("draft", "eagle", "eagle3"),
         LAYOUTS,
         ("arithmetic", "faq", "recall-2k"),
