@@ -74,6 +74,13 @@ class Generate(Message):
     peer_bootstrap: str = ""
 
 
+class GenerateTogether(Message):
+    """Several requests that arrive at a node in one event, so that its scheduler sees all of them
+    before it computes one: what they share is computed once, and the rest in one batch."""
+
+    requests: list[Generate]
+
+
 class Abort(Message):
     """End a room, or a choice of it (its stop string was found); unknown rooms leave a tombstone.
 
@@ -272,6 +279,7 @@ class Drained(Message):
 
 AnyMessage: TypeAlias = (
     Generate
+    | GenerateTogether
     | Abort
     | ProxyHeartbeat
     | StepOutputs

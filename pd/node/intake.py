@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import AbortedError, InvalidRequestError, PDError, UnavailableError
-from pd.core.messages import Abort, Generate
+from pd.core.messages import Abort, Generate, GenerateTogether
 from pd.core.request import RequestState
 from pd.node.validation import check_length, request_from
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """Handles ``Generate`` and ``Abort``. The caller holds the node's lock, in an event.
+    """Handles messages about requests of proxies. The caller holds the node's lock, in an event.
 
     The request and the parts of the node decide where a request begins. One that names a registry
     receives its KV from a peer, where there is a receiving end. Any other is computed here; if it
@@ -59,6 +59,7 @@ class Intake:
     def register(self, handlers: Handlers) -> None:
         """Register the handlers of messages from proxies."""
         handlers.on(Generate, self._on_generate)
+        handlers.on(GenerateTogether, self._on_generate_together)
         handlers.on(Abort, self._on_abort)
 
     def _on_generate(self, identity: bytes, message: Generate) -> None:
@@ -89,6 +90,10 @@ class Intake:
         request.state = RequestState.COMPILING
         self.compiling.append(request)
         self._core.grammars.want(request.params.grammar, partial(self._compiled, request))
+
+    def _on_generate_together(self, identity: bytes, message: GenerateTogether) -> None:
+        for request in message.requests:
+            self._on_generate(identity, request)
 
     def _compiled(self, request: Request, found: MakeRules | PDError) -> None:
         """A request has its rules, or cannot have any. Any thread."""

@@ -82,9 +82,12 @@ class Body:
         self._size = len(data)
         self._background = background
 
-    async def run(self, function: Callable[..., T], *args: object) -> T:
-        """Call ``function(*args)``, on another thread if the body is large."""
-        return await self._background.run(self._size, function, *args)
+    async def run(self, function: Callable[..., T], *args: object, size: int = 0) -> T:
+        """Call ``function(*args)``, on another thread if the body is large.
+
+        ``size``: bytes that the function works on, where they are more than the body's.
+        """
+        return await self._background.run(max(self._size, size), function, *args)
 
     async def read(self, model: type[Model]) -> Model:
         """Parse and validate the body, on another thread if it is large.

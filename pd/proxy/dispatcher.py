@@ -21,7 +21,15 @@ from pd.core.errors import (
     UnavailableError,
     error_from_kind,
 )
-from pd.core.messages import Abort, AnyMessage, Failed, Generate, Output, StepOutputs
+from pd.core.messages import (
+    Abort,
+    AnyMessage,
+    Failed,
+    Generate,
+    GenerateTogether,
+    Output,
+    StepOutputs,
+)
 from pd.proxy.generation import Generation, Spec
 from pd.proxy.routing import Prompt, Router
 
@@ -176,6 +184,8 @@ class Dispatcher:
                 self._start(spec, job)
             else:
                 self._skip(spec, job, job.ended_by)
+        if job.together:
+            self._send_together(job.generations)
 
     def end(self, job: Job, error: PDError, reason: str) -> None:
         """End what is unfinished of a job with an error, and tell the nodes."""
@@ -267,7 +277,8 @@ class Dispatcher:
     def _start(self, spec: Spec, job: Job) -> None:
         prompt = Prompt(spec.token_ids, spec.namespace)
         needs_decode = spec.params.max_tokens > 1
-        route = self._route(spec.model, prompt, needs_decode)
+        sibling = job.generations[0].first if job.together and job.generations else None
+        route = self._route(spec.model, prompt, needs_decode, sibling)
         assert route.first.info is not None
         generation = Generation(spec, job, route.first.info.vocab_size)
         job.generations.append(generation)
@@ -280,22 +291,55 @@ class Dispatcher:
             worker.active[generation] = None
             self._metrics.routing.labels(worker.role, reason).inc()
             self._router.policy.computed(worker, prompt)
-        self._send(generation, route)
+        if not job.together:
+            self._send(generation, route)
 
-    def _route(self, model: str, prompt: Prompt, needs_decode: bool) -> Route:
+    def _route(
+        self, model: str, prompt: Prompt, needs_decode: bool, preferred: Worker | None
+    ) -> Route:
         """Choose nodes whose connections stand. A node that died a moment ago is found out here,
         before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
         while True:
-            route = self._router.route(model, prompt, needs_decode=needs_decode)
+            route = self._router.route(
+                model, prompt, needs_decode=needs_decode, preferred=preferred
+            )
             nodes = [node for node in (route.first, route.decode) if node is not None]
             if all([node.can_be_reached(self._instance_id) for node in nodes]):
                 return route
 
     def _send(self, generation: Generation, route: Route) -> None:
-        spec, first, decode = generation.spec, route.first, route.decode
+        first, decode = route.first, route.decode
         assert first.info is not None
-        message = Generate(
-            to=first.instance_id,
+        message = self._message(generation, first)
+        message.peer = decode.instance_id if decode else ""
+        node, sent = first, first.send(message)
+        if sent and decode is not None:
+            node = decode
+            message.to, message.peer = decode.instance_id, first.instance_id
+            message.peer_bootstrap = first.info.endpoints.bootstrap or ""
+            sent = decode.send(message)
+        if not sent:
+            self._fail(generation, _connection_lost(node))
+
+    def _send_together(self, generations: list[Generation]) -> None:
+        """Send each node its prompts of a job. That is one node, unless it began to drain."""
+        by_node: dict[Worker, list[Generation]] = {}
+        for generation in generations:
+            if generation.first is not None and not generation.done:
+                assert generation.decode is None
+                by_node.setdefault(generation.first, []).append(generation)
+        for node, found in by_node.items():
+            requests = [self._message(generation, node) for generation in found]
+            to, sender = node.instance_id, self._instance_id
+            if not node.send(GenerateTogether(to=to, sender=sender, requests=requests)):
+                for generation in found:
+                    self._fail(generation, _connection_lost(node))
+
+    def _message(self, generation: Generation, node: Worker) -> Generate:
+        """The part of a node that needs no other."""
+        spec = generation.spec
+        return Generate(
+            to=node.instance_id,
             sender=self._instance_id,
             rid=spec.rid,
             room=generation.room,
@@ -304,17 +348,7 @@ class Dispatcher:
             namespace=spec.namespace,
             priority=spec.priority,
             timeout=generation.job.timeout,
-            peer=decode.instance_id if decode else "",
         )
-        node, sent = first, first.send(message)
-        if sent and decode is not None:
-            node = decode
-            message.to, message.peer = decode.instance_id, first.instance_id
-            message.peer_bootstrap = first.info.endpoints.bootstrap or ""
-            sent = decode.send(message)
-        if not sent:
-            lost = f"the connection to {node.role} node {node.instance_id} was lost"
-            self._fail(generation, NodeFailedError(lost))
 
     def _output(self, worker: Worker, output: Output) -> None:
         generation = self._rooms.get(output.room)
@@ -443,3 +477,7 @@ class Dispatcher:
     def _expire(self, job: Job, timeout: float) -> None:
         message = f"the request did not finish within {timeout:g} s"
         self.end(job, DeadlineExceededError(message), "deadline")
+
+
+def _connection_lost(node: Worker) -> NodeFailedError:
+    return NodeFailedError(f"the connection to {node.role} node {node.instance_id} was lost")

@@ -27,6 +27,7 @@ PROBLEM = "problem"
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
+MAX_CHOICES = 1024
 _PART = 1 << 16
 
 
@@ -175,6 +176,22 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _check_choices(value: object) -> list[str | list[int]]:
+    if not isinstance(value, list):
+        raise mismatch("a list of texts or lists of token ids", value)
+    if not 0 < len(value) <= MAX_CHOICES:
+        raise problem(f"must have 1 to {MAX_CHOICES} options, not {len(value)}")
+    options: list[str | list[int]] = []
+    for number, item in enumerate(value):
+        option = item if isinstance(item, str) else _as_integers(item)
+        if option is None:
+            raise mismatch("a text or a list of token ids", item, number)
+        if not option:
+            raise problem("is empty; an option needs at least one token", number)
+        options.append(option)
+    return options
+
+
 def _check_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise mismatch("an object", value)
@@ -199,6 +216,10 @@ TokenIds = Annotated[
 Integers = Annotated[list[int], PlainValidator(_check_integers, json_schema_input_type=list[int])]
 StopStrings = Annotated[
     tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str])
+]
+Choices = Annotated[
+    list[str | list[int]],
+    PlainValidator(_check_choices, json_schema_input_type=list[str | list[int]]),
 ]
 LogitBias = Annotated[
     dict[int, float], PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float])

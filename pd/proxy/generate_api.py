@@ -12,11 +12,13 @@ from pd.core.errors import InvalidRequestError
 from pd.proxy import logprobs
 from pd.proxy.access import caller_of
 from pd.proxy.bodies import body_of
+from pd.proxy.choices_api import choose
 from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
+from pd.proxy.native_sampling import native_params
 from pd.proxy.requests import GENERATE_TOKENS, GenerateRequest
-from pd.proxy.service import Names, TokenCount, encode, make_params, names_of
+from pd.proxy.service import Names, TokenCount, encode, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,14 +31,6 @@ if TYPE_CHECKING:
 ENDPOINT = "/generate"
 # Text and id of a token take about so many bytes of JSON.
 _CUMULATIVE_TOKEN_BYTES = 11
-
-# What SamplingParams calls differently.
-_NATIVE_NAMES = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-    "top_logprobs": "top_logprobs_num",
-}
 
 
 class _Prompt(NamedTuple):
@@ -53,6 +47,8 @@ class GenerateAPI:
 
     async def handle(self, request: Request, asked: GenerateRequest) -> Response:
         """SGLang's native endpoint: text or token ids in, text, token ids and timings out."""
+        if asked.choices is not None:
+            return await choose(self._service, ENDPOINT, request, asked)
         values, is_batch = split_prompts(asked.prompts)
         model = await self._service.model(asked.model)
         self._service.admit(len(values))
@@ -118,15 +114,11 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
             )
         if 0 <= start < len(ids):
             arguments["prompt_logprobs_start"] = start
-    try:
-        params = make_params(arguments, limits.vocab_size)
-    except InvalidRequestError as error:
-        raise _renamed(error) from None
     return Spec(
         rid=prompt.names.rid,
         model=model.name,
         token_ids=ids,
-        params=params,
+        params=native_params(arguments, limits.vocab_size),
         text_model=model.text,
         stop=sampling.stop,
         namespace=asked.cache_salt,
@@ -134,14 +126,6 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         skip_special_tokens=sampling.skip_special_tokens,
         discard_output=discard,
     )
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """The same error in this endpoint's names."""
-    param = error.param or ""
-    native = _NATIVE_NAMES.get(param, param)
-    message = error.message.replace(param, native, 1) if param else error.message
-    return InvalidRequestError(message, param=native or None)
 
 
 class _GenerateRenderer:

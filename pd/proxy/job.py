@@ -33,6 +33,8 @@ class Job:
         error: what ended the request, if it failed.
         outcome: label of the metrics, once it is known.
         abort_is_result: an abort ends choices with what there was instead of failing the request.
+        together: all prompts, of which each wants one token, go to the same node in one message,
+            so that what they share is computed once and the rest in one batch.
         writing: the response waits for the client to read.
         on_overflow: called once when the client has left too much unread.
     """
@@ -45,12 +47,14 @@ class Job:
         owner: str = "",
         streaming: bool = False,
         abort_is_result: bool = False,
+        together: bool = False,
     ) -> None:
         self.rid = rid
         self.owner = owner
         self.endpoint = endpoint
         self.streaming = streaming
         self.abort_is_result = abort_is_result
+        self.together = together
         self.generations: list[Generation] = []
         self.num_prompts = 0
         self.timeout: float | None = None

@@ -34,9 +34,12 @@ from pd.core.sampling_params import (
     sampler_seed,
 )
 from pd.proxy.chat_messages import Messages
+from pd.proxy.choices import ChoicesMethod
 from pd.proxy.fields import (
+    MAX_CHOICES,
     MAX_STOP_STRINGS,
     Bounds,
+    Choices,
     Integer,
     Integers,
     LogitBias,
@@ -561,6 +564,19 @@ class GenerateRequest(RequestFields):
     top_logprobs_num: _PerPrompt[Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)]] = Field(
         0, description="With `return_logprob`: so many of the likeliest tokens beside each."
     )
+    choices: Choices | None = Field(
+        None,
+        description="Options, texts or lists of token ids: the answer is the likeliest one after "
+        "the prompt instead of a generated text, and `meta_info.choices` scores all of them.",
+        json_schema_extra={"minItems": 1, "maxItems": MAX_CHOICES},
+    )
+    choices_method: ChoicesMethod = Field(
+        "token_length_normalized",
+        description="With `choices`: what is compared. `token_length_normalized`: the mean log "
+        "probability of an option's tokens. `greedy_token`: the log probability of the first "
+        "token, among options with the same one that of the next, and so on. "
+        "`unconditional_likelihood`: how much the prompt adds to the mean log probability.",
+    )
 
     @property
     def source(self) -> Literal["text", "input_ids"]:
@@ -609,6 +625,46 @@ class GenerateRequest(RequestFields):
         params = self.sampling_params
         if len({sampling.n for sampling in (params if isinstance(params, list) else [params])}) > 1:
             raise InvalidRequestError("n must be the same for all prompts of a batch", param="n")
+        return self
+
+    @model_validator(mode="after")
+    def _choices_stand_alone(self) -> Self:
+        if self.choices is None:
+            if "choices_method" in self.model_fields_set:
+                raise InvalidRequestError(
+                    "choices_method is only for choices; leave it out or give choices",
+                    param="choices_method",
+                )
+            return self
+        prompts, is_batch = split_prompts(self.prompts)
+        if is_batch or isinstance(self.sampling_params, list):
+            raise InvalidRequestError(
+                f"choices need one prompt, but {self.source} is a batch of {len(prompts)}; send a "
+                "request for each",
+                param=self.source,
+            )
+        if self.stream:
+            raise InvalidRequestError(
+                "choices are scored all at once, so that nothing can be streamed; set stream to "
+                "false",
+                param="stream",
+            )
+        if self.return_logprob:
+            raise InvalidRequestError(
+                "return_logprob does not go with choices, which always come with their log "
+                "probabilities; leave it out",
+                param="return_logprob",
+            )
+        sampling = self.sampling_params
+        if sampling.n > 1:
+            raise InvalidRequestError(
+                f"choices have one answer, but n is {sampling.n}; leave it out", param="n"
+            )
+        if sampling.arguments()["grammar"] is not None:
+            raise InvalidRequestError(
+                "choices and a grammar cannot constrain the same output; leave one of them out",
+                param="choices",
+            )
         return self
 
 

@@ -183,6 +183,27 @@ class NativeFinish(TypedDict):
     ]
 
 
+class ScoredOption(TypedDict):
+    """One of the `choices`. Its tokens are those from the first on that the prompt alone does not
+    have."""
+
+    text: str
+    score: Annotated[
+        float,
+        Field(description="What `choices_method` compares; `greedy_token`: of the first token."),
+    ]
+    normalized_logprob: Annotated[
+        float, Field(description="Mean log probability of the tokens after the prompt.")
+    ]
+    token_logprobs: list[LogprobTriple]
+    unconditional_token_logprobs: NotRequired[
+        Annotated[
+            list[LogprobTriple],
+            Field(description="Without the prompt, for `unconditional_likelihood`."),
+        ]
+    ]
+
+
 class MetaInfo(TypedDict):
     """Facts about an answer."""
 
@@ -203,6 +224,13 @@ class MetaInfo(TypedDict):
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     output_token_logprobs: NotRequired[list[LogprobTriple]]
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    choices_method: NotRequired[str]
+    choices: NotRequired[
+        Annotated[
+            list[ScoredOption],
+            Field(description="In the request's order; none if the request was aborted."),
+        ]
+    ]
 
 
 class NativeResult(TypedDict):

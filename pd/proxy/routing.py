@@ -29,6 +29,8 @@ IMBALANCE_TOKENS = 4096
 IMBALANCE_REQUESTS = 4
 IMBALANCE_SHARE = 1.25
 _PAIR = ("prefill", "decode")
+# Why a node was chosen, where the policy was not asked.
+SAME_REQUEST = "same_request"
 
 
 class Prompt(NamedTuple):
@@ -270,8 +272,19 @@ class Router:
         found = [limits for w in self._workers for limits in self._limits_of(w, name)]
         return max(found, key=lambda limits: (limits.context_length, limits.pool_tokens))
 
-    def route(self, model: str, prompt: Prompt, *, needs_decode: bool) -> Route:
-        """Choose nodes. Raises UnavailableError if none can serve this now."""
+    def route(
+        self,
+        model: str,
+        prompt: Prompt,
+        *,
+        needs_decode: bool,
+        preferred: Worker | None = None,
+    ) -> Route:
+        """Choose nodes. Raises UnavailableError if none can serve this now.
+
+        Args:
+            preferred: the node that computes the prompt, whatever the policy says, if it can.
+        """
         size = len(prompt.token_ids)
         firsts = [
             worker
@@ -285,7 +298,10 @@ class Router:
                 "no node can serve the request at present"
                 + (self.reasons() or f": those that are ready cannot take its {size} tokens")
             )
-        first, reason = self.policy.prefill(firsts, prompt)
+        if preferred is not None and preferred in firsts:
+            first, reason = RouteChoice(preferred, SAME_REQUEST)
+        else:
+            first, reason = self.policy.prefill(firsts, prompt)
         reasons = [(first, reason)]
         if first.role == "unified" or not needs_decode:
             return Route(first, None, reasons)

@@ -223,9 +223,13 @@ class PrefillScheduler:
         return request.params.prompt_logprobs_start
 
     def _limit(self, request: Request) -> int:
-        """Tokens of a prompt that one step may compute."""
-        length = len(request.prompt)
-        return length if self._logprobs_from(request) is None else min(length, MAX_LOGPROB_CHUNK)
+        """Tokens of a prompt that one step may compute. Those before the first whose logits are
+        needed need no rows, so they are not counted."""
+        length, start = len(request.prompt), self._logprobs_from(request)
+        if start is None:
+            return length
+        computed = length - self._left(request)
+        return min(length, max(0, start - 1 - computed) + MAX_LOGPROB_CHUNK)
 
     def _chunk(self, request: Request, step: _Step) -> None:
         """Give a prompt what the step has for it."""

@@ -15,7 +15,7 @@ from requests_for_tests import make_generate
 from tiny import CONTEXT, VOCAB_SIZE, tiny_cluster, tiny_node
 
 from pd.core.errors import AbortedError, DeadlineExceededError, NodeFailedError, UnavailableError
-from pd.core.messages import Abort, Failed, NodeHeartbeat, StepOutputs
+from pd.core.messages import Abort, Failed, GenerateTogether, NodeHeartbeat, StepOutputs
 from pd.node import step_loop
 
 if TYPE_CHECKING:
@@ -165,6 +165,23 @@ def test_a_draining_node_refuses_new_requests_and_finishes_the_old() -> None:
             assert not proxy.receive(NodeHeartbeat).ready
     finally:
         server.stop()
+
+
+def test_of_requests_that_come_together_only_the_bad_ones_are_refused(
+    unified: NodeServer, proxy: RawPeer
+) -> None:
+    ends = {"to": unified.instance_id, "sender": proxy.name}
+    one = {"max_tokens": 1}
+    prompts = ([1, 2, 3], [VOCAB_SIZE], [1, 2, 4], [1, 2, 5])
+    good, bad, aborted, also_good = (make_generate(p, params=one, **ends) for p in prompts)
+    abort(proxy, unified, aborted.room)
+    proxy.send(GenerateTogether(requests=[good, bad, aborted, also_good], **ends))
+    assert proxy.receive(Failed).room == bad.room
+    rooms: list[bytes] = []
+    while len(rooms) < 2:
+        rooms += [output.room for output in proxy.receive(StepOutputs).outputs]
+    assert rooms == [good.room, also_good.room]
+    wait_until(lambda: not len(unified.node.rooms), 5)
 
 
 # ---- rooms

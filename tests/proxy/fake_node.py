@@ -29,6 +29,7 @@ from pd.core.messages import (
     Failed,
     Finish,
     Generate,
+    GenerateTogether,
     Message,
     NodeHeartbeat,
     Output,
@@ -373,14 +374,18 @@ class FakeNode:
                 )
                 self.send(proxy, beat)
             return
+        if isinstance(message, Generate):
+            requests = [message]
+        else:
+            requests = message.requests if isinstance(message, GenerateTogether) else []
         with self._changed:
-            if isinstance(message, Generate):
-                self.generates.append(message)
-            elif isinstance(message, Abort):
+            self.generates += requests
+            if isinstance(message, Abort):
                 self.aborts.append(message)
             self._changed.notify_all()
-        if isinstance(message, Generate) and self.auto:
-            self.reply(message)
+        if self.auto:
+            for request in requests:
+                self.reply(request)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:

@@ -259,6 +259,15 @@ def test_chunks_with_prompt_logprobs_are_bounded() -> None:
     assert ranges(bench.step()) == [(0, MAX_LOGPROB_CHUNK, 1000)]
 
 
+def test_tokens_before_the_first_log_probability_do_not_make_chunks_short() -> None:
+    bench = PrefillBench(budget=8192, pages=2048)
+    bench.add(range(4000), params={"prompt_logprobs_start": 3001})
+    first, second = bench.step() + bench.step()
+    assert (first.start, first.stop) == (0, 3000 + MAX_LOGPROB_CHUNK)
+    assert (second.start, second.stop) == (first.stop, 4000)
+    assert [work.num_logits for work in (first, second)] == [MAX_LOGPROB_CHUNK, 4000 - first.stop]
+
+
 @pytest.mark.parametrize(
     ("a", "b", "length"),
     [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1), ([2], [1], 0), ([1], [1], 1)],
