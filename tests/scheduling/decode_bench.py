@@ -14,6 +14,7 @@ from pd.engine.page_allocator import PageState
 from pd.radix import RadixCache
 from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.memory import Memory
+from pd.scheduling.metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from pd.core.request import Request, Sequence
@@ -50,9 +51,7 @@ class DecodeBench:
                 reserved_decode_tokens=1,
                 speculative_num_draft_tokens=4,
             ),
-            metrics=SimpleNamespace(
-                retractions=SimpleNamespace(inc=lambda: None), observe=lambda *_: None
-            ),
+            metrics=RequestMetrics(),
             rooms=SimpleNamespace(emit=lambda *_: None, finish=self._finish),
             drafter=None,
             draft_lengths=None,
