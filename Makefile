@@ -1,9 +1,13 @@
-.PHONY: demo test test-all check fmt benchmarks
+.PHONY: demo test test-all check fmt bench benchmarks
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One worker per core; most files stay on one worker, for their fixtures (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile
+# What make bench compares with, and how often it measures both.
+AGAINST ?= HEAD
+PAIRS ?= 7
+COMPARE = $(BIN)/pd-bench compare --against $(AGAINST) --pairs $(PAIRS) --
 
 # Installed again whenever the project's requirements change.
 $(VENV)/.installed: pyproject.toml
@@ -38,6 +42,12 @@ check: $(VENV)/.installed
 fmt: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Is this tree faster than AGAINST? What fits a CPU, measured in turn.
+bench: $(VENV)/.installed
+	$(COMPARE) radix --rounds 3 --leaves 10000
+	$(COMPARE) transfer --model embedded --tokens 4096 --repeats 5 --seconds 1
+	$(COMPARE) engine --model embedded --device cpu --work decode:1,16 prefill:512 --context 256
 
 # The tables of docs/benchmarks.md, from the result files.
 benchmarks: $(VENV)/.installed

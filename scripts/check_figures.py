@@ -165,6 +165,7 @@ LIMITS = {
         "embedded-model.md#drafters), within 5 %",
         "is cached it is the same within 2 %",
     ],
+    "pd/bench/compare.py": ["its 90 % interval"],
     "pd/bench/serve_client.py": ["a token every 7 ms"],
     "pd/bench/engine_roofline.py": ["800 TFLOP/s of bf16 products"],
     "pd/core/starvation.py": ["Takes about 7 µs for each thread"],

@@ -1,0 +1,197 @@
+"""``pd-bench compare``: verdicts follow from pairs, and two trees are measured in turn."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from math import comb
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd.bench.paired import CONFIDENCE, Measure, compare_runs, is_better_if_less, median_interval
+from pd.cli import bench
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Row = dict[str, Any]
+
+
+def runs(name: str, values: list[float], **row: object) -> list[list[Row]]:
+    return [[{**row, name: value}] for value in values]
+
+
+def verdict(name: str, before: list[float], after: list[float], **row: object) -> str:
+    (found,) = compare_runs(runs(name, before, **row), runs(name, after, **row))
+    return found.verdict
+
+
+STEADY = [10.0, 10.1, 9.9, 10.0, 10.2, 9.8, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "expected"),
+    [
+        ("p50_ms", 1.1, "slower"),
+        ("p50_ms", 0.9, "faster"),
+        ("tokens_per_s", 1.1, "faster"),
+        ("gb_s", 0.9, "slower"),
+        ("p50_ms", 1.005, "same"),
+        ("p50_ms", 1.0, "equal"),
+        ("temperature", 1.1, "changed"),
+    ],
+)
+def test_a_steady_change_has_a_verdict(name: str, factor: float, expected: str) -> None:
+    assert verdict(name, STEADY, [factor * value for value in STEADY]) == expected
+
+
+def test_noise_larger_than_the_change_is_unclear() -> None:
+    noisy = [8.0, 12.0, 9.0, 11.5, 8.5, 12.5, 10.0]
+    assert verdict("p50_ms", noisy, noisy[::-1]) == "unclear"
+
+
+def test_pairs_cancel_noise_that_hits_both() -> None:
+    """The machine's speed changes by half from pair to pair, the versions differ by 5 %."""
+    speed = [1.0, 1.5, 0.8, 1.2, 1.0, 0.9, 1.4]
+    assert verdict("p50_ms", [10 * s for s in speed], [10.5 * s for s in speed]) == "slower"
+
+
+def test_few_pairs_prove_nothing() -> None:
+    assert verdict("p50_ms", [10.0] * 4, [20.0] * 4) == "unclear"
+
+
+def test_a_row_names_the_unit_of_its_numbers() -> None:
+    assert verdict("best", STEADY, [2 * v for v in STEADY], unit="us") == "slower"
+    assert verdict("best", STEADY, [2 * v for v in STEADY], unit="output tokens/s") == "faster"
+
+
+@pytest.mark.parametrize("name", ["p99.9_ms", "layer_us", "seconds", "noticed_s", "passes"])
+def test_times_and_passes_are_better_if_less(name: str) -> None:
+    assert is_better_if_less(Measure((), 0, name)) is True
+
+
+@pytest.mark.parametrize("name", ["tokens_per_s", "best_gb_s", "tflop_s", "speedup", "hit_rate"])
+def test_rates_are_better_if_more(name: str) -> None:
+    assert is_better_if_less(Measure((), 0, name)) is False
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_intervals_cover_the_median_as_often_as_they_say(count: int) -> None:
+    values = [random.random() for _ in range(count)]
+    found = median_interval(values)
+    if found is None:
+        assert count < 5
+        return
+    low, high = found
+    place = sorted(values).index(low)
+    assert low <= median(values) <= high
+    assert sorted(values)[count - 1 - place] == high
+    covered = 1 - 2 * sum(comb(count, i) for i in range(place + 1)) / 2**count
+    assert covered >= CONFIDENCE
+    # One value further inwards would be too narrow.
+    narrower = 1 - 2 * sum(comb(count, i) for i in range(place + 2)) / 2**count
+    assert narrower < CONFIDENCE
+
+
+def test_rows_are_matched_by_what_they_are_of() -> None:
+    """Texts, and integers that never differ, tell rows apart; numbers that do are measured."""
+    before = [[{"work": "a", "batch": 1, "count": 7 + i, "p50_ms": 1.0}] * 2 for i in range(5)]
+    after = [[{"work": "a", "batch": 1, "count": 9 - i, "p50_ms": 2.0}] * 2 for i in range(5)]
+    found = compare_runs(before, after)
+    assert [(each.measure.occurrence, each.measure.name) for each in found] == [
+        (0, "count"),
+        (0, "p50_ms"),
+        (1, "count"),
+        (1, "p50_ms"),
+    ]
+    assert found[1].measure.row == (("work", "a"), ("batch", 1))
+    assert [each.verdict for each in found] == ["changed", "slower"] * 2
+
+
+def test_a_measure_that_a_run_lacks_is_left_out() -> None:
+    before = [[{"work": "a", "p50_ms": 1.0, "p99_ms": 2.0}]] * 5
+    after = [*before[:4], [{"work": "a", "p50_ms": 1.0, "p99_ms": None}]]
+    assert [each.measure.name for each in compare_runs(before, after)] == ["p50_ms"]
+
+
+def test_zero_has_no_ratio() -> None:
+    (found,) = compare_runs(runs("errors", [0.0] * 5), runs("errors", [1.0] * 5))
+    assert (found.ratio, found.verdict) == (None, "unclear")
+
+
+# ---- the command
+
+
+def write(path: Path, value: float) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"results": [{"work": "w", "p50_ms": value}]}))
+
+
+def test_directories_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, value in enumerate(STEADY):
+        write(tmp_path / "a" / f"{number}.json", value)
+        write(tmp_path / "b" / f"{number}.json", 1.2 * value)
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert bench(command) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "slower"
+    assert bench([*command, "--fail-on-slower"]) == 1
+    assert bench([*command, "--fail-on-slower", "--margin", "0.3"]) == 0
+
+
+def test_two_files_have_ratios_and_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a.json", 2.0)
+    write(tmp_path / "b.json", 3.0)
+    assert bench(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    out = capsys.readouterr().out
+    assert "1.500" in out
+    assert "unclear" in out
+    assert "1 pairs prove nothing; give 5 or more" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "BEFORE and AFTER are needed, or --against; 0 names were given"),
+        (["missing.json", "missing.json"], "cannot read missing.json: No such file"),
+        (["--against", "HEAD"], "--against needs a benchmark behind --"),
+        (["--against", "no-such-commit", "--", "radix"], "--against no-such-commit: "),
+        (["a", "b", "--margin", "2"], "--margin is a share of at least 0 and below 1, not 2"),
+        (["--against", "HEAD", "--pairs", "0", "--", "radix"], "--pairs must be at least 1, not 0"),
+    ],
+)
+def test_errors_say_what_to_do(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(["compare", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": 5}', '{"results": [1]}'])
+def test_files_that_are_no_results_are_named(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    assert bench(["compare", str(file), str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+def test_the_other_commit_and_this_tree_run_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", "--against", "HEAD", "--pairs", "2", "--keep", str(tmp_path), "--"]
+    assert bench([*command, "radix", "--rounds", "1", "--leaves", "100"]) == 0
+    captured = capsys.readouterr()
+    order = [line.split(": ")[1] for line in captured.err.splitlines()]
+    assert order == ["before", "after", "after", "before"]
+    assert "match 16384 cached tokens" in captured.out
+    assert len(list(tmp_path.glob("*/*.json"))) == 4
+    listed = subprocess.run(
+        ["git", "worktree", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "pd-compare-" not in listed
