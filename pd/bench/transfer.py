@@ -1,11 +1,12 @@
 """`pd-bench transfer`: how fast KV moves from one pool to another, and what the path itself can do.
 
 Two processes (or two hosts) have a pool each; P pushes rooms through the real transfer manager, in
-chunks of 8,192 tokens and groups of 8 layers, into pages that lie scattered on both sides. The
-clock runs from the first `send` until everything is in D's pages, as D says, or as P has observed
-where stores are one-sided (`nvlink`, `fake`). Transfers and their ceiling take turns, so that noise
-of the machine hits both; GB/s are medians, the best stands beside them. In the end one more
-transfer's bytes are compared.
+chunks of 8,192 tokens, into pages that lie scattered on both sides: in the portions in which a
+prefill node sends (`nodes`; late where its forward pass would hide that), and in groups of 8 layers
+(`groups`). The clock runs from the first `send` until everything is in D's pages, as D says, or as
+P has observed where stores are one-sided (`nvlink`, `fake`). Transfers and their ceiling take
+turns, so that noise of the machine hits both; GB/s are medians, the best stands beside them. In the
+end one more transfer's bytes are compared.
 
 The ceiling of `tcp` and `fake` is as many plain sockets; of `nixl` and `mooncake` the library with
 large blocks between the same kinds of memory; of `nvlink` a copy between the two GPUs.
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from pd.bench.report import Row
     from pd.bench.transfer_control import Control
-    from pd.bench.transfer_spec import Found, TransferSpec
+    from pd.bench.transfer_spec import Found, Pattern, TransferSpec
 
 __all__ = ["add_arguments", "run"]
 
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 _START_SECONDS = 90.0
 _PR_SET_PDEATHSIG = 1
 _COLUMNS = (
-    f"{'backend':9} {'device':13} {'model':13} {'page':>4} {'tokens':>7} {'layout':10} "
+    f"{'backend':9} {'device':13} {'model':13} {'page':>4} {'tokens':>7} {'layout':10} {'sent':6} "
     f"{'GB/s':>8} {'best':>8} {'ceiling':>8} {'best':>8} {'share':>6}  ceiling is"
 )
 
@@ -247,11 +248,22 @@ def _specs(args: argparse.Namespace) -> list[TransferSpec]:
             connections=args.connections,
             repeats=args.repeats,
             seconds=args.seconds,
+            pattern=pattern,
         )
         for model in args.model.split(",")
         for page_size in _page_sizes(args.page_size)
         for backend in backends
+        for pattern in _patterns(args.pattern)
     ]
+
+
+def _patterns(text: str) -> list[Pattern]:
+    from pd.bench.transfer_spec import PATTERNS
+
+    unknown = [name for name in text.split(",") if name not in PATTERNS]
+    if unknown:
+        raise UsageError(f"--pattern is one of {', '.join(PATTERNS)}, not {unknown[0]!r}")
+    return [pattern for pattern in PATTERNS if pattern in text.split(",")]
 
 
 def _page_sizes(text: str) -> list[int]:
@@ -274,7 +286,8 @@ def _devices(text: str) -> tuple[str, str]:
 def _line(row: Row) -> str:
     return (
         f"{row['backend']:9} {row['device']:13} {row['model']:13.13} {row['page_size']:4} "
-        f"{row['tokens']:7} {row['layout']:10} {row['gb_s']:8.2f} {row['best_gb_s']:8.2f} "
+        f"{row['tokens']:7} {row['layout']:10} {row['pattern']:6} {row['gb_s']:8.2f} "
+        f"{row['best_gb_s']:8.2f} "
         f"{row['ceiling_gb_s']:8.2f} {row['best_ceiling_gb_s']:8.2f} "
         f"{row['share_of_ceiling_rate']:6.1%}  {row['ceiling']}"
     )

@@ -17,7 +17,10 @@ from pd.bench.transfer_spec import Found, TransferSpec
 from pd.core.errors import SetupError, TransferError
 from pd.core.messages import Reservation
 from pd.core.node_info import NodeInfo
+from pd.core.request import Request
+from pd.core.sampling_params import SamplingParams
 from pd.engine.kv_pool import KVPool
+from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
 from pd.transfer import make_transfer_manager
 from pd.transfer.base import TransferState
 from pd.transfer.tcp.manager import DEFAULT_CONNECTIONS, TcpManager
@@ -147,10 +150,10 @@ class SourceEnd(End):
         sender = self.manager.sender(TARGET, asked, pages, spec.tokens)
         self.synchronize()
         begun = time.perf_counter()
-        for start in range(0, spec.tokens, spec.chunk):
-            stop = min(start + spec.chunk, spec.tokens)
-            for layer in range(0, spec.shape.layers, spec.layer_group):
-                sender.send(start, stop, layer, min(layer + spec.layer_group, spec.shape.layers))
+        if spec.pattern == "nodes":
+            send_as_nodes(spec, sender)
+        else:
+            send_groups(spec, sender)
         sender.finish()
         wait_done(sender, self._interval)
         stored = time.perf_counter() - begun
@@ -253,6 +256,29 @@ class TargetEnd:
             self._end.manager.close()
         self._target = self._end = self._receiver = None
         return {}
+
+
+def send_groups(spec: TransferSpec, sender: Sender) -> None:
+    """Send each chunk in groups of layers of one size."""
+    for start in range(0, spec.tokens, spec.chunk):
+        stop = min(start + spec.chunk, spec.tokens)
+        for layer in range(0, spec.shape.layers, spec.layer_group):
+            sender.send(start, stop, layer, min(layer + spec.layer_group, spec.shape.layers))
+
+
+def send_as_nodes(spec: TransferSpec, sender: Sender) -> None:
+    """Send in the portions that a prefill node chooses while it computes, which takes no time
+    here."""
+    shape, prompt = spec.shape, np.zeros(spec.tokens, np.int32)
+    cost = PromptCost(shape.layers, spec.kv.token_bytes, shape.token_flops, shape.pair_flops)
+    request = Request("", _ROOM, b"", prompt, SamplingParams(max_tokens=1))
+    outgoing = OutgoingRoom(request, cost, sender=sender)
+    for start in range(0, spec.tokens, spec.chunk):
+        stop = min(start + spec.chunk, spec.tokens)
+        chunk = Chunk(outgoing, start, stop, spec.tokens)
+        for layer in range(shape.layers):
+            chunk.layers_done(layer, layer + 1)
+    outgoing.push(spec.tokens)
 
 
 def wait_done(end: Sender | Receiver, interval: float) -> None:

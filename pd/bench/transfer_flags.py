@@ -66,6 +66,13 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="how the pages lie, on both sides (default: %(default)s, anew for each room)",
     )
     add(
+        "--pattern",
+        default="nodes,groups",
+        metavar="NAME",
+        help="nodes: in the portions in which prefill nodes send while they compute; groups: in "
+        "8 layers of each chunk; both are measured apart (default: %(default)s)",
+    )
+    add(
         "--device",
         default="cpu",
         metavar="P[,D]",

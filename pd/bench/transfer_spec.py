@@ -18,17 +18,25 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32")
 Layout = Literal["scattered", "contiguous"]
+Pattern = Literal["nodes", "groups"]
+PATTERNS: tuple[Pattern, ...] = ("nodes", "groups")
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """A model's KV: what the layers keep of each token."""
+    """A model's KV: what the layers keep of each token.
+
+    Attributes:
+        token_flops, pair_flops: see :class:`pd.prefill_node.outgoing.PromptCost`.
+    """
 
     name: str
     layers: int
     kv_heads: int
     head_dim: int
     dtype: str
+    token_flops: float = 0.0
+    pair_flops: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.layers} layers, {self.kv_heads} heads x {self.head_dim}"
@@ -60,7 +68,15 @@ def load_shape(model: str, dtype: str) -> KVShape:
     if chosen not in DTYPES:
         raise UsageError(f"{model} has dtype {chosen}; choose one with --dtype {'|'.join(DTYPES)}")
     shown = model if model in NAMES else file.resolve().parent.name
-    return KVShape(shown, config.num_layers, config.num_kv_heads, config.head_dim, chosen)
+    return KVShape(
+        shown,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        chosen,
+        config.token_flops,
+        config.pair_flops,
+    )
 
 
 class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +86,8 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         source_device, target_device: of P's and D's pool; D has the last word about its own.
         connections: of tcp; 0 is the backend's default.
         repeats: timed transfers at least; more if they take less than ``seconds`` in all.
-        layer_group: layers that P sends together.
+        pattern: ``nodes`` sends in the portions in which a prefill node would, ``groups`` in
+            ``layer_group`` layers of each chunk.
         chunk: tokens of a prefill chunk.
     """
 
@@ -84,6 +101,7 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connections: int
     repeats: int
     seconds: float = 2.0
+    pattern: Pattern = "groups"
     layer_group: int = 8
     chunk: int = 8192
 
@@ -109,7 +127,10 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ends[0] if ends == ("cpu", "cpu") else ",".join(ends)
 
     def __str__(self) -> str:
-        return f"{self.backend}, {self.shape.name}, {self.device}, page size {self.page_size}"
+        return (
+            f"{self.backend}, {self.shape.name}, {self.device}, page size {self.page_size}, "
+            f"{self.pattern}"
+        )
 
 
 class Found(msgspec.Struct):
@@ -136,6 +157,7 @@ def row(found: Found) -> Row:
         "page_size": spec.page_size,
         "tokens": spec.tokens,
         "layout": spec.layout,
+        "pattern": spec.pattern,
         "bytes": spec.num_bytes,
         "connections": found.connections,
         "repeats": len(found.rates),

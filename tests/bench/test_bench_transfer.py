@@ -10,13 +10,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from e2e.backends import MOONCAKE, NIXL
 
 from pd import cli
 from pd.bench import transfer_control
-from pd.bench.transfer_ends import SourceEnd, TargetEnd
+from pd.bench.transfer_ends import SourceEnd, TargetEnd, send_as_nodes
 from pd.bench.transfer_spec import TransferSpec, load_shape
 from pd.bench.transfer_spec import row as result_row
 from pd.core.errors import TransferError, UsageError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SMALL = ["--model", "embedded", "--tokens", "200", "--repeats", "2", "--seconds", "0"]
+SMALL += ["--pattern", "nodes"]
 FIELDS = {"backend", "device", "gb_s", "page_size", "tokens", "ceiling_gb_s", "ceiling", "layout"}
 
 
@@ -62,7 +64,7 @@ def test_measures_several_backends_and_page_sizes_into_one_file(tmp_path, capfd)
     assert report["results"][0]["ceiling"] == "2 plain sockets"
     shown = capfd.readouterr()
     assert len(shown.out.splitlines()) == 3
-    assert "tcp, embedded, cpu, page size 16: 2/2" in shown.err
+    assert "tcp, embedded, cpu, page size 16, nodes: 2/2" in shown.err
 
 
 @pytest.mark.full
@@ -71,7 +73,9 @@ def test_a_backend_that_cannot_work_fails_and_the_others_count(tmp_path, capsys)
     flags = ["--backend", "nvlink", "--backend", "tcp", "--output", str(output)]
     assert cli.bench(["transfer", *SMALL, *flags]) == 1
     assert [row["backend"] for row in json.loads(output.read_text())["results"]] == ["tcp"]
-    assert "pd-bench transfer: nvlink, embedded, cpu, page size 16:" in capsys.readouterr().err
+    assert (
+        "pd-bench transfer: nvlink, embedded, cpu, page size 16, nodes:" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,7 @@ def test_a_backend_that_cannot_work_fails_and_the_others_count(tmp_path, capsys)
         (["--model", "nowhere"], "--model nowhere is neither a model directory"),
         (["--device", "gpu"], "--device is cpu, cuda or cuda:N, or two of them: P,D; not 'gpu'"),
         (["--page-size", "0"], "--page-size 0 is not a whole number above 0"),
+        (["--pattern", "nodes,late"], "--pattern is one of nodes, groups, not 'late'"),
         (["--listen", "0.0.0.0:0"], "--listen 0.0.0.0 is not a loopback address"),
         (["--connect", "127.0.0.1:1"], "start pd-bench transfer --listen there first"),
         (["--connect", "somewhere"], "an address is HOST:PORT, not 'somewhere'"),
@@ -92,6 +97,34 @@ def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> N
     assert error.startswith("pd-bench transfer: ")
     assert complaint in error
     assert len(error.splitlines()) == 1
+
+
+class RecordingSender:
+    """Notes what it is given, ``(token_start, token_stop, layer_start, layer_stop)``."""
+
+    def __init__(self, flops_per_byte: float) -> None:
+        self.flops_per_byte = flops_per_byte
+        self.sent: list[tuple[int, int, int, int]] = []
+
+    def send(self, *what: int) -> None:
+        self.sent.append(what)
+
+
+@pytest.mark.parametrize("tokens", [100, 8192, 20_000])
+def test_nodes_send_by_small_groups_or_late_where_a_pass_hides_it(tokens: int) -> None:
+    measured = spec(shape=load_shape("llama-3.1-8b", "auto"), tokens=tokens)
+    chunks = -(-tokens // measured.chunk)
+    early, late = RecordingSender(0.0), RecordingSender(5000.0)
+    for sender in (early, late):
+        send_as_nodes(measured, sender)
+        seen = np.zeros((tokens, measured.shape.layers), np.int32)
+        for first, stop, layer, layers in sender.sent:
+            seen[first:stop, layer:layers] += 1
+        assert (seen == 1).all(), "every token and layer once"
+    assert len(early.sent) == 8 * chunks
+    assert len(late.sent) < len(early.sent)
+    # What remains behind the last layer is little in either case.
+    assert late.sent[-1][2] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
