@@ -135,13 +135,14 @@ class Benchmark(Protocol):
 
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
-    from pd.bench import compare, engine, radix, serve, transfer
+    from pd.bench import compare, engine, proxy, radix, serve, transfer
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
     programs: dict[str, tuple[Benchmark, str]] = {
         "compare": (compare, "whether one version is faster than another"),
         "engine": (engine, "speed of one node's prefill and decode"),
+        "proxy": (proxy, "what the proxy costs"),
         "radix": (radix, "speed of the radix cache"),
         "serve": (serve, "what clients of a server wait for"),
         "transfer": (transfer, "speed of KV transfers between two processes or hosts"),

@@ -173,8 +173,18 @@ class Server:
         except (ValueError, KeyError, TypeError, IndexError):
             return None
 
-    def request(self, prompt: list[int], max_tokens: int, *, ignore_eos: bool = True) -> bytes:
-        """A greedy completion of token ids, as it goes over the wire."""
+    def request(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        more: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A greedy completion of token ids, as it goes over the wire.
+
+        ``more``: further fields of the request.
+        """
         fields: dict[str, Any] = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -185,6 +195,7 @@ class Server:
         }
         if self._model is not None:
             fields["model"] = self._model
+        fields |= more or {}
         body = json.dumps(fields, separators=(",", ":")).encode()
         head = (
             f"POST {_ENDPOINT} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"

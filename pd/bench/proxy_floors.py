@@ -1,0 +1,175 @@
+"""Servers that do less than a proxy can, for comparison: ``python -m pd.bench.proxy_floors KIND``.
+
+``fastapi`` answers a POST with JSON. ``uvicorn`` streams chunks through an ASGI application, one
+task a stream. ``transport`` writes the same chunks to bare transports, all streams in one pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+KINDS = ("fastapi", "uvicorn", "transport")
+_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    b"Connection: close\r\n\r\n"
+)
+_DONE = b"data: [DONE]\n\n"
+
+
+def event(token: int) -> bytes:
+    """A server-sent event of the size that a proxy sends for a token."""
+    choice = {
+        "index": 0,
+        "text": " word",
+        "logprobs": None,
+        "token_ids": [token],
+        "finish_reason": None,
+        "stop_reason": None,
+    }
+    head = {"id": "cmpl-" + 32 * "0", "object": "text_completion", "created": 0, "model": "floor"}
+    return b"data: " + json.dumps(head | {"choices": [choice]}).encode() + b"\n\n"
+
+
+def _chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def _wanted(body: bytes) -> int:
+    return int(json.loads(body)["max_tokens"])
+
+
+# ---- ASGI
+
+
+def fastapi_app() -> Any:
+    """Parses a body by a model, and answers with a dictionary."""
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+
+    class Asked(BaseModel):
+        prompt: list[int]
+        max_tokens: int
+        temperature: float = 1.0
+        model: str | None = None
+
+    app = FastAPI()
+
+    async def complete(asked: Asked) -> dict[str, Any]:
+        choice = {"index": 0, "text": " word", "finish_reason": "length"}
+        usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": asked.max_tokens}
+        return {"id": "cmpl-0", "model": "floor", "choices": [choice], "usage": usage}
+
+    complete.__annotations__["asked"] = Asked
+    app.post("/v1/completions")(complete)
+    return app
+
+
+class StreamingApp:
+    """Sends an event every ``step_seconds``."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step = step_seconds
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            body, more = body + message["body"], message.get("more_body", False)
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number in range(_wanted(body)):
+            await asyncio.sleep(self._step)
+            data = event(number)
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": _DONE})
+
+
+async def _serve_asgi(app: Any) -> None:
+    import uvicorn
+
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    _say_ready(server.servers[0].sockets[0].getsockname()[1])
+    await task
+
+
+# ---- transports
+
+
+class _BareStream(asyncio.Protocol):
+    """Reads one request whose body comes with its length."""
+
+    def __init__(self, streams: set[_BareStream]) -> None:
+        self._streams = streams
+        self._data = b""
+        self.left = 0
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, blank, body = self._data.partition(b"\r\n\r\n")
+        length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
+        if blank and len(body) >= int(length or 0) and self.transport is not None:
+            self.left = _wanted(body)
+            self.transport.write(_HEAD)
+            self._streams.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._streams.discard(self)
+
+
+async def _serve_transports(step_seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    streams: set[_BareStream] = set()
+    server = await loop.create_server(lambda: _BareStream(streams), "127.0.0.1", 0)
+    _say_ready(server.sockets[0].getsockname()[1])
+    data, end = _chunk(event(7)), _chunk(_DONE) + b"0\r\n\r\n"
+    while True:
+        await asyncio.sleep(step_seconds)
+        for stream in list(streams):
+            assert stream.transport is not None
+            stream.transport.write(data)
+            stream.left -= 1
+            if stream.left == 0:
+                stream.transport.write(end)
+                stream.transport.close()
+                streams.discard(stream)
+
+
+def _say_ready(port: int) -> None:
+    print(json.dumps({"event": "ready", "url": f"http://127.0.0.1:{port}"}), flush=True)
+
+
+def main() -> None:
+    """Serve until killed."""
+    kind, step_seconds = sys.argv[1], float(sys.argv[2])
+    server: Coroutine[Any, Any, None]
+    if kind == "transport":
+        server = _serve_transports(step_seconds)
+    else:
+        server = _serve_asgi(fastapi_app() if kind == "fastapi" else StreamingApp(step_seconds))
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(server)
+    else:
+        uvloop.run(server)
+
+
+if __name__ == "__main__":
+    main()
