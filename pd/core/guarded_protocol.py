@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import uvicorn
     from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from uvicorn.server import ServerState
 
     from pd.core.connections import Listener
@@ -52,6 +53,29 @@ class _OneWarningASecond(logging.Filter):
 
 
 logging.getLogger("uvicorn.error").addFilter(_OneWarningASecond())
+
+
+class BodyWriter:
+    """Writes parts of one streamed answer at once, where an application that awaited uvicorn's
+    ``send`` would be woken for each. For the event loop's thread; each request's scope has one as
+    ``state["body_writer"]``."""
+
+    def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol, self._cycle = protocol, cycle
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`write` may be called: the answer's head was sent and its end was not, it
+        is chunked, and the client reads what it was sent."""
+        cycle, protocol = self._cycle, self._protocol
+        if not cycle.response_started or cycle.response_complete or cycle.disconnected:
+            return False
+        behind = protocol.flow.write_paused or protocol.transport.is_closing()
+        return bool(cycle.chunked_encoding) and not behind
+
+    def write(self, data: bytes) -> None:
+        """Write a part of the body that is not empty, framed as uvicorn does."""
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -180,8 +204,12 @@ class GuardedProtocol(HttpToolsProtocol):
         app = self.app
         if not admitted:
             self.app = _Unavailable(self._limits.open_paths, app)
+        before = self.cycle
         super().on_headers_complete()
         self.app = app
+        if self.cycle is not None and self.cycle is not before:
+            # The application has not begun yet.
+            self.scope["state"]["body_writer"] = BodyWriter(self, self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 # How long a finished answer waits for what the prefill node said about the prompt.
 LINGER_SECONDS = 1.0
 ABORTED = "the request was aborted by /abort_request"
+INTERNAL = "internal error; the proxy's log has the details"
 # Prompt tokens of all requests in the system: 512 MiB here, and as much in messages.
 MAX_TOKENS = 1 << 27
 # A batch is handed to the nodes in parts, between which the event loop turns.
@@ -80,6 +81,8 @@ class Dispatcher:
         self._rooms: dict[bytes, Generation] = {}
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
+        # Jobs with news in the message that is being taken; None between messages.
+        self._told: dict[Job, None] | None = None
         # Counts of prompts in the system, whether they were handed to nodes already or not.
         self._choices = self._tokens = 0
         self._idle = asyncio.Event()
@@ -246,10 +249,34 @@ class Dispatcher:
         """Take a message of a node. What concerns no present request is ignored."""
         if isinstance(message, StepOutputs):
             self.last_output = time.monotonic()
-            for output in message.outputs:
-                self._output(worker, output)
+            told: dict[Job, None] = {}
+            self._told = told
+            try:
+                for output in message.outputs:
+                    self._output(worker, output)
+            finally:
+                self._told = None
+                for job in told:
+                    self._deliver(job)
         elif isinstance(message, Failed):
             self._failed(worker, message)
+
+    def _notify(self, generation: Generation, choice: Choice, added: int) -> None:
+        """A choice gained tokens or ended: what one message brings for a job is delivered at
+        once."""
+        job = generation.job
+        job.notify(choice, added)
+        if self._told is None:
+            self._deliver(job)
+        else:
+            self._told[job] = None
+
+    def _deliver(self, job: Job) -> None:
+        try:
+            job.deliver()
+        except Exception:  # a fault of ours must not leave this client or others waiting
+            log.exception("cannot write the answer of %s", job.rid)
+            self.end(job, PDError(INTERNAL), "internal")
 
     def _failed(self, worker: Worker, message: Failed) -> None:
         generation = self._rooms.get(message.room)
@@ -368,14 +395,14 @@ class Dispatcher:
             return
         except Exception:  # a fault of ours must not leave the client waiting
             log.exception("cannot take the output of %s", worker.url)
-            self._fail(generation, PDError("internal error; the proxy's log has the details"))
+            self._fail(generation, PDError(INTERNAL))
             return
         if added:
             self._metrics.tokens_arrived(generation, added, previous)
         if choice.finish is not None and not ended:
             self._choice_finished(generation, choice)
         elif added and generation.missing_prompt_logprobs is None:
-            generation.job.notify(choice, added)
+            self._notify(generation, choice, added)
         elif added:
             generation.held[choice] = generation.held.get(choice, 0) + added
         if generation.prompt_computed:
@@ -401,7 +428,7 @@ class Dispatcher:
         generation.uncached_tokens = 0
         if generation.held and generation.missing_prompt_logprobs is None:
             for choice, added in generation.held.items():
-                generation.job.notify(choice, added)
+                self._notify(generation, choice, added)
             generation.held.clear()
         if not generation.needs_first:
             first.active.pop(generation, None)
@@ -412,7 +439,7 @@ class Dispatcher:
 
     def _announce(self, generation: Generation) -> None:
         for choice in generation.unannounced:
-            generation.job.notify(choice, 0)
+            self._notify(generation, choice, 0)
         generation.unannounced.clear()
 
     def _settle(self, generation: Generation) -> None:

@@ -37,6 +37,7 @@ class Job:
             so that what they share is computed once and the rest in one batch.
         writing: the response waits for the client to read.
         on_overflow: called once when the client has left too much unread.
+        write_news: writes the news to the client at once, if it can; returns whether it did.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Job:
         self.outcome: str | None = None
         self.writing = False
         self.on_overflow: Callable[[], None] | None = None
+        self.write_news: Callable[[], bool] | None = None
         self._changed = asyncio.Event()
         self._news: dict[Choice, None] = {}
         self._unread_tokens = 0
@@ -75,8 +77,13 @@ class Job:
             return True
         return len(self.generations) == self.num_prompts and all(g.done for g in self.generations)
 
+    @property
+    def unread_bytes(self) -> int:
+        """About how many bytes of JSON the news are."""
+        return self._unread_bytes
+
     def notify(self, choice: Choice, new_tokens: int) -> None:
-        """A choice gained tokens or ended."""
+        """A choice gained tokens or ended. :meth:`deliver` follows."""
         if not choice.end_taken:
             self._news[choice] = None
         top = choice.generation.spec.params.top_logprobs
@@ -86,7 +93,11 @@ class Job:
         if self.writing and overflow and self.on_overflow is not None:
             callback, self.on_overflow = self.on_overflow, None
             callback()
-        self._changed.set()
+
+    def deliver(self) -> None:
+        """All that is new for now was notified: write it, or wake who waits for it."""
+        if self.write_news is None or not self.write_news():
+            self._changed.set()
 
     def fail(self, generation: Generation, error: PDError) -> None:
         """A generation ended without success; the first error is the request's."""
@@ -104,6 +115,10 @@ class Job:
         while not (self._news or self.done):
             self._changed.clear()
             await self._changed.wait()
+        return self.take_news()
+
+    def take_news(self) -> list[Choice]:
+        """The choices that changed since the last call."""
         news, self._news = list(self._news), {}
         self._unread_tokens = self._unread_bytes = 0
         return news

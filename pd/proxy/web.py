@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -17,12 +18,14 @@ from pd.core.errors import (
     error_body,
 )
 from pd.proxy import logprobs
+from pd.proxy.background import INLINE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from starlette.types import Receive, Scope, Send
 
+    from pd.core.guarded_protocol import BodyWriter
     from pd.proxy.background import Background
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Choice, Delta, Spec
@@ -103,6 +106,8 @@ class JobResponse(Response):
         self._renderer = renderer
         self._timeout = timeout
         self._background = background
+        # Whether news were taken that are not written yet, so that nothing may go before them.
+        self._has_taken = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self._job
@@ -147,9 +152,13 @@ class JobResponse(Response):
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body: BodyWriter | None = scope.get("state", {}).get("body_writer")
+        if body is not None and not self._renderer.cumulative:
+            job.write_news = partial(self._write_news, body)
         while True:
             done = job.done
             error = job.error
+            self._has_taken = True
             data = await self._events(news)
             if error is not None:
                 data += _event(error_body(error))
@@ -157,11 +166,23 @@ class JobResponse(Response):
                 last = [_event(event) for event in self._renderer.last_events()]
                 data += b"".join([*last, DONE])
             await self._write(send, data, more=not done)
+            self._has_taken = False
             if done:
                 return
             if self._renderer.cumulative and len(data) > FREE_EVENT_BYTES:
                 await asyncio.sleep(len(data) / CUMULATIVE_BYTES_PER_SECOND)
             news = await job.news()
+
+    def _write_news(self, body: BodyWriter) -> bool:
+        """Write the news at once, unless that would take long, the client is behind, or more than
+        events of choices is to be written."""
+        job = self._job
+        if self._has_taken or job.done or job.unread_bytes > INLINE_BYTES or not body.ready:
+            return False
+        data = self._encode([(choice, choice.take()) for choice in job.take_news()])
+        if data:
+            body.write(data)
+        return True
 
     async def _events(self, news: list[Choice]) -> bytes:
         """The news as server-sent events."""
