@@ -388,6 +388,7 @@ class Dispatcher:
             return
         choice = generation.choices[output.index]
         previous, ended = choice.last_token_at, choice.finish is not None
+        progress, missing = generation.progress, generation.missing_prompt_logprobs
         try:
             added = generation.accept(worker, output)
         except NodeFailedError as error:
@@ -401,11 +402,12 @@ class Dispatcher:
             self._metrics.tokens_arrived(generation, added, previous)
         if choice.finish is not None and not ended:
             self._choice_finished(generation, choice)
-        elif added and generation.missing_prompt_logprobs is None:
+        elif added and (missing is None or generation.missing_prompt_logprobs is None):
             self._notify(generation, choice, added)
         elif added:
             generation.held[choice] = generation.held.get(choice, 0) + added
-        if generation.prompt_computed:
+        changed = generation.progress != progress or missing is not None
+        if (changed or choice.finish is not None) and generation.prompt_computed:
             self._prompt_done(generation)
 
     def _choice_finished(self, generation: Generation, choice: Choice) -> None:

@@ -225,6 +225,8 @@ class Generation:
         self.uncached_tokens = 0
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
+        # Grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
+        self.progress = 0
         self._first_spoke: set[int] = set()
         self._decode_spoke = False
         self._stages: dict[str, Stages] = {}
@@ -276,10 +278,13 @@ class Generation:
                 self._add_prompt_logprobs(output.prompt_logprobs)
                 if not output.token_ids:
                     return 0  # the rest and token 1 follow
-            self._first_spoke.add(output.index)
+            if output.index not in self._first_spoke:
+                self._first_spoke.add(output.index)
+                self.progress += 1
             if output.cached_tokens is not None:
                 self.cached_tokens = output.cached_tokens
         else:
+            self.progress += not self._decode_spoke
             self._decode_spoke = True
             self.transferred_bytes += output.transferred_bytes or 0
         if output.stages is not None:

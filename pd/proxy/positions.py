@@ -44,17 +44,22 @@ class TokenMerger:
             NodeFailedError: a gap that nothing can fill, a contradiction, or nonsense.
         """
         self._check(output)
+        if output.position == len(self.token_ids) and not self._early:
+            # All but the first few messages of an answer.
+            self.token_ids += output.token_ids
+            new = NewTokens(output.token_ids, output.logprobs or [], output.finish)
+            return [new] if output.token_ids or output.finish else []
         if not self.token_ids and output.position > 0:
             if not first_may_come or output.position != self._early_end:
                 raise self._gap(output)
             self._early.append(output)
             self._early_end += len(output.token_ids)
             return []
-        new = [self._append(output)]
+        found = [self._append(output)]
         if self.token_ids:
             early, self._early = self._early, []
-            new += [self._append(held) for held in early]
-        return [tokens for tokens in new if tokens.token_ids or tokens.finish]
+            found += [self._append(held) for held in early]
+        return [tokens for tokens in found if tokens.token_ids or tokens.finish]
 
     def _append(self, output: Output) -> NewTokens:
         known = len(self.token_ids) - output.position
@@ -81,7 +86,7 @@ class TokenMerger:
                 f"{self._max_tokens}"
             )
         limit = self._vocab_size or 1 << 31
-        if any(not 0 <= token < limit for token in output.token_ids):
+        if count and (min(output.token_ids) < 0 or max(output.token_ids) >= limit):
             raise NodeFailedError(f"a node sent a token id outside the vocabulary of {limit}")
         if self._with_logprobs and len(output.logprobs or []) != count:
             raise NodeFailedError(
