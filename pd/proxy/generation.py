@@ -35,7 +35,8 @@ class Spec:
 
     Attributes:
         stop: stop strings; the nodes know nothing of them.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: leave special tokens out of the text,
+        kept_special_tokens: but these.
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
     """
@@ -49,6 +50,7 @@ class Spec:
     namespace: str = ""
     priority: int = 0
     skip_special_tokens: bool = True
+    kept_special_tokens: frozenset[str] = frozenset()
     discard_output: bool = False
 
 
@@ -103,7 +105,9 @@ class Choice:
         self._merger = TokenMerger(
             spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
         )
-        self._detokenizer = new_detokenizer(spec.text_model, spec.skip_special_tokens)
+        self._detokenizer = new_detokenizer(
+            spec.text_model, spec.skip_special_tokens, spec.kept_special_tokens
+        )
         self._stops = StopMatcher(spec.stop)
 
     @property
