@@ -36,4 +36,4 @@ class HermesParser(CallParser):
                 source.hold()
                 yield from read_call(self, ARGUMENT_KEYS)
                 yield from source.skip_space()
-            yield from source.one_of((CLOSE,))
+            yield from source.skip_tag(CLOSE)

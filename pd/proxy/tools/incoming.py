@@ -115,6 +115,13 @@ class Incoming:
                 return ""
             yield
 
+    def skip_tag(self, tag: str) -> Steps[None]:
+        """Read a tag if it comes next, or the part of it with which the text ends."""
+        if not (yield from self.one_of((tag,))) and self.ended:
+            rest = self.text[self.at : self.at + len(tag)]
+            if tag.startswith(rest):
+                self.take(len(rest))
+
     def while_in(self, characters: re.Pattern[str], most: int) -> Steps[str]:
         """Read as long as the characters match, and no more than ``most``.
 

@@ -60,7 +60,7 @@ class PythonicParser(CallParser):
             yield from source.expect("[")
             yield from self._read_list()
             yield from source.skip_space()
-            yield from source.one_of((END,))
+            yield from source.skip_tag(END)
         yield from source.pass_rest(self.text)
 
     def _read_list(self) -> Steps[None]:

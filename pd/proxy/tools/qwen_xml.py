@@ -50,7 +50,7 @@ class QwenXmlParser(CallParser):
             self.begin_call(name)
             yield from self._parameters(name)
             yield from source.skip_space()
-            yield from source.one_of((CLOSE,))
+            yield from source.skip_tag(CLOSE)
 
     def _name(self) -> Steps[str]:
         name = yield from self.source.while_in(_IN_NAME, MAX_NAME)
@@ -77,6 +77,7 @@ class QwenXmlParser(CallParser):
         held = self.source.release()
         rest = self.source.text[self.source.at :] if self.source.ended and not tag else None
         if rest is not None and any(each.startswith(rest) for each in _AFTER_PARAMETER):
+            self.source.take(len(rest))
             raise MalformedError  # cut off, so the model may have meant to write more parameters
         self.arguments("{}" if before == "{" else "}")
         self.end_call()
