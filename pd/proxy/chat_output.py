@@ -58,6 +58,7 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: Prompt) -> OutputPl
         if reasoning is not None:
             content = reasoning.then(stage, content)
         grammar = Grammar("structural_tag", tags.structural_tag(content))
+        _check_size(grammar, "response_format" if family is None else "tools")
     kept = set(family.special if family else ())
     if reasoning is not None and stage != "behind":
         kept |= {reasoning.open, reasoning.close}
@@ -67,6 +68,15 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: Prompt) -> OutputPl
     if calls or before:
         parser = partial(_ChatParser, before, stage, calls, asked.separate_reasoning)
     return OutputPlan(grammar, frozenset(kept), parser, asked.choice.name is None)
+
+
+def _check_size(grammar: Grammar, param: str) -> None:
+    try:
+        grammar.validate()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"{param} is too large for a grammar: {error.message}", param=param
+        ) from None
 
 
 def _family(asked: ChatRequest, text: TextModel, template: ChatTemplate) -> ToolFamily | None:

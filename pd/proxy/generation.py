@@ -105,10 +105,15 @@ class Choice:
         self._merger = TokenMerger(
             spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
         )
-        self._detokenizer = new_detokenizer(
-            spec.text_model, spec.skip_special_tokens, spec.kept_special_tokens
-        )
+        # A grammar is about the whole text, so a special token that it allowed is a part of it.
+        skips = spec.skip_special_tokens and spec.params.grammar is None
+        self._detokenizer = new_detokenizer(spec.text_model, skips, spec.kept_special_tokens)
         self._stops = StopMatcher(spec.stop)
+
+    @property
+    def text_length(self) -> int:
+        """Characters of the text so far."""
+        return self._text_length
 
     @property
     def started(self) -> bool:

@@ -29,7 +29,7 @@ _MAY_WRITE_TAGS = re.compile(r"(?<!\\)\.|\[\^|\\[SWDP]|<")
 # As ranges, because xgrammar takes bytes that are no UTF-8 for characters outside of a class.
 _NO_TAG = "[ -;=-~\u00a0-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_XML_NAME = re.compile(r"[^<>\n]{1,256}")
+_XML_NAME = re.compile(r"[^\s<>](?:[^<>\n]{0,254}[^\s<>])?")
 
 
 class UnfitError(Exception):
@@ -85,15 +85,14 @@ def xml_arguments(function: Function) -> Format:
     """Arguments as Qwen3-Coder writes them. Raises UnfitError."""
 
     def parameter(name: str, schema: object, required: bool) -> Format:
-        if not _XML_NAME.fullmatch(name) or name != name.strip():
-            raise UnfitError(f"the parameter {brief(name)}, which no tag can name,")
         begin = f"<parameter={name}>\n"
         written = sequence(_xml_value(begin, schema, function), text("\n"))
         return written if required else optional(written)
 
     required = _required(function)
     parts = [
-        parameter(name, schema, name in required) for name, schema in _parameters(function).items()
+        parameter(name, schema, name in required)
+        for name, schema in _parameters(function, _XML_NAME).items()
     ]
     return sequence(*parts) if parts else EMPTY
 
@@ -129,12 +128,9 @@ def _text_pattern(schema: dict[str, Any]) -> str | None:
 def python_arguments(function: Function) -> Format:
     """Arguments as keywords of a call in Python, with values of JSON. Raises UnfitError."""
     required = _required(function)
-    parameters = _parameters(function)
+    parameters = _parameters(function, _IDENTIFIER)
     # Those that must be there come first, so that only one of the others may come first.
     names = sorted(parameters, key=lambda name: name not in required)
-    for name in names:
-        if not _IDENTIFIER.fullmatch(name):
-            raise UnfitError(f"the parameter {brief(name)}, which is no name in Python,")
     values = [sequence(text(f"{name}="), json_value(parameters[name])) for name in names]
 
     def rest(start: int) -> list[Format]:
@@ -152,8 +148,15 @@ def python_arguments(function: Function) -> Format:
     return optional(one_of(*each))
 
 
-def _parameters(function: Function) -> dict[str, Any]:
-    """The schemas of a function's parameters, each by itself. Raises UnfitError."""
+def _parameters(function: Function, writable: re.Pattern[str]) -> dict[str, Any]:
+    """The schemas of a function's parameters, each by itself.
+
+    Args:
+        writable: matches names that can be written. Where the schema is not strict, parameters
+            with others are left out.
+
+    Raises UnfitError.
+    """
     schema = function.schema
     if function.strict is not False:
         for keyword in (*_WHOLE, *_COUNTED):
@@ -162,10 +165,14 @@ def _parameters(function: Function) -> dict[str, Any]:
         least = schema.get("minProperties", 0)
         if not isinstance(least, int) or least > len(_required(function)):
             raise UnfitError("the keyword 'minProperties' of its parameters as a whole")
+        for name in properties_of(schema):
+            if not writable.fullmatch(name):
+                raise UnfitError(f"the parameter {brief(name)}, whose name cannot be written,")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return {
         name: part | shared if isinstance(part, dict) and shared else part
         for name, part in properties_of(schema).items()
+        if writable.fullmatch(name)
     }
 
 
