@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
-from pd.proxy.reasoning import ReasoningParser
+from pd.proxy.reasoning import ReasoningParser, Stage
 from pd.proxy.tools import tags
 from pd.proxy.tools.events import Content, Reasoning
 from pd.proxy.tools.reader import CallOptions
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
     from pd.proxy.chat_messages import Prompt
     from pd.proxy.chat_template import ChatTemplate
-    from pd.proxy.reasoning import ReasoningTags, Stage
+    from pd.proxy.reasoning import ReasoningTags
     from pd.proxy.requests import ChatRequest
     from pd.proxy.tokenizer import TextModel
     from pd.proxy.tools.definitions import Function
     from pd.proxy.tools.events import Event, OutputParser
     from pd.proxy.tools.families import ToolFamily
     from pd.proxy.tools.tags import Format
+
+_BEHIND: Stage = "behind"
 
 
 class OutputPlan(NamedTuple):
@@ -46,28 +48,40 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: Prompt) -> OutputPl
     """Raises InvalidRequestError for calls that this model cannot be asked for."""
     template = text.template(with_tools=asked.tools is not None)
     family = _family(asked, text, template)
-    reasoning = text.reasoning_tags(template)
-    stage: Stage = "behind"
+    reasoning, stage = text.reasoning_tags(template), _BEHIND
     if reasoning is not None:
         stage = reasoning.stage(prompt.tail, _continued(asked))
-    grammar = asked.response_grammar
-    content = None if family is None else _constrained(asked, family)
-    if content is None and grammar is not None and stage != "behind":
-        content = tags.json_value(json.loads(grammar.text))
-    if content is not None:
-        if reasoning is not None:
-            content = reasoning.then(stage, content)
-        grammar = Grammar("structural_tag", tags.structural_tag(content))
-        _check_size(grammar, "response_format" if family is None else "tools")
-    kept = set(family.special if family else ())
-    if reasoning is not None and stage != "behind":
+    if stage == _BEHIND:
+        reasoning = None
+    new_calls = None if family is None else _call_parser(asked, family)
+    kept = set(family.special) if family else set()
+    if reasoning is not None:
         kept |= {reasoning.open, reasoning.close}
-    calls = _call_parser(asked, family)
-    before = None if stage == "behind" else reasoning
-    parser = None
-    if calls or before:
-        parser = partial(_ChatParser, before, stage, calls, asked.separate_reasoning)
-    return OutputPlan(grammar, frozenset(kept), parser, asked.choice.name is None)
+    return OutputPlan(
+        grammar=_grammar(asked, family, reasoning, stage),
+        kept=frozenset(kept),
+        new_parser=partial(_ChatParser, reasoning, stage, new_calls, asked.separate_reasoning)
+        if reasoning or new_calls
+        else None,
+        calls_end=asked.choice.name is None,
+    )
+
+
+def _grammar(
+    asked: ChatRequest, family: ToolFamily | None, reasoning: ReasoningTags | None, stage: Stage
+) -> Grammar | None:
+    """The grammar of the whole answer, with its reasoning. Raises InvalidRequestError."""
+    wanted = asked.response_grammar
+    content = None if family is None else _constrained(asked, family)
+    if content is None:
+        if wanted is None or reasoning is None:
+            return wanted
+        content = tags.json_value(json.loads(wanted.text))
+    if reasoning is not None:
+        content = reasoning.then(stage, content)
+    grammar = Grammar("structural_tag", tags.structural_tag(content))
+    _check_size(grammar, "response_format" if family is None else "tools")
+    return grammar
 
 
 def _check_size(grammar: Grammar, param: str) -> None:
@@ -140,11 +154,8 @@ def _any_arguments(function: Function) -> Function:
     return function._replace(schema=schema, strict=False)
 
 
-def _call_parser(
-    asked: ChatRequest, family: ToolFamily | None
-) -> Callable[[], OutputParser] | None:
-    if family is None or asked.tools is None:
-        return None
+def _call_parser(asked: ChatRequest, family: ToolFamily) -> Callable[[], OutputParser]:
+    assert asked.tools is not None
     kinds = {function.name: function.kinds() for function in asked.tools.functions}
     several = asked.parallel_tool_calls and asked.choice.name is None
     return partial(family.parser, CallOptions(kinds, None if several else 1))

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pd.proxy.tools import tags
 from pd.proxy.tools.events import Content, Reasoning
-from pd.proxy.tools.incoming import Incoming
+from pd.proxy.tools.reader import Reader
 
 if TYPE_CHECKING:
-    from pd.proxy.tools.events import Event
     from pd.proxy.tools.incoming import Steps
     from pd.proxy.tools.tags import Format
 
@@ -82,31 +81,18 @@ def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
     return next((each for each in known if each.open in template or each.close in template), None)
 
 
-class ReasoningParser:
-    """An :class:`pd.proxy.tools.events.OutputParser` that tells reasoning from content.
-
-    White space around reasoning is left out, but at its end.
-    """
+class ReasoningParser(Reader):
+    """Tells reasoning from content. White space around reasoning is left out, but at its end."""
 
     def __init__(self, tags: ReasoningTags, stage: Stage, *, verbatim: bool) -> None:
         """``verbatim``: tags and white space around them are a part of the reasoning."""
+        super().__init__()
         self._tags = tags
         self._inside = stage == "inside"
         self._verbatim = verbatim
-        self._source = Incoming()
-        self._events: list[Event] = []
-        self._steps = self._read()
 
-    def push(self, text: str) -> list[Event]:
-        self._source.add(text)
-        return self._advance()
-
-    def close(self) -> list[Event]:
-        self._source.ended = True
-        return self._advance()
-
-    def _read(self) -> Steps[None]:
-        source, tags = self._source, self._tags
+    def read(self) -> Steps[None]:
+        source, tags = self.source, self._tags
         inside = self._inside
         if not inside:
             begin = yield from self._opening()
@@ -127,19 +113,14 @@ class ReasoningParser:
 
     def _opening(self) -> Steps[str]:
         """White space and the opening tag, as much as there is of them."""
-        source = self._source
+        source = self.source
         space = yield from source.while_in(_SPACE, _MAX_SPACE)
         return space + (yield from source.one_of((self._tags.open,)))
 
     def _reasoning(self, text: str) -> None:
         if text:
-            self._events.append(Reasoning(text))
+            self.events.append(Reasoning(text))
 
     def _content(self, text: str) -> None:
         if text:
-            self._events.append(Content(text))
-
-    def _advance(self) -> list[Event]:
-        next(self._steps, None)
-        events, self._events = self._events, []
-        return events
+            self.events.append(Content(text))

@@ -44,26 +44,21 @@ def short_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
-class CallParser:
-    """An :class:`pd.proxy.tools.events.OutputParser` whose ``read`` is a generator.
+class Reader:
+    """An :class:`pd.proxy.tools.events.OutputParser` whose ``read`` is a generator."""
 
-    White space behind a call is left out.
-    """
-
-    new_id: Callable[[], str] = staticmethod(long_id)
-
-    def __init__(self, options: CallOptions) -> None:
-        self.options = options
+    def __init__(self) -> None:
         self.source = Incoming()
-        self._events: list[Event] = []
-        self._calls = 0
-        self._behind_call = False
-        self._steps = self._run()
+        self.events: list[Event] = []
+        self._steps = self.run()
 
     def read(self) -> Steps[None]:
-        """Read the whole text. MalformedError may leave it; then it is called again for the rest,
-        of which nothing that was held back is a part."""
+        """Read the whole text."""
         raise NotImplementedError
+
+    def run(self) -> Steps[None]:
+        """What :meth:`push` and :meth:`close` drive."""
+        return self.read()
 
     def push(self, text: str) -> list[Event]:
         self.source.add(text)
@@ -73,6 +68,27 @@ class CallParser:
         self.source.ended = True
         return self._advance()
 
+    def _advance(self) -> list[Event]:
+        next(self._steps, None)
+        events, self.events = self.events, []
+        return events
+
+
+class CallParser(Reader):
+    """Base of the parsers of calls. White space behind a call is left out.
+
+    MalformedError may leave ``read``; then it is called again for the rest of the text, of which
+    nothing that was held back is a part.
+    """
+
+    new_id: Callable[[], str] = staticmethod(long_id)
+
+    def __init__(self, options: CallOptions) -> None:
+        super().__init__()
+        self.options = options
+        self._calls = 0
+        self._behind_call = False
+
     # ---- what subclasses report
 
     def text(self, text: str) -> None:
@@ -80,7 +96,7 @@ class CallParser:
             text = text.lstrip()
         if text:
             self._behind_call = False
-            self._events.append(Content(text))
+            self.events.append(Content(text))
 
     def begin_call(self, name: str) -> None:
         """A call begins, so what was held back is a part of it. Raises MalformedError for what
@@ -90,11 +106,11 @@ class CallParser:
         self.source.release()
         self._calls += 1
         if self._wanted():
-            self._events.append(CallStart(self.new_id(), name))
+            self.events.append(CallStart(self.new_id(), name))
 
     def arguments(self, text: str) -> None:
         if text and self._wanted():
-            self._events.append(Arguments(text))
+            self.events.append(Arguments(text))
 
     def end_call(self) -> None:
         self.source.release()
@@ -104,7 +120,7 @@ class CallParser:
         most = self.options.most_calls
         return most is None or self._calls <= most
 
-    def _run(self) -> Steps[None]:
+    def run(self) -> Steps[None]:
         while True:
             try:
                 yield from self.read()
@@ -112,8 +128,3 @@ class CallParser:
                 self.text(self.source.release())
             if self.source.ended and self.source.at == len(self.source.text):
                 return
-
-    def _advance(self) -> list[Event]:
-        next(self._steps, None)
-        events, self._events = self._events, []
-        return events
