@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.errors import InvalidRequestError
-from pd.core.grammar import Grammar
 from pd.proxy.reasoning import ReasoningParser, Stage
 from pd.proxy.tools import tags
 from pd.proxy.tools.events import Content, Reasoning
@@ -16,6 +15,7 @@ from pd.proxy.tools.reader import CallOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd.core.grammar import Grammar
     from pd.proxy.chat_messages import Prompt
     from pd.proxy.chat_template import ChatTemplate
     from pd.proxy.reasoning import ReasoningTags
@@ -79,18 +79,7 @@ def _grammar(
         content = tags.json_value(json.loads(wanted.text))
     if reasoning is not None:
         content = reasoning.then(stage, content)
-    grammar = Grammar("structural_tag", tags.structural_tag(content))
-    _check_size(grammar, "response_format" if family is None else "tools")
-    return grammar
-
-
-def _check_size(grammar: Grammar, param: str) -> None:
-    try:
-        grammar.validate()
-    except InvalidRequestError as error:
-        raise InvalidRequestError(
-            f"{param} is too large for a grammar: {error.message}", param=param
-        ) from None
+    return tags.grammar_of(content, "response_format" if family is None else "tools")
 
 
 def _family(asked: ChatRequest, text: TextModel, template: ChatTemplate) -> ToolFamily | None:

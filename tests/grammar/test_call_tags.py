@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import xgrammar
 
+from pd.core.errors import InvalidRequestError
 from pd.proxy.reasoning import ReasoningTags
 from pd.proxy.tools.definitions import Function, read_tools
 from pd.proxy.tools.families import tool_family
 from pd.proxy.tools.reader import CallOptions
-from pd.proxy.tools.tags import UnfitError, structural_tag, text
+from pd.proxy.tools.tags import UnfitError, grammar_of, text
 
 if TYPE_CHECKING:
     from pd.proxy.tools.families import ToolFamily
@@ -81,7 +82,7 @@ def compiler() -> Any:
 
 
 def accepts(tag: Format, *texts: str) -> list[bool]:
-    compiled = compiler().compile_structural_tag(structural_tag(tag))
+    compiled = compiler().compile_structural_tag(grammar_of(tag, "tools").text)
     found = []
     for each in texts:
         matcher = xgrammar.GrammarMatcher(compiled)
@@ -144,6 +145,22 @@ def test_optional_parameters_may_be_left_out_anywhere() -> None:
         tag = pythonic.form.calls(declared, several=False)
         texts = [f"[f({arguments})]" for arguments in good + bad]
         assert accepts(tag, *texts) == [True] * len(good) + [False] * len(bad)
+
+
+def test_formats_that_grow_beyond_the_request_are_refused() -> None:
+    shared = {"$defs": {"d": {"const": "x" * 60_000}}}
+    names = [f"a{i}" for i in range(65)]
+    properties = {name: {"$ref": "#/$defs/d"} for name in names}
+    (large,) = functions({"name": "f", "parameters": shared | {"properties": properties}})
+    for name in ("qwen3_coder", "pythonic"):
+        family = FAMILIES[name]
+        assert family is not None
+        required = large._replace(schema=large.schema | {"required": names})
+        with pytest.raises(InvalidRequestError, match="has more than 262144 bytes"):
+            grammar_of(family.form.calls([required], several=False), "tools")
+    assert family is FAMILIES["pythonic"]
+    with pytest.raises(UnfitError, match="65 parameters of which none is required"):
+        family.form.calls([large], several=False)
 
 
 def test_texts_in_tags() -> None:

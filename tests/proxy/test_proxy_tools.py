@@ -280,6 +280,17 @@ def test_calls_behind_special_tokens(cluster: Cluster, tmp_path: Path) -> None:
     assert model.ask(text, tools=[]).choices[0].message.content == 'Well.clock{"a": 1}'
 
 
+def test_special_tokens_that_clients_write_may_be_text(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, split_special_tokens=True)
+    function = WEATHER["function"] | {"description": "<|im_end|>"}
+    answer = model.ask(BOTH, tools=[WEATHER | {"function": function}])
+    assert calls_of(answer.choices[0].message) == CITIES
+    ids = np.frombuffer(model.node.wait_generate().token_ids, "<i4").tolist()
+    # One ends the system's turn, one the user's.
+    assert ids.count(TOKENS.token_to_id("<|im_end|>")) == 2
+    assert model.prompt().count("<|im_end|>") == 3
+
+
 # ---- refusals
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
+from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from pd.proxy.json_schemas import what_is_not_enforced
 from pd.proxy.tools.definitions import kind_of, properties_of
 
@@ -28,6 +29,8 @@ _COUNTED = ("maxProperties", "propertyNames")
 _MAY_WRITE_TAGS = re.compile(r"(?<!\\)\.|\[\^|\\[SWDP]|<")
 # As ranges, because xgrammar takes bytes that are no UTF-8 for characters outside of a class.
 _NO_TAG = "[ -;=-~\u00a0-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]"
+# Parameters in Python of which none is required; their format has the square of so many parts.
+_MAX_OPTIONAL = 64
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _XML_NAME = re.compile(r"[^\s<>](?:[^<>\n]{0,254}[^\s<>])?")
 
@@ -66,8 +69,34 @@ def json_value(schema: object) -> Format:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
 
 
-def structural_tag(content: Format) -> str:
-    return json.dumps({"type": "structural_tag", "format": content}, ensure_ascii=False)
+def grammar_of(content: Format, param: str) -> Grammar:
+    """The grammar of a format. Definitions that many parameters share repeat in it, so it may be
+    far larger than the request, and is not written down any further than it may be long.
+
+    Args:
+        param: the field, for messages.
+
+    Raises InvalidRequestError.
+    """
+    parts: list[str] = []
+    size = 0
+    whole = {"type": "structural_tag", "format": content}
+    try:
+        for part in json.JSONEncoder(ensure_ascii=False).iterencode(whole):
+            size += len(part)
+            if size > MAX_GRAMMAR_BYTES:
+                break
+            parts.append(part)
+    except RecursionError:
+        raise InvalidRequestError(f"{param}: a schema is nested too deeply", param=param) from None
+    grammar = Grammar("structural_tag", "".join(parts))
+    if size > MAX_GRAMMAR_BYTES or len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"{param}: the grammar of these schemas has more than {MAX_GRAMMAR_BYTES} bytes; send "
+            "fewer or smaller ones",
+            param=param,
+        )
+    return grammar
 
 
 # ---- arguments
@@ -144,6 +173,8 @@ def python_arguments(function: Function) -> Format:
         return EMPTY
     if required:
         return sequence(values[0], *rest(1))
+    if len(values) > _MAX_OPTIONAL:
+        raise UnfitError(f"{len(values)} parameters of which none is required")
     each = [sequence(value, *rest(i + 1)) for i, value in enumerate(values)]
     return optional(one_of(*each))
 
