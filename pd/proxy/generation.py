@@ -35,8 +35,8 @@ class Spec:
 
     Attributes:
         stop: stop strings; the nodes know nothing of them.
-        skip_special_tokens: leave special tokens out of the text,
-        kept_special_tokens: but these.
+        skip_special_tokens: leave special tokens out of the text.
+        kept_special_tokens: special tokens that stay in the text all the same.
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
     """
