@@ -139,6 +139,21 @@ def test_functions_are_called(client: openai.OpenAI, choice: str) -> None:
     assert last.choices[0].message.role == "assistant"
 
 
+def test_functions_of_pydantic_are_parsed(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="embedded",
+        messages=ASKED,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=1.0,
+        seed=9,
+        max_tokens=120,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, City)
+
+
 def generate(url: str, **sampling: Any) -> httpx.Response:
     params = {"max_new_tokens": 60, "temperature": 1.0, "sampling_seed": 4} | sampling
     body = {"text": "hello", "sampling_params": params}
