@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pd.commands import parser as types
 from pd.commands.flags import ConfigFlags
 from pd.commands.ready import Ready, announce
-from pd.core.config import ROUTING_POLICIES
+from pd.core.config import REASONING_PARSERS, ROUTING_POLICIES, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
 from pd.proxy.config import ProxyConfig
 
@@ -75,6 +75,16 @@ def _add_model(flags: ConfigFlags) -> None:
         "--split-special-tokens",
         "special tokens that clients write are ordinary text; only the chat template's are control "
         "tokens",
+    )
+    flags.add(
+        "--tool-call-parser",
+        "how the model writes tool calls (auto: as its chat template says)",
+        choices=TOOL_CALL_PARSERS,
+    )
+    flags.add(
+        "--reasoning-parser",
+        "how the model marks its reasoning (auto: as its chat template says)",
+        choices=REASONING_PARSERS,
     )
     flags.add(
         "--served-model-name",

@@ -26,6 +26,17 @@ SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
 # Those that read a checkpoint of their own.
 _WITH_MODEL = ("draft", "eagle")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
+# How models write tool calls and reasoning, for the proxy's parsers.
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+)
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 
 
 # A step computes one more token than this for each sequence; more are hardly ever all accepted.

@@ -37,6 +37,20 @@ def subschemas(schema: object) -> Iterator[tuple[tuple[str, ...], dict[str, Any]
                 stack += [((*where, name, str(i)), each) for i, each in enumerate(several)]
 
 
+def schemas_of_tags(structural_tag: object) -> Iterator[object]:
+    """The schemas of a structural tag that describe text in JSON."""
+    stack = [structural_tag]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        elif isinstance(part, dict):
+            for name in ("json_schema", "schema"):
+                if part.get("style", "json") == "json":
+                    yield part.get(name)
+            stack += [each for name, each in part.items() if name not in ("json_schema", "schema")]
+
+
 def make_strings_plain(schema: object) -> None:
     """Change a schema so that strings of bounded length have a pattern instead: xgrammar lets such
     strings have control characters, which JSON forbids. They have no escapes then."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xgrammar
 
-from pd.core.json_schemas import make_strings_plain
+from pd.core.json_schemas import make_strings_plain, schemas_of_tags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +43,8 @@ class Compiler:
             MemoryError: there is not enough.
         """
         compiler: Any = self._compiler
-        if kind == "json_schema":
-            text = _plain_strings(text)
+        if kind in ("json_schema", "structural_tag"):
+            text = _plain_strings(text, inside_tags=kind == "structural_tag")
         compile_kind = {
             # Whitespace between tokens without end would let a model write nothing else.
             "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
@@ -73,12 +73,19 @@ def matcher(compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int]) -> xgra
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
 
 
-def _plain_strings(text: str) -> str:
-    """See :func:`pd.core.json_schemas.make_strings_plain`. Raises ValueError."""
+def _plain_strings(text: str, *, inside_tags: bool) -> str:
+    """See :func:`pd.core.json_schemas.make_strings_plain`.
+
+    Args:
+        inside_tags: the text is a structural tag, which may hold schemas.
+
+    Raises ValueError.
+    """
     try:
-        schema = json.loads(text)
-        make_strings_plain(schema)
-        return json.dumps(schema)
+        value = json.loads(text)
+        for schema in schemas_of_tags(value) if inside_tags else [value]:
+            make_strings_plain(schema)
+        return json.dumps(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     except RecursionError:

@@ -11,7 +11,9 @@ from starlette.responses import Response
 from pd.proxy import logprobs, openai_common
 from pd.proxy.access import caller_of
 from pd.proxy.bodies import body_of
+from pd.proxy.chat_answer import ChatAnswer
 from pd.proxy.chat_messages import render_prompt
+from pd.proxy.chat_output import plan_output
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
 from pd.proxy.requests import ChatRequest
@@ -20,6 +22,7 @@ from pd.proxy.service import encode, names_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pd.proxy.chat_output import OutputPlan
     from pd.proxy.generation import Choice, Delta
     from pd.proxy.service import ModelView, Service
 
@@ -35,30 +38,38 @@ class ChatAPI:
         names = names_of(asked, request, "chatcmpl-")
         model = await self._service.model(asked.model)
         self._service.admit(1)
-        spec = await body_of(request.scope).run(_prepare, asked, names.rid, model)
+        spec, plan = await body_of(request.scope).run(_prepare, asked, names.rid, model)
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, streaming=asked.stream)
-        renderer = _ChatRenderer(job, asked, names.shown, model)
+        renderer = _ChatRenderer(job, asked, names.shown, model, plan)
         return self._service.respond(job, [spec], renderer, asked.timeout)
 
 
-def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> Spec:
-    """The prompt as it goes to the nodes. Raises InvalidRequestError."""
+def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, OutputPlan]:
+    """The prompt as it goes to the nodes, and how its answers are read.
+
+    Raises InvalidRequestError.
+    """
     text = model.need_text("messages")
     prompt = render_prompt(asked, text, asked.messages)
+    plan = plan_output(asked, text, prompt)
     # The template writes the special tokens itself.
-    ids = encode(model, prompt, "messages", add_special_tokens=False)
-    return Spec(
+    ids = encode(model, prompt.text, "messages", add_special_tokens=False)
+    spec = Spec(
         rid=rid,
         model=model.name,
         token_ids=ids,
-        params=openai_common.sampling_params(asked, model, len(ids), asked.wanted_tokens, None),
+        params=openai_common.sampling_params(
+            asked, model, len(ids), asked.wanted_tokens, None, grammar=plan.grammar
+        ),
         text_model=text,
         stop=asked.stop,
         namespace=asked.cache_salt,
         priority=asked.priority,
         skip_special_tokens=asked.skip_special_tokens,
+        kept_special_tokens=plan.kept,
     )
+    return spec, plan
 
 
 class _ChatRenderer:
@@ -66,10 +77,14 @@ class _ChatRenderer:
 
     cumulative = False
 
-    def __init__(self, job: Job, asked: ChatRequest, shown: str, model: ModelView) -> None:
+    def __init__(
+        self, job: Job, asked: ChatRequest, shown: str, model: ModelView, plan: OutputPlan
+    ) -> None:
         self._job = job
         self._options = openai_common.AnswerOptions.of(asked)
         self._model = model
+        self._plan = plan
+        self._answers: dict[int, ChatAnswer] = {}
         self._head = {
             "id": shown,
             "object": "chat.completion.chunk" if asked.stream else "chat.completion",
@@ -89,8 +104,10 @@ class _ChatRenderer:
             opening = {"role": "assistant", "content": ""}
             chunk = self._chunk({"index": choice.index, "delta": opening} | _open())
             yield chunk | self._prompt_ids()
-        content = {"content": delta.text} if delta.text or delta.finish is None else {}
-        yield self._chunk({"index": choice.index, "delta": content} | self._rest(choice, delta))
+        *parts, last = self._answer(choice).deltas(delta)
+        for part in parts:
+            yield self._chunk({"index": choice.index, "delta": part} | _open())
+        yield self._chunk({"index": choice.index, "delta": last} | self._rest(choice, delta))
 
     def last_events(self) -> Iterable[object]:
         if self._options.include_usage:
@@ -100,11 +117,16 @@ class _ChatRenderer:
         choices = []
         for choice in self._job.generations[0].choices:
             delta = choice.take()
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            head = {"index": choice.index, "message": message}
+            head = {"index": choice.index, "message": self._answer(choice).whole(delta)}
             choices.append(head | self._rest(choice, delta))
         whole = self._head | {"choices": choices, "usage": openai_common.usage(self._job)}
         return whole | self._prompt_ids()
+
+    def _answer(self, choice: Choice) -> ChatAnswer:
+        answer = self._answers.get(choice.index)
+        if answer is None:
+            answer = self._answers[choice.index] = ChatAnswer(self._plan)
+        return answer
 
     def _prompt_ids(self) -> dict[str, Any]:
         if not self._options.return_token_ids:
@@ -121,8 +143,12 @@ class _ChatRenderer:
             rest["logprobs"] = logprobs.chat(self._model.text, delta.logprobs)
         if self._options.return_token_ids:
             rest["token_ids"] = delta.token_ids
-        return rest | openai_common.ending(choice, delta.finish)
+        rest |= openai_common.ending(choice, delta.finish)
+        if rest["finish_reason"] == "stop" and self._answer(choice).ended_by_calls:
+            rest["finish_reason"] = "tool_calls"
+        return rest
 
 
 def _open() -> dict[str, Any]:
+    """The end of a chunk that others of the same delta follow."""
     return {"logprobs": None, "finish_reason": None}

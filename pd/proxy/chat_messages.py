@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, NotRequired, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, NotRequired, get_args
 
+import msgspec
 from pydantic import ConfigDict, Field, PlainValidator, with_config
 from typing_extensions import TypedDict
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 # Templates are programs, which take some time for each.
 MAX_MESSAGES = 16_384
+MAX_CALLS = 128
+# Arguments are parsed, of all messages together. What counts the values of a body sees texts.
+MAX_ARGUMENT_CHARACTERS = 1 << 20
+# Characters of the end of a prompt that show whether it opens the model's reasoning.
+_TAIL = 128
 MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[MessageRole, ...] = get_args(MessageRole)
 
@@ -25,6 +31,21 @@ class TextPart(TypedDict):
 
     type: Literal["text"]
     text: str
+
+
+class CalledFunction(TypedDict):
+    """What was called."""
+
+    name: str
+    arguments: Annotated[str | dict[str, object], Field(description="JSON of an object.")]
+
+
+class InputCall(TypedDict):
+    """A call that the assistant made."""
+
+    id: NotRequired[str | None]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -38,6 +59,15 @@ class InputMessage(TypedDict):
             Field(description="A text or parts of it; null only beside an assistant's tool calls."),
         ]
     ]
+    tool_calls: NotRequired[
+        Annotated[list[InputCall] | None, Field(description="What the assistant called.")]
+    ]
+    tool_call_id: NotRequired[
+        Annotated[str | None, Field(description="The call that a tool's message answers.")]
+    ]
+    reasoning_content: NotRequired[
+        Annotated[str | None, Field(description="The assistant's reasoning; also `reasoning`.")]
+    ]
 
 
 # A message with its content as one text, and all other fields as they came.
@@ -50,6 +80,12 @@ def read_messages(messages: object) -> list[ReadMessage]:
         raise mismatch("a list of at least one message", messages)
     if len(messages) > MAX_MESSAGES:
         raise problem(f"has {len(messages)} messages; at most {MAX_MESSAGES} are taken")
+    size = sum(map(_argument_characters, messages))
+    if size > MAX_ARGUMENT_CHARACTERS:
+        raise problem(
+            f"has calls with {size} characters of arguments; at most {MAX_ARGUMENT_CHARACTERS} are "
+            "taken"
+        )
     return [_read_message(message, number) for number, message in enumerate(messages)]
 
 
@@ -58,9 +94,27 @@ Messages = Annotated[
 ]
 
 
-def render_prompt(fields: TemplateFields, text: TextModel, messages: list[ReadMessage]) -> str:
-    """Messages as one prompt for the tokenizer. Raises InvalidRequestError."""
-    template, special = text.template(), text.special
+class Prompt(NamedTuple):
+    """A chat as a text for the tokenizer.
+
+    Attributes:
+        tail: its end, in which special tokens have their own names.
+    """
+
+    text: str
+    tail: str
+
+
+def render_prompt(fields: TemplateFields, text: TextModel, messages: list[ReadMessage]) -> Prompt:
+    """Messages as one prompt. Raises InvalidRequestError."""
+    shown = fields.tools.shown if fields.tools else None
+    template, special = text.template(with_tools=shown is not None), text.special
+    if shown is not None and not text.shows_tools(template):
+        raise InvalidRequestError(
+            "tools: the model's chat template does not show tools to the model; start the proxy "
+            "with --tool-call-parser NAME if they are to be called all the same",
+            param="tools",
+        )
     if not template.knows_developer:
         # OpenAI's newer name; a template that ignored it would drop the instructions.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
@@ -69,17 +123,20 @@ def render_prompt(fields: TemplateFields, text: TextModel, messages: list[ReadMe
     if special is not None:
         try:
             messages, extra = special.hide_messages(messages, hidden), special.hide(extra, hidden)
+            shown = special.hide(shown, hidden)
         except RecursionError:
             raise InvalidRequestError(
-                "messages or chat_template_kwargs are nested too deeply", param="messages"
+                "messages, tools or chat_template_kwargs are nested too deeply", param="messages"
             ) from None
     prompt = template.render(
         messages,
         add_generation_prompt=fields.opens_turn,
         continue_final_message=fields.continue_final_message,
+        tools=shown,
         extra=extra,
     )
-    return prompt if special is None else special.reveal(prompt, hidden)
+    tail = prompt[-_TAIL:]
+    return Prompt(prompt if special is None else special.reveal(prompt, hidden), tail)
 
 
 def _read_message(message: object, number: int) -> ReadMessage:
@@ -89,9 +146,81 @@ def _read_message(message: object, number: int) -> ReadMessage:
     if role not in ROLES:
         raise mismatch(f"one of {', '.join(ROLES)}", role, number, "role")
     content = message.get("content")
-    if content is None and role == "assistant" and message.get("tool_calls"):
+    if role == "tool":
+        _check_text(message, "tool_call_id", number)
+    if role != "assistant":
+        return message | {"content": _read_content(content, number)}
+    message = message | _read_reasoning(message, number)
+    calls = _read_calls(message.get("tool_calls"), number)
+    if calls:
+        message = message | {"tool_calls": calls}
+    else:
+        message.pop("tool_calls", None)
+    if content is None and calls:
         return message | {"content": ""}
     return message | {"content": _read_content(content, number)}
+
+
+def _read_reasoning(message: dict[str, object], number: int) -> dict[str, object]:
+    """The assistant's reasoning under the name that templates know."""
+    for name in ("reasoning_content", "reasoning"):
+        _check_text(message, name, number)
+        if message.get(name):
+            return {"reasoning_content": message[name]}
+    return {}
+
+
+def _check_text(message: dict[str, object], name: str, number: int) -> None:
+    if not isinstance(message.get(name), str | None):
+        raise mismatch("a string", message[name], number, name)
+
+
+def _read_calls(calls: object, number: int) -> list[dict[str, object]]:
+    """Calls with their arguments as objects, which templates loop over."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise mismatch("a list of calls", calls, number, "tool_calls")
+    if len(calls) > MAX_CALLS:
+        raise problem(
+            f"has {len(calls)} calls; at most {MAX_CALLS} are taken", number, "tool_calls"
+        )
+    return [_read_call(call, (number, "tool_calls", i)) for i, call in enumerate(calls)]
+
+
+def _argument_characters(message: object) -> int:
+    """Characters of arguments that will be parsed, whatever else is wrong with a message."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    calls = calls if isinstance(calls, list) else []
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    given = [each.get("arguments") for each in functions if isinstance(each, dict)]
+    return sum(len(text) for text in given if isinstance(text, str))
+
+
+def _read_call(call: object, path: tuple[str | int, ...]) -> dict[str, object]:
+    if not isinstance(call, dict):
+        raise mismatch("an object", call, *path)
+    if not isinstance(call.get("id"), str | None):
+        raise mismatch("a string", call["id"], *path, "id")
+    if call.get("type", "function") != "function":
+        raise mismatch("'function'", call["type"], *path, "type")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise mismatch("an object", function, *path, "function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise mismatch("the name of a function", function.get("name"), *path, "function", "name")
+    given = function.get("arguments")
+    arguments = given
+    if isinstance(given, str) and given.strip():
+        try:
+            arguments = msgspec.json.decode(given)
+        except (msgspec.MsgspecError, RecursionError, ValueError):
+            arguments = None
+    elif given is None or isinstance(given, str):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise mismatch("JSON of an object", given, *path, "function", "arguments")
+    return call | {"type": "function", "function": function | {"arguments": arguments}}
 
 
 def _read_content(content: object, number: int) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -15,6 +16,7 @@ from pd.core.brief import shorten
 from pd.core.errors import InvalidRequestError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from jinja2 import nodes
@@ -22,7 +24,16 @@ if TYPE_CHECKING:
 
 # A template may put messages into what it says of them.
 _MAX_REFUSAL_CHARACTERS = 500
+# Characters of a rendered prompt. A template is given at most a request's body, and its loops have
+# no more rounds than what it is given has members, or jinja2's sandbox lets a range have (100,000).
+MAX_PROMPT_CHARACTERS = 64 << 20
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+# Variables that no client may set: those that rendering sets.
+RESERVED_VARIABLES = frozenset(
+    (*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "continue_final_message")
+) | {"raise_exception", "strftime_now"}
 
 
 class _GenerationBlock(Extension):
@@ -61,17 +72,23 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """One template with the model's special tokens.
 
-    ``knows_developer``: it gives the role of this name a meaning.
+    Attributes:
+        knows_developer: it gives the role of this name a meaning.
+        takes_tools: it shows tools to the model.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         """Raises UsageError if the template does not compile."""
         self._special_tokens = special_tokens
+        self.source = source
         self.knows_developer = "developer" in source
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            used = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise UsageError(f"the model's chat template does not compile: {error}") from error
+        self.takes_tools = "tools" in used
 
     def render(
         self,
@@ -79,6 +96,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> str:
         """The prompt, special tokens included.
@@ -96,9 +114,16 @@ class ChatTemplate:
             content, mark = messages[-1]["content"], secrets.token_hex(16)
             messages = [*messages[:-1], messages[-1] | {"content": content + mark}]
         try:
-            text = self._template.render(
-                variables, messages=messages, add_generation_prompt=add_generation_prompt
+            text = _join(
+                self._template.generate(
+                    variables,
+                    messages=messages,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                )
             )
+        except InvalidRequestError:
+            raise
         except Exception as error:  # a template is a program and may fail in any way
             raise InvalidRequestError(
                 "the model's chat template refuses these messages: "
@@ -106,6 +131,21 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return _cut(text, content, mark) if continue_final_message else text
+
+
+def _join(parts: Iterable[str]) -> str:
+    """The parts of a prompt as one text, as long as they are not too long."""
+    taken, size = [], 0
+    for part in parts:
+        size += len(part)
+        if size > MAX_PROMPT_CHARACTERS:
+            raise InvalidRequestError(
+                f"the chat template makes more than {MAX_PROMPT_CHARACTERS} characters of these "
+                "messages; send less",
+                param="messages",
+            )
+        taken.append(part)
+    return "".join(taken)
 
 
 def _cut(text: str, content: str, mark: str) -> str:

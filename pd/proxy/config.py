@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd.core.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class ProxyConfig:
     port: int = 8000
     tokenizer: str | None = None
     split_special_tokens: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     policy: str = "cache_aware"
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
@@ -66,6 +69,12 @@ class ProxyConfig:
         from pd.proxy.routing import make_policy
 
         make_policy(self.policy)
+        for flag, value, known in (
+            ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            if value not in known:
+                raise UsageError(f"{flag} must be one of {', '.join(known)}, not {value!r}")
         if self.max_queue < 1:
             raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
         if self.request_timeout is not None and self.request_timeout <= 0:

@@ -60,7 +60,8 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        self._special_ids = frozenset(self._special.values())
         self.byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         parts = decoder.get("decoders", [decoder]) if decoder else []
         kinds = {part["type"] for part in parts}
@@ -103,18 +104,23 @@ class TokenTable:
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(
+        self, skip_special_tokens: bool, kept: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        """``kept``: special tokens that are never skipped."""
+        skipped: frozenset[int] = self._special_ids if skip_special_tokens else frozenset()
+        skipped -= {self._special[text] for text in kept if text in self._special}
         if self.byte_level:
-            return _ByteLevelDetokenizer(self, skip_special_tokens)
-        return _WindowDetokenizer(self, skip_special_tokens)
+            return _ByteLevelDetokenizer(self, skipped)
+        return _WindowDetokenizer(self, skipped)
 
 
 class _ByteLevelDetokenizer:
     """Byte-level BPE: a text is its tokens' bytes, so decoding UTF-8 incrementally is exact."""
 
-    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
+    def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:
         self._table = table
-        self._skipped = table.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -163,9 +169,9 @@ class _WindowDetokenizer:
     window keeps the tokens of the previous step, and what they alone decode to is subtracted.
     """
 
-    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
+    def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:
         self._table = table
-        self._skipped = table.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._bytes = _ByteRun()
         self._window: list[str] = []
         self._known = 0  # pieces of the window whose text was returned already

@@ -36,6 +36,7 @@ class Spec:
     Attributes:
         stop: stop strings; the nodes know nothing of them.
         skip_special_tokens: leave special tokens out of the text.
+        kept_special_tokens: special tokens that stay in the text all the same.
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
     """
@@ -49,6 +50,7 @@ class Spec:
     namespace: str = ""
     priority: int = 0
     skip_special_tokens: bool = True
+    kept_special_tokens: frozenset[str] = frozenset()
     discard_output: bool = False
 
 
@@ -103,8 +105,15 @@ class Choice:
         self._merger = TokenMerger(
             spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
         )
-        self._detokenizer = new_detokenizer(spec.text_model, spec.skip_special_tokens)
+        # A grammar is about the whole text, so a special token that it allowed is a part of it.
+        skips = spec.skip_special_tokens and spec.params.grammar is None
+        self._detokenizer = new_detokenizer(spec.text_model, skips, spec.kept_special_tokens)
         self._stops = StopMatcher(spec.stop)
+
+    @property
+    def text_length(self) -> int:
+        """Characters of the text so far."""
+        return self._text_length
 
     @property
     def started(self) -> bool:

@@ -23,12 +23,14 @@ def sampling_params(
     num_prompt_tokens: int,
     max_tokens: int | None,
     default_max_tokens: int | None,
+    **further: Any,
 ) -> SamplingParams:
     """Sampling of one prompt, checked against the model's limits; what the client left open is as
     the model recommends.
 
     Args:
         max_tokens: what the client chose, or None for the default.
+        further: arguments of SamplingParams that go before the client's.
 
     Raises InvalidRequestError.
     """
@@ -36,7 +38,7 @@ def sampling_params(
     limits.check_prompt(num_prompt_tokens, max_tokens or 1, explicit=max_tokens is not None)
     if max_tokens is None:
         max_tokens = limits.default_max_tokens(num_prompt_tokens, default_max_tokens)
-    arguments = limits.sampling_defaults.as_arguments() | asked.arguments()
+    arguments = limits.sampling_defaults.as_arguments() | asked.arguments() | further
     return make_params(arguments | {"max_tokens": max_tokens}, limits.vocab_size)
 
 

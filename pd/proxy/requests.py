@@ -34,6 +34,7 @@ from pd.core.sampling_params import (
     sampler_seed,
 )
 from pd.proxy.chat_messages import Messages
+from pd.proxy.chat_template import RESERVED_VARIABLES
 from pd.proxy.choices import ChoicesMethod
 from pd.proxy.fields import (
     MAX_CHOICES,
@@ -50,11 +51,13 @@ from pd.proxy.fields import (
     TokenIds,
     are_all,
     mismatch,
+    problem,
     show,
     split_prompts,
 )
 from pd.proxy.request_model import RequestModel
 from pd.proxy.structured import check_response_format, only_grammar, response_format_grammar
+from pd.proxy.tools.definitions import MAX_TOOLS, ToolChoice, ToolChoiceValue, ToolList
 
 T = TypeVar("T")
 
@@ -97,8 +100,6 @@ _UNSUPPORTED_OPENAI: dict[str, tuple[object, ...]] = _UNSUPPORTED_SAMPLING | {
     "json_schema": (),
     "ebnf": (),
     "structural_tag": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "suffix": ("",),
@@ -124,7 +125,6 @@ _UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = _UNSUPPORTED_SAMPLING | {
     "tools": ([],),
 }
 _UNSUPPORTED_TOKENIZE: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
     "chat_template": (),
     "documents": ([],),
     "return_token_strs": (False,),
@@ -361,6 +361,8 @@ class OpenAIRequest(SamplingFields, RequestFields):
 class CompletionRequest(OpenAIRequest):
     """A request for completions of one or several prompts."""
 
+    unsupported = _UNSUPPORTED_OPENAI | {"tools": ([],), "tool_choice": ("none", "auto")}
+
     prompt: Prompts = Field(
         description="A string, a list of strings, a list of token ids, or a list of such lists."
     )
@@ -392,6 +394,13 @@ class CompletionRequest(OpenAIRequest):
         return arguments
 
 
+def _check_variables(value: dict[str, object]) -> dict[str, object]:
+    for name in value:
+        if name in RESERVED_VARIABLES:
+            raise problem(f"may not set {name!r}, which the proxy sets")
+    return value
+
+
 class TemplateFields(RequestModel):
     """How a chat becomes a prompt."""
 
@@ -403,8 +412,15 @@ class TemplateFields(RequestModel):
     continue_final_message: bool = Field(
         False, description="Ends the prompt inside the last message, which the answer continues."
     )
-    chat_template_kwargs: dict[str, object] = Field(
-        {}, description="Further variables of the chat template."
+    chat_template_kwargs: Annotated[dict[str, object], AfterValidator(_check_variables)] = Field(
+        {},
+        description="Further variables of the chat template, such as `enable_thinking`; none of "
+        "those that the proxy sets.",
+    )
+    tools: ToolList = Field(
+        None,
+        description="Functions that the model may call.",
+        json_schema_extra={"maxItems": MAX_TOOLS},
     )
 
     @property
@@ -438,6 +454,52 @@ class ChatRequest(TemplateFields, OpenAIRequest):
     top_logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
         None, description="With `logprobs`: so many of the likeliest tokens beside each."
     )
+
+    tool_choice: ToolChoiceValue | None = Field(
+        None,
+        description="`none`: text; `auto`: text or calls; `required`: calls; an object: one call "
+        "of the function that it names. Unless given, `auto` with `tools`.",
+    )
+    parallel_tool_calls: bool = Field(True, description="With false at most one call is made.")
+    separate_reasoning: bool = Field(
+        True,
+        description="Reasoning comes as `reasoning_content`; with false it stays in `content`, "
+        "with its tags.",
+    )
+
+    @property
+    def response_grammar(self) -> Grammar | None:
+        """The grammar of ``response_format``."""
+        return self._grammar
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Whether the model may or has to call functions."""
+        if self.tools is None:
+            return ToolChoice("none")
+        return self.tool_choice or ToolChoice("auto")
+
+    @model_validator(mode="after")
+    def _calls_can_be_made(self) -> Self:
+        asked, functions = self.tool_choice, self.tools.functions if self.tools else []
+        if asked is None or asked.mode != "required":
+            return self
+        if not functions:
+            raise InvalidRequestError(
+                "tool_choice needs a list of tools of which one can be called", param="tool_choice"
+            )
+        if asked.name is not None and all(each.name != asked.name for each in functions):
+            raise InvalidRequestError(
+                f"tool_choice names the function {show(asked.name)}, which is not among the tools",
+                param="tool_choice",
+            )
+        if self._grammar is not None:
+            raise InvalidRequestError(
+                "response_format constrains a text, and tool_choice asks for calls instead; leave "
+                "one of them out",
+                param="response_format",
+            )
+        return self
 
     @model_validator(mode="after")
     def _likeliest_tokens_need_logprobs(self) -> Self:

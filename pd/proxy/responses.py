@@ -41,14 +41,26 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
+StopReason = Annotated[
+    int | str | None,
+    Field(description="The stop string or stop token id of the request that matched."),
+]
+
+
 class Ending(TypedDict):
     """How a choice ended; null before it does."""
 
     finish_reason: Literal["stop", "length", "abort"] | None
-    stop_reason: Annotated[
-        int | str | None,
-        Field(description="The stop string or stop token id of the request that matched."),
-    ]
+    stop_reason: StopReason
+
+
+ChatFinish = Annotated[
+    Literal["stop", "length", "tool_calls", "abort"] | None,
+    Field(
+        description="`tool_calls`: the message has calls and ended by itself; `stop` where "
+        "`tool_choice` named the function."
+    ),
+]
 
 
 class CompletionLogprobs(TypedDict):
@@ -114,20 +126,41 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCall(TypedDict):
+    """What is to be called."""
+
+    name: str
+    arguments: Annotated[
+        str, Field(description="JSON of an object, if the model wrote that; check it.")
+    ]
+
+
+class ToolCall(TypedDict):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Field(description="Null where there are only calls.")]
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
-class ChatChoice(Ending):
+class ChatChoice(TypedDict):
     """One of `n` answers."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish
+    stop_reason: StopReason
     token_ids: NotRequired[list[int]]
 
 
@@ -148,11 +181,29 @@ class ChatCompletion(ChatHead):
     prompt_token_ids: NotRequired[list[int]]
 
 
+class FunctionCallDelta(TypedDict):
+    """The new part of a call."""
+
+    name: NotRequired[str]
+    arguments: Annotated[str, Field(description="More of the JSON of the arguments.")]
+
+
+class ToolCallDelta(TypedDict):
+    """A call that begins, with its name, or the new part of its arguments."""
+
+    index: Annotated[int, Field(description="Number of the call in the message.")]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallDelta
+
+
 class ChatDelta(TypedDict, total=False):
     """The new part of a message. The first event of a choice has the role."""
 
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatChunkChoice(TypedDict):
@@ -161,7 +212,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: ChatFinish
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
 

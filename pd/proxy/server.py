@@ -78,7 +78,10 @@ class Proxy:
         listener = _bind(config.host, config.port)
         try:
             text_models = TextModels(
-                config.tokenizer, split_special_tokens=config.split_special_tokens
+                config.tokenizer,
+                split_special_tokens=config.split_special_tokens,
+                tool_call_parser=config.tool_call_parser,
+                reasoning_parser=config.reasoning_parser,
             )
             await text_models.get(None)
             self._build(text_models, on_loopback=is_loopback(listener.getsockname()[0]))

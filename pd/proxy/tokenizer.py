@@ -13,11 +13,16 @@ import numpy as np
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.proxy.chat_template import ChatTemplate, load_templates
 from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
+from pd.proxy.reasoning import reasoning_tags
 from pd.proxy.special_tokens import SpecialTokens
 from pd.proxy.tokenizer_files import load_tokenizer
+from pd.proxy.tools.families import tool_family
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from pd.proxy.reasoning import ReasoningTags
+    from pd.proxy.tools.families import ToolFamily
 
     IntArray = npt.NDArray[np.int32]
 
@@ -37,14 +42,23 @@ class TextModel:
     """
 
     def __init__(
-        self, directory: Path, *, need_templates: bool = True, split_special_tokens: bool = False
+        self,
+        directory: Path,
+        *,
+        need_templates: bool = True,
+        split_special_tokens: bool = False,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         """Raises UsageError if the directory holds no tokenizer that can be read.
 
         Args:
             need_templates: chat templates that cannot be read are an error too, not just logged.
             split_special_tokens: special tokens that clients write are text.
+            tool_call_parser, reasoning_parser: the proxy's flags of these names.
         """
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
         self._tokenizer = load_tokenizer(directory)
         # Such settings belong to training; applied here they would cut prompts silently.
         self._tokenizer.no_truncation()
@@ -102,28 +116,46 @@ class TextModel:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        return self.table.detokenizer(skip_special_tokens)
+    def detokenizer(
+        self, *, skip_special_tokens: bool, kept: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        """``kept``: special tokens that are never skipped."""
+        return self.table.detokenizer(skip_special_tokens, kept)
 
-    def template(self, name: str | None = None) -> ChatTemplate:
-        """The chat template. Raises InvalidRequestError if the model has none (of this name)."""
-        template = self.templates.get(name or "default")
+    def template(self, *, with_tools: bool = False) -> ChatTemplate:
+        """The chat template, for tools the one that the model has for them. Raises
+        InvalidRequestError if the model has none."""
+        template = self.templates.get("tool_use") if with_tools else None
+        template = template or self.templates.get("default")
         if template is None:
             known = ", ".join(self.templates) or "none"
             raise InvalidRequestError(
-                f"the model has no chat template{f' {name!r}' if name else ''} (it has: {known}); "
-                "use /v1/completions with a prompt instead",
+                f"the model has no default chat template (it has: {known}); use /v1/completions "
+                "with a prompt instead",
                 param="messages",
             )
         return template
+
+    def shows_tools(self, template: ChatTemplate) -> bool:
+        """Whether a template may be given tools: it shows them, or an operator chose a parser."""
+        return template.takes_tools or self._tool_call_parser not in ("auto", "none")
+
+    def tool_family(self, template: ChatTemplate) -> ToolFamily | None:
+        """How the model writes calls; None if that is not known."""
+        return tool_family(self._tool_call_parser, template.source)
+
+    def reasoning_tags(self, template: ChatTemplate) -> ReasoningTags | None:
+        """How the model marks reasoning; None if it does not reason as far as is known."""
+        return reasoning_tags(self._reasoning_parser, template.source)
 
 
 class TextModels:
     """Loads each model directory once, off the event loop."""
 
-    def __init__(self, directory: str | None, *, split_special_tokens: bool = False) -> None:
+    def __init__(self, directory: str | None, **options: Any) -> None:
+        """``options``: those of :class:`TextModel`."""
         self._configured = directory
-        self._split = split_special_tokens
+        self._options = options
         self._models: dict[str, asyncio.Future[TextModel | None]] = {}
 
     async def get(self, model_path: str | None) -> TextModel | None:
@@ -142,11 +174,9 @@ class TextModels:
 
     def _load(self, directory: str) -> TextModel | None:
         if self._configured is not None:
-            return TextModel(Path(directory), split_special_tokens=self._split)
+            return TextModel(Path(directory), **self._options)
         try:
-            return TextModel(
-                Path(directory), need_templates=False, split_special_tokens=self._split
-            )
+            return TextModel(Path(directory), need_templates=False, **self._options)
         except UsageError as error:
             log.warning("%s; without --tokenizer DIR this proxy serves token ids only", error)
             return None
@@ -157,7 +187,10 @@ def token_text(model: TextModel | None, token_id: int) -> str:
     return "" if model is None else model.token_text(token_id)
 
 
-def new_detokenizer(model: TextModel | None, skip_special_tokens: bool) -> Detokenizer:
+def new_detokenizer(
+    model: TextModel | None, skip_special_tokens: bool, kept: frozenset[str] = frozenset()
+) -> Detokenizer:
+    """See :meth:`TextModel.detokenizer`; one without text where there is no tokenizer."""
     if model is None:
         return NoDetokenizer()
-    return model.detokenizer(skip_special_tokens=skip_special_tokens)
+    return model.detokenizer(skip_special_tokens=skip_special_tokens, kept=kept)

@@ -43,7 +43,7 @@ def _tokenize(asked: TokenizeRequest, model: ModelView) -> Response:
     text = model.need_text("prompt")
     special = asked.add_special_tokens
     if asked.messages is not None:
-        prompt, special = render_prompt(asked, text, asked.messages), bool(special)
+        prompt, special = render_prompt(asked, text, asked.messages).text, bool(special)
     else:
         assert asked.given is not None
         prompt, special = asked.given, special is not False

@@ -138,7 +138,10 @@ class JobResponse(Response):
             for generation in job.generations
             for choice in generation.choices
         )
-        size = logprobs.size(entries, top)
+        # Texts are parsed for reasoning and tool calls.
+        size = logprobs.size(entries, top) + sum(
+            choice.text_length for generation in job.generations for choice in generation.choices
+        )
         return await self._background.run(size, lambda: json_response(self._renderer.body()))
 
     async def _stream(self, send: Send, scope: Scope, receive: Receive) -> None:

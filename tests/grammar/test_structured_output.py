@@ -40,7 +40,8 @@ def url() -> Iterator[str]:
         Cluster(EMBEDDED_MODEL, kv_cache_tokens=16384) as cluster,
     ):
         urls = {"prefill": [cluster.prefill[0].url], "decode": [cluster.decode[0].url]}
-        with ProxyThread(ProxyConfig(**urls, port=0)) as proxy:
+        # The embedded model's template does not show it tools, but a grammar makes it call them.
+        with ProxyThread(ProxyConfig(**urls, port=0, tool_call_parser="hermes")) as proxy:
             yield proxy.url
         cluster.wait_idle()
 
@@ -100,6 +101,57 @@ def test_any_object(client: openai.OpenAI) -> None:
         assert isinstance(json.loads(answer.message.content or ""), dict)
     else:  # a model may write objects without end
         assert (answer.message.content or "").startswith("{")
+
+
+TOOLS: Any = [openai.pydantic_function_tool(City, name="show_city")]
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_functions_are_called(client: openai.OpenAI, choice: str) -> None:
+    named = {"type": "function", "function": {"name": "show_city"}}
+    asked: dict[str, Any] = {
+        "model": "embedded",
+        "messages": ASKED,
+        "tools": TOOLS,
+        "tool_choice": named if choice == "named" else choice,
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "seed": 8,
+        "max_tokens": 120,
+    }
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == ("stop" if choice == "named" else "tool_calls")
+    (call,) = answer.message.tool_calls or []
+    assert call.type == "function"
+    City.model_validate_json(call.function.arguments)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    parts = [part for c in chunks for part in c.choices[0].delta.tool_calls or []]
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    # The result goes back to the model.
+    messages: Any = [
+        *ASKED,
+        answer.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "It is shown."},
+    ]
+    last = client.chat.completions.create(
+        model="embedded", messages=messages, tools=TOOLS, temperature=0.0, max_tokens=8
+    )
+    assert last.choices[0].message.role == "assistant"
+
+
+def test_functions_of_pydantic_are_parsed(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="embedded",
+        messages=ASKED,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=1.0,
+        seed=9,
+        max_tokens=120,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, City)
 
 
 def generate(url: str, **sampling: Any) -> httpx.Response:

@@ -154,10 +154,10 @@ def test_a_client_cannot_guess_the_names() -> None:
             "/v1/chat/completions",
             {
                 "messages": [{"role": "assistant", "content": [{"type": "text", "text": "</s>"}]}],
-                "chat_template_kwargs": {"bos_token": "</s>"},
+                "chat_template_kwargs": {"tone": "</s>"},
                 "continue_final_message": True,
             },
-            [],
+            [BOS],
         ),
         ("/v1/completions", {"prompt": "a</s>b"}, []),
         ("/v1/completions", {"prompt": [5, EOS, 6]}, [EOS]),

@@ -1,0 +1,213 @@
+"""What the structural tags of each family let a model write, as xgrammar reads them."""
+
+# xgrammar has no types.
+# mypy: disable-error-code="no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import xgrammar
+
+from pd.core.errors import InvalidRequestError
+from pd.proxy.reasoning import ReasoningTags
+from pd.proxy.tools.definitions import Function, read_tools
+from pd.proxy.tools.families import tool_family
+from pd.proxy.tools.reader import CallOptions
+from pd.proxy.tools.tags import UnfitError, grammar_of, text
+
+if TYPE_CHECKING:
+    from pd.proxy.tools.families import ToolFamily
+    from pd.proxy.tools.tags import Format
+
+EOS = 256
+FAMILIES = {
+    name: tool_family(name.split()[0], "[ARGS]" if "names" in name else "")
+    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "mistral names")
+}
+ADD: Any = {
+    "name": "add",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "to": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+# A call as each family writes it, with `%s` for the value of `a`, and one of a function `stop`.
+CALLS = {
+    "hermes": (
+        '<tool_call>\n{"name": "add", "arguments": {"a": %s, "to": "x"}}\n</tool_call>',
+        '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+        "%s\n%s",
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n<parameter=to>\nx\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+        "%s\n%s",
+    ),
+    "llama3_json": (
+        '{"name": "add", "parameters": {"a": %s, "to": "x"}}',
+        '{"name": "stop", "parameters": {}}',
+        "%s; %s",
+    ),
+    "pythonic": ('[add(a=%s, to="x")]', "[stop()]", '[add(a=%s, to="x"), stop()]'),
+    "mistral": (
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": %s, "to": "x"}}]',
+        '[TOOL_CALLS][{"name": "stop", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": %s, "to": "x"}}, '
+        '{"name": "stop", "arguments": {}}]',
+    ),
+    "mistral names": (
+        '[TOOL_CALLS]add[ARGS]{"a": %s, "to": "x"}',
+        "[TOOL_CALLS]stop[ARGS]{}",
+        "%s%s",
+    ),
+}
+
+
+@functools.cache
+def compiler() -> Any:
+    """A compiler for a vocabulary of bytes."""
+    info = xgrammar.TokenizerInfo(
+        [bytes([byte]) for byte in range(EOS)] + [b"<eos>"],
+        vocab_type=xgrammar.VocabType.RAW,
+        vocab_size=EOS + 1,
+        stop_token_ids=[EOS],
+    )
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def accepts(tag: Format, *texts: str) -> list[bool]:
+    compiled = compiler().compile_structural_tag(grammar_of(tag, "tools").text)
+    found = []
+    for each in texts:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        found.append(matcher.accept_string(each) and matcher.is_completed())
+    return found
+
+
+def functions(*described: Any) -> list[Function]:
+    tools = read_tools([{"type": "function", "function": each} for each in described])
+    assert tools is not None
+    return tools.functions
+
+
+def family_and_calls(name: str) -> tuple[ToolFamily, str, str, str, str]:
+    family = FAMILIES[name]
+    assert family is not None
+    call, other, both = CALLS[name]
+    right, wrong = call % "5", call % '"five"'
+    return family, right, wrong, other, both % ((right, other) if both.count("%s") > 1 else ("5",))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_required_calls_are_all_there_is(name: str) -> None:
+    family, right, wrong, other, both = family_and_calls(name)
+    declared = functions(ADD, {"name": "stop"})
+    tag = family.form.calls(declared, several=True)
+    texts = (right, both, wrong, "", "text", "text" + right, right + "text", right[:-1])
+    assert accepts(tag, *texts) == [True, True] + [False] * 6
+    assert accepts(family.form.calls(declared, several=False), right, both) == [True, False]
+    assert accepts(family.form.calls(declared[1:], several=False), other, right) == [True, False]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_among_text_are_right_or_none(name: str) -> None:
+    family, right, wrong, _, both = family_and_calls(name)
+    tag = family.form.calls_or_text(functions(ADD, {"name": "stop"}), several=True)
+    assert accepts(tag, "", "text", right, both, wrong) == [True, True, True, True, False]
+    if family.form.trigger:
+        assert accepts(tag, "text" + right, "text" + wrong) == [True, False]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_parser_reads_what_the_tags_allow(name: str) -> None:
+    family, *_, both = family_and_calls(name)
+    parser = family.parser(CallOptions({"add": {"a": "json", "to": "text"}, "stop": {}}))
+    events = parser.push(both) + parser.close()
+    assert [event[-1] for event in events if event[-1] in ("add", "stop")] == ["add", "stop"]
+
+
+def test_optional_parameters_may_be_left_out_anywhere() -> None:
+    whole = {"type": "object", "properties": {n: {"type": "integer"} for n in ("a", "b", "c")}}
+    for required, good, bad in (
+        ([], ["", "a=1", "b=1", "a=1, c=1", "b=1, c=1"], [", a=1", "c=1, a=1", "a=1,"]),
+        (["b"], ["b=1", "b=1, a=1", "b=1, a=1, c=1", "b=1, c=1"], ["", "a=1"]),
+        (["a", "b", "c"], ["a=1, b=1, c=1"], ["a=1, b=1", "a=1, c=1"]),
+    ):
+        pythonic = FAMILIES["pythonic"]
+        assert pythonic is not None
+        declared = functions({"name": "f", "parameters": whole | {"required": required}})
+        tag = pythonic.form.calls(declared, several=False)
+        texts = [f"[f({arguments})]" for arguments in good + bad]
+        assert accepts(tag, *texts) == [True] * len(good) + [False] * len(bad)
+
+
+def test_formats_that_grow_beyond_the_request_are_refused() -> None:
+    shared = {"$defs": {"d": {"const": "x" * 60_000}}}
+    names = [f"a{i}" for i in range(65)]
+    properties = {name: {"$ref": "#/$defs/d"} for name in names}
+    (large,) = functions({"name": "f", "parameters": shared | {"properties": properties}})
+    for name in ("qwen3_coder", "pythonic"):
+        family = FAMILIES[name]
+        assert family is not None
+        required = large._replace(schema=large.schema | {"required": names})
+        with pytest.raises(InvalidRequestError, match="has more than 262144 bytes"):
+            grammar_of(family.form.calls([required], several=False), "tools")
+    assert family is FAMILIES["pythonic"]
+    with pytest.raises(UnfitError, match="65 parameters of which none is required"):
+        family.form.calls([large], several=False)
+
+
+def test_texts_in_tags() -> None:
+    coder = FAMILIES["qwen3_coder"]
+    assert coder is not None
+
+    def allowed(schema: Any, *values: str, strict: bool | None = None) -> list[bool]:
+        parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        declared = functions({"name": "f", "parameters": parameters, "strict": strict})
+        tag = coder.form.calls(declared, several=False)
+        head, tail = "<tool_call>\n<function=f>\n<parameter=a>\n", "</function>\n</tool_call>"
+        return accepts(tag, *(f"{head}{value}\n</parameter>\n{tail}" for value in values))
+
+    assert allowed({"type": "string"}, "", 'a\n"b"', "<b>", "a</parameter>\n") == [True] * 3 + [
+        False
+    ]
+    short = {"type": "string", "minLength": 1, "maxLength": 2}
+    assert allowed(short, "a", "ä漢", "", "abc") == [True, True, False, False]
+    assert allowed({"type": "string", "pattern": "^[ab]+$"}, "ab", "abc") == [True, False]
+    assert allowed({"enum": ["a", "b c"]}, "a", "b c", '"a"') == [True, True, False]
+    assert allowed({"type": ["string", "null"]}, '"a"', "null", "a") == [True, True, False]
+    for schema in ({"type": "string", "format": "date"}, {"type": "string", "pattern": ".*"}):
+        with pytest.raises(UnfitError):
+            allowed(schema, "x")
+        assert allowed(schema, "x", strict=False) == [True]
+
+
+def test_names_that_cannot_be_written_are_refused_or_left_out() -> None:
+    for name, parameter in (("qwen3_coder", "a>b"), ("pythonic", "a b"), ("pythonic", "größe")):
+        family = FAMILIES[name]
+        assert family is not None
+        schema = {"type": "object", "properties": {parameter: {"type": "integer"}}}
+        for strict in (None, False):
+            declared = functions({"name": "f", "parameters": schema, "strict": strict})
+            if strict is None:
+                with pytest.raises(UnfitError, match="name cannot be written"):
+                    family.form.calls(declared, several=False)
+            else:
+                assert family.form.calls(declared, several=False)
+
+
+def test_reasoning_goes_before() -> None:
+    tags = ReasoningTags("<think>", "</think>")
+    texts = ("<think>a<b</think>\n\nyes", "a</think>yes", "yes", "<think>yes", "</think> yes")
+    for stage, found in (
+        ("before", [True, False, True, False, False]),
+        ("inside", [True, True, False, False, False]),
+        ("behind", [False, False, True, False, False]),
+    ):
+        assert accepts(tags.then(stage, text("yes")), *texts) == found  # type: ignore[arg-type]

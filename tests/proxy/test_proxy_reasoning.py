@@ -1,0 +1,178 @@
+"""Reasoning of models in ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_proxy_tools import ASKED, BOTH, CITIES, CLOCK, WEATHER, Scripted, calls_of
+from tool_models import MISTRAL, PLAIN, QWEN
+
+from pd.core.errors import InvalidRequestError
+from pd.proxy.chat_template import MAX_PROMPT_CHARACTERS, ChatTemplate
+from pd.proxy.reasoning import ReasoningTags, reasoning_tags
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from proxy_cluster import Cluster
+
+THOUGHT = "<think>\nhm, <b>?\n</think>\n\nYes."
+AT_ONCE = {"chat_template_kwargs": {"thinks_at_once": True}}
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+INSTANCE: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "additionalProperties": False}},
+}
+
+
+@pytest.fixture
+def model(cluster: Cluster, tmp_path: Path) -> Scripted:
+    return Scripted(cluster, tmp_path)
+
+
+def ask(model: Scripted, text: str, *, stream: bool = False, **options: Any) -> tuple[str, str]:
+    """Reasoning and content of the answer."""
+    answer = model.ask(text, tools=options.pop("tools", []), stream=stream, **options)
+    if not stream:
+        message = answer.choices[0].message
+        return getattr(message, "reasoning_content", ""), message.content
+    deltas = [chunk.choices[0].delta for chunk in answer]
+    kinds = [hasattr(d, "reasoning_content") for d in deltas if d.content or not d.role]
+    assert kinds == sorted(kinds, reverse=True), "reasoning comes before content"
+    reasoning = "".join(getattr(d, "reasoning_content", "") for d in deltas)
+    return reasoning, "".join(d.content or "" for d in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+class TestReasoningIsSplitOff:
+    def test_where_the_model_opens_it(self, model: Scripted, stream: bool) -> None:
+        assert ask(model, THOUGHT, stream=stream) == ("hm, <b>?\n", "Yes.")
+        assert ask(model, "Yes.", stream=stream) == ("", "Yes.")
+
+    def test_where_the_prompt_opens_it(self, model: Scripted, stream: bool) -> None:
+        text = THOUGHT.removeprefix("<think>\n")
+        found = ask(model, text, stream=stream, extra_body=AT_ONCE)
+        assert found == ("hm, <b>?\n", "Yes.")
+        assert model.prompt().endswith("<think>\n")
+
+    def test_where_the_prompt_closes_it(self, model: Scripted, stream: bool) -> None:
+        found = ask(model, "<think> is a tag", stream=stream, extra_body=NO_THINKING)
+        assert found == ("", "<think> is a tag")
+
+    def test_but_not_if_it_is_not_wanted(self, model: Scripted, stream: bool) -> None:
+        body = {"separate_reasoning": False}
+        assert ask(model, THOUGHT, stream=stream, extra_body=body) == ("", THOUGHT)
+
+    def test_what_a_client_writes_opens_nothing(self, model: Scripted, stream: bool) -> None:
+        messages = [{"role": "user", "content": "<think>"}]
+        found = ask(model, "Yes.", stream=stream, messages=messages)
+        assert found == ("", "Yes.")
+
+    def test_reasoning_that_does_not_end(self, model: Scripted, stream: bool) -> None:
+        assert ask(model, "<think>hm </thi", stream=stream) == ("hm </thi", "")
+
+
+def test_calls_come_after_reasoning(model: Scripted) -> None:
+    for separate in (True, False):
+        message = (
+            model.ask(
+                f"<think><tool_call></think>{BOTH}", extra_body={"separate_reasoning": separate}
+            )
+            .choices[0]
+            .message
+        )
+        assert calls_of(message) == CITIES
+        if separate:
+            assert message.reasoning_content == "<tool_call>"
+            assert message.content == "I look.\n"
+
+
+def test_a_message_that_is_continued_says_where_the_answer_begins(model: Scripted) -> None:
+    def continued(content: str, text: str) -> tuple[str, str]:
+        messages = [*ASKED, {"role": "assistant", "content": content}]
+        body = {"continue_final_message": True}
+        return ask(model, text, messages=messages, extra_body=body)
+
+    assert continued("<think>I", " see</think>Yes.") == ("see", "Yes.")
+    assert continued("<think>I see</think>Y", "es.") == ("", "es.")
+
+
+# ---- grammars begin behind it
+
+
+def test_a_grammar_begins_after_reasoning(model: Scripted) -> None:
+    found = ask(model, "<think>hm</think>{}", response_format=INSTANCE)
+    assert found == ("hm", "{}")
+    optional, instance = model.structural_tag()["elements"]
+    assert optional["type"] == "optional"
+    assert optional["content"]["elements"][0]["begin"] == "<think>"
+    assert instance["json_schema"] == INSTANCE["json_schema"]["schema"]
+
+    ask(model, "hm</think>{}", response_format=INSTANCE, extra_body=AT_ONCE)
+    reasoning, _ = model.structural_tag(2)["elements"]
+    assert reasoning["elements"][0]["begin"] == ""
+
+    ask(model, "{}", response_format=INSTANCE, extra_body=NO_THINKING)
+    grammar = model.node.wait_generate(3).params.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+
+
+def test_so_do_required_calls(model: Scripted) -> None:
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    answer = model.ask(f"hm</think>\n\n{text}", tool_choice="required", extra_body=AT_ONCE)
+    message = answer.choices[0].message
+    assert message.reasoning_content == "hm"
+    assert calls_of(message) == [("clock", {})]
+    reasoning, calls = model.structural_tag()["elements"]
+    assert reasoning["elements"][0]["end"] == "</think>"
+    assert calls["type"] == "tags_with_separator"
+
+
+# ---- what the template is given
+
+
+def test_earlier_reasoning_goes_to_the_template(model: Scripted) -> None:
+    for number, name in enumerate(("reasoning_content", "reasoning"), 1):
+        messages = [*ASKED, {"role": "assistant", "content": "No.", name: "I think"}, *ASKED]
+        ask(model, "Yes.", messages=messages)
+        assert "<think>\nI think\n</think>\n\nNo.<|im_end|>" in model.prompt(number)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception"]
+)
+def test_variables_that_the_proxy_sets_are_reserved(model: Scripted, name: str) -> None:
+    text = model.refused(extra_body={"chat_template_kwargs": {name: "x"}})
+    assert f"chat_template_kwargs may not set '{name}'" in text
+
+
+def test_prompts_that_templates_blow_up_are_refused() -> None:
+    source = "{% for a in range(90000) %}{{ messages[0].content }}{% endfor %}"
+    message = {"role": "user", "content": "x" * (1 << 16)}
+    with pytest.raises(InvalidRequestError, match=str(MAX_PROMPT_CHARACTERS)):
+        ChatTemplate(source, {}).render([message])
+    with pytest.raises(InvalidRequestError, match="Range too big"):
+        ChatTemplate("{{ range(n) | list }}", {}).render([message], extra={"n": 1 << 40})
+
+
+# ---- which tags a model has
+
+
+def test_the_template_says_the_tags() -> None:
+    assert reasoning_tags("auto", PLAIN) is None
+    assert reasoning_tags("auto", QWEN) == ReasoningTags("<think>", "</think>")
+    assert reasoning_tags("auto", MISTRAL) == ReasoningTags("[THINK]", "[/THINK]")
+    assert reasoning_tags("none", QWEN) is None
+
+
+def test_a_flag_says_them_instead(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, PLAIN, reasoning_parser="deepseek_r1")
+    assert ask(model, "hm</think>Yes.") == ("hm", "Yes.")
+
+
+def test_flags_leave_everything_in_the_text(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, QWEN, reasoning_parser="none", tool_call_parser="none")
+    assert ask(model, THOUGHT) == ("", THOUGHT)
+    assert "--tool-call-parser" in model.refused(tools=[WEATHER, CLOCK])

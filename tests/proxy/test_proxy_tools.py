@@ -1,0 +1,371 @@
+"""Tool calls of ``/v1/chat/completions``: OpenAI's client, and nodes that answer from a script."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import openai
+import pytest
+from fake_node import EOS
+from tool_models import MISTRAL, PLAIN, QWEN, tokenizer, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fake_node import FakeNode
+    from proxy_cluster import Cluster
+
+ASKED: Any = [{"role": "user", "content": "the weather in Paris and Rome?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "the weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+BOTH = (
+    'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+TOKENS = tokenizer()
+
+
+class Scripted:
+    """A node that says the next of its texts, and a client of a proxy on it."""
+
+    def __init__(self, cluster: Cluster, path: Path, template: str = QWEN, **options: Any) -> None:
+        self.texts: list[str] = []
+        self.node: FakeNode = cluster.node(
+            "unified",
+            self._answer,
+            context_length=4000,
+            pages={"total": 2000, "free": 2000},
+        )
+        self.proxy = cluster.proxy(tokenizer=write_model(path / "tools", template), **options)
+        self.client = openai.OpenAI(base_url=f"{self.proxy.url}/v1", api_key="none", max_retries=0)
+
+    def ask(self, *texts: str, **options: Any) -> Any:
+        self.texts += texts
+        asked: dict[str, Any] = {"model": "fake", "messages": ASKED, "tools": [WEATHER, CLOCK]}
+        return self.client.chat.completions.create(**asked | options)
+
+    def refused(self, **options: Any) -> str:
+        with pytest.raises(openai.BadRequestError) as caught:
+            self.ask(**options)
+        return str(caught.value)
+
+    def prompt(self, count: int = 1) -> str:
+        ids = np.frombuffer(self.node.wait_generate(count).token_ids, "<i4").tolist()
+        return str(TOKENS.decode(ids, skip_special_tokens=False))
+
+    def structural_tag(self, count: int = 1) -> dict[str, Any]:
+        grammar = self.node.wait_generate(count).params.grammar
+        assert grammar is not None
+        assert grammar.kind == "structural_tag"
+        return dict(json.loads(grammar.text)["format"])
+
+    def _answer(self, prompt: list[int], index: int) -> list[int]:
+        return [*TOKENS.encode(self.texts.pop(0), add_special_tokens=False).ids, EOS]
+
+
+@pytest.fixture
+def model(cluster: Cluster, tmp_path: Path) -> Scripted:
+    return Scripted(cluster, tmp_path)
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+
+
+CITIES = [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
+
+
+def test_parallel_calls(model: Scripted) -> None:
+    (choice,) = model.ask(BOTH).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look.\n"
+    assert calls_of(choice.message) == CITIES
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert {call.type for call in choice.message.tool_calls} == {"function"}
+    assert json.dumps(WEATHER["function"]["parameters"]) in model.prompt()
+    assert model.node.wait_generate().params.grammar is None
+
+
+def test_streams_have_the_name_first_and_then_arguments(model: Scripted) -> None:
+    chunks = [chunk.choices[0] for chunk in model.ask(BOTH, stream=True)]
+    assert chunks[0].delta.role == "assistant"
+    assert "".join(c.delta.content or "" for c in chunks) == "I look.\n"
+    assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    parts = [part for c in chunks for part in c.delta.tool_calls or []]
+    for index in (0, 1):
+        first, *rest = [part for part in parts if part.index == index]
+        assert (first.type, first.function.name, first.function.arguments) == (
+            "function",
+            "get_weather",
+            "",
+        )
+        assert first.id
+        assert all(p.id is None and p.function.name is None for p in rest)
+        arguments = "".join(p.function.arguments for p in rest)
+        assert json.loads(arguments) == CITIES[index][1]
+    assert [p.index for p in parts] == sorted(p.index for p in parts)
+
+
+def test_the_clients_own_accumulation_of_a_stream(model: Scripted) -> None:
+    model.texts.append(BOTH)
+    with model.client.chat.completions.stream(
+        model="fake", messages=ASKED, tools=[WEATHER, CLOCK]
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert calls_of(message) == CITIES
+    assert message.content == "I look.\n"
+
+
+def test_every_choice_has_a_parser_of_its_own(model: Scripted) -> None:
+    answer = model.ask(BOTH, "no calls", n=2)
+    assert sorted(len(c.message.tool_calls or []) for c in answer.choices) == [0, 2]
+    assert {c.finish_reason for c in answer.choices} == {"tool_calls", "stop"}
+    seen: dict[int, int] = {0: 0, 1: 0}
+    for chunk in model.ask(BOTH, BOTH, n=2, stream=True):
+        for choice in chunk.choices:
+            seen[choice.index] += sum(bool(c.id) for c in choice.delta.tool_calls or [])
+    assert seen == {0: 2, 1: 2}
+
+
+def test_results_go_back_through_the_template(model: Scripted) -> None:
+    first = model.ask(BOTH).choices[0].message
+    messages = [*ASKED, first.model_dump(exclude_none=True)]
+    for call, text in zip(first.tool_calls, ("sunny", "rainy"), strict=True):
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+    last = model.ask("Sunny and rainy.", messages=messages).choices[0]
+    assert last.message.content == "Sunny and rainy."
+    assert last.finish_reason == "stop"
+    assert last.message.tool_calls is None
+    prompt = model.prompt(2)
+    # Templates get the arguments as an object, over which they may loop.
+    assert '"arguments": {"city": "Paris"}}\n</tool_call>[city]' in prompt
+    assert f"tool {first.tool_calls[1].id}rainy<|im_end|>" in prompt
+
+
+def test_an_answer_that_is_cut_off_ends_with_length(model: Scripted) -> None:
+    for limit in range(1, len(TOKENS.encode(BOTH).ids)):
+        choice = model.ask(BOTH, max_tokens=limit).choices[0]
+        assert choice.finish_reason == "length"
+        # A call that only begins is content, whether it is the first one or not.
+        first, second = "I look.\n", BOTH[BOTH.rindex("<tool_call>") :]
+        content = choice.message.content
+        if choice.message.tool_calls:
+            assert (first + second).startswith(content)
+        else:
+            assert BOTH.startswith(content)
+
+
+def test_stop_strings_end_calls_too(model: Scripted) -> None:
+    choice = model.ask(BOTH, stop=["</tool_call>"]).choices[0]
+    assert calls_of(choice.message) == CITIES[:1]
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_usage_and_logprobs_are_of_all_tokens(model: Scripted) -> None:
+    answer = model.ask(BOTH, logprobs=True, extra_body={"return_token_ids": True})
+    tokens = [*TOKENS.encode(BOTH).ids, EOS]
+    assert answer.usage.completion_tokens == len(tokens)
+    assert len(answer.choices[0].logprobs.content) == len(tokens)
+    assert answer.choices[0].token_ids == tokens
+
+
+def test_none_leaves_calls_in_the_text(model: Scripted) -> None:
+    choice = model.ask(BOTH, tool_choice="none").choices[0]
+    assert choice.message.content == BOTH
+    assert choice.finish_reason == "stop"
+    assert "get_weather" in model.prompt()
+    assert model.ask("hi", tools=[]).choices[0].message.content == "hi"
+    assert "get_weather" not in model.prompt(2)
+
+
+def test_one_call_at_most(model: Scripted) -> None:
+    message = model.ask(BOTH, parallel_tool_calls=False).choices[0].message
+    assert calls_of(message) == CITIES[:1]
+
+
+# ---- what the nodes are told
+
+
+def test_required_calls_are_constrained(model: Scripted) -> None:
+    answer = model.ask(BOTH[len("I look.\n") :], tool_choice="required").choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    # The template may have the model reason first.
+    reasoning, calls = model.structural_tag()["elements"]
+    assert reasoning["type"] == "optional"
+    assert calls["at_least_one"]
+    assert not calls["stop_after_first"]
+    first, second = calls["tags"]
+    assert first["begin"] == '<tool_call>\n{"name": "get_weather", "arguments": '
+    assert first["content"]["json_schema"] == WEATHER["function"]["parameters"]
+    assert second["content"]["json_schema"]["additionalProperties"] is False
+    model.ask(BOTH, tool_choice="required", parallel_tool_calls=False)
+    assert model.structural_tag(2)["elements"][1]["stop_after_first"]
+
+
+def test_a_named_function_is_the_only_one(model: Scripted) -> None:
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    answer = model.ask(BOTH, tool_choice=named, extra_body=NO_THINKING).choices[0]
+    assert calls_of(answer.message) == CITIES[:1]
+    assert answer.finish_reason == "stop"  # as OpenAI has it
+    calls = model.structural_tag()
+    assert [tag["begin"].count("get_weather") for tag in calls["tags"]] == [1]
+    assert calls["stop_after_first"]
+
+
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def strict(tool: Any, value: bool = True) -> Any:
+    return tool | {"function": tool["function"] | {"strict": value}}
+
+
+def test_strict_functions_are_constrained_where_the_model_chooses(model: Scripted) -> None:
+    model.ask(BOTH, tools=[strict(WEATHER), CLOCK], extra_body=NO_THINKING)
+    found = model.structural_tag()
+    assert found["type"] == "dispatch"
+    ((trigger, tags),) = found["rules"]
+    assert trigger == "<tool_call>"
+    mine, other = (tag["content"]["json_schema"] for tag in tags["elements"])
+    assert mine == WEATHER["function"]["parameters"]
+    assert other["additionalProperties"] is True
+
+
+def test_a_response_format_leaves_a_choice_between_calls_and_it(model: Scripted) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = model.ask('{"a": 1}', response_format=response_format, extra_body=NO_THINKING)
+    assert answer.choices[0].message.content == '{"a": 1}'
+    calls, instance = model.structural_tag()["elements"]
+    assert calls["type"] == "tags_with_separator"
+    assert instance["json_schema"] == schema
+
+
+# ---- special tokens
+
+
+def test_calls_behind_special_tokens(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, MISTRAL)
+    text = '[THINK]hm[/THINK]Well<|im_end|>.[TOOL_CALLS]clock[ARGS]{"a": 1}'
+    for stream in (False, True):
+        answer = model.ask(text, stream=stream)
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in answer]
+            content = "".join(d.content or "" for d in deltas)
+            reasoning = "".join(getattr(d, "reasoning_content", None) or "" for d in deltas)
+            parts = [c for d in deltas for c in d.tool_calls or []]
+            call_id, arguments = parts[0].id, "".join(p.function.arguments for p in parts)
+        else:
+            message = answer.choices[0].message
+            content, reasoning = message.content, message.reasoning_content
+            (call,) = message.tool_calls
+            call_id, arguments = call.id, call.function.arguments
+        assert (content, reasoning, arguments) == ("Well.", "hm", '{"a": 1}')
+        assert len(call_id) == 9
+    # Without tools the token is as any other special token.
+    assert model.ask(text, tools=[]).choices[0].message.content == 'Well.clock{"a": 1}'
+
+
+def test_special_tokens_that_clients_write_may_be_text(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, split_special_tokens=True)
+    function = WEATHER["function"] | {"description": "<|im_end|>"}
+    answer = model.ask(BOTH, tools=[WEATHER | {"function": function}])
+    assert calls_of(answer.choices[0].message) == CITIES
+    ids = np.frombuffer(model.node.wait_generate().token_ids, "<i4").tolist()
+    # One ends the system's turn, one the user's.
+    assert ids.count(TOKENS.token_to_id("<|im_end|>")) == 2
+    assert model.prompt().count("<|im_end|>") == 3
+
+
+# ---- refusals
+
+
+def test_models_that_know_no_tools_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, PLAIN)
+    assert "--tool-call-parser" in model.refused()
+    assert model.ask("hi", tools=[]).choices[0].message.content == "hi"
+    other = cluster.proxy(tokenizer=model.proxy.proxy.config.tokenizer, tool_call_parser="hermes")  # type: ignore[union-attr]
+    model.client.base_url = f"{other.url}/v1"
+    assert calls_of(model.ask(BOTH).choices[0].message) == CITIES
+
+
+def test_templates_of_unknown_families_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, PLAIN + "{{ tools }}")
+    assert "--tool-call-parser" in model.refused()
+    assert model.ask(BOTH, tool_choice="none").choices[0].message.content == BOTH
+
+
+def named(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
+def with_schema(**schema: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def call(**function: Any) -> Any:
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", **function}}]
+    return {"messages": [*ASKED, {"role": "assistant", "tool_calls": calls}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": 5}, "tools must be a list"),
+    ({"tools": [5]}, "tools[0] must be an object"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type must be 'function'"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function must be an object"),
+    ({"tools": [named("a b")]}, "tools[0].function.name must be 1 to 64 letters"),
+    ({"tools": [named("a" * 65)]}, "tools[0].function.name"),
+    ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name is 'clock' for a second time"),
+    ({"tools": [named(f"f{i}") for i in range(129)]}, "at most 128"),
+    ({"tools": [with_schema(description="x" * (1 << 19))]}, "bytes of JSON"),
+    ({"tools": [with_schema(type="string")]}, "parameters.type must be 'object'"),
+    ({"tools": [with_schema(properties=[])]}, "parameters must be a schema"),
+    ({"tool_choice": "maybe"}, "tool_choice must be 'none'"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
+    ({"tool_choice": named("zzz")}, "'zzz'"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice needs a list of tools"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls must be a boolean"),
+    ({"tools": [with_schema(**{"not": {}})], "tool_choice": "required"}, "'not'"),
+    ({"tools": [strict(with_schema(**{"not": {}}))]}, "tools[0].function.parameters: the keyword"),
+    (call(arguments='{"a": '), "arguments must be JSON of an object"),
+    (call(arguments="[1]"), "messages[1].tool_calls[0].function.arguments"),
+    (call(name=5, arguments="{}"), "messages[1].tool_calls[0].function.name"),
+    (call(arguments=" " * (1 << 21)), "characters of arguments"),
+    ({"messages": [*ASKED, {"role": "assistant", "tool_calls": {}}]}, "a list of calls"),
+    ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [7]}]}, "tool_calls[0] must be"),
+    ({"messages": [*ASKED, {"role": "tool", "tool_call_id": 5, "content": ""}]}, "tool_call_id"),
+    ({"messages": [*ASKED, {"role": "assistant", "content": None}]}, "messages[1].content"),
+]
+
+
+def test_refusals(model: Scripted) -> None:
+    for options, part in REFUSED:
+        assert part in model.refused(**options), options
+
+
+def test_keywords_that_are_not_enforced_are_read_over_if_asked(model: Scripted) -> None:
+    tools = [strict(with_schema(**{"not": {}}), False)]
+    model.ask(BOTH, tools=tools, tool_choice="required", extra_body=NO_THINKING)
+    assert "not" in model.structural_tag()["tags"][0]["content"]["json_schema"]
+
+
+def test_tokenize_shows_tools(cluster: Cluster, model: Scripted) -> None:
+    model.ask("hi")
+    body = {"messages": ASKED, "tools": [WEATHER, CLOCK]}
+    tokens = cluster.client(model.proxy).post("/tokenize", json=body).json()["tokens"]
+    assert np.frombuffer(model.node.wait_generate().token_ids, "<i4").tolist() == tokens

@@ -1,0 +1,428 @@
+"""Parsers of tool calls, with texts as models of each family write them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd.proxy.chat_answer import merged
+from pd.proxy.reasoning import ReasoningParser, ReasoningTags
+from pd.proxy.tools.definitions import read_tools
+from pd.proxy.tools.events import Arguments, CallStart, Content, Reasoning
+from pd.proxy.tools.families import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3_CODER,
+    ToolFamily,
+    tool_family,
+)
+from pd.proxy.tools.incoming import MAX_HELD
+from pd.proxy.tools.reader import CallOptions
+
+if TYPE_CHECKING:
+    from pd.proxy.tools.events import OutputParser
+
+FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"enum": ["celsius", "fahrenheit"]},
+                "days": {"type": "integer"},
+                "places": {"type": "array", "items": {"type": "string"}},
+                "note": {"type": ["string", "null"]},
+            },
+            "required": ["city"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "get-time", "parameters": {"type": "object"}}}
+_TOOLS = read_tools([WEATHER, CLOCK])
+assert _TOOLS is not None
+OPTIONS = CallOptions({function.name: function.kinds() for function in _TOOLS.functions})
+
+
+class Found(NamedTuple):
+    """What a parser made of a text: all content, and the calls with their arguments."""
+
+    content: str
+    calls: list[tuple[str, str]]
+
+
+def read(parser: OutputParser, text: str, size: int | None = None) -> list[Any]:
+    size = size or max(1, len(text))
+    events = [e for i in range(0, len(text), size) for e in parser.push(text[i : i + size])]
+    return [
+        (type(e).__name__, e.name if isinstance(e, CallStart) else e.text)
+        for e in merged(events + parser.close())
+    ]
+
+
+def found(family: ToolFamily, text: str, options: CallOptions = OPTIONS) -> Found:
+    events = read(family.parser(options), text)
+    assert events == read(family.parser(options), text, 1)
+    content = "".join(text for kind, text in events if kind == "Content")
+    calls: list[tuple[str, str]] = []
+    for kind, value in events:
+        if kind == "CallStart":
+            calls.append((value, ""))
+        elif kind == "Arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + value)
+    return Found(content, calls)
+
+
+PARIS = {"city": "Paris"}
+REAL = [
+    # Qwen 2.5, Qwen 3, Hermes 2 Pro
+    (
+        HERMES,
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        "",
+        [("get_weather", PARIS)],
+    ),
+    (
+        HERMES,
+        'I look it up.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+        '</tool_call>\n<tool_call>\n{"arguments": {}, "name": "get-time"}\n</tool_call>',
+        "I look it up.\n",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "</tool_call> \\"{[\\\\"}}'
+        "</tool_call> Done.",
+        "Done.",
+        [("get_weather", {"city": '</tool_call> "{[\\'})],
+    ),
+    (
+        HERMES,
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+        '{"name": "get-time"}',
+        "",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    # Qwen3-Coder
+    (
+        QWEN3_CODER,
+        "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nSaint-\n Paul\n"
+        "</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=places>\n"
+        '["a </parameter>", "b"]\n</parameter>\n<parameter=note>\nit\'s "warm"\n</parameter>\n'
+        "</function>\n</tool_call>",
+        "I look.\n\n",
+        [
+            (
+                "get_weather",
+                {
+                    "city": "Saint-\n Paul",
+                    "days": 3,
+                    "places": ["a </parameter>", "b"],
+                    "note": 'it\'s "warm"',
+                },
+            )
+        ],
+    ),
+    (
+        QWEN3_CODER,
+        "<function=get_weather>\n<parameter=city>\n5\n</parameter>\n<parameter=unit>\ncelsius\n"
+        "</parameter>\n<parameter=note>\nNone\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=get-time>\n</function>\n</tool_call>",
+        "",
+        [("get_weather", {"city": "5", "unit": "celsius", "note": None}), ("get-time", {})],
+    ),
+    # Llama 3.1 and 3.2
+    (
+        LLAMA3_JSON,
+        '{"name": "get_weather", "parameters": {"city": "Paris"}}',
+        "",
+        [("get_weather", PARIS)],
+    ),
+    (
+        LLAMA3_JSON,
+        '<|python_tag|>{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}'
+        '; {"name": "get-time", "parameters": {}}',
+        "",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    # Llama 4, ToolACE
+    (
+        PYTHONIC,
+        "[get_weather(city='Paris', days=2, places=['a', \"b's\"], note=None), get-time()]",
+        "",
+        [
+            ("get_weather", {"city": "Paris", "days": 2, "places": ["a", "b's"], "note": None}),
+            ("get-time", {}),
+        ],
+    ),
+    (
+        PYTHONIC,
+        "<|python_start|>[get_weather(city='P\\'\\u00e4\\n\\x41', deep={'a': (1, {'b': True})}, "
+        "x=-.5, y=1_000)]<|python_end|>",
+        "",
+        [
+            (
+                "get_weather",
+                {"city": "P'ä\nA", "deep": {"a": [1, {"b": True}]}, "x": -0.5, "y": 1000},
+            )
+        ],
+    ),
+    # Mistral 7B v0.3, Nemo; Mistral Small 3.2, Magistral
+    (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "VvvODy9mT"}, '
+        '{"name": "get-time", "arguments": {}}]',
+        "",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (
+        MISTRAL,
+        'Sure. [TOOL_CALLS]get_weather[CALL_ID]VvvODy9mT[ARGS]{"city": "Paris"}'
+        "[TOOL_CALLS]get-time[ARGS]{}",
+        "Sure. ",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (MISTRAL, '[TOOL_CALLS]get_weather{"city": "Paris"}', "", [("get_weather", PARIS)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "content", "calls"),
+    REAL,
+    ids=[f"{r[0].name}-{i}" for i, r in enumerate(REAL)],
+)
+def test_calls_as_models_write_them(
+    family: ToolFamily, text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    result = found(family, text)
+    assert result.content == content
+    assert [(name, json.loads(arguments)) for name, arguments in result.calls] == calls
+
+
+MALFORMED = [
+    (HERMES, '<tool_call>\n{"name": "get_wea'),
+    (HERMES, "a <tool_call> is a tag, </tool_call> ends it"),
+    (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "no name", "arguments": {}}'),
+    (HERMES, "text that ends like a tag <tool_c"),
+    (QWEN3_CODER, "<tool_call>\n<function=get_wea"),
+    (QWEN3_CODER, "<tool_call>\nno function</tool_call>"),
+    (QWEN3_CODER, "<function=a b>"),
+    (LLAMA3_JSON, '{"name": "Paris", "population": 2000000}'),
+    (LLAMA3_JSON, ' {"city": "Paris"}'),
+    (LLAMA3_JSON, 'The call is {"name": "get_weather", "parameters": {}}'),
+    (LLAMA3_JSON, "  {"),
+    (PYTHONIC, "[link](https://example.org)"),
+    (PYTHONIC, " [get_weather, get_time]"),
+    (PYTHONIC, "[1, 2]"),
+    (PYTHONIC, "get_weather(city='Paris')"),
+    (MISTRAL, "[TOOL_CALLS] nothing"),
+    (MISTRAL, '[TOOL_CALLS][{"name": "get_wea'),
+    (MISTRAL, "[TOOL_CALLS]get_weather"),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), MALFORMED)
+def test_what_is_no_call_comes_out_as_it_is(family: ToolFamily, text: str) -> None:
+    assert found(family, text) == Found(text, [])
+
+
+CUT = [
+    (HERMES, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa'),
+    (QWEN3_CODER, "<tool_call>\n<function=get_weather>\n<parameter=city>\nPa"),
+    (LLAMA3_JSON, '{"name": "get_weather", "parameters": {"city": "Pa'),
+    (PYTHONIC, "[get_weather(city='Pa"),
+    (MISTRAL, '[TOOL_CALLS]get_weather[ARGS]{"city": "Pa'),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), CUT)
+def test_arguments_that_are_cut_off_are_arguments_all_the_same(
+    family: ToolFamily, text: str
+) -> None:
+    assert found(family, text) == Found("", [("get_weather", '{"city": "Pa')])
+
+
+def test_parameters_in_tags_that_are_cut_off_are_left_open() -> None:
+    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</fun"
+    assert found(QWEN3_CODER, text) == Found("", [("get_weather", '{"city": "Paris"')])
+
+
+def test_a_closing_tag_that_is_cut_off_is_no_content() -> None:
+    call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
+    for end in range(1, len("</tool_call>") + 1):
+        assert found(HERMES, call[:-end]) == Found("", [("get-time", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "content"),
+    [
+        (HERMES, '<tool_call>{"name": "get-time", "arguments": {}, junk}</tool_call>', "junk}"),
+        (PYTHONIC, "[get_weather(city=Paris)] is it", "Paris)] is it"),
+        (QWEN3_CODER, "<function=get-time>\nnow</function>", "now</function>"),
+    ],
+)
+def test_text_in_a_call_is_not_lost(family: ToolFamily, text: str, content: str) -> None:
+    result = found(family, text)
+    assert len(result.calls) == 1
+    assert content in result.content
+
+
+def test_only_one_call_where_one_is_allowed() -> None:
+    for family, text, _, calls in REAL:
+        result = found(family, text, OPTIONS._replace(most_calls=1))
+        assert [name for name, _ in result.calls] == [calls[0][0]]
+        assert json.loads(result.calls[0][1]) == calls[0][1]
+
+
+def test_ids_are_new_and_those_of_mistral_have_nine_letters() -> None:
+    ids = set()
+    for family, text, _, calls in REAL:
+        parser = family.parser(OPTIONS)
+        mine = [e.id for e in parser.push(text) + parser.close() if isinstance(e, CallStart)]
+        assert len(mine) == len(calls)
+        assert all(len(i) == 9 and i.isalnum() for i in mine) or family is not MISTRAL
+        ids |= set(mine)
+    assert len(ids) == sum(len(calls) for _, _, _, calls in REAL)
+
+
+def test_the_name_comes_before_the_arguments_are_there() -> None:
+    parser = HERMES.parser(OPTIONS)
+    events = parser.push('hm <tool_call>\n{"name": "get_weather", "arguments": {"ci')
+    assert [type(e) for e in events] == [Content, CallStart, Arguments]
+    assert parser.push("ty") == [Arguments("ty")]
+
+
+# ---- any text, in any pieces
+
+_BITS = sorted(
+    {bit for family in FAMILIES for bit in family.special}
+    | {"<function=get_weather>", "<parameter=city>", "<parameter=days>", "</parameter>"}
+    | {"</function>", "\n", " ", '"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", "=", ";"}
+    | {'{"name": "get_weather", ', '"arguments": ', '"parameters": ', "get_weather", "get-time("}
+    | {'{"city": "Paris"}', "city=", "null", "None", "5", "ä", "x", "<", "[TOOL_", "</think>"}
+    | {"<think>", '{"name": "get-time"}', "\\u00", "<tool_c"}
+)
+texts = st.lists(st.sampled_from(_BITS) | st.text(max_size=3), max_size=25).map("".join)
+whole = st.sampled_from([text for _, text, _, _ in REAL] + [text for _, text in MALFORMED + CUT])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[f.name for f in FAMILIES])
+@settings(max_examples=60, deadline=None)
+@given(texts | whole | st.tuples(whole, texts, whole).map("".join), st.data())
+def test_pieces_do_not_matter(family: ToolFamily, text: str, data: st.DataObject) -> None:
+    whole = read(family.parser(OPTIONS), text)
+    assert read(family.parser(OPTIONS), text, 1) == whole
+    size = data.draw(st.integers(1, 12))
+    assert read(family.parser(OPTIONS), text, size) == whole
+    for call in found(family, text).calls:
+        assert "".join(call)
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts, st.sampled_from(["before", "inside"]), st.booleans(), st.integers(1, 9))
+def test_pieces_do_not_matter_to_reasoning(
+    text: str, stage: Any, verbatim: bool, size: int
+) -> None:
+    tags = ReasoningTags("<think>", "</think>")
+    whole = read(ReasoningParser(tags, stage, verbatim=verbatim), text)
+    assert read(ReasoningParser(tags, stage, verbatim=verbatim), text, size) == whole
+    if verbatim:
+        assert "".join(part for _, part in whole) == text
+
+
+def test_reasoning_ends_at_its_tag() -> None:
+    tags = ReasoningTags("<think>", "</think>")
+    for stage, text in (
+        ("before", " <think>\nhm\n</think>\n\nYes"),
+        ("inside", "\nhm\n</think>Yes"),
+    ):
+        events = read(ReasoningParser(tags, stage, verbatim=False), text)  # type: ignore[arg-type]
+        assert events == [("Reasoning", "hm\n"), ("Content", "Yes")]
+    assert read(ReasoningParser(tags, "before", verbatim=False), "a <think> b") == [
+        ("Content", "a <think> b")
+    ]
+    assert ReasoningParser(tags, "inside", verbatim=False).push("hm </thi") == [Reasoning("hm ")]
+
+
+# ---- texts that are meant to hurt
+
+HOSTILE = [
+    (HERMES, "<tool_call>" * 60_000),
+    (HERMES, "<tool_call>{" + '"a": [' * 100_000),
+    (HERMES, '<tool_call>{"name": "f", "arguments": ' + "[" * 500_000),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "' + "\\" * 500_000),
+    (HERMES, "<tool_call>" + " " * 500_000),
+    (HERMES, '<tool_call>{"name": "f"}' * 25_000),
+    (QWEN3_CODER, "<function=f><parameter=a>" + "</parameter" * 50_000),
+    (QWEN3_CODER, "<function=f><parameter=a>[" + '"</parameter>' * 50_000),
+    (QWEN3_CODER, "<function=f>" + "<parameter=a>1</parameter>" * 20_000),
+    (QWEN3_CODER, "<function=" + "f" * 500_000),
+    (LLAMA3_JSON, "{" + '"name": ' * 70_000),
+    (LLAMA3_JSON, '{"name": "get-time", "parameters": {}};' * 15_000),
+    (PYTHONIC, "[get_weather(a=" + "[" * 500_000),
+    (PYTHONIC, "[get_weather(a='" + "\\" * 500_001),
+    (PYTHONIC, "[get_weather(a=" + "9" * 500_000),
+    (PYTHONIC, "[" + "get_weather(a=1)," * 30_000),
+    (MISTRAL, "[TOOL_CALLS]" * 50_000),
+    (MISTRAL, "[TOOL_CALLS][" + "," * 500_000),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("size", [7, None], ids=["small pieces", "one piece"])
+def test_hostile_texts_take_time_in_proportion_to_their_length(
+    family: ToolFamily, text: str, size: int | None
+) -> None:
+    """At a microsecond for each character they take a moment; a parser that read anything again
+    and again would take hours."""
+    read(family.parser(OPTIONS), text[: 1 << 15 if size else 1 << 17], size)
+
+
+def test_little_is_held_back() -> None:
+    for text in ('<tool_call>{"x": "' + "a" * 100_000, "<tool_call>" + " " * 100_000):
+        parser = HERMES.parser(OPTIONS)
+        shown = sum(len(e.text) for e in parser.push(text) if isinstance(e, Content))
+        assert shown >= len(text) - MAX_HELD
+
+
+def test_what_is_held_too_long_comes_out_at_the_same_character() -> None:
+    call = '<tool_call>{"name": "get-time"}</tool_call>'
+    for length in range(MAX_HELD - 40, MAX_HELD + 10):
+        text = '<tool_call>{"x": "' + "a" * length + '"}' + call
+        whole = read(HERMES.parser(OPTIONS), text)
+        assert read(HERMES.parser(OPTIONS), text, 97) == whole
+        assert whole[-2:] == [("CallStart", "get-time"), ("Arguments", "{}")]
+
+
+# ---- which family a template is of
+
+TEMPLATES = {
+    "hermes": "{% if tools %}within <tool_call></tool_call> XML tags{% endif %}",
+    "qwen3_coder": "{% if tools %}<tool_call>\n<function=example>{% endif %}",
+    "llama3_json": '{"name": function name, "parameters": dictionary of argument name}{{ tools }}',
+    "pythonic": "{{ tools }} in the format of [func_name1(params_name1=params_value1)]",
+    "mistral": "{{ tools }}[TOOL_CALLS][",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_says_the_family(name: str) -> None:
+    family = tool_family("auto", TEMPLATES[name])
+    assert family is not None
+    assert family.name == name
+    assert tool_family(name, "") is not None
+    assert tool_family("none", TEMPLATES[name]) is None
+
+
+def test_unknown_families_are_not_guessed() -> None:
+    assert tool_family("auto", "{{ tools }}<tool_call>f<arg_key>a</arg_key></tool_call>") is None
+    assert tool_family("auto", "{{ messages }}") is None
