@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xgrammar
 
-from pd.core.json_schemas import make_strings_plain
+from pd.grammar.json_schemas import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Compiler:
         """
         compiler: Any = self._compiler
         if kind == "json_schema":
-            text = _plain_strings(text)
+            text = _prepared(text)
         compile_kind = {
             # Whitespace between tokens without end would let a model write nothing else.
             "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
@@ -73,14 +73,14 @@ def matcher(compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int]) -> xgra
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
 
 
-def _plain_strings(text: str) -> str:
-    """See :func:`pd.core.json_schemas.make_strings_plain`. Raises ValueError."""
+def _prepared(text: str) -> str:
+    """See :func:`pd.grammar.json_schemas.prepare`. Raises ValueError."""
     try:
-        schema = json.loads(text)
-        make_strings_plain(schema)
-        return json.dumps(schema)
+        return json.dumps(prepare(json.loads(text)))
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"it is no schema: {error}") from None
     except RecursionError:
         raise ValueError("it is too deep") from None
 
