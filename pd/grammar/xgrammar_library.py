@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from pd.grammar.child import Vocabulary
 
 
+# Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
+CACHE_BYTES = 64 << 20
+
+
 def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
     """The bytes of all tokens."""
+    # NOTE: a process that only compiles has a stand-in.
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=vocabulary.tokenizer)
@@ -30,13 +35,15 @@ def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
 
 
 class Compiler:
-    """Compiles on one thread and remembers nothing."""
+    """Compiles on the thread that asks; several may."""
 
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=1, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
+        )
 
-    def compile(self, kind: str, text: str) -> bytes:
-        """Compile and serialize a grammar.
+    def compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
+        """Compile a grammar.
 
         Raises:
             ValueError: it is none.
@@ -53,8 +60,8 @@ class Compiler:
             "structural_tag": compiler.compile_structural_tag,
         }[kind]
         try:
-            serialized: str = compile_kind(text).serialize_json()
-            return serialized.encode()
+            compiled: xgrammar.CompiledGrammar = compile_kind(text)
+            return compiled
         except MemoryError:
             raise
         except Exception as error:
@@ -63,8 +70,25 @@ class Compiler:
             raise ValueError(_reason(error)) from error
 
 
+def dump_info(info: xgrammar.TokenizerInfo) -> bytes:
+    """The bytes of all tokens, for another process."""
+    serialized: str = info.serialize_json()
+    return serialized.encode()
+
+
+def load_info(dumped: bytes) -> xgrammar.TokenizerInfo:
+    """What :func:`dump_info` returned."""
+    return xgrammar.TokenizerInfo.deserialize_json(dumped.decode())
+
+
+def dump_compiled(compiled: xgrammar.CompiledGrammar) -> bytes:
+    """A compiled grammar without its vocabulary, for another process."""
+    serialized: str = compiled.serialize_json()
+    return serialized.encode()
+
+
 def load_compiled(compiled: bytes, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
-    """What :meth:`Compiler.compile` returned, for use with a vocabulary."""
+    """What :func:`dump_compiled` returned, for use with a vocabulary."""
     return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), info)
 
 

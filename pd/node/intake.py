@@ -88,7 +88,8 @@ class Intake:
             return
         request.state = RequestState.COMPILING
         self.compiling.append(request)
-        self._core.grammars.want(request.params.grammar, partial(self._compiled, request))
+        done = partial(self._compiled, request)
+        self._core.grammars.want(request.params.grammar, done, request.owner)
 
     def _compiled(self, request: Request, found: MakeRules | PDError) -> None:
         """A request has its rules, or cannot have any. Any thread."""

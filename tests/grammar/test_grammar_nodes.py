@@ -157,7 +157,7 @@ def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> Non
     held: list[Any] = []
 
     class Held(Grammars):
-        def want(self, grammar: Grammar, done: Any) -> None:
+        def want(self, grammar: Grammar, done: Any, owner: str = "") -> None:
             held.append(done)
 
     with pytest.MonkeyPatch.context() as patch:
