@@ -212,12 +212,11 @@ def _complaint_of_values(part: dict[str, Any], keyword: str, rest: list[str]) ->
 
 
 def _is_of_type(value: object, kind: object) -> bool:
-    if kind in ("integer", "number"):
-        return (
-            isinstance(value, (int, float))
-            and _is_number(value)
-            and (kind == "number" or value == int(value))
-        )
+    if kind == "integer":
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return is_whole and _is_number(value)
+    if kind == "number":
+        return _is_number(value)
     return isinstance(kind, str) and type(value) is _PLAIN_TYPES.get(kind)
 
 

@@ -6,14 +6,22 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
+import random
 from typing import Any, NamedTuple
 
 import pytest
 import xgrammar
 
+from pd.core.errors import InvalidRequestError
+from pd.core.json_schemas import OF_TYPES
 from pd.grammar.json_schemas import prepare
 from pd.grammar.patterns import any_name_but
+from pd.grammar.xgrammar_library import Compiler
 from pd.proxy.json_schemas import MAX_STEPS, what_is_not_enforced
+from pd.proxy.structured import schema_grammar
+
+SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 
 
 class Written(NamedTuple):
@@ -199,6 +207,44 @@ ALLOWED: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("schema", "instance"), ALLOWED, ids=lambda value: json.dumps(value))
 def test_what_is_allowed_can_be_written(schema: Any, instance: Any) -> None:
     assert takes(schema, instance)
+
+
+KEYWORDS = [
+    *sorted({keyword for names in OF_TYPES.values() for keyword in names}),
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "$id", "$schema", "not"),
+]
+SCALARS: list[Any] = [
+    *(None, True, False, 0, -1, 2.5, float("inf"), float("nan"), 1 << 80, "", "a", "string"),
+    *("#/$defs/a", "#/properties/a", "#", "(", "[a-", "integer", "\ud800"),
+]
+
+
+def nonsense(rng: random.Random, depth: int) -> Any:
+    """Keywords with values of any type."""
+    kind = rng.random()
+    if depth == 0 or kind < 0.3:
+        return rng.choice(SCALARS)
+    if kind < 0.45:
+        return [nonsense(rng, depth - 1) for _ in range(rng.randrange(3))]
+    names = rng.sample([*KEYWORDS, "a", "b"], rng.randrange(4))
+    return {name: nonsense(rng, depth - 1) for name in names}
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(50_000, marks=pytest.mark.full)])
+def test_nonsense_is_a_400_or_compiles(count: int) -> None:
+    print(f"PD_TEST_SEED={SEED}")
+    rng = random.Random(SEED)
+    served = 0
+    tokens = [bytes([i]) for i in range(256)] + [b"</s>"]
+    info = xgrammar.TokenizerInfo(tokens, vocab_size=257, stop_token_ids=[256])
+    for _ in range(count):
+        try:
+            grammar = schema_grammar(nonsense(rng, 4), "json_schema", strict=rng.random() < 0.7)
+            Compiler(info).compile(grammar.kind, grammar.text)
+            served += 1
+        except (InvalidRequestError, ValueError) as error:
+            assert str(error)
+    assert 0 < served < count
 
 
 def test_a_pattern_of_many_brackets_is_looked_at_once() -> None:
