@@ -16,6 +16,7 @@ from lagging_device import LaggingDevice
 from tokenizers import Tokenizer
 
 from pd import assembly
+from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.grammar.grammars import Grammars
 
@@ -149,6 +150,23 @@ def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
         device = LaggingDevice(cluster.unified[0])
         assert answers(cluster) == plain
         assert device.ahead > 20
+
+
+def test_metrics_say_what_became_of_grammars(model: Path) -> None:
+    with share_grammars(model), cluster_of(model, "unified") as cluster:
+        for grammar in (JSON, JSON, Grammar("regex", "ok")):
+            assert ask(cluster, PROMPTS[0], grammar=grammar, max_tokens=9).tokens()
+        with pytest.raises(InvalidRequestError):
+            ask(cluster, PROMPTS[0], grammar=Grammar("regex", "(")).tokens()
+        text = cluster.unified[0].node.core.metrics.expose().decode()
+    for line in (
+        'pd_grammars_total{outcome="cached"} 1.0',
+        'pd_grammars_total{outcome="compiled"} 2.0',
+        'pd_grammars_total{outcome="refused"} 1.0',
+        "pd_grammars_waiting 0.0",
+        "pd_grammar_compile_seconds_count 3.0",
+    ):
+        assert line in text.splitlines(), line
 
 
 def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> None:
