@@ -1,8 +1,9 @@
-"""Walks through JSON schemas."""
+"""Walks through JSON schemas, and references inside them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,59 +13,92 @@ _MAX_STEPS = 1024
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _SINGLE = ("items", "additionalProperties", "propertyNames", "not", "contains")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-# What a string of JSON holds without escapes. As ranges, because xgrammar takes bytes that are no
-# UTF-8 for characters that a class does not exclude.
-_PLAIN_CHARACTER = "[ -!#-[\\]-~\u00a0-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]"
+# Keywords that say something about instances of one type only.
+OF_TYPES = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"),
+    "object": (
+        "properties",
+        "required",
+        "minProperties",
+        "maxProperties",
+        "additionalProperties",
+        "patternProperties",
+        "propertyNames",
+        "unevaluatedProperties",
+    ),
+}
 
 
-def subschemas(schema: object) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """All schemas inside a schema that are objects, itself among them, with the ways to them; none
-    too deep to be compiled."""
-    stack: list[tuple[tuple[str, ...], object]] = [((), schema)]
+class Place(NamedTuple):
+    """Where a schema stands inside another.
+
+    Attributes:
+        steps: keyword, and name or number if it has several schemas.
+        depth: number of steps from the root.
+    """
+
+    parent: Place | None
+    steps: tuple[str, ...]
+    depth: int
+
+    def __str__(self) -> str:
+        steps: list[str] = []
+        place: Place | None = self
+        while place is not None:
+            steps += reversed(place.steps)
+            place = place.parent
+        return "/".join(reversed(steps))
+
+
+def subschemas(schema: object) -> Iterator[tuple[Place, Any]]:
+    """All schemas inside a schema, objects and booleans, itself first; none that is too deep to be
+    compiled."""
+    stack: list[tuple[Place, object]] = [(Place(None, (), 0), schema)]
     while stack:
-        where, part = stack.pop()
-        if not isinstance(part, dict) or len(where) > _MAX_STEPS:
+        place, part = stack.pop()
+        if not isinstance(part, (dict, bool)) or place.depth > _MAX_STEPS:
             continue
-        yield where, part
-        for name in _NAMED:
-            inside = part.get(name)
-            if isinstance(inside, dict):
-                stack += [((*where, name, str(key)), each) for key, each in inside.items()]
-        stack += [((*where, name), part.get(name)) for name in _SINGLE]
-        for name in _LISTED:
-            several = part.get(name)
-            if isinstance(several, list):
-                stack += [((*where, name, str(i)), each) for i, each in enumerate(several)]
+        yield place, part
+        if isinstance(part, dict):
+            for steps, inside in _inside(part):
+                stack.append((Place(place, steps, place.depth + len(steps)), inside))
 
 
-def schemas_of_tags(structural_tag: object) -> Iterator[object]:
-    """The schemas of a structural tag that describe text in JSON."""
-    stack = [structural_tag]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, list):
-            stack += part
-        elif isinstance(part, dict):
-            for name in ("json_schema", "schema"):
-                if part.get("style", "json") == "json":
-                    yield part.get(name)
-            stack += [each for name, each in part.items() if name not in ("json_schema", "schema")]
+def _inside(part: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], object]]:
+    for name in _NAMED:
+        named = part.get(name)
+        if isinstance(named, dict):
+            yield from (((name, str(key)), each) for key, each in named.items())
+    yield from (((name,), part[name]) for name in _SINGLE if name in part)
+    for name in _LISTED:
+        several = part.get(name)
+        if isinstance(several, list):
+            yield from (((name, str(i)), each) for i, each in enumerate(several))
 
 
-def make_strings_plain(schema: object) -> None:
-    """Change a schema so that strings of bounded length have a pattern instead: xgrammar lets such
-    strings have control characters, which JSON forbids. They have no escapes then."""
-    for _, part in list(subschemas(schema)):
-        if not ("minLength" in part or "maxLength" in part) or "pattern" in part:
-            continue
-        kinds = part.get("type")
-        if isinstance(kinds, list) and "string" not in kinds:
-            continue
-        low, high = part.pop("minLength", 0), part.pop("maxLength", "")
-        pattern = f"^{_PLAIN_CHARACTER}{{{low},{high}}}$"
-        if isinstance(kinds, list) and len(kinds) > 1:
-            rest = {**part, "type": [kind for kind in kinds if kind != "string"]}
-            part.clear()
-            part["anyOf"] = [{"type": "string", "pattern": pattern}, rest]
+def referenced(root: object, reference: object) -> Any:
+    """The schema that a reference leads to, an object or a boolean; None if it leads elsewhere, or
+    to something that is no schema."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    tokens = unquote(reference[1:]).split("/")[1:]
+    steps = iter(token.replace("~1", "/").replace("~0", "~") for token in tokens)
+    found = root
+    for keyword in steps:
+        inside = found.get(keyword) if isinstance(found, dict) else None
+        if keyword in _NAMED and isinstance(inside, dict):
+            found = inside.get(next(steps, None))
+        elif keyword in _LISTED and isinstance(inside, list):
+            found = _item(inside, next(steps, ""))
         else:
-            part["pattern"] = pattern
+            found = inside if keyword in _SINGLE else None
+    return found if isinstance(found, (dict, bool)) else None
+
+
+def _item(several: list[Any], number: str) -> object:
+    # As many digits as any list here could need; int() would also read spaces and underscores.
+    if not (number.isascii() and number.isdigit() and len(number) < 10):
+        return None
+    return several[int(number)] if int(number) < len(several) else None

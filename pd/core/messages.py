@@ -58,6 +58,7 @@ class Generate(Message):
         room: 16 random bytes, minted by the proxy for each attempt.
         token_ids: the prompt, int32.
         namespace: separates cached prefixes (``cache_salt``).
+        owner: tells the keys apart with which clients came, without telling what they are.
         timeout: seconds until the deadline, or None.
         peer: instance id of the other node of the pair; empty when P needs no D.
         peer_bootstrap: on D, ``http://host:port`` of P's registry.
@@ -68,6 +69,7 @@ class Generate(Message):
     token_ids: bytes
     params: SamplingParams
     namespace: str = ""
+    owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
     priority: int = 0
     timeout: float | None = None
     peer: str = ""

@@ -170,6 +170,7 @@ class Request:
     are forked from it when token 1 is known.
 
     Attributes:
+        owner: tells the keys of clients apart; grammars are compiled for them in turn.
         peer: instance id of the other node of the hand-off, or empty.
         peer_bootstrap: on a node that receives the KV, URL of the peer's registry, or empty.
         ended_choices: choices that the proxy ended (their stop string was found).
@@ -184,6 +185,7 @@ class Request:
     prompt: IntArray
     params: SamplingParams
     namespace: str = ""
+    owner: str = ""
     priority: int = 0
     deadline: float | None = None
     peer: str = ""
@@ -210,6 +212,7 @@ class Request:
             prompt=prompt,
             params=message.params,
             namespace=message.namespace,
+            owner=message.owner,
             priority=message.priority,
             deadline=deadline,
             peer=message.peer,

@@ -1,7 +1,8 @@
 """A process that compiles grammars, so that one which takes too much ends it and nothing else.
 
 Frames on standard input and output are a length of four bytes, big-endian, and MessagePack. The
-first frame describes the vocabulary and is answered by "ready"; each that follows asks to compile.
+first frame describes the vocabulary and is answered by the bytes of its tokens, as xgrammar's JSON.
+Each that follows asks to compile.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import os
 import resource
 import struct
 import sys
+import time
 from typing import IO, TYPE_CHECKING
 
 import msgspec
+
+from pd.grammar import stand_ins
 
 if TYPE_CHECKING:
     from pd.grammar.xgrammar_library import Compiler
@@ -53,17 +57,29 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of a job: the compiled grammar as JSON of xgrammar, or what is wrong.
+    """What became of a job.
 
     Attributes:
+        compiled: the compiled grammar as JSON of xgrammar; empty where that would take longer than
+            to compile it again.
+        is_silent: xgrammar had nothing to say about it. Other grammars are not compiled again: what
+            it says of them is somebody else's text and does not belong into a node's log.
+        error: what is wrong.
+        cpu_seconds: processor time that compiling took.
         lacked_memory: the process may keep some of what the job took.
     """
 
     compiled: bytes = b""
+    is_silent: bool = False
     error: str = ""
+    cpu_seconds: float = 0.0
     lacked_memory: bool = False
 
 
+# Processor time up to which compiling again is no slower than JSON of what was compiled.
+_QUICK_SECONDS = 0.1
+# Argument of a process that has no stand-ins.
+_ALL_IMPORTS = "--all-imports"
 _VOCABULARY, _JOB = msgspec.msgpack.Decoder(Vocabulary), msgspec.msgpack.Decoder(Job)
 
 
@@ -88,15 +104,15 @@ def read_frame(stream: IO[bytes]) -> bytes:
 def main() -> None:
     """Serve until standard input ends."""
     requests, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    _import_xgrammar()
     os.dup2(2, 1)  # what libraries print is no frame
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    vocabulary = _VOCABULARY.decode(read_frame(requests))
-    from pd.grammar.xgrammar_library import Compiler, tokenizer_info
+    from pd.grammar.xgrammar_library import Compiler, dump_info, tokenizer_info
 
-    compiler = Compiler(tokenizer_info(vocabulary))
-    send_frame(results, b"ready")
-    # What a library says of a grammar is somebody else's text and does not belong into a log.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    info = tokenizer_info(_VOCABULARY.decode(read_frame(requests)))
+    compiler = Compiler(info)
+    send_frame(results, dump_info(info))
+    os.dup2(os.memfd_create("said"), 2)
     os.dup2(2, 1)
     idle_bytes = _data_bytes()
     while True:
@@ -109,26 +125,60 @@ def main() -> None:
         send_frame(results, msgspec.msgpack.encode(_compile(compiler, job)))
 
 
+def _import_xgrammar() -> None:
+    """With stand-ins; an xgrammar that does not do with them is imported anew, by a process that
+    has read nothing of its input yet."""
+    if _ALL_IMPORTS in sys.argv:
+        return
+    stand_ins.install()
+    try:
+        import pd.grammar.xgrammar_library  # noqa: F401
+    except Exception as error:  # noqa: BLE001 - whatever it misses
+        print(f"xgrammar is imported with torch and transformers: {error!r}", file=sys.stderr)
+        os.execv(sys.executable, [sys.executable, "-m", "pd.grammar.child", _ALL_IMPORTS])
+
+
 def _compile(compiler: Compiler, job: Job) -> Result:
+    from pd.grammar.xgrammar_library import dump_compiled
+
+    began = time.process_time()
     try:
         compiled = compiler.compile(job.kind, job.text)
+        took, is_silent = time.process_time() - began, _was_silent()
+        size, dumped = int(compiled.memory_size_bytes), b""
+        if (took > _QUICK_SECONDS or not is_silent) and size <= job.max_bytes:
+            dumped = dump_compiled(compiled)
+            size = len(dumped)
     except MemoryError:
         limit = f"{job.memory_bytes >> 20} MiB"
         return Result(error=f"it takes more than {limit} to compile", lacked_memory=True)
     except ValueError as error:
+        _was_silent()
         return Result(error=str(error))
-    if len(compiled) > job.max_bytes:
-        sizes = f"{len(compiled) >> 20} MiB; at most {job.max_bytes >> 20} are accepted"
+    if size > job.max_bytes:
+        sizes = f"{size >> 10} KiB; at most {job.max_bytes >> 10} are accepted"
         return Result(error=f"compiled it has {sizes}")
-    return Result(compiled)
+    return Result(dumped, is_silent=is_silent, cpu_seconds=took)
+
+
+def _was_silent() -> bool:
+    """Whether libraries have printed nothing since this was asked last."""
+    if os.lseek(2, 0, os.SEEK_CUR) == 0:
+        return True
+    os.ftruncate(2, 0)
+    os.lseek(2, 0, os.SEEK_SET)
+    return False
 
 
 def _limit(job: Job, idle_bytes: int) -> None:
-    """Have the kernel end this process if the job takes more than it may."""
+    """Have the kernel end this process if the job takes more than it may, on top of what earlier
+    ones left."""
+    from pd.grammar.xgrammar_library import CACHE_BYTES
+
     usage = resource.getrusage(resource.RUSAGE_SELF)
     until = math.ceil(usage.ru_utime + usage.ru_stime + job.cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
-    most = idle_bytes + job.memory_bytes
+    most = job.memory_bytes + min(_data_bytes(), idle_bytes + CACHE_BYTES)
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 

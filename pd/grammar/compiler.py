@@ -40,17 +40,35 @@ class CompileLimits(NamedTuple):
 
 
 class GrammarCompiler:
-    """One child, started when it is first needed and again after it was ended. One thread uses it,
-    but for :meth:`close`."""
+    """One child, which is replaced when it was ended. One thread uses it, but for :meth:`close`.
+
+    Attributes:
+        tokens: bytes of all tokens, as JSON of xgrammar, once something was compiled.
+    """
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
+        self.tokens = b""
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._closed = False
         self._lock = threading.Lock()
 
-    def compile(self, grammar: Grammar) -> bytes:
-        """Compile a grammar, as JSON of xgrammar.
+    def start(self) -> None:
+        """Start a child unless there is one, without waiting until it is ready."""
+        with self._lock:
+            if self._closed or self._child is not None:
+                return
+            command = [sys.executable, "-m", "pd.grammar.child"]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._child, self._is_ready = child, False
+        assert child.stdin is not None
+        # A child that has ended, or that close() has, is noticed when it is used.
+        with contextlib.suppress(OSError, ValueError):
+            send_frame(child.stdin, msgspec.msgpack.encode(self._vocabulary))
+
+    def compile(self, grammar: Grammar) -> Result:
+        """Find out what becomes of a grammar; the result has no error.
 
         Raises:
             InvalidRequestError: it is none, or it takes more than the limits.
@@ -71,9 +89,10 @@ class GrammarCompiler:
             timer.cancel()
         if result.lacked_memory:
             self._forget(child)
+            self.start()
         if result.error:
             raise InvalidRequestError(f"{grammar.kind}: {result.error}", param=grammar.kind)
-        return result.compiled
+        return result
 
     def close(self) -> None:
         """End the child. Any thread."""
@@ -85,19 +104,17 @@ class GrammarCompiler:
             _end(child)
 
     def _started(self) -> subprocess.Popen[bytes]:
+        self.start()
         with self._lock:
-            if self._closed:
-                raise UnavailableError("the node stops")
-            if self._child is not None:
-                return self._child
-            command = [sys.executable, "-m", "pd.grammar.child"]
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._child = child
-        assert child.stdin is not None and child.stdout is not None
+            child = self._child
+        if child is None:
+            raise UnavailableError("the node stops")
+        assert child.stdout is not None
         try:
-            send_frame(child.stdin, msgspec.msgpack.encode(self._vocabulary))
-            read_frame(child.stdout)
-        except (OSError, EOFError):
+            if not self._is_ready:
+                self.tokens = read_frame(child.stdout)
+                self._is_ready = True
+        except (OSError, EOFError, ValueError):
             self._forget(child)
             raise UnavailableError(
                 "grammars cannot be compiled here: the process that does it did not start (see "
@@ -110,6 +127,7 @@ class GrammarCompiler:
         self._forget(child)
         if self._closed:
             return UnavailableError("the node stops")
+        self.start()
         if child.returncode == -signal.SIGKILL:
             # By the timer, an operator, or for want of the host's memory: no fault of the grammar.
             return UnavailableError("the process that compiled the grammar was killed; try again")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import InvalidRequestError, PDError, QueueFullError, UnavailableError
 from pd.grammar.compiler import CompileLimits, GrammarCompiler
+from pd.grammar.fair_queue import FairQueue
 from pd.grammar.jump_forward import Retokenizer
 from pd.grammar.rules import GrammarRules
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from pd.core.grammar import Grammar
     from pd.engine.token_rules import TokenRules
-    from pd.grammar.child import Vocabulary
+    from pd.grammar.child import Result, Vocabulary
 
     MakeRules = Callable[[Collection[int]], TokenRules]
     Done = Callable[["MakeRules | PDError"], None]
@@ -28,21 +30,45 @@ logger = logging.getLogger(__name__)
 
 # Size of a compiled grammar, serialized. Loading one of so many bytes takes a fraction of a second.
 MAX_COMPILED_BYTES = 64 << 20
-# Grammars that wait to be compiled.
+# Grammars that wait to be compiled, of one owner and of all.
 MAX_WAITING = 256
-# Children, so that one grammar that takes long does not keep all others waiting.
+_MAX_WAITING_OF_ALL = 512
+# Processes, so that one grammar that takes long does not keep all others waiting.
 _CHILDREN = 2
+# Stack of the threads that load grammars.
+_STACK_BYTES = 64 << 20
+# Processor time of grammars that are compiled here, too, when whoever waits has been answered.
+_LEARN_SECONDS = 5.0
 # Grammars that cannot be compiled, remembered so that each is tried once.
 _MAX_REFUSED = 256
 
 
+@dataclass
+class _Wanted:
+    """A grammar that is compiled or waits for it.
+
+    Attributes:
+        done: callbacks of those who want it.
+        owners: in whose queues it is.
+    """
+
+    done: list[Done] = field(default_factory=list)
+    owners: set[str] = field(default_factory=set)
+    is_started: bool = False
+
+
 class Grammars:
-    """Any thread may use it.
+    """Any thread may use it. The processes that compile start with the first grammar.
 
     Args:
         vocabulary: None where the model has no tokenizer; then every grammar is refused.
         cache_bytes: memory of compiled grammars that no request uses.
         jump_forward: whether rules name the tokens that a grammar forces.
+
+    Attributes:
+        outcomes: how often a grammar was wanted and was ``cached``, ``compiled``, ``refused`` as
+            wrong or too large, or ``unavailable``.
+        compile_seconds, num_compiled: time that processes took to compile, and how many grammars.
     """
 
     def __init__(
@@ -54,47 +80,57 @@ class Grammars:
         jump_forward: bool = False,
     ) -> None:
         self._vocabulary, self._limits, self._cache_bytes = vocabulary, limits, cache_bytes
+        self.outcomes: Counter[str] = Counter()
+        self.compile_seconds, self.num_compiled = 0.0, 0
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._compiled: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()
         self._refused: OrderedDict[Grammar, PDError] = OrderedDict()
         self._bytes = 0
-        self._waiting: dict[Grammar, list[Done]] = {}
-        self._jobs: queue.Queue[Grammar | None] = queue.Queue()
-        self._workers: list[threading.Thread] = []
+        self._wanted: dict[Grammar, _Wanted] = {}
+        self._jobs: FairQueue[Grammar] = FairQueue()
         self._compilers: list[GrammarCompiler] = []
         self._closed = False
         self._info: Any = None
+        self._own: Any = None
         self._retokenizer: Retokenizer | None = None
         self._jump_forward = jump_forward
         self._info_lock = threading.Lock()
 
-    def want(self, grammar: Grammar, done: Done) -> None:
+    def want(self, grammar: Grammar, done: Done, owner: str = "") -> None:
         """Have a grammar compiled. ``done`` is called once with what makes its rules, or with the
-        reason why there are none: at once if that is known, else later by another thread."""
+        reason why there are none: at once if that is known, else later by another thread.
+
+        Args:
+            owner: whose turn it takes: owners do not wait behind one another's grammars.
+        """
         with self._lock:
-            known = self._known(grammar)
-            if known is None and grammar in self._waiting:
-                self._waiting[grammar].append(done)
-                return
-            if known is None and len(self._waiting) >= MAX_WAITING:
-                known = QueueFullError(f"{MAX_WAITING} grammars wait to be compiled")
+            known = self._known(grammar) or self._queue(grammar, owner)
             if known is None:
-                self._waiting[grammar] = [done]
-                if len(self._workers) < min(len(self._waiting), _CHILDREN):
-                    self._start_worker()
-                self._jobs.put(grammar)
+                self._wanted[grammar].done.append(done)
+                self._start_workers()
                 return
+            self._count(known)
         done(known)
+
+    @property
+    def waiting(self) -> int:
+        """Grammars that are compiled or wait for it."""
+        return len(self._wanted)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the compiled grammars that are kept."""
+        return self._bytes
 
     def close(self) -> None:
         """Compile nothing more."""
         with self._lock:
             self._closed = True
-            workers, compilers = self._workers, self._compilers
+            self._changed.notify_all()
+            compilers = list(self._compilers)
         for compiler in compilers:
             compiler.close()
-        for _ in workers:
-            self._jobs.put(None)
 
     def _known(self, grammar: Grammar) -> MakeRules | PDError | None:
         if self._vocabulary is None:
@@ -112,24 +148,47 @@ class Grammars:
         self._compiled.move_to_end(grammar)
         return self._make_rules(self._compiled[grammar][0])
 
-    def _start_worker(self) -> None:
+    def _queue(self, grammar: Grammar, owner: str) -> PDError | None:
+        """Have a grammar take its owner's turn, unless it does already or is being compiled. It is
+        passed over if another's turn comes first. Returns why there is no room."""
+        wanted = self._wanted.get(grammar)
+        if wanted is not None and (wanted.is_started or owner in wanted.owners):
+            return None
+        number = self._jobs.count(owner)
+        if number >= MAX_WAITING or len(self._jobs) >= _MAX_WAITING_OF_ALL:
+            return QueueFullError(f"{number} grammars wait to be compiled")
+        self._wanted.setdefault(grammar, _Wanted()).owners.add(owner)
+        self._jobs.put(owner, grammar)
+        self._changed.notify()
+        return None
+
+    def _count(self, found: MakeRules | PDError, outcome: str = "cached") -> None:
+        if isinstance(found, PDError):
+            outcome = "refused" if isinstance(found, InvalidRequestError) else "unavailable"
+        self.outcomes[outcome] += 1
+
+    def _start_workers(self) -> None:
         assert self._vocabulary is not None
-        compiler = GrammarCompiler(self._vocabulary, self._limits)
-        worker = threading.Thread(
-            target=self._work,
-            args=(compiler,),
-            name=f"grammars-{len(self._workers)}",
-            daemon=True,
-        )
-        self._compilers.append(compiler)
-        self._workers.append(worker)
-        worker.start()
+        while len(self._compilers) < _CHILDREN:
+            compiler = GrammarCompiler(self._vocabulary, self._limits)
+            name = f"grammars-{len(self._compilers)}"
+            self._compilers.append(compiler)
+            # More than a process has, so that what it can compile does not overflow here.
+            before = threading.stack_size(_STACK_BYTES)
+            threading.Thread(target=self._work, args=(compiler,), name=name, daemon=True).start()
+            threading.stack_size(before)
 
     def _work(self, compiler: GrammarCompiler) -> None:
-        while (grammar := self._jobs.get()) is not None:
+        compiler.start()
+        # NOTE: loads transformers, while the process starts; nodes that get no grammar do without.
+        from pd.grammar import xgrammar_library  # noqa: F401
+
+        while (grammar := self._next()) is not None:
+            began = time.monotonic()
             found: MakeRules | PDError
             try:
-                compiled = self._load(compiler.compile(grammar))
+                result = compiler.compile(grammar)
+                compiled = self._load(result, grammar, compiler.tokens)
                 found = self._make_rules(compiled)
             except PDError as error:
                 compiled, found = None, error
@@ -137,27 +196,59 @@ class Grammars:
                 logger.exception("a grammar could not be loaded")
                 compiled, found = None, UnavailableError(f"a grammar could not be loaded: {error}")
             with self._lock:
+                self.compile_seconds += time.monotonic() - began
+                self.num_compiled += 1
                 if compiled is not None:
                     self._keep(grammar, compiled)
                 elif isinstance(found, InvalidRequestError):
                     self._refused[grammar] = found
                     if len(self._refused) > _MAX_REFUSED:
                         self._refused.popitem(last=False)
-                waiting = self._waiting.pop(grammar)
+                waiting = self._wanted.pop(grammar).done
+                for _ in waiting:
+                    self._count(found, "compiled")
             for done in waiting:
                 done(found)
+            if compiled is not None and result.compiled:
+                self._learn(result, grammar)
 
-    def _load(self, compiled: bytes) -> Any:
-        # NOTE: loads transformers; nodes that get no grammar do without.
-        from pd.grammar.xgrammar_library import load_compiled, tokenizer_info
+    def _next(self) -> Grammar | None:
+        """The grammar to compile next; None when there will be none."""
+        with self._changed:
+            while True:
+                while len(self._jobs):
+                    grammar = self._jobs.get()
+                    wanted = self._wanted.get(grammar)
+                    if wanted is not None and not wanted.is_started:
+                        wanted.is_started = True
+                        return grammar
+                if self._closed:
+                    return None
+                self._changed.wait()
+
+    def _load(self, result: Result, grammar: Grammar, tokens: bytes) -> Any:
+        from pd.grammar.xgrammar_library import Compiler, load_compiled, load_info
 
         with self._info_lock:
-            if self._info is None:
-                assert self._vocabulary is not None
-                self._info = tokenizer_info(self._vocabulary)
+            if self._own is None:
+                self._info = load_info(tokens)
+                self._own = Compiler(self._info)
                 if self._jump_forward:
+                    assert self._vocabulary is not None
                     self._retokenizer = Retokenizer(self._vocabulary.tokenizer)
-        return load_compiled(compiled, self._info)
+        if result.compiled:
+            return load_compiled(result.compiled, self._info)
+        # A process has compiled it within the limits, in less time than it takes to hand it over.
+        return self._own.compile(grammar.kind, grammar.text)
+
+    def _learn(self, result: Result, grammar: Grammar) -> None:
+        """Compile what took a process longer, for the parts of it that others will have, too."""
+        if not result.is_silent or result.cpu_seconds > _LEARN_SECONDS or self._closed:
+            return
+        try:
+            self._own.compile(grammar.kind, grammar.text)
+        except Exception:
+            logger.exception("a grammar could not be compiled a second time")
 
     def _make_rules(self, compiled: Any) -> MakeRules:
         return partial(GrammarRules, compiled, self._retokenizer)

@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import xgrammar
 
-from pd.core.json_schemas import make_strings_plain, schemas_of_tags
+from pd.grammar.json_schemas import prepare, prepare_tags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd.grammar.child import Vocabulary
 
 
+# Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
+CACHE_BYTES = 64 << 20
+
+
 def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
     """The bytes of all tokens."""
+    # NOTE: a process that only compiles has a stand-in.
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=vocabulary.tokenizer)
@@ -30,13 +35,15 @@ def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
 
 
 class Compiler:
-    """Compiles on one thread and remembers nothing."""
+    """Compiles on the thread that asks; several may."""
 
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=1, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
+        )
 
-    def compile(self, kind: str, text: str) -> bytes:
-        """Compile and serialize a grammar.
+    def compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
+        """Compile a grammar.
 
         Raises:
             ValueError: it is none.
@@ -44,7 +51,7 @@ class Compiler:
         """
         compiler: Any = self._compiler
         if kind in ("json_schema", "structural_tag"):
-            text = _plain_strings(text, inside_tags=kind == "structural_tag")
+            text = _prepared(text, prepare if kind == "json_schema" else prepare_tags)
         compile_kind = {
             # Whitespace between tokens without end would let a model write nothing else.
             "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
@@ -53,8 +60,8 @@ class Compiler:
             "structural_tag": compiler.compile_structural_tag,
         }[kind]
         try:
-            serialized: str = compile_kind(text).serialize_json()
-            return serialized.encode()
+            compiled: xgrammar.CompiledGrammar = compile_kind(text)
+            return compiled
         except MemoryError:
             raise
         except Exception as error:
@@ -63,8 +70,25 @@ class Compiler:
             raise ValueError(_reason(error)) from error
 
 
+def dump_info(info: xgrammar.TokenizerInfo) -> bytes:
+    """The bytes of all tokens, for another process."""
+    serialized: str = info.serialize_json()
+    return serialized.encode()
+
+
+def load_info(dumped: bytes) -> xgrammar.TokenizerInfo:
+    """What :func:`dump_info` returned."""
+    return xgrammar.TokenizerInfo.deserialize_json(dumped.decode())
+
+
+def dump_compiled(compiled: xgrammar.CompiledGrammar) -> bytes:
+    """A compiled grammar without its vocabulary, for another process."""
+    serialized: str = compiled.serialize_json()
+    return serialized.encode()
+
+
 def load_compiled(compiled: bytes, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
-    """What :meth:`Compiler.compile` returned, for use with a vocabulary."""
+    """What :func:`dump_compiled` returned, for use with a vocabulary."""
     return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), info)
 
 
@@ -73,21 +97,14 @@ def matcher(compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int]) -> xgra
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
 
 
-def _plain_strings(text: str, *, inside_tags: bool) -> str:
-    """See :func:`pd.core.json_schemas.make_strings_plain`.
-
-    Args:
-        inside_tags: the text is a structural tag, which may hold schemas.
-
-    Raises ValueError.
-    """
+def _prepared(text: str, change: Callable[[object], object]) -> str:
+    """A text with its schemas as xgrammar needs them. Raises ValueError."""
     try:
-        value = json.loads(text)
-        for schema in schemas_of_tags(value) if inside_tags else [value]:
-            make_strings_plain(schema)
-        return json.dumps(value)
+        return json.dumps(change(json.loads(text)))
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"it is no schema: {error}") from None
     except RecursionError:
         raise ValueError("it is too deep") from None
 

@@ -89,7 +89,8 @@ class Intake:
             return
         request.state = RequestState.COMPILING
         self.compiling.append(request)
-        self._core.grammars.want(request.params.grammar, partial(self._compiled, request))
+        done = partial(self._compiled, request)
+        self._core.grammars.want(request.params.grammar, done, request.owner)
 
     def _on_generate_together(self, identity: bytes, message: GenerateTogether) -> None:
         for request in message.requests:

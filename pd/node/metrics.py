@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from pd.core.starvation import RUN_DELAY
@@ -33,7 +38,7 @@ class NodeGauges(Collector):
         self._core, self._queues, self._transfer = core, queues, transfer
         core.metrics.registry.register(self)
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """Metrics that are read when the registry asks for them."""
         memory = self._core.memory
         with self._core.events.lock:
@@ -54,6 +59,24 @@ class NodeGauges(Collector):
         )
         yield _gauge("pd_queue_length", "Requests by queue", "queue", queues)
         yield _gauge("pd_radix_tokens", "Tokens looked up and found cached", "kind", lookups)
+        yield from self._grammars()
+
+    def _grammars(self) -> Iterator[Metric]:
+        grammars = self._core.grammars
+        waiting, kept = grammars.waiting, grammars.cache_bytes
+        text = "Grammars that are compiled or wait for it"
+        yield GaugeMetricFamily("pd_grammars_waiting", text, value=waiting)
+        yield GaugeMetricFamily("pd_grammar_cache_bytes", "Compiled grammars kept", value=kept)
+        yield SummaryMetricFamily(
+            "pd_grammar_compile_seconds",
+            "Time that processes took to compile a grammar",
+            count_value=grammars.num_compiled,
+            sum_value=grammars.compile_seconds,
+        )
+        found = CounterMetricFamily("pd_grammars", "Grammars wanted", labels=["outcome"])
+        for outcome in ("cached", "compiled", "refused", "unavailable"):
+            found.add_metric([outcome], grammars.outcomes[outcome])
+        yield found
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Nothing: the gauges exist only once the node does."""

@@ -53,6 +53,8 @@ MAX_TOKENS = 1 << 27
 # A batch is handed to the nodes in parts, between which the event loop turns.
 _START_PROMPTS = 16
 _START_TOKENS = 1 << 15
+# Nodes are told so much of the hash of a key, enough to tell keys apart.
+_OWNER_CHARACTERS = 16
 
 
 class Dispatcher:
@@ -373,6 +375,7 @@ class Dispatcher:
             token_ids=spec.token_ids.astype("<i4", copy=False).tobytes(),
             params=spec.params,
             namespace=spec.namespace,
+            owner=generation.job.owner[:_OWNER_CHARACTERS],
             priority=spec.priority,
             timeout=generation.job.timeout,
         )

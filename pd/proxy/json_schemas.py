@@ -1,16 +1,17 @@
 """Which JSON schemas are enforced: keywords that xgrammar reads over are refused by name.
 
 What is enforced was found out by asking xgrammar 0.2.8 whether it takes instances that each keyword
-forbids (``tests/proxy/test_json_schemas.py`` asks again).
+forbids (``tests/proxy/test_json_schemas.py`` asks again), after schemas were rewritten for it
+(:mod:`pd.grammar.json_schemas`).
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from pd.core.brief import brief
-from pd.core.json_schemas import subschemas
+from pd.core.json_schemas import OF_TYPES, Place, referenced, subschemas
+from pd.proxy.patterns import what_is_not_enforced_of
 
 # Steps from the root to a schema, of which one inside an object's properties takes two.
 MAX_STEPS = 128
@@ -38,25 +39,21 @@ _NOT_ENFORCED = (
 _FORMATS = frozenset(
     ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 ) | {"json-pointer"}
-# Keywords that are read only beside the type that they are about.
-_OF_TYPES = {
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-    "array": ("items", "prefixItems", "minItems", "maxItems"),
-    "object": (
-        "required",
-        "minProperties",
-        "maxProperties",
-        "additionalProperties",
-        "patternProperties",
-        "propertyNames",
-    ),
-}
+# Keywords beside which a schema ``false`` only says that nothing else may come. Those of which some
+# may be false are looked at with the schema that has them.
+_MAY_BE_FALSE = frozenset(
+    ("additionalProperties", "items", "properties", "anyOf", "oneOf", "$defs", "definitions")
+)
+# What is read of a schema about the names of properties.
+_OF_NAMES = ("type", "minLength", "maxLength", "pattern", "enum")
+# Larger numbers are not compared exactly.
+_MAX_NUMBER = 1 << 53
 # xgrammar reads no other keyword of a schema that has one of these.
 _WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
-) | {"$schema", "$id", "$comment", "$defs", "definitions"}
+) | {"$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "$dynamicAnchor"}
+_DIALECTS = ("http://json-schema.org/", "https://json-schema.org/")
 _PLAIN_TYPES = {
     "string": str,
     "boolean": bool,
@@ -68,108 +65,159 @@ _PLAIN_TYPES = {
 
 def what_is_not_enforced(schema: object) -> str | None:
     """Describe what of a schema would not be enforced; None if all of it is."""
-    for where, part in subschemas(schema):
-        if len(where) > MAX_STEPS:
+    for place, part in subschemas(schema):
+        if place.depth > MAX_STEPS:
             return f"a schema more than {MAX_STEPS} steps from the root"
-        found = _complaint(part)
+        found = _complaint(schema, part, place)
         if found is not None:
-            return f"{found} (at {'/'.join(where)[:_MAX_PLACE] or 'the root'})"
+            return f"{found} (at {str(place)[:_MAX_PLACE] or 'the root'})"
     return None
 
 
-def _complaint(part: dict[str, Any]) -> str | None:
+def _complaint(root: object, part: dict[str, Any] | bool, place: Place) -> str | None:
     """What of one schema is not enforced, without those inside it."""
+    if isinstance(part, bool):
+        may_be_false = place.depth > 0 and place.steps[0] in _MAY_BE_FALSE
+        return None if part or may_be_false else "the schema 'false', which allows nothing,"
     for keyword in _NOT_ENFORCED:
         # These say that nothing else may come, as is so anyway.
         if keyword in part and not (keyword.startswith("unevaluated") and part[keyword] is False):
             return f"the keyword {keyword!r}"
+    if "$id" in part and place.depth:
+        return "the keyword '$id' inside a schema"
+    if not str(part.get("$schema", _DIALECTS[0])).startswith(_DIALECTS):
+        return f"the dialect {brief(part['$schema'])}"
     whole = [keyword for keyword in _WHOLE if keyword in part]
     if whole:
-        return _complaint_of_whole(part, whole[0])
-    types = part.get("type", ())
-    types = {types} if isinstance(types, str) else set(types) if isinstance(types, list) else set()
+        return _complaint_of_whole(root, part, whole[0])
+    return (
+        _complaint_of_types(part)
+        or _complaint_of_strings(part)
+        or _complaint_of_numbers(part)
+        or _complaint_of_names(part)
+        or _complaint_of_objects(part)
+    )
+
+
+def _complaint_of_types(part: dict[str, Any]) -> str | None:
+    if "type" not in part:
+        # Formats are about strings, and nobody means anything else by one.
+        return "the keyword 'format' without the type 'string'" if "format" in part else None
+    types = {part["type"]} if isinstance(part["type"], str) else set(part["type"])
     if "integer" in types:
         types.add("number")
-    for kind, keywords in _OF_TYPES.items():
+    for kind, keywords in OF_TYPES.items():
         beside = [keyword for keyword in keywords if keyword in part]
-        if beside and kind not in types and not (kind == "object" and "properties" in part):
+        if beside and kind not in types:
             return f"the keyword {beside[0]!r} without the type {kind!r}"
+    return None
+
+
+def _complaint_of_strings(part: dict[str, Any]) -> str | None:
     for keyword in ("pattern", "format"):
         if keyword in part and ("minLength" in part or "maxLength" in part):
             return f"the keyword {keyword!r} together with 'minLength' or 'maxLength'"
-    if "pattern" in part and _breaks_strings(part["pattern"]):
-        return f"the pattern {brief(part['pattern'])}, which names characters that JSON escapes,"
+    for pattern in (*part.get("patternProperties", ()), part.get("pattern", "")):
+        found = what_is_not_enforced_of(pattern)
+        if found is not None:
+            return found
     if "format" in part and part["format"] not in _FORMATS:
         return f"the format {brief(part['format'])}"
-    properties = part.get("properties", {})
-    missing = [name for name in part.get("required", ()) if name not in properties]
-    if missing:
-        return f"'required' of {brief(missing[0])}, which is not among the properties"
     return None
 
 
-# Members of a class of characters, one or a range of them, and their escapes.
-_MEMBER = r"(\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|[^\\])"
-_RANGE = re.compile(f"{_MEMBER}(?:-{_MEMBER})?", re.DOTALL)
-_CLASS = re.compile(r"\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+def _complaint_of_numbers(part: dict[str, Any]) -> str | None:
+    for keyword in OF_TYPES["number"]:
+        bound = part.get(keyword, 0)
+        if not _is_number(bound) or abs(bound) > _MAX_NUMBER:
+            return f"{keyword!r} of {brief(bound)}"
+    return None
 
 
-def _breaks_strings(pattern: object) -> bool:
-    """Whether a pattern names quotes, backslashes or control characters, in classes or alone:
-    xgrammar writes them into a string as they are."""
-    if not isinstance(pattern, str):
-        return True
-    for negated, members in _CLASS.findall(pattern):
-        if not negated and any(_spans(*found) for found in _RANGE.findall(members)):
-            return True
-    outside = _CLASS.sub("", pattern)
-    return any(_spans(found[0], "") for found in _RANGE.findall(outside) if found[0] != "\\")
+def _complaint_of_names(part: dict[str, Any]) -> str | None:
+    """What is said about names of properties that are not given."""
+    patterns = part.get("patternProperties")
+    beside = [name for name in ("properties", "required") if part.get(name)]
+    if patterns:
+        if len(patterns) > 1:
+            return "the keyword 'patternProperties' with several patterns"
+        if beside or part.get("additionalProperties") not in (None, False):
+            beside = beside or ["additionalProperties"]
+            return f"the keyword 'patternProperties' beside {beside[0]!r}"
+    names = part.get("propertyNames")
+    if isinstance(names, dict):
+        if beside or patterns:
+            return f"the keyword 'propertyNames' beside {(*beside, 'patternProperties')[0]!r}"
+        rest = [name for name in names if name not in _OF_NAMES and name not in _ANNOTATIONS]
+        if rest or names.get("type", "string") != "string":
+            return f"the keyword {(*rest, 'type')[0]!r} in 'propertyNames'"
+        if not all(isinstance(each, str) for each in names.get("enum", ())):
+            return "the keyword 'enum' in 'propertyNames' with values that are no strings"
+    return None
 
 
-def _spans(first: str, last: str) -> bool:
-    """Whether a range of characters has one that JSON escapes."""
-    low, high = _character(first), _character(last or first)
-    if low is None or high is None:
-        return False  # classes such as digits
-    return low < 0x20 or low <= 0x22 <= high or low <= 0x5C <= high
+def _complaint_of_objects(part: dict[str, Any]) -> str | None:
+    properties, others = part.get("properties", {}), part.get("additionalProperties")
+    if others is None and part.get("unevaluatedProperties") is False:
+        others = False
+    for name in part.get("required", ()):
+        if properties.get(name, others) is False:
+            return f"'required' of {brief(name)}, which is not among the properties"
+    # Names that a schema does not give may be written twice.
+    is_open = not properties or others not in (None, False)
+    least = part.get("minProperties", 0)
+    if is_open and (not _is_number(least) or least > max(1, len(part.get("required", ())))):
+        return f"'minProperties' of {brief(least)} where names are not given"
+    return None
 
 
-def _character(written: str) -> int | None:
-    """The code of a character of a pattern; None for an escape that means several."""
-    if not written.startswith("\\") or len(written) == 1:
-        return ord(written)
-    name = written[1]
-    if len(written) > 2:
-        return int(written[2:], 16)
-    if name in _ESCAPED:
-        return ord(_ESCAPED[name])
-    return None if name.isalnum() else ord(name)
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _complaint_of_whole(part: dict[str, Any], keyword: str) -> str | None:
+def _complaint_of_whole(root: object, part: dict[str, Any], keyword: str) -> str | None:
     """The same for a schema of whose keywords only this one is read."""
     rest = [name for name in part if name != keyword and name not in _ANNOTATIONS]
-    if rest == ["type"] and keyword in ("enum", "const"):
-        values = part["enum"] if keyword == "enum" else [part["const"]]
-        kind = _PLAIN_TYPES.get(part["type"]) if isinstance(part["type"], str) else None
-        numbers = part["type"] in ("integer", "number")
-        for value in values if isinstance(values, list) else ():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            right = is_number if numbers else kind is not None and type(value) is kind
-            if not right or (part["type"] == "integer" and value != int(value)):
-                return f"the value {brief(value)}, which is not of the type {brief(part['type'])},"
-    elif rest:
+    if keyword in ("enum", "const"):
+        return _complaint_of_values(part, keyword, rest)
+    if rest:
         return f"the keyword {rest[0]!r} beside {keyword!r}"
     if keyword == "$ref":
-        target = part["$ref"]
-        if not (isinstance(target, str) and (target == "#" or target.startswith("#/"))):
-            return f"the reference {brief(target)}, which leads elsewhere,"
-    if keyword == "allOf" and isinstance(part["allOf"], list) and len(part["allOf"]) > 1:
+        target = referenced(root, part["$ref"])
+        if target is None:
+            return f"the reference {brief(part['$ref'])}, which leads to no schema of this one,"
+        return f"the reference {brief(part['$ref'])} to 'false'" if target is False else None
+    several = part[keyword]
+    if not isinstance(several, list):
+        return None  # as compiling it will say
+    if several and all(each is False for each in several):
+        return f"the keyword {keyword!r} with nothing but 'false', which allows nothing,"
+    if keyword == "allOf" and len(several) > 1:
         return "the keyword 'allOf' with several schemas"
-    if keyword == "oneOf" and isinstance(part["oneOf"], list) and not _differ(part["oneOf"]):
+    if keyword == "oneOf" and not _differ([each for each in several if each is not False]):
         return "the keyword 'oneOf' with schemas that are not of different types"
     return None
+
+
+def _complaint_of_values(part: dict[str, Any], keyword: str, rest: list[str]) -> str | None:
+    if rest not in ([], ["type"]):
+        return f"the keyword {next(name for name in rest if name != 'type')!r} beside {keyword!r}"
+    values = part["enum"] if keyword == "enum" else [part["const"]]
+    for value in values if isinstance(values, list) else ():
+        if _is_number(value) and isinstance(value, int) and abs(value) > _MAX_NUMBER:
+            return f"the value {brief(value)}"
+        if rest and not _is_of_type(value, part["type"]):
+            return f"the value {brief(value)}, which is not of the type {brief(part['type'])},"
+    return None
+
+
+def _is_of_type(value: object, kind: object) -> bool:
+    if kind == "integer":
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return is_whole and _is_number(value)
+    if kind == "number":
+        return _is_number(value)
+    return isinstance(kind, str) and type(value) is _PLAIN_TYPES.get(kind)
 
 
 def _differ(schemas: list[Any]) -> bool:

@@ -26,6 +26,7 @@ from lagging_device import LaggingDevice
 from tokenizers import Tokenizer
 
 from pd import assembly
+from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.grammar.grammars import Grammars
 
@@ -108,13 +109,30 @@ def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
         assert device.ahead > 20
 
 
+def test_metrics_say_what_became_of_grammars(model: Path) -> None:
+    with share_grammars(model), cluster_of(model, "unified") as cluster:
+        for grammar in (JSON, JSON, Grammar("regex", "ok")):
+            assert ask(cluster, PROMPTS[0], grammar=grammar, max_tokens=9).tokens()
+        with pytest.raises(InvalidRequestError):
+            ask(cluster, PROMPTS[0], grammar=Grammar("regex", "(")).tokens()
+        text = cluster.unified[0].node.core.metrics.expose().decode()
+    for line in (
+        'pd_grammars_total{outcome="cached"} 1.0',
+        'pd_grammars_total{outcome="compiled"} 2.0',
+        'pd_grammars_total{outcome="refused"} 1.0',
+        "pd_grammars_waiting 0.0",
+        "pd_grammar_compile_seconds_count 3.0",
+    ):
+        assert line in text.splitlines(), line
+
+
 def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> None:
     """And others do not wait for them."""
     slow = Grammar("ebnf", "root ::= " + " ".join('("a" | "b")?' for _ in range(40)))
     held: list[Any] = []
 
     class Held(Grammars):
-        def want(self, grammar: Grammar, done: Any) -> None:
+        def want(self, grammar: Grammar, done: Any, owner: str = "") -> None:
             held.append(done)
 
     with pytest.MonkeyPatch.context() as patch:

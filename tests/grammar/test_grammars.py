@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from pd.core.errors import InvalidRequestError, PDError, UnavailableError
+from pd.core.errors import InvalidRequestError, PDError, QueueFullError, UnavailableError
 from pd.core.grammar import Grammar
 from pd.embedded import EMBEDDED_MODEL
 from pd.grammar.child import Vocabulary
 from pd.grammar.compiler import CompileLimits, GrammarCompiler
-from pd.grammar.grammars import Grammars
+from pd.grammar.fair_queue import FairQueue
+from pd.grammar.grammars import MAX_WAITING, Grammars
+from pd.grammar.rules import GrammarRules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pd.grammar.grammars import MakeRules
 
@@ -35,6 +39,7 @@ def nested(depth: int) -> Grammar:
 
 
 LONG = nested(300)
+LARGE = Grammar("regex", "(a{1,900}b{1,900}){1,900}")
 WRONG = [
     (Grammar("regex", "("), "parenthesis"),
     (Grammar("ebnf", 'root ::= "a'), "string literal"),
@@ -89,6 +94,91 @@ def test_what_takes_too_long_is_ended_and_others_are_not(grammars: Grammars) -> 
         assert not isinstance(wanted(grammars, Grammar("regex", f"x{{{number + 1}}}")), PDError)
 
 
+def test_owners_do_not_wait_behind_one_another() -> None:
+    queued: FairQueue[str] = FairQueue()
+    for owner, item in [*(("a", f"a{i}") for i in range(4)), ("b", "b0"), ("c", "c0"), ("b", "b1")]:
+        queued.put(owner, item)
+    assert queued.count("a") == 4
+    order = [queued.get() for _ in range(len(queued))]
+    assert order == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+    with pytest.raises(KeyError):
+        queued.get()
+
+
+def test_what_another_asked_for_first_is_compiled_in_ones_own_turn() -> None:
+    made = Grammars(VOCABULARY, LIMITS._replace(cpu_seconds=60.0), 1 << 20)
+    order: list[str] = []
+    is_done = threading.Event()
+
+    def note(name: str) -> Callable[[object], None]:
+        def done(_: object) -> None:
+            order.append(name)
+            is_done.set()
+
+        return done
+
+    try:
+        for number in range(40):
+            made.want(nested(100 + number), note(f"flood {number}"), "flood")
+        made.want(SMALL, note("flood, small"), "flood")
+        made.want(SMALL, note("small"), "other")
+        assert is_done.wait(120)
+        while "small" not in order:
+            is_done.clear()
+            assert is_done.wait(120)
+        assert order.index("small") < 10
+        assert made.waiting > 10
+        assert made.outcomes["compiled"] == len(order)
+    finally:
+        made.close()
+
+
+def test_many_may_wait_for_the_same_grammar() -> None:
+    made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+    found: queue.Queue[MakeRules | PDError] = queue.Queue()
+    try:
+        for number in range(3 * MAX_WAITING):
+            made.want(SMALL, found.put, f"owner {number % 2}")
+        answers = [found.get(timeout=60) for _ in range(3 * MAX_WAITING)]
+        assert not [answer for answer in answers if isinstance(answer, PDError)]
+        assert made.waiting == 0
+        assert made.num_compiled == 1
+    finally:
+        made.close()
+
+
+def test_one_owner_cannot_keep_another_from_the_queue() -> None:
+    made = Grammars(VOCABULARY, LIMITS._replace(cpu_seconds=60.0), 1 << 20)
+    found: queue.Queue[MakeRules | PDError] = queue.Queue()
+    try:
+        for number in range(MAX_WAITING + 3):
+            made.want(nested(60 + number), found.put, "flood")
+        assert isinstance(found.get(timeout=60), QueueFullError)
+        assert not isinstance(wanted(made, SMALL), PDError)
+        assert made.outcomes["unavailable"] > 0
+    finally:
+        made.close()
+
+
+def test_a_child_starts_without_what_it_does_not_need() -> None:
+    """Of torch and transformers it has stand-ins, and is replaced while nobody waits for it."""
+    compiler = GrammarCompiler(VOCABULARY, LIMITS)
+    try:
+        compiler.compile(SMALL)
+        before = compiler._child
+        assert before is not None
+        maps = Path(f"/proc/{before.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        assert "xgrammar" in maps
+        before.kill()
+        with pytest.raises(UnavailableError):
+            compiler.compile(SMALL)
+        assert compiler._child not in (None, before)
+        assert not compiler.compile(SMALL).error
+    finally:
+        compiler.close()
+
+
 def test_a_child_that_was_killed_is_no_fault_of_the_grammar() -> None:
     compiler = GrammarCompiler(VOCABULARY, LIMITS._replace(cpu_seconds=60.0))
     try:
@@ -98,23 +188,55 @@ def test_a_child_that_was_killed_is_no_fault_of_the_grammar() -> None:
         threading.Timer(0.3, child.kill).start()
         with pytest.raises(UnavailableError, match="was killed"):
             compiler.compile(LONG)
-        assert compiler.compile(SMALL)
+        assert not compiler.compile(SMALL).error
     finally:
         compiler.close()
 
 
-def test_what_takes_too_much_memory_is_ended_and_what_is_too_large_refused() -> None:
-    large = Grammar("regex", "(a{1,900}b{1,900}){1,900}")
-    compiler = GrammarCompiler(VOCABULARY, LIMITS)
+@pytest.mark.parametrize(
+    ("limits", "grammar", "words"),
+    [
+        ({"max_bytes": 4 << 10}, LARGE, r"compiled it has \d+ KiB; at most 4"),
+        ({"memory_bytes": 4 << 20, "cpu_seconds": 60.0}, LONG, "more than 4 MiB"),
+    ],
+)
+def test_what_takes_too_much_memory_is_refused(
+    limits: dict[str, Any], grammar: Grammar, words: str
+) -> None:
+    compiler = GrammarCompiler(VOCABULARY, LIMITS._replace(**limits))
     try:
-        with pytest.raises(InvalidRequestError, match="compiled it has 7 MiB; at most 1"):
-            compiler.compile(large)
-        compiler._limits = LIMITS._replace(memory_bytes=4 << 20)
-        with pytest.raises(InvalidRequestError, match="more than 4 MiB"):
-            compiler.compile(large)
-        assert compiler.compile(SMALL)
+        with pytest.raises(InvalidRequestError, match=words):
+            compiler.compile(grammar)
+        assert not compiler.compile(SMALL).error
     finally:
         compiler.close()
+
+
+def test_what_took_a_process_longer_is_handed_over_and_then_learned() -> None:
+    made = Grammars(VOCABULARY, LIMITS._replace(max_bytes=16 << 20), 1 << 20)
+    slow, mask = nested(120), np.zeros(2048 // 32, np.int32)
+    try:
+        rules = wanted(made, slow)
+        assert not isinstance(rules, PDError)
+        rules([2]).fill_mask(mask)
+        again = mask.copy()
+        GrammarRules(made._own.compile(slow.kind, slow.text), [2]).fill_mask(again)
+        assert (mask == again).all()
+        assert mask.any()
+    finally:
+        made.close()
+
+
+def test_what_xgrammar_says_of_a_grammar_is_not_in_the_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+    try:
+        for text in ("a^b", r"\q", "ab"):
+            assert not isinstance(wanted(made, Grammar("regex", text)), PDError)
+    finally:
+        made.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_memory_of_what_nobody_uses_is_bounded(grammars: Grammars) -> None:

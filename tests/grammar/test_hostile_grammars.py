@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +16,6 @@ from pd.core.grammar import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pd.core.grammar import GrammarKind
 
@@ -51,6 +51,12 @@ def random_grammar(rng: random.Random) -> Grammar:
     return Grammar(kind, "".join(rng.choice(PIECES[kind]) for _ in range(rng.randrange(14))))
 
 
+def resident_bytes() -> int:
+    """Memory of this process, in which the nodes are."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = make_model(tmp_path_factory.mktemp("model"))
@@ -63,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_random_texts_are_served_or_refused(model: Path, count: int) -> None:
     print(f"PD_TEST_SEED={SEED}")
     rng = random.Random(SEED)
-    served = 0
+    served, before = 0, resident_bytes()
     with cluster_of(model, "split", max_running_requests=64) as cluster:
         other = ask(cluster, [1, 2, 3], max_tokens=500, ignore_eos=True)
         for start in range(0, count, 100):
@@ -81,3 +87,7 @@ def test_random_texts_are_served_or_refused(model: Path, count: int) -> None:
         assert ask(cluster, [1, 2, 3], grammar=Grammar("regex", "ok"), max_tokens=9).tokens()
         cluster.wait_idle(30.0)
     assert 0 < served < count
+    # What nodes remember of grammars is 64 MiB for each of two caches.
+    grown = resident_bytes() - before
+    print(f"{served} of {count} served; memory grew by {grown >> 20} MiB")
+    assert grown < 512 << 20

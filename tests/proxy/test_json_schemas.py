@@ -3,16 +3,34 @@ less, or more, is noticed."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-from typing import Any
+import os
+import random
+from typing import Any, NamedTuple
 
 import pytest
 import xgrammar
 
-from pd.core.json_schemas import make_strings_plain
+from pd.core.errors import InvalidRequestError
+from pd.core.json_schemas import OF_TYPES
+from pd.grammar.json_schemas import prepare
+from pd.grammar.patterns import any_name_but
+from pd.grammar.xgrammar_library import Compiler
 from pd.proxy.json_schemas import MAX_STEPS, what_is_not_enforced
+from pd.proxy.structured import schema_grammar
 
+SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
+
+
+class Written(NamedTuple):
+    """JSON, or what is not even that, as it is written."""
+
+    text: str | bytes
+
+
+OTHERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
 # A schema, and an instance that it forbids.
 FORBIDDEN: list[tuple[Any, Any]] = [
     ({"not": {"type": "string"}}, "a"),
@@ -54,6 +72,35 @@ FORBIDDEN: list[tuple[Any, Any]] = [
     ({"enum": [{"a": 1}]}, {"a": 2}),
     ({"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, "ab"),
     ({"unevaluatedProperties": {"type": "string"}, "type": "object"}, {"a": 1}),
+    (OTHERS, Written('{"\\u0061": "x"}')),
+    (OTHERS, Written('{"a": 1, "a": "x"}')),
+    ({**OTHERS, "minProperties": 2}, Written('{"b": 1, "b": 2}')),
+    ({"properties": {"n\n": {"type": "null"}}, "additionalProperties": True}, {"n\n": 1}),
+    (
+        {"type": "object", "propertyNames": {"maxLength": 1}, "additionalProperties": False},
+        {"a": 1},
+    ),
+    ({"type": "object", "required": ["a"], "unevaluatedProperties": False}, {}),
+    ({"properties": {"a": False}, "additionalProperties": True}, {"a": 1}),
+    ({"properties": {"a": {}}, "patternProperties": {"^a$": {"type": "null"}}}, {"a": 1}),
+    ({"patternProperties": {"^a": {"type": "null"}, "b": {"type": "string"}}}, {"ab": None}),
+    ({"type": "string", "pattern": "^(é.*|b)$"}, Written('"é"b"')),
+    ({"type": "string", "pattern": "^[^é]$"}, Written('"\n"')),
+    ({"type": "string", "pattern": "^(a(aa*))?$"}, "a"),
+    ({"type": "string", "pattern": "^(?!a)"}, "a"),
+    ({"type": "string", "pattern": "x(^a)"}, "xa"),
+    ({"type": "string", "pattern": r"\cA"}, Written('"\x01"')),
+    ({"$ref": "#/$defs/a%25", "$defs": {"a%": {"type": "null"}}}, 1),
+    ({"$ref": "#/x", "x": {"type": "integer"}}, "a"),
+    (
+        {"properties": {"a": {"$id": "http://x/y", "$ref": "#/$defs/b"}}, "$defs": {"b": {}}},
+        {"a": 1},
+    ),
+    ({"const": 12345678901234567890}, 12345678901234567168),
+    ({"type": "string", "maxLength": 3}, Written(b'"\xe0\x80\x80"')),
+    ({"type": "string", "pattern": "^[^a]$"}, Written(b'"\xc0\x80"')),
+    (False, 1),
+    ({"prefixItems": [False]}, [1]),
 ]
 
 
@@ -65,13 +112,16 @@ def compiler() -> Any:
 
 
 def takes(schema: Any, instance: Any) -> bool:
-    compiled = compiler().compile_json_schema(json.dumps(schema), any_whitespace=False)
+    prepared = json.dumps(prepare(copy.deepcopy(schema)))
+    compiled = compiler().compile_json_schema(prepared, any_whitespace=False)
     matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-    accepted = matcher.accept_string(json.dumps(instance, ensure_ascii=False))
-    return accepted and matcher.is_completed()
+    text = (
+        instance.text if isinstance(instance, Written) else json.dumps(instance, ensure_ascii=False)
+    )
+    return matcher.accept_string(text) and matcher.is_completed()
 
 
-@pytest.mark.parametrize(("schema", "instance"), FORBIDDEN, ids=lambda value: json.dumps(value))
+@pytest.mark.parametrize(("schema", "instance"), FORBIDDEN, ids=repr)
 def test_what_would_be_taken_although_forbidden_is_refused(schema: Any, instance: Any) -> None:
     assert what_is_not_enforced(schema) or not takes(schema, instance)
 
@@ -110,6 +160,9 @@ ENFORCED = [
     {"enum": ["a", "b"], "type": "string"},
     {"const": 1.0, "type": "integer"},
     {"type": "object", "additionalProperties": False, "unevaluatedProperties": False},
+    {"maxLength": 3},
+    {"anyOf": [False, {"type": "null"}]},
+    {"$ref": "#/$defs/a%25b~1c", "$defs": {"a%b/c": {"type": "null"}}},
 ]
 
 
@@ -130,7 +183,80 @@ def test_where_it_is_and_how_deep_is_said() -> None:
     assert "steps" in (what_is_not_enforced(deep) or "")
 
 
-def test_lengths_allow_no_strings_where_only_others_are() -> None:
-    schema = {"type": ["integer", "null"], "minLength": 2}
-    make_strings_plain(schema)
-    assert schema == {"type": ["integer", "null"], "minLength": 2}
+# A schema, and an instance that it allows, as output writes it.
+ALLOWED: list[tuple[Any, Any]] = [
+    ({"maxLength": 3}, [1, "abcd"]),
+    ({"minimum": 3}, "a"),
+    ({"type": ["integer", "null"], "minLength": 2}, 1),
+    ({"const": {"a": [1, {"b": -2.0}], "c": {}}}, {"a": [1, {"b": -2}], "c": {}}),
+    ({"enum": [{"a": "ä"}, 7, []]}, {"a": "ä"}),
+    ({"type": "object", "minProperties": 1}, {"a": 1}),
+    ({"type": "object", "required": ["a"]}, {"a": [1]}),
+    (OTHERS, {"a": 1, "ab": "x", "ä": None}),
+    ({"type": "array", "maxItems": 2}, [1, "a"]),
+    ({"prefixItems": [{"type": "integer"}], "maxItems": 2}, [1, "a"]),
+    ({"type": "integer", "minimum": 1.5, "exclusiveMaximum": 3.5}, 3),
+    ({"type": "string", "pattern": "b|^c"}, "aba"),
+    ({"type": "string", "pattern": "^[^a]é?$"}, "😀é"),
+    ({"patternProperties": {"^x-": {}}, "additionalProperties": False}, {"x-a": 1}),
+    ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"const": 2}}}, {"a": 2}),
+    ({"properties": {"a": {"$ref": "#"}, "b/%": {"$ref": "#/properties/a"}}}, {"a": {"a": 3}}),
+]
+
+
+@pytest.mark.parametrize(("schema", "instance"), ALLOWED, ids=lambda value: json.dumps(value))
+def test_what_is_allowed_can_be_written(schema: Any, instance: Any) -> None:
+    assert takes(schema, instance)
+
+
+KEYWORDS = [
+    *sorted({keyword for names in OF_TYPES.values() for keyword in names}),
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "$id", "$schema", "not"),
+]
+SCALARS: list[Any] = [
+    *(None, True, False, 0, -1, 2.5, float("inf"), float("nan"), 1 << 80, "", "a", "string"),
+    *("#/$defs/a", "#/properties/a", "#", "(", "[a-", "integer", "\ud800"),
+]
+
+
+def nonsense(rng: random.Random, depth: int) -> Any:
+    """Keywords with values of any type."""
+    kind = rng.random()
+    if depth == 0 or kind < 0.3:
+        return rng.choice(SCALARS)
+    if kind < 0.45:
+        return [nonsense(rng, depth - 1) for _ in range(rng.randrange(3))]
+    names = rng.sample([*KEYWORDS, "a", "b"], rng.randrange(4))
+    return {name: nonsense(rng, depth - 1) for name in names}
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(50_000, marks=pytest.mark.full)])
+def test_nonsense_is_a_400_or_compiles(count: int) -> None:
+    print(f"PD_TEST_SEED={SEED}")
+    rng = random.Random(SEED)
+    served = 0
+    tokens = [bytes([i]) for i in range(256)] + [b"</s>"]
+    info = xgrammar.TokenizerInfo(tokens, vocab_size=257, stop_token_ids=[256])
+    for _ in range(count):
+        try:
+            grammar = schema_grammar(nonsense(rng, 4), "json_schema", strict=rng.random() < 0.7)
+            Compiler(info).compile(grammar.kind, grammar.text)
+            served += 1
+        except (InvalidRequestError, ValueError) as error:
+            assert str(error)
+    assert 0 < served < count
+
+
+def test_a_pattern_of_many_brackets_is_looked_at_once() -> None:
+    """In time that grows with its length: an hour, if it did with the square."""
+    for pattern in ("[" * 200_000 + "\\", "(?<" * 80_000, "\\u{" * 80_000, "|^$" * 80_000):
+        what_is_not_enforced({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("names", [["a"], ["", "ab", "é"], ["aa", "a", "b" * 70], ['"', "-]"]])
+def test_other_names_are_all_but_those(names: list[str]) -> None:
+    schema = {"type": "string", "pattern": any_name_but(names)}
+    for name in ("", "a", "b", "aa", "ab", "abc", "é", "éa", "-]", "-", "😀", "b" * 60, *names):
+        # Escapes are for none of them, and what begins as a long name is not told from it.
+        expected = name not in names and '"' not in name
+        assert takes(schema, name) == expected, name

@@ -545,7 +545,7 @@ def test_a_prefill_node_alone_serves_single_tokens_only(cluster: Cluster) -> Non
 
 
 def test_the_api_key_guards_everything_but_health(cluster: Cluster) -> None:
-    cluster.pair()
+    prefill, _ = cluster.pair()
     client = cluster.client(api_key="s3cret")
     for path in ("/health", "/readiness", "/metrics"):
         assert client.get(path).status_code == 200
@@ -565,3 +565,7 @@ def test_the_api_key_guards_everything_but_health(cluster: Cluster) -> None:
     right = {"Authorization": "Bearer s3cret"}
     assert client.get("/workers", headers=right).status_code == 200
     assert client.post(GENERATE, json={"input_ids": [5]}, headers=right).status_code == 200
+    # Nodes tell keys apart, without knowing them.
+    owner = prefill.wait_generate().owner
+    assert owner
+    assert "s3cret" not in owner

@@ -1,0 +1,158 @@
+"""How long a request waits for a grammar that its node has not seen.
+
+Schemas have 20 properties of mixed types and names of their own; in `bounded` ones, strings have a
+`maxLength` of 10, 20, 50 or 100, one property in ten on average. "first" is the first grammar of a
+node, with the start of the process that compiles; "new" is the median over many others, of which
+the first ten are left out, since a process remembers parts that schemas have in common. "process
+MB" is the memory of a process that compiles before its first grammar and after the last. The
+vocabulary of 131,072 tokens is learned from the sources of installed Python packages.
+
+    python benchmarks/grammar_compiling.py --output benchmarks/results/grammar_compiling.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import random
+import statistics
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch  # noqa: F401 - as every node has
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pd.bench.report import write_report
+from pd.core.errors import PDError
+from pd.core.grammar import Grammar
+from pd.embedded import EMBEDDED_MODEL
+from pd.grammar.child import Vocabulary
+from pd.grammar.compiler import CompileLimits
+from pd.grammar.grammars import MAX_COMPILED_BYTES, Grammars
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMITS = CompileLimits(10.0, 1 << 30, MAX_COMPILED_BYTES)
+LARGE = 131_072
+# Characters of text from which the large vocabulary is learned.
+_TEXT = 60_000_000
+_WARM_UP = 10
+_LENGTHS = (10, 20, 50, 100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="result file")
+    parser.add_argument("--count", type=int, default=100, help="schemas of each kind")
+    parser.add_argument("--large-tokenizer", type=Path, help="tokenizer.json, instead of learning")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        large = args.large_tokenizer or learn(Path(directory) / "tokenizer.json")
+        for path, size in ((EMBEDDED_MODEL / "tokenizer.json", 2048), (large, LARGE)):
+            vocabulary = Vocabulary(str(path), size, [2])
+            rows += [measure(vocabulary, bounded, args.count) for bounded in (False, True)]
+    command = "python benchmarks/grammar_compiling.py --output benchmarks/results/"
+    measured = ["pd", "benchmarks/grammar_compiling.py"]
+    write_report(args.output, command + args.output.name, rows, measured=measured)
+
+
+def learn(path: Path) -> Path:
+    """Write a byte-level tokenizer of the large vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=LARGE, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def texts() -> Iterator[str]:
+    files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
+    random.Random(1).shuffle(files)
+    left = _TEXT
+    for file in files:
+        text = file.read_text(errors="replace")[:200_000]
+        left -= len(text)
+        if left < 0:
+            return
+        yield text
+
+
+def measure(vocabulary: Vocabulary, bounded: bool, count: int) -> dict[str, Any]:
+    """One row."""
+    rng = random.Random(7)
+    grammars = Grammars(vocabulary, LIMITS, 1 << 28)
+    try:
+        first = seconds(grammars, Grammar("regex", "a"))
+        memory = [resident(grammars)]
+        times = [
+            seconds(grammars, Grammar("json_schema", json.dumps(schema(rng, bounded))))
+            for _ in range(count)
+        ]
+        memory.append(resident(grammars))
+    finally:
+        grammars.close()
+    new = sorted(times[_WARM_UP:])
+    return {
+        "vocabulary": vocabulary.size,
+        "schemas": "bounded" if bounded else "unbounded",
+        "first_ms": round(first * 1e3),
+        "new_ms": round(statistics.median(new) * 1e3, 1),
+        "new_p95_ms": round(new[len(new) * 95 // 100] * 1e3, 1),
+        "process_mb": f"{memory[0]} to {memory[1]}",
+    }
+
+
+def seconds(grammars: Grammars, grammar: Grammar) -> float:
+    """How long it takes until a grammar can be used."""
+    found: queue.Queue[object] = queue.Queue()
+    began = time.monotonic()
+    grammars.want(grammar, found.put)
+    answer = found.get(timeout=120)
+    assert not isinstance(answer, PDError), answer
+    return time.monotonic() - began
+
+
+def resident(grammars: Grammars) -> int:
+    """Memory of the largest process that compiles."""
+    sizes = []
+    for compiler in grammars._compilers:
+        child = compiler._child
+        assert child is not None
+        status = Path(f"/proc/{child.pid}/status").read_text()
+        sizes.append(int(status.partition("VmRSS:")[2].split()[0]) >> 10)
+    return max(sizes)
+
+
+def schema(rng: random.Random, bounded: bool) -> dict[str, Any]:
+    letters = "abcdefghijklmnopqrstuvwxyz_"
+    names = [f"{''.join(rng.choices(letters, k=rng.randrange(3, 14)))}{i}" for i in range(20)]
+    properties = {name: kind(rng, bounded) for name in names}
+    required = [name for name in names if rng.random() < 0.7]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def kind(rng: random.Random, bounded: bool) -> dict[str, Any]:
+    text = {"type": "string"}
+    return rng.choice(
+        [
+            *(text, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}),
+            {"enum": rng.sample(["red", "green", "blue", "one", "two", "three"], 3)},
+            *({"type": "array", "items": text}, {"type": ["string", "null"]}),
+            {**text, "maxLength": rng.choice(_LENGTHS)} if bounded else text,
+            {"type": "string", "format": "date"},
+            {"type": "object", "properties": {"a": text, "b": {"type": "integer"}}},
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The parts of regular expressions in JSON schemas."""
+
+from __future__ import annotations
+
+import re
+
+# NOTE: of what strangers write no part is looked at twice: each choice ends where it cannot fail.
+_PART = re.compile(
+    r"\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)"  # a class
+    r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c.|.|\Z)"  # an escape
+    r"|\((?:\?(?:P?<[A-Za-z]\w{0,63}>|<?[=!]|:|))?"  # how a group begins
+    r"|.",
+    re.DOTALL,
+)
+
+
+def alternatives(pattern: str) -> list[list[str]]:
+    """What stands between the ``|`` of a pattern outside of groups: classes, escapes, beginnings of
+    groups, and single characters."""
+    found: list[list[str]] = [[]]
+    depth = 0
+    for part in _PART.findall(pattern):
+        if part == "|" and depth == 0:
+            found.append([])
+            continue
+        depth += part.startswith("(") - (part == ")")
+        found[-1].append(part)
+    return found
+
+
+def without_anchors(parts: list[str]) -> tuple[bool, list[str], bool]:
+    """Whether an alternative begins with ``^``, what is between, and whether it ends with ``$``."""
+    begins = parts[:1] == ["^"]
+    ends = parts[begins:][-1:] == ["$"]
+    return begins, parts[begins : len(parts) - ends], ends
+
+
+# Members of a class, one or a range of them, and their escapes.
+_MEMBER = r"(\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]{1,6}\}|\\.|[^\\])"
+_RANGE = re.compile(f"{_MEMBER}(?:-{_MEMBER})?", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+# Letters of escapes that mean several characters.
+SEVERAL = frozenset("dDwWsS")
+
+
+def members(part: str) -> list[tuple[str, str]]:
+    """What a class names, first and last of each range; the last is empty for a single one. A part
+    that is no class names itself."""
+    if part.startswith("[") and part != "[":
+        return _RANGE.findall(part[2 if part[1:2] == "^" else 1 : -1])
+    return [(part, "")]
+
+
+def character(written: str) -> int | None:
+    """The code of a character of a pattern; None for an escape that means several, or nothing."""
+    if not written.startswith("\\") or len(written) == 1:
+        return ord(written) if len(written) == 1 else None
+    name = written[1]
+    if len(written) > 3:
+        return int(written[2:].strip("{}"), 16)
+    if name in _ESCAPED:
+        return ord(_ESCAPED[name])
+    return None if name.isalnum() else ord(name)

@@ -1,0 +1,47 @@
+"""Which regular expressions in JSON schemas are enforced."""
+
+from __future__ import annotations
+
+from pd.core.brief import brief
+from pd.core.patterns import SEVERAL, alternatives, character, members, without_anchors
+
+
+def what_is_not_enforced_of(pattern: object) -> str | None:
+    """Describe what of a pattern would not be enforced, or would break JSON; None if nothing."""
+    if not isinstance(pattern, str):
+        return f"the pattern {brief(pattern)}"
+    for parts in alternatives(pattern):
+        _, between, _ = without_anchors(parts)
+        for part in between:
+            found = _complaint(part)
+            if found is not None:
+                return f"the pattern {brief(pattern)}, which {found},"
+    return None
+
+
+def _complaint(part: str) -> str | None:
+    """What is wrong with a part that is neither the first nor the last anchor."""
+    if part in ("^", "$"):
+        return "has an anchor inside"
+    if part.startswith("(?") and not (part.endswith(":") or part[-1] == ">"):
+        return "looks around or has flags"
+    if part.startswith(("[]", "[^]")):
+        return "has a class that begins with ']'"
+    if part.startswith("(") or part in "|)*+?{},." or part.isdigit():
+        return None
+    for first, last in members(part):
+        for each in (first, last):
+            if each and character(each) is None and each[1:] not in SEVERAL:
+                return f"has the escape {brief(each)}"
+        # Of what is excluded it matters only whether it is understood.
+        if not part.startswith("[^") and _spans(first, last):
+            return "names characters that JSON escapes"
+    return None
+
+
+def _spans(first: str, last: str) -> bool:
+    """Whether a range of characters has one that JSON escapes."""
+    low, high = character(first), character(last or first)
+    if low is None or high is None:
+        return False  # classes such as digits
+    return low < 0x20 or low <= 0x22 <= high or low <= 0x5C <= high
