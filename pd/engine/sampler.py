@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -225,7 +226,9 @@ class Sampler:
             assert state.rules is not None
             size = 0 if draw.tree is None else draw.tree.size
             guesses = drafts[draw.first : draw.first + size].tolist()
+            began = time.thread_time()
             fill_masks(state.rules, own, draw.tree, guesses)
+            state.mask_seconds = (time.thread_time() - began) / len(own)
             depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
             for mask, depth in zip(own, depths, strict=True):
                 if state.must_continue(depth):

@@ -11,6 +11,7 @@ import numpy as np
 from pd.core.errors import InvalidRequestError, NodeFailedError, PDError
 from pd.core.messages import Finish
 from pd.core.sampling_params import choice_seed
+from pd.engine.token_rules import MASK_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -69,6 +70,7 @@ class SamplingState:
         counted_ahead: tokens which that has counted, and which were not observed yet.
         penalty_row: where it counts them, or None.
         rules: which tokens may come next, if the host decides; else None.
+        mask_seconds: processor time that the rules took for each mask of the last step.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class SamplingState:
         # With ``ignore_eos``, too, a complete output needs a token that ends it.
         ends = inside or [token for token in eos_token_ids if 0 <= token < vocab_size]
         self.rules = None if make_rules is None else make_rules(ends)
+        self.mask_seconds = 0.0
 
     def position(self, ahead: int = 0) -> int:
         """Return the index, in prompt and output together, of the token after the next ``ahead``
@@ -118,6 +121,7 @@ class SamplingState:
 
         Raises:
             NodeFailedError: the rules forbid it.
+            InvalidRequestError: the rules take too long.
         """
         self.num_output_tokens += 1
         if self.counted_ahead:
@@ -125,6 +129,7 @@ class SamplingState:
         elif self.has_penalties:
             self.uncounted.append(token)
         if self.rules is not None:
+            self._check_time()
             if not self.rules.advance(token):
                 raise NodeFailedError(f"the grammar forbids token {token}")
             if self.rules.ended:
@@ -134,6 +139,16 @@ class SamplingState:
         if self.num_output_tokens >= self.params.max_tokens:
             return Finish("length")
         return None
+
+    def _check_time(self) -> None:
+        grammar = self.params.grammar
+        if self.mask_seconds > MASK_SECONDS and grammar is not None:
+            raise InvalidRequestError(
+                f"{grammar.kind}: finding the tokens that may come next took "
+                f"{self.mask_seconds:.2f} s of processor time; at most {MASK_SECONDS:g} may be "
+                "taken",
+                param=grammar.kind,
+            )
 
     def forced(self, ids: IntArray) -> list[int]:
         """Tokens that the rules force upon the output, whose last token is never among them; none

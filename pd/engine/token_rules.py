@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 
+# Processor time that finding out which tokens may come next may take; all other requests of a step
+# wait for it.
+MASK_SECONDS = 0.5
+
+
 class TokenRules(Protocol):
     """The state of one choice. A mask is int32 ``[ceil(vocab_size / 32)]``; bit ``i % 32`` of
     element ``i // 32`` says whether token ``i`` may come next."""

@@ -146,9 +146,11 @@ def _compile(compiler: Compiler, job: Job) -> Result:
         compiled = compiler.compile(job.kind, job.text)
         took, is_silent = time.process_time() - began, _was_silent()
         size, dumped = int(compiled.memory_size_bytes), b""
+        # NOTE: whether a grammar is refused must not depend on how fast this machine is.
         if (took > _QUICK_SECONDS or not is_silent) and size <= job.max_bytes:
             dumped = dump_compiled(compiled)
-            size = len(dumped)
+            if len(dumped) > job.max_bytes:
+                size, dumped = (size, b"") if is_silent else (len(dumped), dumped)
     except MemoryError:
         limit = f"{job.memory_bytes >> 20} MiB"
         return Result(error=f"it takes more than {limit} to compile", lacked_memory=True)

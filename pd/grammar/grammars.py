@@ -113,6 +113,13 @@ class Grammars:
             self._count(known)
         done(known)
 
+    def refuse(self, grammar: Grammar, error: PDError) -> None:
+        """Have further requests for a grammar fail with this error."""
+        with self._lock:
+            _, size = self._compiled.pop(grammar, (None, 0))
+            self._bytes -= size
+            self._remember_refusal(grammar, error)
+
     @property
     def waiting(self) -> int:
         """Grammars that are compiled or wait for it."""
@@ -201,9 +208,7 @@ class Grammars:
                 if compiled is not None:
                     self._keep(grammar, compiled)
                 elif isinstance(found, InvalidRequestError):
-                    self._refused[grammar] = found
-                    if len(self._refused) > _MAX_REFUSED:
-                        self._refused.popitem(last=False)
+                    self._remember_refusal(grammar, found)
                 waiting = self._wanted.pop(grammar).done
                 for _ in waiting:
                     self._count(found, "compiled")
@@ -252,6 +257,11 @@ class Grammars:
 
     def _make_rules(self, compiled: Any) -> MakeRules:
         return partial(GrammarRules, compiled, self._retokenizer)
+
+    def _remember_refusal(self, grammar: Grammar, error: PDError) -> None:
+        self._refused[grammar] = error
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
 
     def _keep(self, grammar: Grammar, compiled: Any) -> None:
         size = int(compiled.memory_size_bytes) + len(grammar.text)

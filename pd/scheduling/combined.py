@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from pd.core.errors import NodeFailedError
+from pd.core.errors import PDError
 from pd.core.messages import FirstToken, Output, Stages
 from pd.core.request import RequestState
 
@@ -128,8 +128,8 @@ class CombinedScheduler:
                 return tokens
             try:
                 finish = state.observe(sampled.token_id)
-            except NodeFailedError as error:
-                rooms.fail(request, error)
+            except PDError as error:
+                self._core.fail_choice(request, error)
                 return tokens
             tokens.append(FirstToken(index, sampled.token_id, sampled.logprobs, finish))
             output = Output(

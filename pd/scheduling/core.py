@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd.core.errors import InvalidRequestError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.config import NodeConfig
+    from pd.core.errors import PDError
     from pd.core.messages import Message
+    from pd.core.request import Request
     from pd.engine.engine import Engine
     from pd.grammar.grammars import Grammars
     from pd.scheduling.events import Events
@@ -44,3 +48,11 @@ class NodeCore:
     grammars: Grammars
     post: Callable[[bytes, Message], None]
     wake: Callable[[], None]
+
+    def fail_choice(self, request: Request, error: PDError) -> None:
+        """Fail a request because of a token of it. A grammar whose fault that is will be refused
+        from now on."""
+        grammar = request.params.grammar
+        if grammar is not None and isinstance(error, InvalidRequestError):
+            self.grammars.refuse(grammar, error)
+        self.rooms.fail(request, error)

@@ -8,7 +8,7 @@ from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.core.errors import NodeFailedError
+from pd.core.errors import NodeFailedError, PDError
 from pd.core.messages import Output, Stages
 from pd.core.request import RequestState, Sequence
 from pd.core.sampling_params import choice_seed
@@ -48,7 +48,7 @@ class DecodeScheduler:
 
     def __init__(self, core: NodeCore) -> None:
         self._engine, self._memory, self._rooms = core.engine, core.memory, core.rooms
-        self._metrics = core.metrics
+        self._metrics, self._fail_choice = core.metrics, core.fail_choice
         self._page_bytes = core.engine.pool.page_bytes(core.engine.layout)
         self._model = core.engine.model_config
         self._max_running = core.config.max_running_requests
@@ -368,8 +368,8 @@ class DecodeScheduler:
             sequence.append(sampled.token_id)
             try:
                 finish = sequence.choice.observe(sampled.token_id)
-            except NodeFailedError as error:
-                self._rooms.fail(sequence.request, error)
+            except PDError as error:
+                self._fail_choice(sequence.request, error)
                 return
             forced = [] if finish is not None else self._jump_forward(sequence)
             if finish is not None or forced:

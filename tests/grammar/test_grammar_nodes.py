@@ -4,6 +4,7 @@ with every other feature of a request."""
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -28,7 +29,9 @@ from tokenizers import Tokenizer
 from pd import assembly
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
+from pd.engine.token_rules import MASK_SECONDS
 from pd.grammar.grammars import Grammars
+from pd.grammar.rules import GrammarRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,3 +151,44 @@ def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> Non
             for done in held:  # what comes too late is not used
                 done(lambda _: None)
             cluster.wait_idle(30.0)
+
+
+def test_a_grammar_whose_masks_take_too_long_ends_its_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an error; another stream goes on, and the grammar is refused from then on."""
+    slow = Grammar("regex", "[ab]{20}slow")
+    fill_mask = GrammarRules.fill_mask
+
+    def busy(self: GrammarRules, mask: Any) -> None:
+        fill_mask(self, mask)
+        until = time.thread_time() + MASK_SECONDS + 0.1
+        while self.num_filled == 3 and self.is_slow and time.thread_time() < until:
+            pass
+        self.num_filled += 1
+
+    monkeypatch.setattr(GrammarRules, "num_filled", 0, raising=False)
+    monkeypatch.setattr(GrammarRules, "is_slow", False, raising=False)
+    monkeypatch.setattr(GrammarRules, "fill_mask", busy)
+    want = Grammars.want
+
+    def wanted(self: Grammars, grammar: Grammar, done: Any, owner: str = "") -> None:
+        def marked(found: Any) -> None:
+            def make(stop_ids: Any) -> GrammarRules:
+                rules: GrammarRules = found(stop_ids)
+                rules.is_slow = True
+                return rules
+
+            done(make if grammar == slow and callable(found) else found)
+
+        want(self, grammar, marked, owner)
+
+    monkeypatch.setattr(Grammars, "want", wanted)
+    with cluster_of(model, "split", overlap_schedule="on") as cluster:
+        other = ask(cluster, PROMPTS[1], grammar=JSON)
+        with pytest.raises(InvalidRequestError, match="the tokens that may come next took"):
+            ask(cluster, PROMPTS[0], grammar=slow).tokens()
+        assert other.tokens()[-1] == EOS
+        with pytest.raises(InvalidRequestError, match="the tokens that may come next took"):
+            ask(cluster, PROMPTS[0], grammar=slow).tokens()
+        cluster.wait_idle(30.0)

@@ -53,6 +53,7 @@ class DecodeBench:
             ),
             metrics=RequestMetrics(),
             rooms=SimpleNamespace(emit=lambda *_: None, finish=self._finish),
+            fail_choice=None,
             drafter=None,
             draft_lengths=None,
         )
