@@ -229,6 +229,9 @@ class _ChoicesRenderer:
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         return ()
 
+    def is_plain(self, choice: Choice, delta: Delta) -> bool:
+        return False
+
     def last_events(self) -> Iterable[object]:
         return ()
 

@@ -129,6 +129,12 @@ class _CompletionRenderer:
         event = self._head | {"choices": [self._choice(choice, delta)]}
         yield event | openai_common.chunk_usage(self._options, self._job)
 
+    def is_plain(self, choice: Choice, delta: Delta) -> bool:
+        spec = choice.generation.spec
+        if delta.first or delta.finish is not None or spec.discard_output:
+            return False
+        return self._options.are_plain and not spec.params.logprobs
+
     def last_events(self) -> Iterable[object]:
         if self._options.include_usage:
             yield self._head | {"choices": [], "usage": openai_common.usage(self._job)}

@@ -171,6 +171,9 @@ class _GenerateRenderer:
             result = {"index": index} | result
         yield result
 
+    def is_plain(self, choice: Choice, delta: Delta) -> bool:
+        return False  # each event has its times
+
     def last_events(self) -> Iterable[object]:
         return ()
 

@@ -52,6 +52,12 @@ class AnswerOptions(NamedTuple):
     continuous_usage: bool
     return_token_ids: bool
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether chunks have nothing that differs from one to the next but what a choice
+        gained in text."""
+        return not self.continuous_usage and not self.return_token_ids
+
     @classmethod
     def of(cls, asked: OpenAIRequest) -> AnswerOptions:
         return cls(asked.include_usage, asked.continuous_usage, asked.return_token_ids)

@@ -19,6 +19,7 @@ from pd.core.errors import (
 )
 from pd.proxy import logprobs
 from pd.proxy.background import INLINE_BYTES
+from pd.proxy.event_stream import EventRenderer, EventWriter, event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,11 +41,6 @@ CUMULATIVE_BYTES_PER_SECOND = 4 << 20
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
-# JSON allows them in strings and events in lines, but clients that read lines of text (httpx) take
-# them for ends of lines.
-_LINE_BREAKS = {
-    char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")
-}
 
 
 def json_response(
@@ -62,8 +58,8 @@ def error_response(error: PDError) -> Response:
     return json_response(error_body(error), error.status, headers)
 
 
-class Renderer(Protocol):
-    """An API's view of a job.
+class Renderer(EventRenderer, Protocol):
+    """An API's view of a job. Its events are those of a stream.
 
     Attributes:
         cumulative: events repeat what was sent before.
@@ -73,9 +69,6 @@ class Renderer(Protocol):
 
     def size(self, choice: Choice, delta: Delta) -> int:
         """About how many bytes :meth:`events` will make of it."""
-
-    def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
-        """Server-sent events for what a choice gained. From any thread."""
 
     def last_events(self) -> Iterable[object]:
         """Events after all choices ended (usage)."""
@@ -106,6 +99,7 @@ class JobResponse(Response):
         self._renderer = renderer
         self._timeout = timeout
         self._background = background
+        self._events_of = EventWriter(renderer)
         # Whether news were taken that are not written yet, so that nothing may go before them.
         self._has_taken = False
 
@@ -164,9 +158,9 @@ class JobResponse(Response):
             self._has_taken = True
             data = await self._events(news)
             if error is not None:
-                data += _event(error_body(error))
+                data += event(error_body(error))
             elif done:
-                last = [_event(event) for event in self._renderer.last_events()]
+                last = [event(value) for value in self._renderer.last_events()]
                 data += b"".join([*last, DONE])
             await self._write(send, data, more=not done)
             self._has_taken = False
@@ -182,7 +176,7 @@ class JobResponse(Response):
         job = self._job
         if self._has_taken or job.done or job.unread_bytes > INLINE_BYTES or not body.ready:
             return False
-        data = self._encode([(choice, choice.take()) for choice in job.take_news()])
+        data = self._events_of.write([(choice, choice.take()) for choice in job.take_news()])
         if data:
             body.write(data)
         return True
@@ -193,11 +187,7 @@ class JobResponse(Response):
         # Taken here, since more may come while another thread writes it down.
         deltas = [(choice, choice.take()) for choice in news]
         size = sum(renderer.size(choice, delta) for choice, delta in deltas)
-        return await self._background.run(size, self._encode, deltas)
-
-    def _encode(self, deltas: list[tuple[Choice, Delta]]) -> bytes:
-        events = (e for choice, delta in deltas for e in self._renderer.events(choice, delta))
-        return b"".join([_event(event) for event in events])
+        return await self._background.run(size, self._events_of.write, deltas)
 
     async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
         # `send` waits only if the client has not read what it was sent before.
@@ -221,11 +211,3 @@ class JobResponse(Response):
         job.abort_is_result = False
         job.outcome = outcome
         self._dispatcher.end(job, AbortedError(message), outcome)
-
-
-def _event(value: object) -> bytes:
-    data = _encoder.encode(value)
-    if not data.isascii():
-        for char, escape in _LINE_BREAKS.items():
-            data = data.replace(char, escape)
-    return b"data: " + data + b"\n\n"
