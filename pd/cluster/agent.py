@@ -215,7 +215,7 @@ class Agent:
             self._directory = os.path.expanduser(request.directory)
             if not os.path.isdir(self._directory):
                 raise SetupError(f"the directory {request.directory} is not there")
-        self._run = RunDirectory(request.run, must_exist=request.attach)
+        self._run = RunDirectory(request.run, again=request.attach)
         self._token = request.token
         self._keep = request.attach
         for record in self._run.records():

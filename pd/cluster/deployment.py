@@ -7,9 +7,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from pd.cluster import protocol, serving
 from pd.cluster.collect import collect_logs, collect_snapshots
 from pd.cluster.host import Host
+from pd.cluster.state import forget_state
 from pd.cluster.times import GRACE_SECONDS
 from pd.core.errors import SetupError
 
@@ -84,7 +87,6 @@ class Deployment:
         report: Callable[[str], None],
     ) -> None:
         self.state, self.changed, self.hosts, self.report = state, changed, hosts, report
-        self.stopping = False
 
     def __enter__(self) -> Deployment:
         return self
@@ -162,21 +164,40 @@ class Deployment:
     def stop(self, grace: float = GRACE_SECONDS) -> bool:
         """Collect metrics, stop all processes in order, collect logs, and clean up on all hosts.
 
-        Returns False if a host was lost, so that what ran there may still run.
+        Returns False if a host was lost, so that what ran there may still run. Then the run is not
+        forgotten, so that ``down`` can be tried again.
         """
-        self.stopping = True
+        self._reconnect()
         collect_snapshots(self.servers, self.logs, self.report)
         orders = {process.state.stop_order for process in self.processes}
         for order in sorted(orders, reverse=True):
             self._stop_group([p for p in self.processes if p.state.stop_order == order], grace)
         collect_logs(self.processes, self.logs, self.report)
         with ThreadPoolExecutor(max(1, len(self.hosts))) as pool:
-            return all(list(pool.map(self._close, self.hosts.values())))
+            closed = list(pool.map(self._close, self.hosts.values()))
+        if all(closed) and self.hosts.keys() == self.state.hosts.keys():
+            forget_state(self.state)
+            return True
+        return False
 
     @property
     def logs(self) -> Path:
         """The directory here into which logs and metrics are collected."""
         return self.state.logs
+
+    def _reconnect(self) -> None:
+        """Connect again to hosts that were lost: maybe only the connection was, or the agent."""
+        lost = [host.name for host in self.hosts.values() if host.lost]
+        if not lost:
+            return
+        for name in lost:
+            self.hosts[name].disconnect()
+        known = {name: self.state.hosts[name] for name in lost}
+        state = msgspec.structs.replace(self.state, hosts=known)
+        found, problems = connect(state, self.changed, attach=True)
+        self.hosts |= found
+        for problem in problems.values():
+            self.report(problem)
 
     def _stop_group(self, group: Sequence[Process], grace: float) -> None:
         self._signal(group, signal.SIGTERM)

@@ -31,8 +31,8 @@ class Open(Request):
     """Take the run directory ``run`` (relative to the agent's state directory).
 
     Attributes:
-        attach: look after processes of an earlier agent, which must exist, and leave them running
-            when the connection ends. Otherwise the directory is made.
+        attach: look after processes of an earlier agent, and leave them running when the
+            connection ends. Otherwise nobody may have opened the run before.
         directory: working directory of processes; empty for the agent's own.
         token: value of :data:`TOKEN_VARIABLE` in the environment of every process of this run.
     """

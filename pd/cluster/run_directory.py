@@ -39,20 +39,20 @@ def state_directory() -> Path:
 class RunDirectory:
     """Files of a run, which only this user can read.
 
-    Raises SetupError if the directory cannot be made, or must exist and does not.
+    Args:
+        again: the run may have been here before. If it has been removed meanwhile, it is empty.
+
+    Raises:
+        SetupError: the directory cannot be made.
     """
 
-    def __init__(self, run: str, *, must_exist: bool) -> None:
+    def __init__(self, run: str, *, again: bool) -> None:
         parts = run.split("/")
         if not all(_NAME.fullmatch(part) for part in parts):
             raise SetupError(f"{run!r} is no name of a run")
         self.path = state_directory().joinpath(*parts)
-        if must_exist:
-            if not self.path.is_dir():
-                raise SetupError(f"{self.path} is not there: this run has been removed")
-            return
         try:
-            self.path.mkdir(mode=0o700, parents=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=again)
         except OSError as error:
             raise SetupError(f"cannot make {self.path}: {error.strerror}") from error
 

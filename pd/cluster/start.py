@@ -70,8 +70,7 @@ def up(
         starter.start(wait_seconds)
     except BaseException:
         report("stopping")
-        if starter.deployment.stop():
-            forget_state(state)
+        starter.deployment.stop()
         report(f"logs are in {state.logs}")
         raise
     return starter.deployment

@@ -95,7 +95,6 @@ def report(line: str) -> None:
 def _up(args: argparse.Namespace, spec: ClusterSpec, state: ClusterState | None) -> int:
     from pd.cluster.spec_file import check_known_flags
     from pd.cluster.start import up
-    from pd.cluster.state import forget_state
 
     check_known_flags(spec, _known_flags())
     if state is not None:
@@ -107,7 +106,6 @@ def _up(args: argparse.Namespace, spec: ClusterSpec, state: ClusterState | None)
         _detach(running)
         _print_urls(running)
         return 0
-    stopped = False
     try:
         _print_urls(running)
         report("until Ctrl-C")
@@ -120,10 +118,8 @@ def _up(args: argparse.Namespace, spec: ClusterSpec, state: ClusterState | None)
         # NOTE: an impatient second Ctrl-C must not leave processes behind.
         with ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             report("stopping")
-            stopped = running.stop(args.grace)
+            running.stop(args.grace)
             report(f"logs and metrics are in {running.logs}")
-            if stopped:
-                forget_state(running.state)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -155,7 +151,6 @@ def _detach(running: Deployment) -> None:
 def _clean_up(args: argparse.Namespace, state: ClusterState) -> None:
     """Remove what a run that ended by itself has left. Raises UsageError if it is up."""
     from pd.cluster.deployment import attach
-    from pd.cluster.state import forget_state
 
     remedy = f"stop it with: pd-launch cluster down {args.file}"
     if state.controller_handle() is not None:
@@ -164,10 +159,8 @@ def _clean_up(args: argparse.Namespace, state: ClusterState) -> None:
     if any(process.running for process in running.processes):
         running.release()
         raise UsageError(f"{args.file} is up already; {remedy}")
-    if running.stop() and not problems:
-        forget_state(state)
-        return
-    raise SetupError(f"an earlier run cannot be cleaned up: {'; '.join(problems.values())}")
+    if not running.stop():
+        raise SetupError(f"an earlier run cannot be cleaned up: {'; '.join(problems.values())}")
 
 
 # ---- status and down
@@ -198,9 +191,11 @@ def _down(args: argparse.Namespace, state: ClusterState) -> int:
     running, problems = attach(state, report)
     for problem in problems.values():
         report(problem)
-    stopped = running.stop(args.grace) and not problems
+    stopped = running.stop(args.grace)
     report(f"logs and metrics are in {running.logs}")
-    if stopped or args.forget:
+    if stopped:
+        return 0
+    if args.forget:
         forget_state(state)
         return 0
     raise SetupError(
