@@ -59,6 +59,9 @@ class Host:
         self._closing = threading.Event()
         self._agent: subprocess.Popen[bytes] | None = None
         self._errors: list[str] = []
+        self._error_reader = threading.Thread(
+            target=self._read_errors, name=f"errors {self.name}", daemon=True
+        )
 
     def __str__(self) -> str:
         return f"host {self.name} ({self._reach})"
@@ -82,8 +85,8 @@ class Host:
             )
         except OSError as error:
             raise SetupError(f"{self} cannot be reached: {command[0]}: {error.strerror}") from error
-        for run in (self._read, self._read_errors):
-            threading.Thread(target=run, name=f"host {self.name}", daemon=True).start()
+        self._error_reader.start()
+        threading.Thread(target=self._read, name=f"host {self.name}", daemon=True).start()
         try:
             hello = self._hello.result(CONNECT_SECONDS)
         except FutureTimeoutError:
@@ -144,6 +147,7 @@ class Host:
             status = self._agent.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             return "its agent closed the connection"
+        self._error_reader.join(_CLOSE_SECONDS)
         said = shorten("; ".join(self._errors), _MESSAGE_CHARACTERS)
         return f"its agent ended with status {status}" + (f": {said}" if said else "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from pd.cluster.spec_file import load_spec
 from pd.cluster.state import deployment_id, load_state
 
 if TYPE_CHECKING:
+    import netns
+
     from pd.cluster.state import ClusterState
 
 ROOT = Path(__file__).parents[2]
@@ -99,3 +102,12 @@ def pids_with(token: str) -> list[int]:
 
 def wait_gone(token: str) -> None:
     wait_until(lambda: not pids_with(token), ENDS_WITHIN, lambda: pids_with(token))
+
+
+def kill_host(host: netns.Host) -> None:
+    """All its processes at once."""
+    found = subprocess.run(
+        ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
+    )
+    for pid in found.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)

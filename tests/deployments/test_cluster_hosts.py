@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import netns
 import pytest
-from cluster_helpers import TOKENS, pids_with, spec_of, write
+from cluster_helpers import TOKENS, kill_host, pids_with, spec_of, write
 
 from pd.cluster.spec_file import load_spec
 from pd.cluster.start import up
@@ -73,15 +70,6 @@ def transferred(running: Deployment, backend: str) -> float:
     found = re.search(rf'^pd_transfer_bytes_total{{backend="{backend}"}} (\S+)', page, re.M)
     assert found is not None, page
     return float(found[1])
-
-
-def kill_host(host: netns.Host) -> None:
-    """All its processes at once."""
-    found = subprocess.run(
-        ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
-    )
-    for pid in found.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
