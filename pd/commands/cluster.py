@@ -160,7 +160,10 @@ def _clean_up(args: argparse.Namespace, state: ClusterState) -> None:
         running.release()
         raise UsageError(f"{args.file} is up already; {remedy}")
     if not running.stop():
-        raise SetupError(f"an earlier run cannot be cleaned up: {'; '.join(problems.values())}")
+        raise SetupError(
+            f"an earlier run cannot be cleaned up: {'; '.join(problems.values())}; if the host is "
+            f"gone: pd-launch cluster down {args.file} --forget"
+        )
 
 
 # ---- status and down

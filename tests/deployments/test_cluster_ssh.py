@@ -154,6 +154,27 @@ def test_a_host_that_dies_is_named_and_the_other_one_stopped(
     assert state_of(file) is None
 
 
+def test_a_host_that_is_cut_off_is_named_and_stops_by_itself(
+    servers: netns.Network, keys: Path
+) -> None:
+    file = write(keys / "ssh.yaml", two_hosts(servers, keys))
+    command = Command("up", file)
+    command.urls()
+    state = state_of(file)
+    assert state is not None
+    # Packets are lost from now on, and neither end is told.
+    servers.b.ip("link", "set", "mgmt", "down")
+    status, _ = command.end()
+    assert status == 1
+    assert "host second (ssh " in command.log and "it ran main-decode-0" in command.log
+    assert "what ran there may still run" in command.log
+    wait_gone(state.token)
+    servers.b.ip("link", "set", "mgmt", "up")
+    status, _, log = run("down", file)
+    assert status == 0, log
+    assert (state.logs / "second-main-decode-0.log").is_file()
+
+
 def test_a_host_whose_key_is_not_known_is_not_talked_to(servers: netns.Network, keys: Path) -> None:
     file = write(keys / "ssh.yaml", two_hosts(servers, keys, known=False))
     status, out, log = run("up", file)
