@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from pd.cluster.protocol import AnyRequest, Start
 
-CLUSTER_KEY_FILE = "cluster.key"
 # How often a process that has not announced itself is looked at, and how often anything is.
 _READY_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
@@ -270,7 +269,7 @@ class Agent:
 
     def _close(self, request: protocol.Close) -> None:
         kill_all_with(self._token)
-        self._opened.remove_key(CLUSTER_KEY_FILE)
+        self._opened.remove_key()
         if request.remove:
             self._opened.remove()
         self._keep = True
@@ -289,7 +288,7 @@ class Agent:
         kill_all_with(self._token)
         if self._run is not None:
             with contextlib.suppress(OSError):
-                self._run.remove_key(CLUSTER_KEY_FILE)
+                self._run.remove_key()
 
 
 def _wait_ended(processes: list[AgentProcess], seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.cluster.agent import CLUSTER_KEY_FILE
+from pd.cluster.run_directory import CLUSTER_KEY_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from pd.cluster.host import Host
     from pd.cluster.spec import ClusterSpec, Flags, NodeSettings
 
-# Processes of a higher number stop first: what sends requests, then what passes them on, then who
-# receives KV, then who sends it.
-STOP_ORDER = {"load": 3, "proxy": 2, "decode": 1, "unified": 1, "prefill": 0}
+# Processes of a higher number stop first: whatever sends requests (LOAD_STOP_ORDER), then proxies,
+# then what receives KV, then what sends it.
+STOP_ORDER = {"proxy": 2, "decode": 1, "unified": 1, "prefill": 0}
 
 
 class NodePlan(NamedTuple):

@@ -87,6 +87,7 @@ class Deployment:
         report: Callable[[str], None],
     ) -> None:
         self.state, self.changed, self.hosts, self.report = state, changed, hosts, report
+        self._stopped = False
 
     def __enter__(self) -> Deployment:
         return self
@@ -167,6 +168,8 @@ class Deployment:
         Returns False if a host was lost, so that what ran there may still run. Then the run is not
         forgotten, so that ``down`` can be tried again.
         """
+        if self._stopped:
+            return True
         self._reconnect()
         collect_snapshots(self.servers, self.logs, self.report)
         orders = {process.state.stop_order for process in self.processes}
@@ -177,6 +180,7 @@ class Deployment:
             closed = list(pool.map(self._close, self.hosts.values()))
         if all(closed) and self.hosts.keys() == self.state.hosts.keys():
             forget_state(self.state)
+            self._stopped = True
             return True
         return False
 
@@ -255,9 +259,13 @@ def connect(
         known = state.hosts[name]
         host = Host(name, known.reach, known.python, known.address, changed)
         directory = (directories or {}).get(name, "")
-        host.open(
-            protocol.Open(state.run_on(name), state.token, attach=attach, directory=directory)
-        )
+        try:
+            host.open(
+                protocol.Open(state.run_on(name), state.token, attach=attach, directory=directory)
+            )
+        except BaseException:
+            host.disconnect()
+            raise
         return host
 
     hosts: dict[str, Host] = {}

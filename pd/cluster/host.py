@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import threading
 import time
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value", bound=msgspec.Struct)
 
 CONNECT_SECONDS = 30.0
+# Commands that send requests stop before all servers (pd.cluster.commands.STOP_ORDER).
+LOAD_STOP_ORDER = 3
 # What a login shell may print before the agent speaks.
 _MAX_NOISE_LINES = 200
 _MESSAGE_CHARACTERS = 500
@@ -103,7 +106,8 @@ class Host:
         opened = self.call(request, protocol.Opened)
         self.version, self.run_directory = opened.version, opened.run_directory
         with self._changed:
-            self.processes = {state.name: state for state in opened.processes}
+            # One may have ended since.
+            self.processes = {state.name: state for state in opened.processes} | self.processes
         threading.Thread(target=self._ping, name=f"ping {self.name}", daemon=True).start()
 
     def disconnect(self) -> None:
@@ -242,11 +246,21 @@ class Host:
         environment: dict[str, str] | None = None,
         seconds: float = 600.0,
     ) -> ProcessState:
-        """Run a command to its end; ``NAME.out`` and ``NAME.log`` hold what it printed.
+        """Run a command to its end; see :meth:`launch` and :meth:`wait_ended`."""
+        self.launch(name, command, environment)
+        return self.wait_ended(name, seconds)
+
+    def launch(
+        self, name: str, command: list[str], environment: dict[str, str] | None = None
+    ) -> None:
+        """Start a command that is no server; ``NAME.out`` and ``NAME.log`` hold what it prints."""
+        self.start(protocol.Start(name, command, environment or {}, stop_order=LOAD_STOP_ORDER))
+
+    def wait_ended(self, name: str, seconds: float) -> ProcessState:
+        """Wait until a process has ended.
 
         Raises SetupError if it does not end in time (then it is killed) or the host is lost.
         """
-        self.start(protocol.Start(name, command, environment or {}, stop_order=10))
         deadline = time.monotonic() + seconds
         with self._changed:
             while not self.processes[name].ended:
@@ -258,7 +272,7 @@ class Host:
                 self._changed.wait(left)
             else:
                 return self.processes[name]
-        self.signal(name, 9)
+        self.signal(name, signal.SIGKILL)
         raise SetupError(f"{name} on {self} did not end within {seconds:g} s")
 
     def signal(self, name: str, number: int) -> None:

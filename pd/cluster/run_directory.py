@@ -15,6 +15,7 @@ from pd.cluster.host_processes import Identity
 from pd.cluster.protocol import MAX_CHUNK_BYTES, Part, ReadyLine, Start
 from pd.core.errors import SetupError
 
+CLUSTER_KEY_FILE = "cluster.key"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _LOG_LINES = 15
 # The end of a log in which its last lines are looked for, and the beginning of an output in which
@@ -119,9 +120,9 @@ class RunDirectory:
             except OSError:
                 return
 
-    def remove_key(self, name: str) -> None:
-        """Delete a secret that nobody needs any more."""
-        self.file(name).unlink(missing_ok=True)
+    def remove_key(self) -> None:
+        """Delete the cluster key, which nobody needs any more."""
+        self.file(CLUSTER_KEY_FILE).unlink(missing_ok=True)
 
 
 def new_run_id() -> str:

@@ -9,11 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.cluster import protocol, serving
-from pd.cluster.agent import CLUSTER_KEY_FILE
 from pd.cluster.commands import STOP_ORDER, node_command, plan_nodes, proxy_command
 from pd.cluster.deployment import Deployment, connect
 from pd.cluster.host_processes import identity_of
-from pd.cluster.run_directory import new_run_id
+from pd.cluster.run_directory import CLUSTER_KEY_FILE, new_run_id
 from pd.cluster.state import ClusterState, HostState, create_state, deployment_id, forget_state
 from pd.cluster.times import WAIT_SECONDS
 from pd.core.errors import SetupError

@@ -81,7 +81,7 @@ def test_processes_end_with_the_connection(state: ClusterState, foreign: object)
     host = connected(state)
     start(host, "one", *SLEEP)
     start(host, "two", *SLEEP)
-    assert len(pids_with(state.token)) == 2
+    wait_until(lambda: len(pids_with(state.token)) == 2, WITHIN)
     host.disconnect()
     wait_gone(state.token)
 
@@ -91,7 +91,7 @@ def test_kept_processes_are_found_again_and_stopped(state: ClusterState, foreign
     pid = start(host, "one", *SLEEP).pid
     host.tell(protocol.Keep())
     host.disconnect()
-    assert pids_with(state.token) == [pid]
+    wait_until(lambda: pids_with(state.token) == [pid], WITHIN)
 
     running, problems = attach(state)
     assert not problems
@@ -168,7 +168,7 @@ def test_a_host_that_answers_nothing_any_more_is_lost(
     monkeypatch.setattr(protocol, "PING_SECONDS", 0.1)
     monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
     host = connected(state)
-    (agent,) = (child for child in children() if "pd.cluster.agent" in command_line(child))
+    agent = agent_pid(host)
     os.kill(agent, signal.SIGSTOP)
     try:
         wait_until(lambda: host.lost, WITHIN)
@@ -180,10 +180,10 @@ def test_a_host_that_answers_nothing_any_more_is_lost(
         host.disconnect()
 
 
-def children() -> list[int]:
-    """Pids of this process's children, whichever thread started them."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text().split()]
+def agent_pid(host: Host) -> int:
+    assert host._agent is not None
+    assert "pd.cluster.agent" in command_line(host._agent.pid)
+    return host._agent.pid
 
 
 def command_line(pid: int) -> str:
@@ -220,7 +220,7 @@ def test_a_long_file_is_read_in_parts_from_its_end(host: Host) -> None:
 
 def test_environments_are_in_no_command_line_and_no_file(host: Host) -> None:
     host.start(protocol.Start("one", SLEEP, {"PD_API_KEY": "a-secret-of-this-test"}))
-    (agent,) = (child for child in children() if "pd.cluster.agent" in command_line(child))
+    agent = agent_pid(host)
     pid = host.processes["one"].pid
     assert b"a-secret-of-this-test" in Path(f"/proc/{pid}/environ").read_bytes()
     for process in (agent, pid):
