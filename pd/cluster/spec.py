@@ -133,7 +133,6 @@ class ClusterSpec(_Settings):
         load: hosts from which the harness sends requests.
     """
 
-    name: Name = "cluster"
     model: str
     transfer_backend: str | None = None
     flags: Flags = {}

@@ -52,7 +52,6 @@ def load_spec(path: Path) -> ClusterSpec:
         # The short form of a single layout.
         raw = dict(raw)
         raw["layouts"] = {"main": {k: raw.pop(k) for k in ("nodes", "proxy") if k in raw}}
-    raw.setdefault("name", path.stem)
     try:
         spec = ClusterSpec.model_validate(raw)
     except ValidationError as error:

@@ -50,7 +50,7 @@ def up(
     """
     names = spec.used_hosts(with_load=with_load)
     state = ClusterState(
-        deployment_id(spec.name, path),
+        deployment_id(path),
         new_run_id(),
         {
             name: HostState(host.reach, host.interpreter, host.public_address)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_NAME_CHARACTERS = 32
 
 
 class HostState(msgspec.Struct, frozen=True):
@@ -59,9 +62,14 @@ class ClusterState(msgspec.Struct, frozen=True):
         return None if self.controller is None else ProcessHandle.of(self.controller)
 
 
-def deployment_id(name: str, path: Path) -> str:
-    """The name with a digest of the file's path, because other files may have the same name."""
+def deployment_id(path: Path) -> str:
+    """The file's name with a digest of its path, because other files may have the same name.
+
+    It does not depend on what the file says, which may have changed since the deployment was
+    started.
+    """
     digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", path.stem)[:_NAME_CHARACTERS]
     return f"{name}-{digest[:8]}"
 
 

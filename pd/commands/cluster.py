@@ -74,12 +74,13 @@ def run(args: argparse.Namespace) -> int:
     from pd.cluster.spec_file import load_spec
     from pd.cluster.state import deployment_id, load_state
 
-    spec = load_spec(args.file)
-    state = load_state(deployment_id(spec.name, args.file))
+    state = load_state(deployment_id(args.file))
     if args.action == "up":
-        return _up(args, spec, state)
+        return _up(args, load_spec(args.file), state)
     if state is None:
-        print(f"{spec.name} is not up", file=sys.stderr)
+        if not args.file.exists():
+            raise UsageError(f"cannot read {args.file}: no such file")
+        report(f"{args.file} is not up")
         return 1 if args.action == "status" else 0
     return _status(state) if args.action == "status" else _down(args, state)
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 from processes import wait_until
 from tiny import tiny_model
 
 from pd.cluster.host_processes import TOKEN_VARIABLE
-from pd.cluster.spec_file import load_spec
 from pd.cluster.state import deployment_id, load_state
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import netns
 
     from pd.cluster.state import ClusterState
@@ -46,11 +48,25 @@ def write(path: Path, spec: dict[str, Any]) -> Path:
 
 
 def state_of(file: Path) -> ClusterState | None:
-    return load_state(deployment_id(load_spec(file).name, file))
+    return load_state(deployment_id(file))
+
+
+@contextlib.contextmanager
+def foreign_process(*command: str, **environment: str) -> Iterator[int]:
+    """A process that looks like those of a deployment and is none; it must survive."""
+    process = subprocess.Popen(command, env=os.environ | environment)
+    try:
+        yield process.pid
+        assert process.poll() is None, "a process that the deployment did not start has ended"
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Command:
     """``pd-launch cluster ACTION FILE`` as a process."""
+
+    started: ClassVar[list[Command]] = []
 
     def __init__(self, action: str, file: Path, *flags: str) -> None:
         self._log = file.with_suffix(f".{action}.log")
@@ -63,6 +79,16 @@ class Command:
                 text=True,
                 env=env,
             )
+        self.started.append(self)
+
+    @classmethod
+    def stop_all(cls) -> None:
+        """End those that a failed test has left."""
+        for command in cls.started:
+            if command.process.poll() is None:
+                command.process.terminate()
+                command.process.wait(ENDS_WITHIN)
+        cls.started.clear()
 
     @property
     def log(self) -> str:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
+from cluster_helpers import ROOT, Command
+
+from pd.cluster.host_processes import kill_all_with
+from pd.cluster.state import ClusterState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
-def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs are recorded here, and processes of this test find pd."""
-    from cluster_helpers import ROOT
-
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Runs are recorded here, and processes of this test find pd. What is up at the end is ended."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path / "state"
+    yield tmp_path / "state"
+    Command.stop_all()
+    for file in (tmp_path / "state").glob("pd/clusters/*/state.json"):
+        kill_all_with(msgspec.json.decode(file.read_bytes(), type=ClusterState).token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,16 +13,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from cluster_helpers import pids_with, wait_gone
+from cluster_helpers import foreign_process, pids_with, wait_gone
+from lacking import skip_or_fail
 from processes import wait_until
 
 from pd.cluster import protocol
-from pd.cluster.deployment import attach, connect, how_it_ended
+from pd.cluster.deployment import Deployment, attach, connect, how_it_ended
 from pd.cluster.host import Host
 from pd.cluster.host_processes import ProcessHandle, identity_of
 from pd.cluster.reach import Local, NetworkNamespace, Ssh
 from pd.cluster.run_directory import Record, new_run_id
-from pd.cluster.state import ClusterState, HostState
+from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -57,12 +59,10 @@ def host(state: ClusterState) -> Iterator[Host]:
 
 
 @pytest.fixture
-def foreign() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that looks like those of the tests, and is none of theirs."""
-    with subprocess.Popen(SLEEP) as process:
-        yield process
-        assert process.poll() is None, "a process that the deployment did not start has ended"
-        process.kill()
+def foreign() -> Iterator[int]:
+    """The pid of a process that looks like those of the tests."""
+    with foreign_process(*SLEEP) as pid:
+        yield pid
 
 
 def start(host: Host, name: str, *command: str) -> protocol.ProcessState:
@@ -125,7 +125,7 @@ def test_what_a_killed_process_leaves_behind_is_killed(
 
 
 def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
-    state: ClusterState, foreign: subprocess.Popen[bytes]
+    state: ClusterState, foreign: int
 ) -> None:
     host = connected(state)
     start(host, "one", *SLEEP)
@@ -133,7 +133,7 @@ def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
     host.disconnect()
     wait_gone(state.token)
     # What is recorded has the foreign process's pid, and started a tick earlier.
-    identity = identity_of(foreign.pid)
+    identity = identity_of(foreign)
     assert identity is not None
     older = msgspec.structs.replace(identity, started=identity.started - 1)
     record = Record(older, protocol.Start("one", SLEEP, {}))
@@ -142,7 +142,7 @@ def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
     assert ProcessHandle.of(older) is None
     running, _ = attach(state)
     (process,) = running.processes
-    assert process.state.pid == foreign.pid
+    assert process.state.pid == foreign
     assert process.state.ended
     running.hosts["here"].signal("one", signal.SIGKILL)
     assert running.stop()
@@ -188,6 +188,36 @@ def agent_pid(host: Host) -> int:
 
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_what_a_killed_agent_leaves_is_named_and_stopped(
+    state: ClusterState, foreign: object
+) -> None:
+    create_state(state)
+    host = connected(state)
+    said: list[str] = []
+    with Deployment(state, host._changed, {"here": host}, said.append) as running:
+        host.start(protocol.Start("one", SLEEP, {}, layout="main", role="unified"))
+        wait_until(lambda: pids_with(state.token), WITHIN)
+        os.kill(agent_pid(host), signal.SIGKILL)
+        wait_until(lambda: host.lost, WITHIN)
+        with pytest.raises(SetupError, match=r"is lost: .*status -9; it ran one"):
+            running.check()
+        assert pids_with(state.token)
+    assert not pids_with(state.token)
+    assert load_state(state.deployment) is None
+    assert (running.logs / "here-one.log").is_file()
+
+
+def test_one_file_is_up_once(state: ClusterState) -> None:
+    create_state(state)
+    with pytest.raises(SetupError, match="is up already"):
+        create_state(new_state())
+    # The end of another run does not forget this one.
+    forget_state(new_state())
+    assert load_state(state.deployment) == state
+    forget_state(state)
+    assert load_state(state.deployment) is None
 
 
 # ---- files and secrets
@@ -245,6 +275,8 @@ def test_environments_are_in_no_command_line_and_no_file(host: Host) -> None:
 def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
     reach: Local | NetworkNamespace | Ssh, python: str, why: str
 ) -> None:
+    if isinstance(reach, Ssh) and shutil.which("ssh") is None:
+        skip_or_fail("this needs openssh-client")
     host = Host("far", reach, python, "127.0.0.1", threading.Condition())
     with pytest.raises(SetupError, match=rf"host far \(.*\) cannot be reached: .*{why}"):
         host.open(protocol.Open("test/run/far", "token"))

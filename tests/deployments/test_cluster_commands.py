@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from cluster_helpers import (
     TOKENS,
     Command,
+    foreign_process,
     pids_with,
     run,
     spec_of,
@@ -66,7 +66,7 @@ def test_layouts_are_started_together_shown_and_stopped(tmp_path: Path) -> None:
     file = write(tmp_path / "two.yaml", one_host(a=unified_layout(), b=unified_layout()))
     # The same command line, as far as a list of processes shows it, from somebody else.
     foreign_command = [sys.executable, "-c", "import time; time.sleep(600)", "-m", "pd.cli"]
-    with subprocess.Popen(foreign_command, env=os.environ | {TOKEN_VARIABLE: "x"}) as foreign:
+    with foreign_process(*foreign_command, **{TOKEN_VARIABLE: "another token"}):
         command = Command("up", file, "--detach")
         urls = command.urls()
         assert command.end() == (0, "")
@@ -85,17 +85,16 @@ def test_layouts_are_started_together_shown_and_stopped(tmp_path: Path) -> None:
         status, _, log = run("up", file)
         assert (status, "is up already" in log) == (2, True), log
 
+        file.write_text("what was started is stopped, whatever the file says now")
         status, _, log = run("down", file)
         assert status == 0, log
         assert not pids_with(token)
-        assert foreign.poll() is None
-        foreign.kill()
     logs = tmp_path.glob("state/pd/clusters/*/*/logs/*")
     names = {path.name for path in logs}
     assert {"here-a-proxy.log", "here-b-unified-0.metrics", "here-b-unified-0.json"} <= names
     assert run("down", file)[0] == 0
     status, _, log = run("status", file)
-    assert (status, log) == (1, "two is not up\n")
+    assert (status, log) == (1, f"{file} is not up\n")
 
 
 def test_a_process_that_ends_is_named_and_the_rest_is_stopped(file: Path) -> None:

@@ -112,7 +112,6 @@ def test_one_layout_needs_no_name(tmp_path: Path) -> None:
         tmp_path, changed(("layouts", None), ("nodes", layout["nodes"]), ("proxy", layout["proxy"]))
     )
     assert list(spec.layouts) == ["main"]
-    assert spec.name == "two"
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
