@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _KILL_SECONDS = 5.0
 # When a host dies, its processes and its agent do not end at the very same moment.
-_SAME_DEATH_SECONDS = 0.5
+_SAME_DEATH_SECONDS = 2.0
 
 
 class Process:
@@ -195,7 +195,7 @@ class Deployment:
         if not lost:
             return
         for name in lost:
-            self.hosts[name].disconnect()
+            self.hosts[name].disconnect()  # an agent that still lives stops its processes
         known = {name: self.state.hosts[name] for name in lost}
         state = msgspec.structs.replace(self.state, hosts=known)
         found, problems = connect(state, self.changed, attach=True)

@@ -111,7 +111,10 @@ class Host:
         threading.Thread(target=self._ping, name=f"ping {self.name}", daemon=True).start()
 
     def disconnect(self) -> None:
-        """End the connection; the agent stops what it was not told to keep."""
+        """End the connection; the agent stops what it was not told to keep.
+
+        An agent that takes longer for that is left alone: killed, it would leave processes behind.
+        """
         self._closing.set()
         if self._agent is None:
             return
@@ -121,8 +124,9 @@ class Host:
         try:
             self._agent.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._agent.kill()
-            self._agent.wait()
+            if not self.run_directory:  # it never became an agent
+                self._agent.kill()
+                self._agent.wait()
 
     def _read(self) -> None:
         assert self._agent is not None and self._agent.stdout is not None

@@ -75,7 +75,8 @@ def servers(network: netns.Network, keys: Path, state_home: Path) -> Iterator[ne
                 [*host.prefix, SSHD, "-D", "-e", "-f", str(config)], stderr=log
             )
             stack.callback(server.wait)
-            stack.callback(server.terminate)
+            # With its sessions, which would not hear of the end of a network that is gone.
+            stack.callback(kill_host, host)
         for host in (network.a, network.b):
             wait_until(lambda h=host: listens(h), WITHIN)
         yield network
