@@ -20,7 +20,7 @@ from processes import wait_until
 from pd.cluster import protocol
 from pd.cluster.deployment import Deployment, attach, connect, how_it_ended
 from pd.cluster.host import Host
-from pd.cluster.host_processes import ProcessHandle, identity_of
+from pd.cluster.host_processes import ProcessHandle, identity_of, kill_all_with
 from pd.cluster.reach import Local, NetworkNamespace, Ssh
 from pd.cluster.run_directory import Record, new_run_id
 from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
@@ -46,8 +46,10 @@ def connected(state: ClusterState) -> Host:
 
 
 @pytest.fixture
-def state() -> ClusterState:
-    return new_state()
+def state() -> Iterator[ClusterState]:
+    made = new_state()
+    yield made
+    kill_all_with(made.token)
 
 
 @pytest.fixture

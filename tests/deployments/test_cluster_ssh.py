@@ -32,6 +32,8 @@ from processes import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pd.cluster.state import ClusterState
+
 pytestmark = pytest.mark.full
 
 PORT = 2222
@@ -111,6 +113,16 @@ def two_hosts(net: netns.Network, keys: Path, *, known: bool = True) -> dict[str
     return spec_of(hosts, nodes=nodes, proxy=proxy, transfer_backend="tcp")
 
 
+def in_foreground(net: netns.Network, keys: Path) -> tuple[Path, Command, ClusterState]:
+    """The file of a deployment, the command that started it and waits, and the run."""
+    file = write(keys / "ssh.yaml", two_hosts(net, keys))
+    command = Command("up", file)
+    command.urls()
+    state = state_of(file)
+    assert state is not None
+    return file, command, state
+
+
 def test_a_deployment_over_ssh_serves_and_stops(servers: netns.Network, keys: Path) -> None:
     file = write(keys / "ssh.yaml", two_hosts(servers, keys))
     command = Command("up", file, "--detach")
@@ -134,11 +146,7 @@ def test_a_deployment_over_ssh_serves_and_stops(servers: netns.Network, keys: Pa
 def test_a_host_that_dies_is_named_and_the_other_one_stopped(
     servers: netns.Network, keys: Path
 ) -> None:
-    file = write(keys / "ssh.yaml", two_hosts(servers, keys))
-    command = Command("up", file)
-    command.urls()
-    state = state_of(file)
-    assert state is not None
+    file, command, state = in_foreground(servers, keys)
     kill_host(servers.b)
     status, _ = command.end()
     assert status == 1
@@ -158,11 +166,7 @@ def test_a_host_that_dies_is_named_and_the_other_one_stopped(
 def test_a_host_that_is_cut_off_is_named_and_stops_by_itself(
     servers: netns.Network, keys: Path
 ) -> None:
-    file = write(keys / "ssh.yaml", two_hosts(servers, keys))
-    command = Command("up", file)
-    command.urls()
-    state = state_of(file)
-    assert state is not None
+    file, command, state = in_foreground(servers, keys)
     # Packets are lost from now on, and neither end is told.
     servers.b.ip("link", "set", "mgmt", "down")
     status, _ = command.end()
@@ -186,11 +190,7 @@ def test_a_host_whose_key_is_not_known_is_not_talked_to(servers: netns.Network, 
 
 
 def test_processes_end_when_the_connection_does(servers: netns.Network, keys: Path) -> None:
-    file = write(keys / "ssh.yaml", two_hosts(servers, keys))
-    command = Command("up", file)
-    command.urls()
-    state = state_of(file)
-    assert state is not None
+    _, command, state = in_foreground(servers, keys)
     command.process.send_signal(signal.SIGKILL)
     command.end()
     wait_gone(state.token)
