@@ -23,7 +23,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PARALLEL) -m "not full and not starved"
 
 test-all: $(VENV)/.installed
-	@sh scripts/system_packages.sh
+	@sh scripts/system_packages.sh full
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(PARALLEL) -m "not full and not starved"
 	$(BIN)/coverage combine --quiet

@@ -48,7 +48,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of its commands by name."""
-    from pd.commands import admin, demo, node_flags, proxy
+    from pd.commands import admin, cluster, demo, node_flags, proxy
 
     parser = Parser(
         prog="pd-launch",
@@ -62,6 +62,7 @@ def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     proxy.add_arguments(_command(added, "proxy", proxy.TEXT))
     demo.add_arguments(_command(added, "demo", demo.TEXT, config=False))
     admin.add_arguments(_command(added, "admin", admin.TEXT, config=False))
+    cluster.add_arguments(_command(added, "cluster", cluster.TEXT, config=False))
     return parser, dict(added.choices)
 
 
@@ -99,6 +100,10 @@ def _launch(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -
         from pd.commands import admin
 
         return admin.run(args)
+    if args.command == "cluster":
+        from pd.commands import cluster
+
+        return cluster.run(args)
     from pd.commands import node, proxy
 
     return proxy.run(args) if args.command == "proxy" else node.run(args)

@@ -25,13 +25,14 @@ ALLOWED: dict[str, set[str]] = {
     "node": ENDS | {"grammar"},
     "unified_node": {"core", "scheduling", "node"},
     "proxy": {"core", "radix"},
+    "cluster": {"core"},
 }
 # Programs, which may import everything and which no room may import.
 PROGRAMS = {"commands", "bench"}
 # A request names, for types only, the classes of other rooms that it carries.
 TYPES_OF_OTHER_ROOMS = {Path("pd/core/request.py")}
-# The proxy and what it is made of must start without torch.
-NO_TORCH = {"core", "radix", "proxy", "bootstrap"}
+# The proxy and what it is made of, and what starts deployments, must start without torch.
+NO_TORCH = {"core", "radix", "proxy", "bootstrap", "cluster"}
 
 
 class Import(NamedTuple):

@@ -168,6 +168,34 @@ def network() -> Iterator[Network]:
         running.close()
 
 
+@contextlib.contextmanager
+def lan(count: int) -> Iterator[list[Host]]:
+    """Up to six hosts on one switch, which this machine does not reach."""
+    _remove_leftovers()
+    number = next(_COUNTER)
+    name = f"{_PREFIX}-{os.getpid()}-{number}"
+    base = _BASE + 16 * ((os.getpid() * 7 + number) % _BLOCKS)
+    switch = Host(f"{name}-switch", base)
+    hosts = [Host(f"{name}-{index}", base + 1 + index) for index in range(count)]
+    try:
+        for host in (switch, *hosts):
+            _run("ip", "netns", "add", host.namespace)
+            host.ip("link", "set", "lo", "up")
+        switch.ip("link", "add", "bridge", "type", "bridge")
+        switch.ip("link", "set", "bridge", "up")
+        for index, host in enumerate(hosts):
+            cable = ("type", "veth", "peer", "name", f"port{index}", "netns", switch.namespace)
+            host.ip("link", "add", "lan", *cable)
+            host.ip("address", "add", f"{host.address}/29", "dev", "lan")
+            host.ip("link", "set", "lan", "up")
+            switch.ip("link", "set", f"port{index}", "master", "bridge")
+            switch.ip("link", "set", f"port{index}", "up")
+        yield hosts
+    finally:
+        for host in (switch, *hosts):
+            subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+
+
 def _remove_leftovers() -> None:
     """Delete namespaces of test runs that were killed."""
     for entry in Path("/run/netns").glob(f"{_PREFIX}-*"):

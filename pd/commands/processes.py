@@ -119,7 +119,7 @@ class Children:
     def stop(self) -> None:
         """Ask each process to stop and wait for it; one that does not end in time is killed."""
         # NOTE: an impatient second Ctrl-C must not leave processes behind.
-        with _ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             for group in (self._children[-1:], self._children[:-1]):
                 for child in group:
                     child.ask_to_stop()
@@ -129,7 +129,8 @@ class Children:
 
 
 @contextlib.contextmanager
-def _ignored(*numbers: signal.Signals) -> Iterator[None]:
+def ignored(*numbers: signal.Signals) -> Iterator[None]:
+    """Ignore these signals for a while."""
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
         yield

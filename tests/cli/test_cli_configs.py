@@ -26,8 +26,11 @@ from pd.scheduling.policy import POLICIES
 from pd.transfer.fake.script import load_script
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.name != "script.yaml")
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *CONFIGS]
+# Files for --config. Those of pd-launch cluster: tests/deployments/test_cluster_spec.py.
+OTHERS = ("script.yaml", "cluster.yaml")
+CONFIGS = sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.name not in OTHERS)
+CLUSTERS = sorted(ROOT.glob("configs/*/cluster.yaml"))
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *CONFIGS, *CLUSTERS]
 # In examples, for what the reader puts in.
 MODEL = "DIR"
 
@@ -210,7 +213,7 @@ def test_published_commands_are_understood(
 
 
 def test_every_configuration_tells_how_to_use_it() -> None:
-    for path in CONFIGS:
+    for path in [*CONFIGS, *CLUSTERS]:
         shown = str(path.relative_to(ROOT))
         assert any(shown in " ".join(command) for command in commands_in(path)), shown
 

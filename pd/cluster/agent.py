@@ -1,0 +1,329 @@
+"""The agent of a host: ``python -m pd.cluster.agent``, driven over standard input and output.
+
+It starts the processes of a run, tells when they are ready or end, and stops them when the
+deployment asks, or when the connection to it is lost (unless it was told to keep them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd import __version__
+from pd.cluster import protocol
+from pd.cluster.host_processes import (
+    TOKEN_VARIABLE,
+    ProcessHandle,
+    identity_of,
+    kill_all_with,
+)
+from pd.cluster.protocol import ProcessState
+from pd.cluster.run_directory import Record, RunDirectory
+from pd.cluster.times import GRACE_SECONDS
+from pd.core.errors import PDError, SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from pd.cluster.protocol import AnyRequest, Start
+
+# How often a process that has not announced itself is looked at, and how often anything is.
+_READY_SECONDS = 0.1
+_LOOK_SECONDS = 1.0
+_KILL_SECONDS = 5.0
+_READ_BYTES = 1 << 16
+
+
+class _Terminated(BaseException):
+    """The agent got a signal to end."""
+
+
+class AgentProcess:
+    """A process of the run: started by this agent or, without ``child``, by an earlier one."""
+
+    def __init__(
+        self,
+        start: Start,
+        pid: int,
+        handle: ProcessHandle | None,
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.announces = start.announces
+        self.handle = handle
+        self.child = child
+        self.state = ProcessState(start.name, pid, start.layout, start.role, start.stop_order)
+        self.state.ended = handle is None
+
+    def end(self) -> None:
+        """Note that the process has ended."""
+        if self.child is not None:
+            self.state.status = self.child.wait()
+        self.state.ended = True
+        if self.handle is not None:
+            self.handle.close()
+            self.handle = None
+
+    def send(self, number: int) -> None:
+        if self.handle is not None:
+            self.handle.send(number)
+
+
+class Agent:
+    """Serves one connection. All methods run on the main thread, but for HTTP requests."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source, self._sink = source, sink
+        self._writing = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(source, selectors.EVENT_READ)
+        self._received = bytearray()
+        self._heard = time.monotonic()
+        self._run: RunDirectory | None = None
+        self._directory: str | None = None
+        self._token = ""
+        self._keep = True
+        self._processes: dict[str, AgentProcess] = {}
+
+    def serve(self) -> None:
+        """Serve until the connection ends, then stop what must not stay."""
+        try:
+            self._send(protocol.Hello(protocol=protocol.PROTOCOL))
+            while self._step():
+                pass
+        except (OSError, _Terminated):
+            pass  # nobody listens any more, or this agent has to end
+        finally:
+            if not self._keep:
+                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                    signal.signal(number, signal.SIG_IGN)
+                self._stop_all()
+
+    def _step(self) -> bool:
+        """Wait for the next event; False when the connection has ended."""
+        starting = [p for p in self._processes.values() if self._is_starting(p)]
+        wait = _READY_SECONDS if starting else _LOOK_SECONDS
+        for key, _ in self._selector.select(wait):
+            if key.data is not None:
+                self._ended(key.data)
+            elif not self._receive():
+                return False
+        for process in starting:
+            self._look_for_ready_line(process)
+        waited = time.monotonic() - self._heard
+        return self._keep or waited < protocol.LEASE_SECONDS
+
+    @staticmethod
+    def _is_starting(process: AgentProcess) -> bool:
+        return process.announces and process.state.ready is None and not process.state.ended
+
+    def _look_for_ready_line(self, process: AgentProcess) -> None:
+        if not self._is_starting(process):
+            return
+        process.state.ready = self._opened.ready_line(process.state.name)
+        if process.state.ready is not None:
+            self._send(protocol.Changed(process=process.state))
+
+    def _ended(self, process: AgentProcess) -> None:
+        assert process.handle is not None
+        self._selector.unregister(process.handle)
+        process.end()
+        process.state.log = self._opened.last_lines(process.state.name)
+        self._send(protocol.Changed(process=process.state))
+
+    # ---- messages
+
+    def _receive(self) -> bool:
+        data = os.read(self._source, _READ_BYTES)
+        self._received += data
+        if not data or len(self._received) > protocol.MAX_LINE_BYTES:
+            return False
+        self._heard = time.monotonic()
+        if b"\n" in data:
+            *lines, rest = self._received.split(b"\n")
+            self._received = bytearray(rest)
+            for line in lines:
+                self._handle(protocol.decode_request(line))
+        return True
+
+    def _send(self, message: msgspec.Struct) -> None:
+        data = memoryview(protocol.encode(message))
+        with self._writing:
+            while data:
+                data = data[os.write(self._sink, data) :]
+
+    def _handle(self, request: AnyRequest) -> None:
+        if isinstance(request, protocol.Fetch):
+            threading.Thread(target=self._answer_aside, args=(request,), daemon=True).start()
+            return
+        self._answer(request)
+
+    def _answer_aside(self, request: AnyRequest) -> None:
+        """Answer on a thread of its own, because a server may take its time."""
+        with contextlib.suppress(OSError):  # the main thread notices that the connection is gone
+            self._answer(request)
+
+    def _answer(self, request: AnyRequest) -> None:
+        operations: dict[type, Callable[..., msgspec.Struct | None]] = {
+            protocol.Open: self._open,
+            protocol.Start: self._start,
+            protocol.Signal: self._signal,
+            protocol.Write: lambda r: self._opened.write(r.name, r.content),
+            protocol.Read: lambda r: self._opened.read(r.name, r.offset),
+            protocol.Fetch: fetch,
+            protocol.Ping: lambda r: None,
+            protocol.Keep: self._keep_running,
+            protocol.Close: self._close,
+        }
+        reply = protocol.Reply(number=request.number)
+        try:
+            value = operations[type(request)](request)
+            if value is not None:
+                reply.value = protocol.encode_value(value)
+        except PDError as error:
+            reply.error = error.message
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            reply.error = f"{where}{error.strerror or error}"
+        self._send(reply)
+
+    # ---- operations
+
+    @property
+    def _opened(self) -> RunDirectory:
+        if self._run is None:
+            raise SetupError("no run has been opened")
+        return self._run
+
+    def _open(self, request: protocol.Open) -> protocol.Opened:
+        if not sys.platform.startswith("linux"):
+            raise SetupError(f"hosts of a cluster run Linux, not {sys.platform}")
+        if request.directory:
+            self._directory = os.path.expanduser(request.directory)
+            if not os.path.isdir(self._directory):
+                raise SetupError(f"the directory {request.directory} is not there")
+        self._run = RunDirectory(request.run, again=request.attach)
+        self._token = request.token
+        self._keep = request.attach
+        for record in self._run.records():
+            handle = ProcessHandle.of(record.identity)
+            self._add(AgentProcess(record.start, record.identity.pid, handle))
+        found = [process.state for process in self._processes.values()]
+        return protocol.Opened(__version__, str(self._run.path), found)
+
+    def _add(self, process: AgentProcess) -> None:
+        name = process.state.name
+        self._processes[name] = process
+        if process.handle is not None:
+            self._selector.register(process.handle, selectors.EVENT_READ, process)
+        if process.announces:
+            process.state.ready = self._opened.ready_line(name)
+        if process.state.ended:
+            process.state.log = self._opened.last_lines(name)
+
+    def _start(self, request: Start) -> ProcessState:
+        run, name = self._opened, request.name
+        if name in self._processes:
+            raise SetupError(f"{name} has been started before")
+        environment = os.environ | request.environment | {TOKEN_VARIABLE: self._token}
+        with run.file(f"{name}.out").open("xb") as out, run.file(f"{name}.log").open("xb") as log:
+            child = subprocess.Popen(
+                request.command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                cwd=self._directory,
+                env=environment,
+                start_new_session=True,
+            )
+        # It stays a zombie until its end is noted, so that the pid is its own until then.
+        handle, identity = ProcessHandle.of_pid(child.pid), identity_of(child.pid)
+        assert handle is not None and identity is not None
+        # Environments may hold secrets, and nobody needs them again.
+        recorded = msgspec.structs.replace(request, environment={})
+        process = AgentProcess(request, child.pid, handle, child)
+        self._add(process)
+        run.add_record(Record(identity, recorded))
+        return process.state
+
+    def _signal(self, request: protocol.Signal) -> None:
+        process = self._processes.get(request.name)
+        if process is None:
+            raise SetupError(f"no process {request.name} was started here")
+        process.send(request.signal)
+
+    def _keep_running(self, request: protocol.Keep) -> None:
+        self._keep = True
+
+    def _close(self, request: protocol.Close) -> None:
+        kill_all_with(self._token)
+        self._opened.remove_key()
+        if request.remove:
+            self._opened.remove()
+        self._keep = True
+
+    def _stop_all(self) -> None:
+        """Stop everything in order: the connection is gone, so nobody else will."""
+        running = [p for p in self._processes.values() if not p.state.ended]
+        for order in sorted({p.state.stop_order for p in running}, reverse=True):
+            group = [p for p in running if p.state.stop_order == order]
+            for process in group:
+                process.send(signal.SIGTERM)
+            _wait_ended(group, GRACE_SECONDS)
+            for process in group:
+                process.send(signal.SIGKILL)
+            _wait_ended(group, _KILL_SECONDS)
+        kill_all_with(self._token)
+        if self._run is not None:
+            with contextlib.suppress(OSError):
+                self._run.remove_key()
+
+
+def _wait_ended(processes: list[AgentProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        while process.handle is not None and time.monotonic() < deadline:
+            if process.handle.ended:
+                process.end()
+            else:
+                time.sleep(0.02)
+
+
+def fetch(request: protocol.Fetch) -> protocol.Fetched:
+    """Ask a server that this host reaches. Raises OSError or SetupError if there is no answer."""
+    # No proxy from the environment: it has no business between processes of a deployment.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request.url, timeout=request.timeout) as answer:
+            return protocol.Fetched(answer.status, answer.read(protocol.MAX_BODY_BYTES))
+    except urllib.error.HTTPError as error:
+        return protocol.Fetched(error.code, error.read(protocol.MAX_BODY_BYTES))
+    except http.client.HTTPException as error:
+        raise SetupError(f"{request.url} does not speak HTTP: {error!r}") from error
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def main() -> None:
+    """Serve the deployment at the other end of standard input and output."""
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGHUP, _terminate)
+    Agent(sys.stdin.fileno(), sys.stdout.fileno()).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The directory of a run on one host: logs, the cluster key and what processes were started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from pd.cluster.host_processes import Identity
+from pd.cluster.protocol import MAX_CHUNK_BYTES, Part, ReadyLine, Start
+from pd.core.errors import SetupError
+
+CLUSTER_KEY_FILE = "cluster.key"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_LOG_LINES = 15
+# The end of a log in which its last lines are looked for, and the beginning of an output in which
+# the ready line is.
+_LOG_BYTES = 16384
+_READY_BYTES = 65536
+
+
+class Record(msgspec.Struct):
+    """A started process, as later agents find it."""
+
+    identity: Identity
+    start: Start
+
+
+def state_directory() -> Path:
+    """Where runs of this user are kept on this machine (XDG Base Directory Specification)."""
+    home = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    return Path(home) / "pd" / "clusters"
+
+
+class RunDirectory:
+    """Files of a run, which only this user can read.
+
+    Args:
+        again: the run may have been here before. If it has been removed meanwhile, it is empty.
+
+    Raises:
+        SetupError: the directory cannot be made.
+    """
+
+    def __init__(self, run: str, *, again: bool) -> None:
+        parts = run.split("/")
+        if not all(_NAME.fullmatch(part) for part in parts):
+            raise SetupError(f"{run!r} is no name of a run")
+        self.path = state_directory().joinpath(*parts)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=again)
+        except OSError as error:
+            raise SetupError(f"cannot make {self.path}: {error.strerror}") from error
+
+    def file(self, name: str) -> Path:
+        """The path of a file. Raises SetupError if the name would lead elsewhere."""
+        if not _NAME.fullmatch(name):
+            raise SetupError(f"{name!r} is no name of a file in {self.path}")
+        return self.path / name
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file that nobody else can read, not even for a moment."""
+        path = self.file(name)
+        part = path.with_name(f"{name}.part")
+        part.unlink(missing_ok=True)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+        part.replace(path)
+
+    def read(self, name: str, offset: int) -> Part:
+        """A part of a file; see :class:`pd.cluster.protocol.Read`."""
+        with self.file(name).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size + offset) if offset < 0 else offset)
+            return Part(file.read(MAX_CHUNK_BYTES), size)
+
+    def add_record(self, record: Record) -> None:
+        self.write(f"{record.start.name}.process", msgspec.json.encode(record))
+
+    def records(self) -> list[Record]:
+        """What was started here, oldest first."""
+        files = sorted(self.path.glob("*.process"), key=lambda path: path.stat().st_mtime_ns)
+        return [msgspec.json.decode(path.read_bytes(), type=Record) for path in files]
+
+    def ready_line(self, name: str) -> ReadyLine | None:
+        """The announcement that the process has printed, if it has."""
+        try:
+            with self.file(f"{name}.out").open("rb") as file:
+                lines = file.read(_READY_BYTES).splitlines()
+        except OSError:
+            return None  # the run has been removed
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):
+                ready = msgspec.json.decode(line, type=ReadyLine)
+                if ready.event == "ready":
+                    return ready
+        return None
+
+    def last_lines(self, name: str) -> list[str]:
+        """The end of the process's log."""
+        try:
+            part = self.read(f"{name}.log", -_LOG_BYTES).content
+        except OSError:
+            return []
+        return part.decode(errors="replace").splitlines()[-_LOG_LINES:]
+
+    def remove(self) -> None:
+        """Delete the run, and the directories above that held nothing else."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for parent in self.path.parents:
+            if parent == state_directory():
+                return
+            try:
+                parent.rmdir()
+            except OSError:
+                return
+
+    def remove_key(self) -> None:
+        """Delete the cluster key, which nobody needs any more."""
+        self.file(CLUSTER_KEY_FILE).unlink(missing_ok=True)
+
+
+def new_run_id() -> str:
+    """A name for a run: when it began, and what makes it the only one of that second."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"

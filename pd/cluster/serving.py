@@ -1,0 +1,66 @@
+"""What a layout's proxy says about itself and its nodes, asked from the proxy's own host."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from pd.core.brief import shorten
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from pd.cluster.host import Host
+
+_ASK_SECONDS = 5.0
+_MESSAGE_CHARACTERS = 300
+
+
+class Readiness(NamedTuple):
+    """Whether the proxy can serve; otherwise ``reason`` says what is missing."""
+
+    ready: bool
+    reason: str = ""
+
+
+def ask_readiness(host: Host, url: str) -> Readiness:
+    """Ask a proxy. One that does not answer is not ready."""
+    try:
+        answer = host.fetch(f"{url}/readiness", _ASK_SECONDS)
+    except SetupError as error:
+        return Readiness(False, error.message)
+    if answer.status == 200:
+        return Readiness(True)
+    try:
+        reason = str(json.loads(answer.body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        reason = f"/readiness answered {answer.status}"
+    return Readiness(False, shorten(reason, _MESSAGE_CHARACTERS))
+
+
+def ask_workers(host: Host, url: str) -> dict[str, bool]:
+    """URLs of a proxy's nodes, and whether it can use them; empty if it does not answer.
+
+    They are read from its metrics, which need no key.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        text = host.fetch(f"{url}/metrics", _ASK_SECONDS).body.decode()
+        return {
+            sample.labels["url"]: sample.value == 1
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "pd_proxy_worker_up"
+        }
+    except (SetupError, ValueError, KeyError):
+        return {}
+
+
+def public_url(url: str, address: str) -> str:
+    """The URL as other hosts use it: a wildcard address is replaced by the host's."""
+    parts = urlsplit(url)
+    if parts.hostname not in ("0.0.0.0", "::"):
+        return url
+    shown = f"[{address}]" if ":" in address else address
+    return f"{parts.scheme}://{shown}:{parts.port}"

@@ -1,0 +1,117 @@
+"""What this machine remembers of a deployment that is up, for ``status`` and ``down``.
+
+Processes are recorded on the hosts, where they run. Here is only how to get there; no secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd.cluster.host_processes import Identity, ProcessHandle
+from pd.cluster.reach import AnyReach
+from pd.cluster.run_directory import state_directory
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NAME_CHARACTERS = 32
+
+
+class HostState(msgspec.Struct, frozen=True):
+    """How to get to the agent of a host again."""
+
+    reach: AnyReach
+    python: str
+    address: str
+
+
+class ClusterState(msgspec.Struct, frozen=True):
+    """A deployment that was started.
+
+    Attributes:
+        deployment: what runs of one file have in common, see :func:`deployment_id`.
+        run: distinguishes this run from others.
+        token: in the environment of all processes of the run.
+        controller: the process that started it and stays; None if it was detached.
+    """
+
+    deployment: str
+    run: str
+    hosts: dict[str, HostState]
+    controller: Identity | None
+    token: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
+
+    def run_on(self, host: str) -> str:
+        """Name of the run's directory on one host. Hosts may share a file system."""
+        return f"{self.deployment}/{self.run}/{host}"
+
+    @property
+    def logs(self) -> Path:
+        """Where logs and metrics of all hosts are collected, on this machine."""
+        return state_directory() / self.deployment / self.run / "logs"
+
+    def controller_handle(self) -> ProcessHandle | None:
+        """The process that started the run, if it is still there."""
+        return None if self.controller is None else ProcessHandle.of(self.controller)
+
+
+def deployment_id(path: Path) -> str:
+    """The file's name with a digest of its path, because other files may have the same name.
+
+    It does not depend on what the file says, which may have changed since the deployment was
+    started.
+    """
+    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", path.stem)[:_NAME_CHARACTERS]
+    return f"{name}-{digest[:8]}"
+
+
+def _file(deployment: str) -> Path:
+    return state_directory() / deployment / "state.json"
+
+
+def load_state(deployment: str) -> ClusterState | None:
+    """The run that is up. Raises SetupError for a file that is damaged."""
+    path = _file(deployment)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ClusterState)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SetupError(f"{path} cannot be used: {error}") from error
+
+
+def create_state(state: ClusterState) -> None:
+    """Record a run. Raises SetupError if another one of the same file is up."""
+    path = _file(state.deployment)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise SetupError(f"{state.deployment} is being started or is up already") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(state))
+
+
+def replace_state(state: ClusterState) -> None:
+    """Record a change of the run."""
+    path = _file(state.deployment)
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(state))
+    part.replace(path)
+
+
+def forget_state(state: ClusterState) -> None:
+    """The run is over. Another run that took its place meanwhile is left alone."""
+    current = load_state(state.deployment)
+    if current is not None and current.run == state.run:
+        _file(state.deployment).unlink(missing_ok=True)

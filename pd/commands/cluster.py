@@ -1,0 +1,221 @@
+"""``pd-launch cluster``: a deployment over several hosts, from one YAML file."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pd.commands.processes import ignored
+from pd.core.errors import SetupError, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+    from types import FrameType
+
+    from pd.cluster.deployment import Deployment
+    from pd.cluster.spec import ClusterSpec
+    from pd.cluster.state import ClusterState
+
+TEXT = "start, show or stop a deployment over several hosts"
+ACTIONS = ("up", "status", "down")
+_CHECK_SECONDS = 1.0
+# Beyond the grace time of three groups of processes, for collecting logs.
+_COLLECT_SECONDS = 60.0
+
+_EXAMPLES = """\
+examples:
+  pd-launch cluster up configs/two-hosts/cluster.yaml            # until Ctrl-C
+  pd-launch cluster up configs/two-hosts/cluster.yaml --detach
+  pd-launch cluster status configs/two-hosts/cluster.yaml
+  pd-launch cluster down configs/two-hosts/cluster.yaml
+
+docs/cluster.md explains the file. Logs and metrics of all hosts are collected when it stops.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    from pd.cluster.times import GRACE_SECONDS, WAIT_SECONDS
+
+    parser.usage = "%(prog)s ACTION FILE [flags]"
+    parser.epilog = _EXAMPLES
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML file of the deployment")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=WAIT_SECONDS,
+        metavar="SECONDS",
+        help="up: how long everything may take to be ready",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_SECONDS,
+        metavar="SECONDS",
+        help="how long each process may take to end before it is killed",
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="up: return when everything serves, and leave it"
+    )
+    parser.add_argument(
+        "--forget",
+        action="store_true",
+        help="down: do not wait for hosts that cannot be reached any more",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked. Raises UsageError or SetupError."""
+    from pd.cluster.spec_file import load_spec
+    from pd.cluster.state import deployment_id, load_state
+
+    state = load_state(deployment_id(args.file))
+    if args.action == "up":
+        return _up(args, load_spec(args.file), state)
+    if state is None:
+        if not args.file.exists():
+            raise UsageError(f"cannot read {args.file}: no such file")
+        report(f"{args.file} is not up")
+        return 1 if args.action == "status" else 0
+    return _status(state) if args.action == "status" else _down(args, state)
+
+
+def report(line: str) -> None:
+    """Print a line for people."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# ---- up
+
+
+def _up(args: argparse.Namespace, spec: ClusterSpec, state: ClusterState | None) -> int:
+    from pd.cluster.spec_file import check_known_flags
+    from pd.cluster.start import up
+
+    check_known_flags(spec, _known_flags())
+    if state is not None:
+        _clean_up(args, state)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    running = up(spec, args.file, wait_seconds=args.wait, report=report)
+    if args.detach:
+        _detach(running)
+        _print_urls(running)
+        return 0
+    try:
+        _print_urls(running)
+        report("until Ctrl-C")
+        while True:
+            running.check()
+            running.wait(_CHECK_SECONDS)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        # NOTE: an impatient second Ctrl-C must not leave processes behind.
+        with ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            report("stopping")
+            running.stop(args.grace)
+            report(f"logs and metrics are in {running.logs}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _known_flags() -> dict[str, list[str]]:
+    from pd.cli import launch_parser
+
+    _, commands = launch_parser()
+    return {name: [f.removeprefix("--") for f in c.flags] for name, c in commands.items()}
+
+
+def _print_urls(running: Deployment) -> None:
+    line = {"event": "ready", "name": running.state.deployment, "layouts": running.urls}
+    print(json.dumps(line), flush=True)
+
+
+def _detach(running: Deployment) -> None:
+    import msgspec
+
+    from pd.cluster.state import replace_state
+
+    running.keep()
+    replace_state(msgspec.structs.replace(running.state, controller=None))
+    running.release()
+
+
+def _clean_up(args: argparse.Namespace, state: ClusterState) -> None:
+    """Remove what a run that ended by itself has left. Raises UsageError if it is up."""
+    from pd.cluster.deployment import attach
+
+    remedy = f"stop it with: pd-launch cluster down {args.file}"
+    if state.controller_handle() is not None:
+        raise UsageError(f"{args.file} is up already; {remedy}")
+    running, problems = attach(state, report)
+    if any(process.running for process in running.processes):
+        running.release()
+        raise UsageError(f"{args.file} is up already; {remedy}")
+    if not running.stop():
+        raise SetupError(
+            f"an earlier run cannot be cleaned up: {'; '.join(problems.values())}; if the host is "
+            f"gone: pd-launch cluster down {args.file} --forget"
+        )
+
+
+# ---- status and down
+
+
+def _status(state: ClusterState) -> int:
+    """Print a table; exit status 0 if everything is ready."""
+    from pd.cluster.deployment import attach
+    from pd.cluster.status import rows_of, table
+
+    running, problems = attach(state)
+    try:
+        rows = rows_of(running, problems)
+    finally:
+        running.release()
+    print(table(rows))
+    return 0 if all(row.state == "ready" for row in rows) else 1
+
+
+def _down(args: argparse.Namespace, state: ClusterState) -> int:
+    from pd.cluster.deployment import attach
+    from pd.cluster.state import forget_state, load_state
+
+    _stop_controller(args, state)
+    state_left = load_state(state.deployment)
+    if state_left is None or state_left.run != state.run:
+        return 0  # the process that had started it has stopped everything
+    running, problems = attach(state, report)
+    for problem in problems.values():
+        report(problem)
+    stopped = running.stop(args.grace)
+    report(f"logs and metrics are in {running.logs}")
+    if stopped:
+        return 0
+    if args.forget:
+        forget_state(state)
+        return 0
+    raise SetupError(
+        "not everything could be stopped; try again, or give --forget if the hosts are gone"
+    )
+
+
+def _stop_controller(args: argparse.Namespace, state: ClusterState) -> None:
+    """Ask the command that started the run, if it is still there, to stop it."""
+    controller = state.controller_handle()
+    if controller is None:
+        return
+    controller.send(signal.SIGTERM)
+    deadline = time.monotonic() + 3 * args.grace + _COLLECT_SECONDS
+    while not controller.ended:
+        if time.monotonic() > deadline:
+            raise SetupError(f"process {state.controller} that started the run does not end")
+        time.sleep(0.05)
+    controller.close()

@@ -1,0 +1,303 @@
+"""What runs on hosts, and what becomes of it when either end of a connection dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from cluster_helpers import foreign_process, pids_with, wait_gone
+from lacking import skip_or_fail
+from processes import wait_until
+
+from pd.cluster import protocol
+from pd.cluster.deployment import Deployment, attach, connect, how_it_ended
+from pd.cluster.host import Host
+from pd.cluster.host_processes import ProcessHandle, identity_of, kill_all_with
+from pd.cluster.reach import Local, NetworkNamespace, Ssh
+from pd.cluster.run_directory import Record, new_run_id
+from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WITHIN = 20.0
+SLEEP = ["sleep", "600"]
+
+
+def new_state(reach: Local | NetworkNamespace | Ssh | None = None) -> ClusterState:
+    """A run on this machine alone."""
+    known = HostState(reach or Local(), sys.executable, "127.0.0.1")
+    return ClusterState("test", new_run_id(), {"here": known}, None)
+
+
+def connected(state: ClusterState) -> Host:
+    hosts, problems = connect(state, threading.Condition())
+    assert not problems
+    return hosts["here"]
+
+
+@pytest.fixture
+def state() -> Iterator[ClusterState]:
+    made = new_state()
+    yield made
+    kill_all_with(made.token)
+
+
+@pytest.fixture
+def host(state: ClusterState) -> Iterator[Host]:
+    host = connected(state)
+    yield host
+    host.disconnect()
+    wait_gone(state.token)
+
+
+@pytest.fixture
+def foreign() -> Iterator[int]:
+    """The pid of a process that looks like those of the tests."""
+    with foreign_process(*SLEEP) as pid:
+        yield pid
+
+
+def start(host: Host, name: str, *command: str) -> protocol.ProcessState:
+    return host.start(protocol.Start(name, list(command), {}))
+
+
+def wait_ended(host: Host, name: str) -> protocol.ProcessState:
+    wait_until(lambda: host.processes[name].ended, WITHIN)
+    return host.processes[name]
+
+
+# ---- life and death
+
+
+def test_processes_end_with_the_connection(state: ClusterState, foreign: object) -> None:
+    host = connected(state)
+    start(host, "one", *SLEEP)
+    start(host, "two", *SLEEP)
+    wait_until(lambda: len(pids_with(state.token)) == 2, WITHIN)
+    host.disconnect()
+    wait_gone(state.token)
+
+
+def test_kept_processes_are_found_again_and_stopped(state: ClusterState, foreign: object) -> None:
+    host = connected(state)
+    pid = start(host, "one", *SLEEP).pid
+    host.tell(protocol.Keep())
+    host.disconnect()
+    wait_until(lambda: pids_with(state.token) == [pid], WITHIN)
+
+    running, problems = attach(state)
+    assert not problems
+    (process,) = running.processes
+    assert (process.name, process.state.pid, process.running) == ("one", pid, True)
+    assert running.stop()
+    assert process.state.ended
+    wait_gone(state.token)
+    assert not Path(running.hosts["here"].run_directory).exists()
+
+
+def test_an_end_is_told_with_its_status_and_the_last_lines(host: Host) -> None:
+    start(host, "one", "sh", "-c", "echo why >&2; exit 3")
+    ended = wait_ended(host, "one")
+    assert (how_it_ended(ended), ended.log) == ("ended with status 3", ["why"])
+    start(host, "two", *SLEEP)
+    host.signal("two", signal.SIGKILL)
+    assert how_it_ended(wait_ended(host, "two")) == "was killed by SIGKILL"
+
+
+def test_what_a_killed_process_leaves_behind_is_killed(
+    state: ClusterState, host: Host, foreign: object
+) -> None:
+    start(host, "one", "sh", "-c", "setsid sleep 600 & sleep 600")
+    wait_until(lambda: len(pids_with(state.token)) == 3, WITHIN)
+    host.signal("one", signal.SIGKILL)
+    wait_ended(host, "one")
+    assert len(pids_with(state.token)) == 2
+    host.tell(protocol.Close())
+    wait_gone(state.token)
+
+
+def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
+    state: ClusterState, foreign: int
+) -> None:
+    host = connected(state)
+    start(host, "one", *SLEEP)
+    directory = Path(host.run_directory)
+    host.disconnect()
+    wait_gone(state.token)
+    # What is recorded has the foreign process's pid, and started a tick earlier.
+    identity = identity_of(foreign)
+    assert identity is not None
+    older = msgspec.structs.replace(identity, started=identity.started - 1)
+    record = Record(older, protocol.Start("one", SLEEP, {}))
+    (directory / "one.process").write_bytes(msgspec.json.encode(record))
+
+    assert ProcessHandle.of(older) is None
+    running, _ = attach(state)
+    (process,) = running.processes
+    assert process.state.pid == foreign
+    assert process.state.ended
+    running.hosts["here"].signal("one", signal.SIGKILL)
+    assert running.stop()
+
+
+def test_a_deployment_that_says_nothing_any_more_is_given_up(state_home: Path) -> None:
+    program = "from pd.cluster import agent, protocol; protocol.LEASE_SECONDS = 0.5; agent.main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as agent:
+        assert agent.stdin is not None
+        agent.stdin.write(protocol.encode(protocol.Open("test/run/here", "token-of-lease")))
+        agent.stdin.write(protocol.encode(protocol.Start("one", SLEEP, {})))
+        agent.stdin.flush()
+        assert agent.wait(WITHIN) == 0
+    assert (state_home / "pd/clusters/test/run/here/one.process").exists()
+    assert not pids_with("token-of-lease")
+
+
+def test_a_host_that_answers_nothing_any_more_is_lost(
+    state: ClusterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "PING_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
+    host = connected(state)
+    agent = agent_pid(host)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        wait_until(lambda: host.lost, WITHIN)
+        assert host.lost == "no answer for 0.5 s"
+        with pytest.raises(SetupError, match=r"host here \(this machine\) is lost"):
+            start(host, "one", *SLEEP)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+        host.disconnect()
+
+
+def agent_pid(host: Host) -> int:
+    assert host._agent is not None
+    assert "pd.cluster.agent" in command_line(host._agent.pid)
+    return host._agent.pid
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_what_a_killed_agent_leaves_is_named_and_stopped(
+    state: ClusterState, foreign: object
+) -> None:
+    create_state(state)
+    host = connected(state)
+    said: list[str] = []
+    with Deployment(state, host._changed, {"here": host}, said.append) as running:
+        host.start(protocol.Start("one", SLEEP, {}, layout="main", role="unified"))
+        wait_until(lambda: pids_with(state.token), WITHIN)
+        os.kill(agent_pid(host), signal.SIGKILL)
+        wait_until(lambda: host.lost, WITHIN)
+        with pytest.raises(SetupError, match=r"is lost: .*status -9; it ran one"):
+            running.check()
+        assert pids_with(state.token)
+    assert not pids_with(state.token)
+    assert load_state(state.deployment) is None
+    assert (running.logs / "here-one.log").is_file()
+
+
+def test_one_file_is_up_once(state: ClusterState) -> None:
+    create_state(state)
+    with pytest.raises(SetupError, match="is up already"):
+        create_state(new_state())
+    # The end of another run does not forget this one.
+    forget_state(new_state())
+    assert load_state(state.deployment) == state
+    forget_state(state)
+    assert load_state(state.deployment) is None
+
+
+# ---- files and secrets
+
+
+def test_files_of_a_run_are_for_its_user_only(host: Host) -> None:
+    host.write("cluster.key", b"secret")
+    directory = Path(host.run_directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert (directory / "cluster.key").stat().st_mode & 0o777 == 0o600
+    assert host.read("cluster.key") == b"secret"
+    host.tell(protocol.Close())
+    assert not (directory / "cluster.key").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "", "a/b", "."])
+def test_files_elsewhere_are_refused(host: Host, name: str) -> None:
+    with pytest.raises(SetupError, match="no name of a file"):
+        host.read(name)
+    with pytest.raises(SetupError, match="no name of a file"):
+        host.write(name, b"")
+
+
+def test_a_long_file_is_read_in_parts_from_its_end(host: Host) -> None:
+    content = os.urandom(protocol.MAX_CHUNK_BYTES * 2 + 17)
+    host.write("long", content)
+    assert host.read("long") == content
+    assert host.read("long", limit=protocol.MAX_CHUNK_BYTES + 5) == content[-(1 << 20) - 5 :]
+
+
+def test_environments_are_in_no_command_line_and_no_file(host: Host) -> None:
+    host.start(protocol.Start("one", SLEEP, {"PD_API_KEY": "a-secret-of-this-test"}))
+    agent = agent_pid(host)
+    pid = host.processes["one"].pid
+    assert b"a-secret-of-this-test" in Path(f"/proc/{pid}/environ").read_bytes()
+    for process in (agent, pid):
+        assert "a-secret-of-this-test" not in command_line(process)
+    for path in Path(host.run_directory).rglob("*"):
+        assert b"a-secret-of-this-test" not in path.read_bytes()
+
+
+# ---- ways to a host
+
+
+@pytest.mark.parametrize(
+    ("reach", "python", "why"),
+    [
+        (Local(), "/nowhere/python", "/nowhere/python: No such file"),
+        (NetworkNamespace("pd-nowhere"), sys.executable, "pd-nowhere"),
+        (Local(), "false", "its agent ended with status 1"),
+        (Ssh("nobody@127.0.0.1", port=9), sys.executable, "Connection refused"),
+    ],
+    ids=["no interpreter", "no namespace", "no agent", "no sshd"],
+)
+def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
+    reach: Local | NetworkNamespace | Ssh, python: str, why: str
+) -> None:
+    if isinstance(reach, Ssh) and shutil.which("ssh") is None:
+        skip_or_fail("this needs openssh-client")
+    host = Host("far", reach, python, "127.0.0.1", threading.Condition())
+    with pytest.raises(SetupError, match=rf"host far \(.*\) cannot be reached: .*{why}"):
+        host.open(protocol.Open("test/run/far", "token"))
+    host.disconnect()
+
+
+def test_a_directory_that_is_not_there_is_named(state: ClusterState) -> None:
+    _, problems = connect(state, threading.Condition(), directories={"here": "/nowhere"})
+    assert problems == {"here": "host here (this machine): the directory /nowhere is not there"}
+
+
+def test_ssh_takes_no_character_of_an_argument_for_its_own() -> None:
+    reach = Ssh("user@far", port=2222, identity="/keys/a b", known_hosts="/known hosts")
+    hostile = "$(touch /tmp/x); 'quoted' \"&|<>"
+    command = reach.command(["echo", hostile, "two words"])
+    assert command[-3:-1] == ["--", "user@far"]
+    # The other side's shell sees what was meant.
+    said = subprocess.run(["sh", "-c", command[-1]], capture_output=True, text=True, check=True)
+    assert said.stdout == f"{hostile} two words\n"
+    for option in ("BatchMode=yes", "StrictHostKeyChecking=yes", "IdentitiesOnly=yes"):
+        assert option in command
+    assert 'UserKnownHostsFile="/known hosts"' in command

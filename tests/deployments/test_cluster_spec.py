@@ -1,0 +1,248 @@
+"""What a deployment's YAML file may say, and what is said about the rest."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pd.cluster.commands import arguments, node_command, plan_nodes, proxy_command
+from pd.cluster.spec_file import MAX_FILE_BYTES, check_known_flags, load_spec
+from pd.commands.cluster import _known_flags
+from pd.core.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(ROOT.glob("configs/*/cluster.yaml"))
+
+TWO_HOSTS: dict[str, Any] = {
+    "model": "DIR",
+    "transfer_backend": "tcp",
+    "flags": {"page-size": 8},
+    "hosts": {
+        "first": {"local": True, "address": "10.0.0.1"},
+        "second": {"ssh": "me@10.0.0.2", "port": 2222, "python": "/opt/pd/bin/python"},
+    },
+    "layouts": {
+        "split": {
+            "nodes": [
+                {"role": "prefill", "host": "first", "devices": ["cuda:0"], "ports": [30000]},
+                {
+                    "role": "decode",
+                    "host": "second",
+                    "count": 2,
+                    "devices": ["cuda:0", "cuda:1"],
+                    "flags": {"page_size": 16, "kv-digest": True},
+                },
+            ],
+            "proxy": {"host": "first", "port": 8000, "flags": {"policy": "round_robin"}},
+        }
+    },
+}
+
+
+def changed(*changes: tuple[str, Any]) -> dict[str, Any]:
+    """The deployment above with other values; a path's last key may be new, None removes it."""
+    spec = copy.deepcopy(TWO_HOSTS)
+    for path, value in changes:
+        place: Any = spec
+        *above, last = (int(key) if key.isdigit() else key for key in path.split("."))
+        for key in above:
+            place = place[key]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+    return spec
+
+
+def load(tmp_path: Path, spec: object) -> Any:
+    file = tmp_path / "two.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    return load_spec(file)
+
+
+class FakeHost:
+    """What command lines need to know of a host."""
+
+    run_directory = "/run/there"
+
+
+# ---- commands
+
+
+def test_nodes_become_commands(tmp_path: Path) -> None:
+    spec = load(tmp_path, TWO_HOSTS)
+    plans = plan_nodes(spec)
+    assert [p.name for p in plans] == ["split-prefill-0", "split-decode-0", "split-decode-1"]
+    host: Any = FakeHost()
+    assert node_command(spec, plans[2], host, with_key=True) == [
+        *("/opt/pd/bin/python", "-m", "pd.cli", "decode", "--model=DIR"),
+        *("--host=0.0.0.0", "--advertise-host=10.0.0.2", "--port=0", "--device=cuda:1"),
+        *("--transfer-backend=tcp", "--cluster-key-file=/run/there/cluster.key"),
+        *("--page-size=16", "--kv-digest"),
+    ]
+    prefill = node_command(spec, plans[0], host, with_key=True)
+    assert {"--port=30000", "--bootstrap-port=0", "--page-size=8"} <= set(prefill)
+    urls = {"prefill": ["http://a:1"], "decode": ["http://b:1", "http://b:2"]}
+    proxy = proxy_command(spec, "split", urls, host, with_key=False)
+    assert proxy[4:] == [
+        *("--host=127.0.0.1", "--port=8000", "--prefill=http://a:1"),
+        *("--decode=http://b:1", "--decode=http://b:2", "--policy=round_robin"),
+    ]
+
+
+def test_flags_become_arguments() -> None:
+    flags = {"a": True, "b": False, "c": None, "d": 3, "e": [1, "x"], "f": "with space"}
+    assert arguments(flags) == ["--a", "--d=3", "--e=1", "--e=x", "--f=with space"]
+
+
+def test_a_host_may_have_the_model_elsewhere(tmp_path: Path) -> None:
+    spec = load(tmp_path, changed(("hosts.second.model", "/models/x")))
+    host: Any = FakeHost()
+    models = [node_command(spec, p, host, with_key=False)[4] for p in plan_nodes(spec)]
+    assert models == ["--model=DIR", "--model=/models/x", "--model=/models/x"]
+
+
+def test_one_layout_needs_no_name(tmp_path: Path) -> None:
+    layout = TWO_HOSTS["layouts"]["split"]
+    spec = load(
+        tmp_path, changed(("layouts", None), ("nodes", layout["nodes"]), ("proxy", layout["proxy"]))
+    )
+    assert list(spec.layouts) == ["main"]
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "cluster.key").write_text("k" * 32)
+    changes = ("cluster_key_file", "cluster.key"), ("hosts.second.identity", "keys/id")
+    spec = load(tmp_path, changed(*changes))
+    assert spec.cluster_key_file == tmp_path / "cluster.key"
+    assert spec.hosts["second"].identity == tmp_path / "keys/id"
+
+
+# ---- errors
+
+
+NODE = "layouts.split.nodes.1"
+REFUSED = {
+    "unknown key": (("modle", "x"), "unknown key modle (did you mean model?)"),
+    "unknown key of a host": (
+        ("hosts.second.adress", "10.0.0.2"),
+        "unknown key hosts.second.adress (did you mean address?)",
+    ),
+    "unknown key of a node": (
+        (f"{NODE}.device", "cpu"),
+        "unknown key layouts.split.nodes[1].device (did you mean devices?)",
+    ),
+    "missing key": (("layouts.split.proxy", None), "the key layouts.split.proxy is missing"),
+    "role": ((f"{NODE}.role", "decoder"), "layouts.split.nodes[1].role: input should be 'prefill'"),
+    "count": ((f"{NODE}.count", 0), "layouts.split.nodes[1].count: input should be greater"),
+    "port": (("layouts.split.proxy.port", 70000), "layouts.split.proxy.port: input should be less"),
+    "port as text": (("layouts.split.proxy.port", "8000"), "layouts.split.proxy.port: "),
+    "device": ((f"{NODE}.devices", ["gpu0"]), "layouts.split.nodes[1].devices[0]: "),
+    "no hosts": (("hosts", {}), "hosts: "),
+    "unknown host": (
+        (f"{NODE}.host", "secnod"),
+        "layouts.split.nodes[1].host: there is no host secnod (did you mean second?)",
+    ),
+    "unknown load host": (("load", ["third"]), "load: there is no host third"),
+    "no way": (("hosts.first.local", None), "hosts.first: give one of local: true, netns: NAME"),
+    "two ways": (("hosts.second.netns", "n"), "hosts.second: give one of"),
+    "local: false": (("hosts.first.local", False), "hosts.first.local: "),
+    "ssh's keys": (("hosts.first.port", 22), "hosts.first.port: only a host with ssh has it"),
+    "an option for ssh": (("hosts.second.ssh", "-oProxyCommand=x"), "hosts.second.ssh: "),
+    "an option for ip": (("hosts.first", {"netns": "-n"}), "hosts.first.netns: "),
+    "spaces for ssh": (("hosts.second.ssh", "me@far; touch /tmp/x"), "hosts.second.ssh: "),
+    "a relative interpreter": (
+        ("hosts.second.python", ".venv/bin/python"),
+        "hosts.second.python: give an absolute path, not .venv/bin/python",
+    ),
+    "a name for a file": (("hosts", {"../x": {"local": True}}), "hosts.../x: "),
+    "loopback": (
+        ("hosts.first.address", None),
+        "hosts.first: give the address by which the other hosts of layouts.split reach it",
+    ),
+    "ports": (
+        (f"{NODE}.ports", [1, 2, 3]),
+        "layouts.split.nodes[1].ports: 3 ports for 2 nodes",
+    ),
+    "ports of prefill": (
+        (f"{NODE}.bootstrap_ports", [1, 2]),
+        "layouts.split.nodes[1].bootstrap_ports: only prefill nodes have them",
+    ),
+    "a port twice": (
+        ("layouts.split.nodes.0.bootstrap_ports", [8000]),
+        "layouts.split.nodes[0].bootstrap_ports[0]: layouts.split.proxy.port has port 8000 of host "
+        "first already",
+    ),
+    "a GPU twice": (
+        (f"{NODE}.devices", ["cuda", "cuda:0"]),
+        "layouts.split.nodes[1] (node 1): layouts.split.nodes[1] (node 0) has device cuda:0 of "
+        "host second already; share_devices: true allows it",
+    ),
+    "a flag with a key": (
+        (f"{NODE}.flags", {"port": 1}),
+        "layouts.split.nodes[1].flags.port: this flag is set by ports",
+    ),
+    "a secret": (
+        ("layouts.split.proxy.flags", {"api_key": "s"}),
+        "layouts.split.proxy.flags.api_key: this flag is set by pass_environment: [PD_API_KEY]",
+    ),
+    "a proxy out of reach": (
+        ("load", ["second"]),
+        "layouts.split.proxy.listen: host second sends requests, and does not reach 127.0.0.1",
+    ),
+    "a key file": (("cluster_key_file", "nowhere.key"), "cannot read the cluster key"),
+    "a variable": (("pass_environment", ["A=B"]), "pass_environment[0]: "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_name_the_key(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    with pytest.raises(UsageError) as refused:
+        load(tmp_path, changed(change))
+    assert f"two.yaml: {message}" in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_devices_may_be_shared_if_the_file_says_so(tmp_path: Path) -> None:
+    load(tmp_path, changed((f"{NODE}.devices", ["cuda:0"]), ("share_devices", True)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("flags", {"pagesize": 1}),
+            "flags: pd-launch decode has no flag --pagesize (did you mean",
+        ),
+        ((f"{NODE}.flags", {"policy": 1}), "layouts.split.nodes[1].flags: pd-launch decode has no"),
+        (("layouts.split.proxy.flags", {"page-size": 1}), "layouts.split.proxy.flags: pd-launch"),
+    ],
+)
+def test_flags_that_no_command_has_are_refused(
+    change: tuple[str, Any], message: str, tmp_path: Path
+) -> None:
+    spec = load(tmp_path, changed(change))
+    with pytest.raises(UsageError) as refused:
+        check_known_flags(spec, _known_flags())
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize("content", [b"", b"- a", b"a: [", b"\xff\xfe", b"1: 2", b"a" * (1 << 21)])
+def test_a_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
+    assert len(content) < 100 or len(content) > MAX_FILE_BYTES
+    file = tmp_path / "x.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=r"x\.yaml"):
+        load_spec(file)
+    with pytest.raises(UsageError, match="No such file"):
+        load_spec(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_published_deployments_are_understood(path: Path) -> None:
+    check_known_flags(load_spec(path), _known_flags())
