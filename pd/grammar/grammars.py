@@ -39,6 +39,9 @@ _CHILDREN = 2
 _STACK_BYTES = 64 << 20
 # Processor time of grammars that are compiled here, too, when whoever waits has been answered.
 _LEARN_SECONDS = 5.0
+# How long the end waits for a grammar that is being compiled here: Python must not end while a
+# thread is inside the library.
+_END_SECONDS = 2 * _LEARN_SECONDS
 # Grammars that cannot be compiled, remembered so that each is tried once.
 _MAX_REFUSED = 256
 
@@ -90,6 +93,7 @@ class Grammars:
         self._wanted: dict[Grammar, _Wanted] = {}
         self._jobs: FairQueue[Grammar] = FairQueue()
         self._compilers: list[GrammarCompiler] = []
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._info: Any = None
         self._own: Any = None
@@ -131,13 +135,15 @@ class Grammars:
         return self._bytes
 
     def close(self) -> None:
-        """Compile nothing more."""
+        """Compile nothing more, and wait for what is being compiled here."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
             compilers = list(self._compilers)
         for compiler in compilers:
             compiler.close()
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
 
     def _known(self, grammar: Grammar) -> MakeRules | PDError | None:
         if self._vocabulary is None:
@@ -182,7 +188,9 @@ class Grammars:
             self._compilers.append(compiler)
             # More than a process has, so that what it can compile does not overflow here.
             before = threading.stack_size(_STACK_BYTES)
-            threading.Thread(target=self._work, args=(compiler,), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._work, args=(compiler,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
             threading.stack_size(before)
 
     def _work(self, compiler: GrammarCompiler) -> None:

@@ -100,7 +100,7 @@ def test_idle_processes_of_a_split_end_long_before_a_lease(backend: str, tmp_pat
             assert seconds < LEASE_SECONDS
 
 
-@pytest.mark.parametrize("role", ["unified", "proxy"])
+@pytest.mark.parametrize("role", [pytest.param("unified", marks=pytest.mark.full), "proxy"])
 def test_sigterm_finishes_what_runs_and_refuses_what_comes(role: str, tmp_path: Path) -> None:
     with unified_and_proxy(tmp_path) as (node, proxy):
         target = node if role == "unified" else proxy

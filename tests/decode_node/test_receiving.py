@@ -340,13 +340,16 @@ class _Only9:
     def rollback(self, count: int) -> None:
         """Nothing to take back."""
 
+    def forced(self, ids: Any) -> list[int]:
+        return []
+
 
 @pytest.mark.parametrize(("first", "is_right"), [(9, True), (7, False)])
 def test_a_token_1_that_the_grammar_forbids_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch, first: int, is_right: bool
 ) -> None:
     made = Grammars(None, CompileLimits(1.0, 1, 1), 0)
-    monkeypatch.setattr(made, "want", lambda _, done: done(lambda _: _Only9()))
+    monkeypatch.setattr(made, "want", lambda _, done, owner="": done(lambda _: _Only9()))
     monkeypatch.setattr(assembly, "make_grammars", lambda *_: made)
     node = tiny_node("decode")
     try:

@@ -221,7 +221,8 @@ def test_a_request_under_way_holds_nothing_of_its_body(cluster: Cluster, path: s
 
     def send() -> int:
         body = in_parts(PROMPTS_OF_ENDPOINTS[path])
-        return httpx.post(proxy.url + path, content=body, headers=headers).status_code
+        url = proxy.url + path
+        return httpx.post(url, content=body, headers=headers, timeout=30).status_code
 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(send)

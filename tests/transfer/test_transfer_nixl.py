@@ -106,13 +106,8 @@ def test_the_library_neither_speaks_nor_crashes_at_the_end() -> None:
     assert "UCX" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "test_transfer_late_writes.py",
-        pytest.param("test_transfer_backends.py", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["test_transfer_late_writes.py", "test_transfer_backends.py"])
 def test_the_tests_of_every_backend_pass_over_sockets_too(name) -> None:
     """In a process of their own: UCX reads its environment once."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
