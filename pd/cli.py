@@ -135,7 +135,7 @@ class Benchmark(Protocol):
 
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
-    from pd.bench import engine, radix, serve, transfer
+    from pd.bench import engine, radix, serve, sweep, transfer
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
@@ -143,6 +143,7 @@ def bench(argv: Sequence[str] | None = None) -> int:
         "engine": (engine, "speed of one node's prefill and decode"),
         "radix": (radix, "speed of the radix cache"),
         "serve": (serve, "what clients of a server wait for"),
+        "sweep": (sweep, "the highest rate that keeps its objectives"),
         "transfer": (transfer, "speed of KV transfers between two processes or hosts"),
     }
     for name, (program, text) in programs.items():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 from pd.bench.load.aiperf import read_aiperf_records
 from pd.bench.load.goodput import Objectives, count_good
 from pd.bench.load.measure import LoadResult, measure_server, probe_server
 from pd.bench.load.measures import summarize
-from pd.bench.load.results import print_result, shown_settings, write_bench_file, write_results
+from pd.bench.load.results import (
+    print_result,
+    shown_command,
+    shown_settings,
+    write_bench_file,
+    write_results,
+)
 from pd.bench.load.settings import load_settings
 from pd.core.errors import UsageError
 
@@ -43,21 +48,10 @@ def _check_places(args: argparse.Namespace) -> None:
 def _finish(args: argparse.Namespace, result: LoadResult, settings: dict[str, Any]) -> None:
     print_result(result)
     if args.output_dir is not None:
-        command = shlex.join(["pd-bench", *_without_keys(args.command_line)])
+        command = shown_command(args.command_line)
         write_results(args.output_dir, result, settings, command)
     if args.save_result is not None:
         write_bench_file(args.save_result, result, settings, detailed=args.save_detailed)
-
-
-def _without_keys(words: list[str]) -> list[str]:
-    """A command line without the API key."""
-    shown = list(words)
-    for number, word in enumerate(shown):
-        if word.startswith("--api-key="):
-            shown[number] = "--api-key=KEY"
-        elif word == "--api-key" and number + 1 < len(shown):
-            shown[number + 1] = "KEY"
-    return shown
 
 
 def _import_aiperf(args: argparse.Namespace) -> int:

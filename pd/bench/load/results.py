@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from pd.bench.load.records import write_records
 from pd.bench.report import describe_commit, describe_machine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd.bench.load.measure import LoadResult
     from pd.bench.load.settings import LoadSettings
 
@@ -69,6 +72,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path) or value in (float("inf"), float("-inf")):
         return str(value)
     return value
+
+
+def shown_command(words: Sequence[str]) -> str:
+    """A command line of ``pd-bench`` without the API key."""
+    shown = ["pd-bench", *words]
+    for number, word in enumerate(shown):
+        if word.startswith("--api-key="):
+            shown[number] = "--api-key=KEY"
+        elif word == "--api-key" and number + 1 < len(shown):
+            shown[number + 1] = "KEY"
+    return shlex.join(shown)
 
 
 def write_results(
