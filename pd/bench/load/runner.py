@@ -68,12 +68,14 @@ class Runner:
         self.progress = Progress()
         self.load = ClientLoad()
 
-    def _bytes(self, session: Session, turn: int, prompt: Prompt | None = None) -> bytes:
+    def _bytes(
+        self, session: Session, turn: int, prompt: Prompt | None = None, kind: str = ""
+    ) -> bytes:
         plan, asked = self._plan, session.turns[turn]
         body = self._endpoint.body(
             asked.prompt if prompt is None else prompt, asked, plan.sampling, plan.options
         )
-        return plan.target.request(body, f"{plan.name}-{session.number}-{turn}")
+        return plan.target.request(body, f"{plan.name}{kind}-{session.number}-{turn}")
 
     # ---- before
 
@@ -84,7 +86,7 @@ class Runner:
         async def ask(session: Session) -> str | None:
             asked = Asked(session, 0, None, 0.0)
             async with places:
-                pieces = await self._ask(asked, self._bytes(session, 0))
+                pieces = await self._ask(asked, self._bytes(session, 0, kind="-warm-up"))
             return asked.failure or read_answer(pieces or [], self._endpoint).error
 
         errors = await asyncio.gather(*(ask(session) for session in sessions))
