@@ -1,9 +1,9 @@
 """A server that logs when it sent each token: `python scripted_server.py LOG SETTINGS`.
 
 Speaks `/v1/completions`, `/v1/chat/completions` and `/generate` with as many tokens as it is asked
-for. Every event has a number of tokens that the settings give, and is logged with the time
-(`time.perf_counter`, which all processes of a machine share) just before it is written. Settings is
-JSON, see `Settings`. The first line on standard output is its port.
+for. Every event has a number of tokens that the settings give, and is logged with the time (Unix
+time) just before it is written. Settings is JSON, see `Settings`. The first line on standard output
+is its port.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ScriptedServer:
             count = min(settings.per_event[events % len(settings.per_event)], wanted - made)
             events, made = events + 1, made + count
             event = self._event(path, body, made, count, len(prompt), made == wanted)
-            sent = time.perf_counter()
+            sent = time.time()
             self._write(writer, f"data: {json.dumps(event)}")
             self._log.write(json.dumps([name, sent, count, prompt if events == 1 else None]) + "\n")
             if fault == "error event":
@@ -147,7 +147,9 @@ class ScriptedServer:
         choice |= {"delta": {"content": text}} if "chat" in path else {"text": text}
         if settings.ids and body.get("return_token_ids"):
             choice["token_ids"] = new
-        event: dict[str, Any] = {"choices": [choice]}
+        # Some clients look at the kind of an event.
+        kind = "chat.completion.chunk" if "chat" in path else "text_completion"
+        event: dict[str, Any] = {"object": kind, "choices": [choice]}
         if settings.running_usage and body.get("stream_options", {}).get("continuous_usage_stats"):
             event["usage"] = _usage(prompt, made)
         return event
