@@ -318,3 +318,14 @@ def test_a_sweep_writes_every_point_and_the_highest_rate(scripted, tmp_path, cap
 def test_a_sweep_without_what_it_needs_says_so(flags, complaint, capsys) -> None:
     assert cli.bench(["sweep", *flags]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_load_process_needs_nothing_of_pd_but_its_core() -> None:
+    """So it starts quickly, and on hosts without torch."""
+    program = "import sys, pd.bench.load.worker; print(*sorted(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    modules = shown.stdout.split()
+    ours = {name for name in modules if name.startswith("pd.")}
+    assert "pd.bench.load.worker" in ours
+    assert all(name.startswith(("pd.bench", "pd.core")) for name in ours)
+    assert not {"torch", "httpx", "numpy"}.intersection(modules)
