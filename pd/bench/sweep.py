@@ -1,7 +1,7 @@
 """`pd-bench sweep`: the highest rate at which a deployment keeps its objectives.
 
-At each rate a load as of `pd-bench serve --dataset-name` runs `--repeats` times with different
-seeds; the rate passes if in the median `--share` of the requests meet every objective of
+At each rate a load as of `pd-bench serve --dataset-name` runs `--repeats` times, each with
+another seed; the rate passes if in the median `--share` of the requests meet every objective of
 `--goodput`. Requests that fail do not meet them. Rates double from `--min-rate` until one fails,
 and the interval is bisected down to `--resolution`.
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="NAME", help="name of the model (the server's first)")
     add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
-    add("--seed", type=int, default=0, help="of the first repeat")
+    add("--seed", type=int, default=0, help="of the first run; each has another")
     add("--output", type=Path, metavar="FILE", help="write every point to this JSON file")
     add("--output-dir", type=Path, metavar="DIR", help="write the files of every run below")
     add_load_arguments(parser)
@@ -132,6 +132,7 @@ class _Sweep:
     ) -> None:
         self._args, self._search, self._name, self._rows = args, search, name, rows
         self._server: Server | None = None
+        self._runs = 0
 
     def run(self, url: str) -> None:
         from pd.bench.load.measure import probe_server
@@ -154,7 +155,9 @@ class _Sweep:
         from pd.bench.load.measure import measure_server
 
         assert self._server is not None
-        settings = self._server.settings.at_rate(rate, self._args.seed + repeat)
+        # No run repeats the prompts of another, which a prefix cache would have.
+        settings = self._server.settings.at_rate(rate, self._args.seed + self._runs)
+        self._runs += 1
         if settings.dataset.count is None:
             count = max(_LEAST_REQUESTS, round(rate * self._args.seconds))
             dataset = dataclasses.replace(settings.dataset, count=count)

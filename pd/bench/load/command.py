@@ -16,7 +16,7 @@ from pd.bench.load.results import (
     write_results,
 )
 from pd.bench.load.settings import load_settings
-from pd.core.errors import UsageError
+from pd.core.errors import NodeFailedError, UsageError
 
 if TYPE_CHECKING:
     import argparse
@@ -35,6 +35,8 @@ def run_load(args: argparse.Namespace) -> int:
     _finish(args, result, shown_settings(server.settings))
     if result.interrupted:
         return INTERRUPTED
+    if not result.measures["completed"] and not result.measures["cancelled"]:
+        raise NodeFailedError(f"no request was answered: {result.measures['errors']}")
     return VOID if result.complaints else 0
 
 

@@ -48,8 +48,8 @@ def draw_sessions(
     A pure function of its arguments and of the dataset's file.
 
     Args:
-        arrivals: how sessions arrive; None: as the dataset says, else all at once.
-        closed_loop: sessions have no time of arrival, they wait for a place.
+        arrivals: how sessions arrive; None: as the dataset says, else as soon as they can be sent.
+        closed_loop: sessions have no time of arrival but with ``arrivals``; they wait for a place.
         cancel_rate: share of sessions whose client hangs up, after a time that is uniform from 0
             to ``cancel_delay`` seconds.
     """
@@ -67,8 +67,6 @@ def draw_sessions(
         times = schedule(arrivals, count, seed)
     elif drawn.arrivals is not None and not closed_loop:
         times = drawn.arrivals
-    elif not closed_loop:
-        times = [0.0] * count
     rng = np.random.default_rng([seed, 5])
     cancelled, delays = rng.random(count) < cancel_rate, rng.uniform(0, cancel_delay, count)
     sessions = [

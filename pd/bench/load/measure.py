@@ -102,7 +102,7 @@ def measure_server(server: Server) -> LoadResult:
         settings.dataset,
         settings.arrivals,
         seed=settings.seed,
-        closed_loop=settings.closed_loop or _is_unlimited(settings),
+        closed_loop=settings.closed_loop,
         cancel_rate=settings.cancel_rate,
         cancel_delay=settings.cancel_delay,
     )
@@ -118,11 +118,6 @@ def measure_server(server: Server) -> LoadResult:
     growth = metrics_between(before, read_metrics(server.probe.base_url))
     notes["requests_planned"] = sum(len(session.turns) for session in sessions)
     return evaluate(settings, run, server.notes | notes, growth)
-
-
-def _is_unlimited(settings: LoadSettings) -> bool:
-    """Whether every request is sent as soon as it can be."""
-    return settings.arrivals is None and settings.dataset.name not in ("trace", "jsonl")
 
 
 def _warm_up(settings: LoadSettings) -> list[Session]:

@@ -50,7 +50,13 @@ class Reception(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._pieces.append((time.perf_counter(), data))
+        self.add_piece(time.perf_counter(), data)
+
+    def add_piece(self, at: float, data: bytes) -> None:
+        """Note data that came at a time of ``time.perf_counter``."""
+        if self._pieces:
+            at = max(at, self._pieces[-1][0])
+        self._pieces.append((at, data))
         self.events += data.count(b"data:")
         self._size += len(data)
         if len(self._pieces) == 1:

@@ -27,7 +27,8 @@ class LoadSettings:
     """Everything that makes a run.
 
     Attributes:
-        arrivals: None: as the dataset says, else all at once.
+        arrivals: None: as the dataset says, else as soon as they can be sent.
+        burstiness: of ``arrivals``, also of those at a rate that is set later.
         max_concurrency: sessions at a time over all processes; None for no limit.
         options: fields that requests should have, where the server takes them.
         gpus: of the server, for rates per GPU; None for unknown.
@@ -40,6 +41,7 @@ class LoadSettings:
     options: Options
     dataset: DatasetSpec
     arrivals: Arrivals | None
+    burstiness: float
     max_concurrency: int | None
     cancel_rate: float
     cancel_delay: float
@@ -60,8 +62,7 @@ class LoadSettings:
 
     def at_rate(self, rate: float, seed: int) -> LoadSettings:
         """The same run at another rate and with another seed."""
-        arrivals = replace(self.arrivals or Arrivals(), rate=rate, ramp=None)
-        return replace(self, arrivals=arrivals, seed=seed)
+        return replace(self, arrivals=Arrivals(rate, self.burstiness), seed=seed)
 
 
 def load_settings(args: argparse.Namespace, url: str) -> LoadSettings:
@@ -77,6 +78,7 @@ def load_settings(args: argparse.Namespace, url: str) -> LoadSettings:
         options=Options(ignore_eos=_ignores_eos(args)),
         dataset=_dataset(args, chat=isinstance(api, Chat)),
         arrivals=_arrivals(args),
+        burstiness=_burstiness(args),
         max_concurrency=args.max_concurrency,
         cancel_rate=args.cancel_rate,
         cancel_delay=args.cancel_delay,

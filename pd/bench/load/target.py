@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pd.bench.load.reception import Reception
+from pd.bench.load.stamped import connect_stamped
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,8 +71,12 @@ class Target:
 
     async def connect(self) -> Reception:
         """A connection on which nothing was sent yet. Raises OSError."""
+        if not self.tls:
+            reception = Reception()
+            await connect_stamped(self.host, self.port, reception)
+            return reception
         loop = asyncio.get_running_loop()
-        context = _tls_context() if self.tls else None
+        context = _tls_context()
         _, reception = await loop.create_connection(Reception, self.host, self.port, ssl=context)
         return reception
 

@@ -37,6 +37,9 @@ class Scripted:
         lines = [(name, prompt) for name, _, _, prompt in self._lines() if prompt is not None]
         return {name.split("-", 2)[2]: prompt for name, prompt in lines if "bench-" in name}
 
+    def prompts_of_all_runs(self) -> list[list[Any]]:
+        return [prompt for _, _, _, prompt in self._lines() if prompt is not None]
+
     def _lines(self) -> list[Any]:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 

@@ -205,6 +205,12 @@ def test_faults_are_counted_by_kind_and_do_not_end_the_run(scripted, tmp_path, f
     assert all(record.error for record in records if record.status == "error")
 
 
+def test_a_run_without_any_answer_is_an_error(scripted, tmp_path, capsys) -> None:
+    flags = ["--dataset-name", "random", *SMALL, "--num-prompts", "3"]
+    assert cli.bench(["serve", "--url", scripted(fault="429").url, *PATIENT, *flags]) == 1
+    assert "no request was answered: {'http 429': 3}" in capsys.readouterr().err
+
+
 def test_clients_that_hang_up_are_no_errors(scripted, tmp_path) -> None:
     server = scripted(interval=0.05)
     summary, records = bench(
@@ -294,8 +300,11 @@ def test_a_sweep_writes_every_point_and_the_highest_rate(scripted, tmp_path, cap
     output = tmp_path / "sweep.json"
     flags = ["--goodput", "ttft:100000", "--min-rate", "40", "--max-rate", "80", "--repeats", "1"]
     command = [*flags, *SMALL, "--num-prompts", "10", *PATIENT, "--output", str(output)]
-    assert cli.bench(["sweep", "--deployment", f"one={scripted().url}", *command]) == 0
+    server = scripted()
+    assert cli.bench(["sweep", "--deployment", f"one={server.url}", *command]) == 0
     rows = json.loads(output.read_text())["results"]
+    prompts = [tuple(prompt) for prompt in server.prompts_of_all_runs() if len(prompt) == 12]
+    assert len(set(prompts)) == len(prompts) == 20, "a prefix cache would have helped"
     assert [row.get("rate") for row in rows] == [40, 80, None]
     assert rows[-1] == {"deployment": "one", "highest_rate": 80, "lowest_rate_that_failed": None}
     impossible = ["--goodput", "ttft:0.001", *command[2:]]
