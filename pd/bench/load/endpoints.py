@@ -115,7 +115,7 @@ class Chat:
         self, prompt: Prompt, turn: Turn, sampling: Sampling, options: Options
     ) -> dict[str, Any]:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            raise UsageError("a chat takes no token ids: give --prompts-as text")
+            raise UsageError("a chat takes no token ids: give text or messages")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return _openai_fields(turn, sampling, options) | {"messages": messages}
 

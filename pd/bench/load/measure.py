@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pd.bench.load.arrivals import Arrivals
 from pd.bench.load.client_checks import client_complaints, client_facts
 from pd.bench.load.draw import draw_sessions
+from pd.bench.load.endpoints import endpoint
 from pd.bench.load.goodput import count_good
 from pd.bench.load.measures import summarize
 from pd.bench.load.plan import Plan
@@ -72,7 +73,9 @@ def probe_server(settings: LoadSettings) -> Server:
     model, context = probe.model(settings.sampling.model)
     sampling = dataclasses.replace(settings.sampling, model=model)
     wanted, dataset = settings.options, settings.dataset
-    options = probe.options(sampling, wanted, tokens=not dataset.as_text)
+    # Lines of a file are what they are; a server that takes no token ids may do for them.
+    tokens = not dataset.as_text and dataset.name != "jsonl"
+    options = probe.options(sampling, wanted, tokens=tokens)
     settings = dataclasses.replace(
         settings,
         sampling=sampling,
@@ -106,6 +109,7 @@ def measure_server(server: Server) -> LoadResult:
         cancel_rate=settings.cancel_rate,
         cancel_delay=settings.cancel_delay,
     )
+    _check_prompts(settings, sessions)
     schema = next((turn.schema for s in sessions for turn in s.turns if turn.schema), None)
     if schema is not None:
         server.probe.check_schema(settings.sampling, settings.options, schema)
@@ -118,6 +122,14 @@ def measure_server(server: Server) -> LoadResult:
     growth = metrics_between(before, read_metrics(server.probe.base_url))
     notes["requests_planned"] = sum(len(session.turns) for session in sessions)
     return evaluate(settings, run, server.notes | notes, growth)
+
+
+def _check_prompts(settings: LoadSettings, sessions: Sequence[Session]) -> None:
+    """Raise UsageError for a prompt that the endpoint cannot take."""
+    api = endpoint(settings.endpoint)
+    for session in sessions:
+        turn = session.turns[0]
+        api.body(turn.prompt, turn, settings.sampling, settings.options)
 
 
 def _warm_up(settings: LoadSettings) -> list[Session]:

@@ -205,6 +205,23 @@ def test_faults_are_counted_by_kind_and_do_not_end_the_run(scripted, tmp_path, f
     assert all(record.error for record in records if record.status == "error")
 
 
+@pytest.mark.parametrize(
+    ("line", "endpoint", "complaint"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, "/v1/completions", "messages need"),
+        ({"input_ids": [1, 2]}, "/v1/chat/completions", "a chat takes no token ids"),
+    ],
+)
+def test_lines_that_the_endpoint_cannot_take_are_refused_before_the_run(
+    scripted, tmp_path, capsys, line, endpoint, complaint
+) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(line))
+    flags = ["--dataset-name", "jsonl", "--dataset-path", str(path), "--endpoint", endpoint]
+    assert cli.bench(["serve", "--url", scripted().url, *flags]) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_a_run_without_any_answer_is_an_error(scripted, tmp_path, capsys) -> None:
     flags = ["--dataset-name", "random", *SMALL, "--num-prompts", "3"]
     assert cli.bench(["serve", "--url", scripted(fault="429").url, *PATIENT, *flags]) == 1
