@@ -32,7 +32,7 @@ examples:
       --min-rate 1 --max-rate 50 --seconds 60 --output sweep.json
 """
 _VOID = 3
-# Fewer requests than this say little about a share of 90 %.
+# Fewer requests than this say little about a share such as nine in ten.
 _LEAST_REQUESTS = 20
 
 

@@ -19,8 +19,8 @@ class ClientLimits:
     """What a client may be and its results still count.
 
     Attributes:
-        lag: seconds by which 1 % of the requests may be later than due, and 1 % of the samples of
-            a process's event loop may be late.
+        lag: seconds by which requests may be sent later than due, and a process's event loop may
+            be late, each in the 99th percentile.
         cpu_share: share of one processor that a process may use.
         clock_error: seconds by which the clock of another host may be wrong.
     """
