@@ -140,7 +140,7 @@ class Benchmark(Protocol):
 
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
-    from pd.bench import compare, engine, proxy, radix, serve, transfer
+    from pd.bench import compare, engine, proxy, radix, serve, sweep, transfer
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
@@ -150,6 +150,7 @@ def bench(argv: Sequence[str] | None = None) -> int:
         "proxy": (proxy, "what the proxy costs"),
         "radix": (radix, "speed of the radix cache"),
         "serve": (serve, "what clients of a server wait for"),
+        "sweep": (sweep, "the highest rate that keeps its objectives"),
         "transfer": (transfer, "speed of KV transfers between two processes or hosts"),
     }
     for name, (program, text) in programs.items():

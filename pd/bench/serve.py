@@ -13,6 +13,10 @@ Once all run, for `seconds` a prompt of `long` tokens is sent every `every` seco
 of those before it, and asked for `long_out` tokens. Inter-token latency (ITL) counts every interval
 between two events of a stream that ends in that time, also the one between the first token and the
 second, for which in a split the prompt's KV has to arrive; one row leaves that interval out.
+
+`--dataset-name` runs a load of requests, of whatever kind and schedule, against any server that
+speaks OpenAI's API or `/generate`, and says what each waited for: see docs/harness.md. The client
+proves that it was not the bottleneck, or the run is void (exit status 3).
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from pd.bench.load.flags import add_load_arguments
 from pd.bench.serve_client import BenchCompletion, Reception, Server
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 
@@ -48,6 +53,16 @@ EXAMPLES = """\
 examples:
   pd-bench serve --url http://127.0.0.1:8000 --unloaded 1024,8192
   pd-bench serve --url http://127.0.0.1:8000 --load streams=48,long=8192 --output serve.json
+
+  20 requests a second (Poisson) of 1024 tokens, judged by objectives; files in out/:
+    pd-bench serve --url http://127.0.0.1:8000 --dataset-name random --num-prompts 500 \\
+        --request-rate 20 --goodput ttft:1s+40us,tpot:50 --output-dir out
+  a closed loop of 32 conversations through the chat API, whose answers go into the next turn:
+    pd-bench serve --url http://127.0.0.1:8000 --dataset-name multi-turn --turns 4 \\
+        --endpoint /v1/chat/completions --max-concurrency 32 --num-prompts 200
+  five minutes of a recorded trace, lengths divided by 32, by four load processes:
+    pd-bench serve --url http://127.0.0.1:8000 --dataset-name trace --dataset-path trace.jsonl \\
+        --trace-length-scale 1/32 --trace-window 0:300 --processes 4 --output-dir out
 """
 
 
@@ -89,10 +104,13 @@ class Load:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s --url URL [--unloaded N,…] [--load SPEC] [flags]"
+    parser.usage = (
+        "%(prog)s --url URL [--unloaded N,…] [--load SPEC] [flags]\n"
+        "       %(prog)s --url URL --dataset-name NAME [flags]"
+    )
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--url", required=True, help="the proxy, http://HOST:PORT")
+    add("--url", help="the proxy or another server, http://HOST:PORT")
     add("--unloaded", metavar="N,…", help="lengths of prompts that are sent one at a time")
     add("--outputs", type=int, default=16, metavar="N", help="tokens of their answers")
     add("--repeats", type=int, default=7, metavar="N", help="prompts of each length")
@@ -106,6 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the prompts")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one measurement")
     add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    add_load_arguments(parser)
+    add = parser.add_argument_group("results of a run under load").add_argument
+    add("--output-dir", type=Path, metavar="DIR", help="write every file there")
+    add("--save-result", type=Path, metavar="FILE", help="write the keys of vllm bench serve there")
+    add("--save-detailed", action="store_true", help="with lists by request in that file")
+    add("--import-aiperf", type=Path, metavar="FILE", help="evaluate AIPerf's profile_export.jsonl")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,8 +137,12 @@ def run(args: argparse.Namespace) -> int:
 
     ``args`` has also the whole ``command_line``, as it was typed.
     """
+    if args.dataset_name is not None or args.import_aiperf is not None:
+        return _run_dataset(args)
+    if args.url is None:
+        raise UsageError("--url is missing: give the server's, http://HOST:PORT")
     if args.unloaded is None and args.load is None:
-        raise UsageError("nothing to measure: give --unloaded, --load or both")
+        raise UsageError("nothing to measure: give --unloaded, --load or both, or --dataset-name")
     if min(args.outputs, args.repeats, args.vocab_size) < 1:
         raise UsageError("--outputs, --repeats and --vocab-size must be at least 1")
     if args.output is not None and not args.output.absolute().parent.is_dir():
@@ -140,6 +168,16 @@ def run(args: argparse.Namespace) -> int:
         command = shlex.join(["pd-bench", *args.command_line])
         write_report(args.output, command, rows, measured=["pd"], settings=settings)
     return 0
+
+
+def _run_dataset(args: argparse.Namespace) -> int:
+    from pd.bench.load.command import run_load
+
+    if args.unloaded is not None or args.load is not None:
+        raise UsageError("--dataset-name is a run of its own, without --unloaded and --load")
+    if args.url is None and args.import_aiperf is None:
+        raise UsageError("--url is missing: give the server's, http://HOST:PORT")
+    return run_load(args)
 
 
 def _lengths(text: str) -> list[int]:

@@ -1,26 +1,18 @@
-"""Streamed completions over plain sockets: bytes are noted with their time and read afterwards.
-
-A model that makes 48 streams a token every 7 ms sends 7,000 events a second; a client that parsed
-each as it comes would measure itself.
-"""
+"""Streamed completions over plain sockets: bytes are noted with their time and read afterwards."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from bisect import bisect_left
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from pd.bench.load import reception as load
+from pd.bench.load.stream import parse_events, parse_http
 from pd.core.errors import SetupError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _ENDPOINT = "/v1/completions"
 
@@ -46,57 +38,21 @@ class BenchCompletion:
         return sum(self.counts)
 
 
-class Reception(asyncio.Protocol):
-    """Bytes of one connection as they come.
-
-    Attributes:
-        events: lines that begin an event, at least as many as there are whole ones.
-        ended: done when the server has closed the connection, or :meth:`cut` has.
-    """
-
-    def __init__(self) -> None:
-        self.sent = 0.0
-        self.events = 0
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pieces: list[tuple[float, bytes]] = []
-        self._transport: asyncio.Transport | None = None
-        self._was_cut = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._pieces.append((time.perf_counter(), data))
-        self.events += data.count(b"data: ")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def send(self, request: bytes) -> None:
-        assert self._transport is not None
-        self.sent = time.perf_counter()
-        self._transport.write(request)
-
-    def cut(self) -> None:
-        """Close the connection; what was received so far counts."""
-        assert self._transport is not None
-        self._was_cut = True
-        self._transport.abort()
+class Reception(load.Reception):
+    """One connection with one request."""
 
     def completion(self) -> BenchCompletion:
         """Parse what was received."""
         found = BenchCompletion(self.sent)
-        status, body = _parse_http(self._pieces)
-        if status == 0 and self._was_cut:
+        answer = parse_http(self._pieces)
+        if answer.status == 0 and self.cut_reason is not None:
             return found
-        if status != 200:
-            text = b"".join(data for _, data in body).decode(errors="replace").strip()
-            found.error = f"HTTP status {status}: {text[:300]}" if status else "no answer"
+        if answer.status != 200:
+            text = f"{answer.content.decode(errors='replace').strip():.300}"
+            found.error = f"HTTP status {answer.status}: {text}" if answer.status else "no answer"
             return found
         done = False
-        for at, data in _events(body):
+        for at, data in parse_events(answer.body):
             if data == b"[DONE]":
                 done = True
                 continue
@@ -110,41 +66,9 @@ class Reception(asyncio.Protocol):
                 if count:
                     found.times.append(at)
                     found.counts.append(count)
-        if not (done or self._was_cut):
+        if not (done or self.cut_reason is not None):
             found.error = "the connection ended in the middle of the stream"
         return found
-
-
-def _parse_http(pieces: list[tuple[float, bytes]]) -> tuple[int, list[tuple[float, bytes]]]:
-    """Status and body of an answer, the body in parts with their times; status 0 without one."""
-    raw = b"".join(data for _, data in pieces)
-    ends = list(accumulate(len(data) for _, data in pieces))
-    head, blank, _ = raw.partition(b"\r\n\r\n")
-    if not blank:
-        return 0, []
-    lines = head.lower().split(b"\r\n")
-    status, offset = int(lines[0].split()[1]), len(head) + len(blank)
-    if b"transfer-encoding: chunked" not in lines:
-        return status, [(pieces[-1][0], raw[offset:])]
-    body = []
-    while (line_end := raw.find(b"\r\n", offset)) >= 0:
-        size, begin = int(raw[offset:line_end].split(b";")[0], 16), line_end + 2
-        offset = begin + size + 2
-        if size == 0 or offset > len(raw):
-            break
-        # The end of the chunk came with the first piece that reaches so far.
-        body.append((pieces[bisect_left(ends, begin + size)][0], raw[begin : begin + size]))
-    return status, body
-
-
-def _events(body: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """Data of each server-sent event, and when it was complete."""
-    rest = b""
-    for at, data in body:
-        *whole, rest = (rest + data).split(b"\n\n")
-        for event in whole:
-            if event.startswith(b"data: "):
-                yield at, event.removeprefix(b"data: ")
 
 
 class Server:

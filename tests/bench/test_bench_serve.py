@@ -10,6 +10,7 @@ import pytest
 from processes import Deployment, deployment
 
 from pd import cli
+from pd.bench.load.records import read_records
 from pd.bench.serve import Load, Prompts, measure_unloaded
 from pd.bench.serve_client import Reception, Server
 from pd.core.errors import NodeFailedError, UsageError
@@ -50,6 +51,47 @@ def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     assert itl["p50_ms"] <= itl["p95_ms"] <= itl["p99_ms"] <= itl["p99.9_ms"] <= itl["max_ms"]
     assert "client_cpu_share" in capsys.readouterr().out
     served.wait_idle()  # who was hung up on is gone
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        (["--dataset-name", "shared-prefix", "--num-prefixes", "1", "--prefix-len", "64"], 5),
+        (["--dataset-name", "multi-turn", "--turns", "2", "--turn-input-len", "8"], 5),
+        (["--dataset-name", "random", "--endpoint", "/generate"], 5),
+        (["--dataset-name", "random", "--endpoint", "/v1/chat/completions"], 5),
+        (["--dataset-name", "structured", "--random-output-len", "200"], None),
+    ],
+    ids=["shared-prefix", "multi-turn", "generate", "chat", "structured"],
+)
+def test_load_on_a_split_is_measured_and_leaves_nothing_behind(
+    served, tmp_path, flags, tokens
+) -> None:
+    """Counts come from the token ids; caches, stages and schemas are the deployment's own."""
+    out = tmp_path / "out"
+    common = ["--num-prompts", "4", "--random-input-len", "16", "--random-output-len", "5"]
+    patient = ["--max-client-lag-ms", "100000", "--max-client-cpu", "10"]
+    command = ["--url", served.proxy.url, *common, *patient, *flags, "--output-dir", str(out)]
+    assert cli.bench(["serve", *command, "--max-concurrency", "2"]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    found, records = summary["measures"], read_records(out / "requests.jsonl")
+    assert found["completed"] == len(records) == (8 if "multi-turn" in flags else 4)
+    assert "fields_the_server_refuses" not in summary["notes"]
+    assert summary["server"]["stages_mean_ms"]["prefill"] > 0
+    for record in records:
+        assert record.counted_by == "token_ids"
+        assert tokens in (None, record.output_tokens)
+        assert sum(record.tokens or ()) == record.output_tokens
+    if "shared-prefix" in flags or "multi-turn" in flags:
+        assert found["cached_share"] > 0
+    if "/generate" in flags:
+        assert found["stages_ms"]["prefill"]["count"] == 4
+    if "structured" in flags:
+        assert found["structured"]["answers"] == 4
+        # An answer that its length ended is no whole JSON.
+        whole = [r for r in records if r.finish_reason == "stop"]
+        assert all(record.valid_output for record in whole)
+    served.wait_idle()
 
 
 @pytest.mark.parametrize(

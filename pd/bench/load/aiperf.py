@@ -1,0 +1,231 @@
+"""AIPerf's files: ``profile_export.jsonl`` and ``profile_export_aiperf.json``, both ways.
+
+AIPerf's ``inter_token_latency`` is our TPOT and its ``inter_chunk_latency`` has our gaps.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pd.bench.load.measures import duration, latencies
+from pd.bench.load.records import CANCELLED, ERROR, INTERRUPTED, OK, Record
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pd.bench.load.goodput import Goodput
+
+_SCHEMA_VERSION = "1.1"
+_CANCELLED_CODE = 499
+_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+
+
+def write_aiperf_records(path: Path, records: Sequence[Record], start_time: float) -> None:
+    """Write ``profile_export.jsonl``."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(_aiperf_record(r, start_time)) + "\n" for r in records)
+
+
+def _aiperf_record(record: Record, start_time: float) -> dict[str, Any]:
+    end = record.sent if record.end is None else record.end
+    stopped = record.status in (CANCELLED, INTERRUPTED)
+    metadata = {
+        "session_num": record.session,
+        "x_request_id": f"{record.session}-{record.turn}",
+        "x_correlation_id": str(record.session),
+        "conversation_id": str(record.session),
+        "turn_index": record.turn,
+        "credit_issued_ns": _ns(start_time, record.due),
+        "request_start_ns": _ns(start_time, record.sent),
+        "request_ack_ns": None if record.first is None else _ns(start_time, record.first),
+        "request_end_ns": _ns(start_time, end),
+        "worker_id": record.process,
+        "record_processor_id": record.process,
+        "benchmark_phase": "profiling",
+        "was_cancelled": stopped,
+        "cancellation_time_ns": _ns(start_time, end) if stopped else None,
+    }
+    if record.status == OK:
+        return {"metadata": metadata, "metrics": _metrics(record), "error": None}
+    error = {
+        "code": _CANCELLED_CODE if stopped else record.http_status,
+        "type": "RequestCancellationError" if stopped else record.error_kind,
+        "message": record.error or record.status,
+    }
+    metrics = {"error_isl": _value(record.num_prompt_tokens, "tokens")}
+    return {"metadata": metadata, "metrics": metrics, "error": error}
+
+
+def _metrics(record: Record) -> dict[str, Any]:
+    gaps = [gap * 1e3 for gap in record.gaps]
+    values: dict[str, tuple[Any, str]] = {
+        "input_sequence_length": (record.num_prompt_tokens, "tokens"),
+        "output_sequence_length": (record.output_tokens, "tokens"),
+        "output_token_count": (record.output_tokens, "tokens"),
+        "time_to_first_token": (_ms(record.ttft), "ms"),
+        "time_to_second_token": (_ms(record.second_token), "ms"),
+        "request_latency": (_ms(record.e2e), "ms"),
+        "inter_token_latency": (_ms(record.tpot), "ms"),
+        "inter_chunk_latency": (gaps or None, "ms"),
+    }
+    if record.tpot:
+        values["output_token_throughput_per_user"] = (1 / record.tpot, "tokens/sec/user")
+    return {name: _value(*value) for name, value in values.items() if value[0] is not None}
+
+
+def _value(value: Any, unit: str) -> dict[str, Any]:
+    return {"value": value, "unit": unit}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _ns(start_time: float, seconds: float) -> int:
+    return int((start_time + seconds) * 1e9)
+
+
+def aiperf_summary(records: Sequence[Record], goodput: Goodput | None) -> dict[str, Any]:
+    """Statistics as ``profile_export_aiperf.json`` has them."""
+    whole = [record for record in records if record.status == OK]
+    seconds = duration(records)
+    found = latencies(whole)
+    output = sum(record.output_tokens for record in whole)
+    summary: dict[str, Any] = {
+        "schema_version": _SCHEMA_VERSION,
+        "request_throughput": _single(len(whole) / seconds if seconds else 0, "requests/sec"),
+        "output_token_throughput": _single(output / seconds if seconds else 0, "tokens/sec"),
+        "request_count": _single(len(whole), "requests"),
+        "error_request_count": _single(sum(r.status == ERROR for r in records), "requests"),
+        "benchmark_duration": _single(seconds, "sec"),
+        "total_output_tokens": _single(output, "tokens"),
+        "total_isl": _single(sum(r.num_prompt_tokens for r in whole), "tokens"),
+    }
+    for name, metric in (
+        ("time_to_first_token", "ttft"),
+        ("time_to_second_token", "second_token"),
+        ("inter_token_latency", "tpot"),
+        ("inter_chunk_latency", "itl"),
+        ("request_latency", "e2e"),
+    ):
+        summary[name] = _statistics([value * 1e3 for value in found[metric]], "ms")
+    summary["input_sequence_length"] = _statistics(
+        [float(record.num_prompt_tokens) for record in whole], "tokens"
+    )
+    summary["output_sequence_length"] = _statistics(
+        [float(record.output_tokens) for record in whole], "tokens"
+    )
+    if goodput is not None and seconds:
+        summary["goodput"] = _single(goodput.good / seconds, "requests/sec")
+    return summary
+
+
+def _single(value: float, unit: str) -> dict[str, Any]:
+    return {"unit": unit, "avg": value}
+
+
+def _statistics(values: Sequence[float], unit: str) -> dict[str, Any]:
+    if not values:
+        return {"unit": unit}
+    array = np.asarray(values)
+    percentiles = np.percentile(array, _PERCENTILES)
+    return {
+        "unit": unit,
+        "avg": float(array.mean()),
+        **{f"p{p}": float(value) for p, value in zip(_PERCENTILES, percentiles, strict=True)},
+        "min": float(array.min()),
+        "max": float(array.max()),
+        "std": float(array.std(ddof=1)) if len(values) > 1 else 0.0,
+        "count": len(values),
+        "sum": float(array.sum()),
+    }
+
+
+# ---- the other way
+
+
+def read_aiperf_records(path: Path) -> tuple[float, list[Record]]:
+    """Start (Unix time) and records of a ``profile_export.jsonl``. Raises UsageError."""
+    rows = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                rows.append(_checked(f"{path}:{number}", line))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--import-aiperf {path} cannot be read: {error}") from None
+    measured = [row for row in rows if row["metadata"].get("benchmark_phase") != "warmup"]
+    if not measured:
+        raise UsageError(f"--import-aiperf {path} has no record")
+    start = min(row["metadata"]["request_start_ns"] for row in measured)
+    return start / 1e9, [_record(row, start) for row in measured]
+
+
+def _checked(where: str, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        metadata, metrics = row["metadata"], row["metrics"]
+        numbers = [
+            metadata["session_num"],
+            metadata["request_start_ns"],
+            metadata["request_end_ns"],
+        ]
+        valid = all(type(number) is int for number in numbers)
+        valid = valid and all(isinstance(metric, dict) for metric in metrics.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise UsageError(f"{where} is no record of AIPerf's profile_export.jsonl: {line[:80]}")
+    found: dict[str, Any] = row
+    return found
+
+
+def _record(row: dict[str, Any], start: int) -> Record:
+    metadata, error = row["metadata"], row.get("error")
+    sent = (metadata["request_start_ns"] - start) / 1e9
+    record = Record(
+        session=metadata["session_num"],
+        turn=int(metadata.get("turn_index") or 0),
+        process=str(metadata.get("worker_id") or ""),
+        sent=sent,
+        due=sent,
+        end=(metadata["request_end_ns"] - start) / 1e9,
+        counted_by="aiperf",
+    )
+    length = _number(row, "input_sequence_length") or _number(row, "error_isl")
+    record.planned_prompt_tokens = int(length or 0)
+    if metadata.get("was_cancelled"):
+        record.status = CANCELLED
+    elif error:
+        record.status, record.error = ERROR, str(error.get("message"))[:300]
+        record.error_kind, record.http_status = _error_kind(error), error.get("code")
+    else:
+        _add_times(record, row)
+    return record
+
+
+def _error_kind(error: dict[str, Any]) -> str:
+    return f"http {error['code']}" if error.get("code") else str(error.get("type"))
+
+
+def _add_times(record: Record, row: dict[str, Any]) -> None:
+    record.output_tokens = int(_number(row, "output_sequence_length") or 0)
+    ttft, latency = _number(row, "time_to_first_token"), _number(row, "request_latency")
+    gaps = row["metrics"].get("inter_chunk_latency", {}).get("value") or []
+    if ttft is None:
+        return
+    times = [record.sent + ttft / 1e3]
+    for gap in gaps if isinstance(gaps, list) else []:
+        times.append(times[-1] + float(gap) / 1e3)
+    record.times, record.first = times, times[0]
+    record.second = times[1] if len(times) > 1 else None
+    record.last = times[-1] if latency is None else record.sent + latency / 1e3
+
+
+def _number(row: dict[str, Any], name: str) -> float | None:
+    value = row["metrics"].get(name, {}).get("value")
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,71 @@
+"""Whether the client was what limited a run; then its results say nothing about the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.bench.load.client_load import ProcessLoad
+    from pd.bench.load.processes import Run
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """What a client may be and its results still count.
+
+    Attributes:
+        lag: seconds by which requests may be sent later than due, and a process's event loop may
+            be late, each in the 99th percentile.
+        cpu_share: share of one processor that a process may use.
+        clock_error: seconds by which the clock of another host may be wrong.
+    """
+
+    lag: float = 0.01
+    cpu_share: float = 0.85
+    clock_error: float = 0.005
+
+
+def client_facts(run: Run) -> dict[str, Any]:
+    """What the load processes found out about themselves, each of them at its worst."""
+    lags = np.array([record.lag for record in run.records] or [0.0])
+    facts: dict[str, Any] = {
+        "processes": len(run.loads),
+        "send_lag_p99_ms": _ms(float(np.percentile(lags, 99))),
+        "send_lag_max_ms": _ms(float(lags.max())),
+        "loop_lag_p99_ms": _ms(_worst(run.loads, "loop_lag_p99")),
+        "loop_lag_max_ms": _ms(_worst(run.loads, "loop_lag_max")),
+        "cpu_share": round(_worst(run.loads, "cpu_share"), 3),
+        "waiting_share": round(_worst(run.loads, "waiting_share"), 3),
+    }
+    if run.clock_errors:
+        facts["clock_error_ms"] = _ms(max(run.clock_errors.values()))
+    return facts
+
+
+def client_complaints(facts: dict[str, Any], limits: ClientLimits) -> list[str]:
+    """Why a run does not count; empty if it does."""
+    checks = [
+        ("send_lag_p99_ms", limits.lag * 1e3, "requests were sent late", "--max-client-lag-ms"),
+        ("loop_lag_p99_ms", limits.lag * 1e3, "the event loop was late", "--max-client-lag-ms"),
+        ("cpu_share", limits.cpu_share, "a load process was busy", "--max-client-cpu"),
+        ("clock_error_ms", limits.clock_error * 1e3, "clocks differ", "a nearer load host"),
+    ]
+    return [
+        f"{what}: {name} is {facts[name]:g}, the limit is {limit:g}; use more --processes or "
+        f"hosts, less load, or {remedy}"
+        for name, limit, what, remedy in checks
+        if name in facts and facts[name] > limit
+    ]
+
+
+def _worst(loads: Sequence[ProcessLoad], name: str) -> float:
+    return max((float(getattr(load, name)) for load in loads), default=0.0)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,97 @@
+"""`jsonl`: a request a line, with the names that files for other harnesses use.
+
+A line has one of ``prompt``, ``text``, ``input_ids``, ``prompt_token_ids`` or ``messages``, or a
+``body`` with one of them (a line of OpenAI's batch files). ``max_tokens``, ``output_tokens``,
+``output_length`` or ``output_len`` is the length of the answer; without it ``--random-output-len``
+counts. ``timestamp`` (milliseconds) is when the request arrives; all lines have it or none.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pd.bench.load.datasets.spec import Drawn
+from pd.bench.load.workload import Turn
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pd.bench.load.datasets.spec import DatasetSpec
+    from pd.bench.load.workload import Prompt
+
+_PROMPTS = ("prompt", "text", "input_ids", "prompt_token_ids", "messages")
+_LENGTHS = ("max_tokens", "max_completion_tokens", "output_tokens", "output_length", "output_len")
+_LEFT_OUT = {*_PROMPTS, *_LENGTHS, "timestamp", "body", "model", "stream", "stream_options"}
+
+
+def draw_jsonl(spec: DatasetSpec, seed: int) -> Drawn:
+    """Requests of a file, in its order. Raises UsageError for a line that cannot be used."""
+    assert spec.path is not None
+    sessions: list[tuple[Turn, ...]] = []
+    times: list[float] = []
+    for where, row in read_rows(spec.path):
+        if spec.count is not None and len(sessions) == spec.count:
+            break
+        sessions.append((_turn(where, row, spec.output_len),))
+        if "timestamp" in row:
+            times.append(_number(where, row, "timestamp") / 1e3)
+    if times and len(times) != len(sessions):
+        raise UsageError(f"{spec.path}: {len(times)} of {len(sessions)} lines have a timestamp")
+    return Drawn(sessions, [at - min(times) for at in times] or None)
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects of a file of JSON lines, each with where it stands. Raises UsageError."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _row(f"{path}:{number}", line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--dataset-path {path} cannot be read: {error}") from None
+
+
+def _row(where: str, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{where} must be a JSON object, not {line.strip()[:60]}")
+    return row
+
+
+def _number(where: str, row: dict[str, Any], name: str) -> float:
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+        raise UsageError(f"{where}: {name} must be a number of at least 0, not {value!r:.60}")
+    return float(value)
+
+
+def _turn(where: str, row: dict[str, Any], output_len: int) -> Turn:
+    body = row.get("body", row)
+    if not isinstance(body, dict):
+        raise UsageError(f"{where}: body must be a JSON object, not {body!r:.60}")
+    given = [name for name in _PROMPTS if name in body]
+    if len(given) != 1:
+        raise UsageError(f"{where} must have one of {', '.join(_PROMPTS)}, not {given or 'none'}")
+    prompt = _prompt(where, given[0], body[given[0]])
+    lengths = [int(_number(where, body, name)) for name in _LENGTHS if name in body]
+    num_tokens = len(prompt) if isinstance(prompt, list) and given[0] != "messages" else 0
+    extra = {name: value for name, value in body.items() if name not in _LEFT_OUT}
+    return Turn(prompt, num_tokens, max(1, lengths[0]) if lengths else output_len, extra=extra)
+
+
+def _prompt(where: str, name: str, value: Any) -> Prompt:
+    if name == "messages":
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            return value
+        raise UsageError(f"{where}: messages must be a list of objects, not {value!r:.60}")
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return value
+    raise UsageError(f"{where}: {name} must be text or a list of token ids, not {value!r:.60}")

@@ -1,0 +1,106 @@
+"""Drawn prompts: `random`, `shared-prefix`, `multi-turn` and `structured`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pd.bench.load.datasets.spec import Draw, Drawn
+from pd.bench.load.workload import Turn
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd.bench.load.datasets.spec import DatasetSpec
+
+DEFAULT_COUNT = 1000
+
+# Schemas of `structured` where no file gives others: flat, nested, and with a list.
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Oslo", "Lima", "Cairo"]},
+            "at": {
+                "type": "object",
+                "properties": {"hour": {"type": "integer"}, "open": {"type": "boolean"}},
+                "required": ["hour", "open"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["city", "at"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 4},
+)
+
+
+def draw_random(spec: DatasetSpec, seed: int) -> Drawn:
+    """Prompts that share nothing."""
+    draw = Draw(spec, seed)
+    return Drawn([(_turn(spec, draw, []),) for _ in range(_count(spec))])
+
+
+def draw_shared_prefix(spec: DatasetSpec, seed: int) -> Drawn:
+    """Prompts that begin with one of a few prefixes; which one is drawn for each."""
+    draw = Draw(spec, seed)
+    prefixes = [draw.ids(spec.prefix_len) for _ in range(spec.num_prefixes)]
+    chosen = draw.rng.integers(0, spec.num_prefixes, _count(spec))
+    return Drawn([(_turn(spec, draw, prefixes[number]),) for number in chosen])
+
+
+def draw_multi_turn(spec: DatasetSpec, seed: int) -> Drawn:
+    """Conversations: each turn but the first adds ``turn_len`` tokens after a time to think."""
+    draw = Draw(spec, seed)
+    sessions = []
+    for _ in range(_count(spec)):
+        turns = [_turn(spec, draw, [])]
+        for _ in range(spec.turns - 1):
+            ids = draw.ids(draw.length(spec.turn_len))
+            num_out = draw.length(spec.output_len)
+            think_time = float(draw.rng.exponential(spec.think_time)) if spec.think_time else 0.0
+            turns.append(Turn(draw.prompt(ids), len(ids), num_out, think_time))
+        sessions.append(tuple(turns))
+    return Drawn(sessions)
+
+
+def draw_structured(spec: DatasetSpec, seed: int) -> Drawn:
+    """Random prompts, each with a JSON schema that the answer has to follow."""
+    schemas = SCHEMAS if spec.path is None else read_schemas(spec.path)
+    draw = Draw(spec, seed)
+    chosen = draw.rng.integers(0, len(schemas), _count(spec))
+    return Drawn([(_turn(spec, draw, [], schemas[n]),) for n in chosen])
+
+
+def read_schemas(path: Path) -> tuple[dict[str, Any], ...]:
+    """A schema a line. Raises UsageError for a line that is none."""
+    schemas = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            schema = json.loads(line)
+        except ValueError:
+            schema = None
+        if not isinstance(schema, dict):
+            raise UsageError(f"{path}:{number} must be a JSON schema, not {line[:60]}")
+        schemas.append(schema)
+    if not schemas:
+        raise UsageError(f"{path} has no schema; write one a line")
+    return tuple(schemas)
+
+
+def _count(spec: DatasetSpec) -> int:
+    return DEFAULT_COUNT if spec.count is None else spec.count
+
+
+def _turn(
+    spec: DatasetSpec, draw: Draw, prefix: list[int], schema: dict[str, Any] | None = None
+) -> Turn:
+    ids = prefix + draw.ids(draw.length(spec.input_len))
+    return Turn(draw.prompt(ids), len(ids), draw.length(spec.output_len), schema=schema)

@@ -1,0 +1,180 @@
+"""One run under load against one server, from its settings to its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd.bench.load.arrivals import Arrivals
+from pd.bench.load.client_checks import client_complaints, client_facts
+from pd.bench.load.draw import draw_sessions
+from pd.bench.load.endpoints import endpoint
+from pd.bench.load.goodput import count_good
+from pd.bench.load.measures import summarize
+from pd.bench.load.plan import Plan
+from pd.bench.load.probe import ServerProbe
+from pd.bench.load.processes import LoadProcesses
+from pd.bench.load.progress import ProgressLine
+from pd.bench.load.server_metrics import metrics_between, read_metrics
+from pd.core.errors import SetupError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.bench.load.endpoints import Options
+    from pd.bench.load.goodput import Goodput
+    from pd.bench.load.processes import Run
+    from pd.bench.load.records import Record
+    from pd.bench.load.settings import LoadSettings
+    from pd.bench.load.workload import Session
+
+# Warm-up sessions come from another seed than those that are measured.
+_WARM_UP_SEED = 1 << 32
+
+
+@dataclass
+class LoadResult:
+    """What a run found.
+
+    Attributes:
+        complaints: why the run does not count; empty if it does.
+        notes: what the dataset and the server said, such as rows that were left out.
+        server: what the server's own metrics say about the run; empty where it has none of ours.
+    """
+
+    start_time: float
+    records: list[Record]
+    client: dict[str, Any]
+    complaints: list[str]
+    measures: dict[str, Any]
+    goodput: Goodput | None
+    notes: dict[str, Any]
+    server: dict[str, Any]
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that was asked what it takes; the settings are those that hold for it."""
+
+    settings: LoadSettings
+    probe: ServerProbe
+    notes: dict[str, Any]
+
+
+def probe_server(settings: LoadSettings) -> Server:
+    """Ask a server for its model, its context and the fields that it takes.
+
+    Raises SetupError or UsageError if the run cannot be.
+    """
+    probe = ServerProbe(settings.target, settings.endpoint)
+    model, context = probe.model(settings.sampling.model)
+    sampling = dataclasses.replace(settings.sampling, model=model)
+    wanted, dataset = settings.options, settings.dataset
+    # Lines of a file are what they are; a server that takes no token ids may do for them.
+    tokens = not dataset.as_text and dataset.name != "jsonl"
+    options = probe.options(sampling, wanted, tokens=tokens)
+    settings = dataclasses.replace(
+        settings,
+        sampling=sampling,
+        options=options,
+        dataset=dataclasses.replace(dataset, context=context),
+    )
+    if dataset.name == "multi-turn" and not dataset.as_text and not options.token_ids:
+        raise UsageError(
+            "multi-turn needs the token ids of answers, which this server does not give: use "
+            "--prompts-as text"
+        )
+    notes: dict[str, Any] = {"model": model, "context": context}
+    refused = _refused(wanted, options)
+    if refused:
+        notes["fields_the_server_refuses"] = refused
+    return Server(settings, probe, notes)
+
+
+def _refused(wanted: Options, taken: Options) -> list[str]:
+    return [name for name, value in vars(wanted).items() if value and not getattr(taken, name)]
+
+
+def measure_server(server: Server) -> LoadResult:
+    """Draw, send and evaluate. Raises PDError if there is nothing to evaluate."""
+    settings = server.settings
+    sessions, notes = draw_sessions(
+        settings.dataset,
+        settings.arrivals,
+        seed=settings.seed,
+        closed_loop=settings.closed_loop,
+        cancel_rate=settings.cancel_rate,
+        cancel_delay=settings.cancel_delay,
+    )
+    _check_prompts(settings, sessions)
+    schema = next((turn.schema for s in sessions for turn in s.turns if turn.schema), None)
+    if schema is not None:
+        server.probe.check_schema(settings.sampling, settings.options, schema)
+    before = read_metrics(server.probe.base_url)
+    run = _send(settings, sessions, _warm_up(settings))
+    if run.warm_up_error is not None:
+        notes["warm_up_error"] = run.warm_up_error
+    if not run.records:
+        raise SetupError("the run ended before a request was sent")
+    growth = metrics_between(before, read_metrics(server.probe.base_url))
+    notes["requests_planned"] = sum(len(session.turns) for session in sessions)
+    return evaluate(settings, run, server.notes | notes, growth)
+
+
+def _check_prompts(settings: LoadSettings, sessions: Sequence[Session]) -> None:
+    """Raise UsageError for a prompt that the endpoint cannot take."""
+    api = endpoint(settings.endpoint)
+    for session in sessions:
+        turn = session.turns[0]
+        api.body(turn.prompt, turn, settings.sampling, settings.options)
+
+
+def _warm_up(settings: LoadSettings) -> list[Session]:
+    if not settings.warmup:
+        return []
+    dataset = dataclasses.replace(settings.dataset, count=settings.warmup)
+    sessions, _ = draw_sessions(dataset, Arrivals(), seed=settings.seed + _WARM_UP_SEED)
+    return sessions
+
+
+def _send(settings: LoadSettings, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
+    plan = Plan(
+        process="",
+        target=settings.target,
+        endpoint=settings.endpoint,
+        sampling=settings.sampling,
+        options=settings.options,
+        max_concurrency=settings.max_concurrency,
+        timeout=settings.timeout,
+        name=f"bench-{secrets.token_hex(4)}",
+    )
+    line = ProgressLine(sum(len(session.turns) for session in sessions))
+    with LoadProcesses(settings.processes, settings.hosts, settings.remote_command) as processes:
+        try:
+            return processes.run(plan, sessions, warm_up, line.show)
+        finally:
+            line.close()
+
+
+def evaluate(
+    settings: LoadSettings, run: Run, notes: dict[str, Any], server: dict[str, Any]
+) -> LoadResult:
+    """Measures of a run, and whether it counts."""
+    goodput = None
+    if settings.objectives is not None:
+        goodput = count_good(run.records, settings.objectives)
+    client = client_facts(run)
+    return LoadResult(
+        start_time=run.start_time,
+        records=run.records,
+        client=client,
+        complaints=client_complaints(client, settings.limits),
+        measures=summarize(run.records, goodput, settings.gpus),
+        goodput=goodput,
+        notes=notes,
+        server=server,
+        interrupted=run.interrupted,
+    )

@@ -1,0 +1,48 @@
+"""What pd's proxy says of itself about a run: its metrics after it less those before."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LINE = re.compile(r'^(pd_proxy_\w+)(?:\{stage="([a-z_]+)"\})? ([0-9.eE+-]+)$', re.MULTILINE)
+_STAGES = "pd_proxy_stage_seconds"
+_TOTALS = {
+    "prompt_tokens": "pd_proxy_prompt_tokens_total",
+    "cached_tokens": "pd_proxy_cached_tokens_total",
+    "output_tokens": "pd_proxy_output_tokens_total",
+}
+Samples = dict[tuple[str, str], float]
+
+
+def read_metrics(base_url: str) -> Samples:
+    """Sums, counts and totals of a proxy by name and stage; empty for another server."""
+    try:
+        answer = httpx.get(f"{base_url}/metrics", timeout=10)
+    except httpx.HTTPError:
+        return {}
+    if answer.status_code != 200:
+        return {}
+    return parse_metrics(answer.text)
+
+
+def parse_metrics(text: str) -> Samples:
+    return {(name, stage): float(value) for name, stage, value in _LINE.findall(text)}
+
+
+def metrics_between(before: Mapping[Any, float], after: Mapping[Any, float]) -> dict[str, Any]:
+    """Tokens, and mean time of each stage, between two readings; empty without any."""
+    growth = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    found: dict[str, Any] = {
+        name: growth[metric, ""] for name, metric in _TOTALS.items() if (metric, "") in growth
+    }
+    stages = {}
+    for (name, stage), count in growth.items():
+        if name == f"{_STAGES}_count" and count > 0:
+            stages[stage] = round(growth.get((f"{_STAGES}_sum", stage), 0.0) / count * 1e3, 3)
+    return found | ({"stages_mean_ms": stages} if stages else {})

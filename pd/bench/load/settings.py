@@ -1,0 +1,206 @@
+"""Settings of a run under load, from the flags of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pd.bench.load.arrivals import Arrivals
+from pd.bench.load.client_checks import ClientLimits
+from pd.bench.load.datasets.spec import DatasetSpec, TraceSpec
+from pd.bench.load.endpoints import Chat, Options, Sampling, endpoint
+from pd.bench.load.goodput import Objectives
+from pd.bench.load.target import Target
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+# Datasets whose answers end by themselves.
+_OWN_ENDS = ("jsonl", "structured")
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """Everything that makes a run.
+
+    Attributes:
+        arrivals: None: as the dataset says, else as soon as they can be sent.
+        burstiness: of ``arrivals``, also of those at a rate that is set later.
+        max_concurrency: sessions at a time over all processes; None for no limit.
+        options: fields that requests should have, where the server takes them.
+        gpus: of the server, for rates per GPU; None for unknown.
+    """
+
+    url: str
+    target: Target
+    endpoint: str
+    sampling: Sampling
+    options: Options
+    dataset: DatasetSpec
+    arrivals: Arrivals | None
+    burstiness: float
+    max_concurrency: int | None
+    cancel_rate: float
+    cancel_delay: float
+    warmup: int
+    seed: int
+    timeout: float
+    processes: int
+    hosts: tuple[str, ...]
+    remote_command: str
+    limits: ClientLimits
+    objectives: Objectives | None
+    gpus: int | None
+
+    @property
+    def closed_loop(self) -> bool:
+        """Whether a session follows one that ended, not a schedule."""
+        return self.max_concurrency is not None and self.arrivals is None
+
+    def at_rate(self, rate: float, seed: int) -> LoadSettings:
+        """The same run at another rate and with another seed."""
+        return replace(self, arrivals=Arrivals(rate, self.burstiness), seed=seed)
+
+
+def load_settings(args: argparse.Namespace, url: str) -> LoadSettings:
+    """Settings of a run against one server. Raises UsageError for what cannot be."""
+    api = endpoint(args.endpoint)
+    api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    _check_numbers(args)
+    return LoadSettings(
+        url=url,
+        target=Target.parse(url, api.path, api_key),
+        endpoint=api.path,
+        sampling=Sampling(args.model, args.temperature, _extra_body(args.extra_body)),
+        options=Options(ignore_eos=_ignores_eos(args)),
+        dataset=_dataset(args, chat=isinstance(api, Chat)),
+        arrivals=_arrivals(args),
+        burstiness=_burstiness(args),
+        max_concurrency=args.max_concurrency,
+        cancel_rate=args.cancel_rate,
+        cancel_delay=args.cancel_delay,
+        warmup=args.warmup,
+        seed=args.seed,
+        timeout=args.request_timeout,
+        processes=args.processes,
+        hosts=tuple(args.load_host or ()),
+        remote_command=args.remote_command,
+        limits=ClientLimits(args.max_client_lag_ms / 1e3, args.max_client_cpu),
+        objectives=Objectives.parse(" ".join(args.goodput)) if args.goodput else None,
+        gpus=args.gpus,
+    )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    least: dict[str, float] = {
+        "processes": 1,
+        "max_concurrency": args.processes * max(1, len(args.load_host or ())),
+        "gpus": 1,
+        "warmup": 0,
+        "seed": 0,
+        "cancel_rate": 0,
+        "cancel_delay": 0,
+        "temperature": 0,
+        "think_time": 0,
+        "trace_time_scale": 0,
+    }
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and not smallest <= value < float("inf"):
+            why = ": every load process needs a place" if name == "max_concurrency" else ""
+            raise UsageError(f"--{_dashed(name)} must be at least {smallest:g}, not {value:g}{why}")
+    if args.cancel_rate > 1:
+        raise UsageError(f"--cancel-rate is a share from 0 to 1, not {args.cancel_rate:g}")
+    if not 0 < args.request_timeout < float("inf"):
+        raise UsageError(f"--request-timeout must be above 0, not {args.request_timeout:g}")
+
+
+def _ignores_eos(args: argparse.Namespace) -> bool:
+    if args.ignore_eos is None:
+        return args.dataset_name not in _OWN_ENDS
+    return bool(args.ignore_eos)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _extra_body(text: str | None) -> dict[str, Any]:
+    try:
+        extra = json.loads(text or "{}")
+    except ValueError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise UsageError(f"--extra-body must be a JSON object, not {text}")
+    return extra
+
+
+def _dataset(args: argparse.Namespace, *, chat: bool) -> DatasetSpec:
+    as_text = args.prompts_as == "text" or (args.prompts_as is None and chat)
+    if chat and not as_text:
+        raise UsageError("--prompts-as tokens does not go with a chat: its messages are text")
+    return DatasetSpec(
+        name=args.dataset_name,
+        path=args.dataset_path,
+        count=args.num_prompts,
+        input_len=args.random_input_len,
+        output_len=args.random_output_len,
+        range_ratio=args.random_range_ratio,
+        num_prefixes=args.num_prefixes,
+        prefix_len=args.prefix_len,
+        turns=args.turns,
+        turn_len=args.turn_input_len,
+        think_time=args.think_time,
+        trace=_trace(args),
+        as_text=as_text,
+        vocab_size=args.vocab_size,
+    )
+
+
+def _trace(args: argparse.Namespace) -> TraceSpec:
+    return TraceSpec(
+        length_scale=args.trace_length_scale,
+        output_scale=args.trace_output_scale,
+        time_scale=args.trace_time_scale,
+        window=_window(args.trace_window),
+        arrivals=args.trace_arrivals,
+        too_long=args.trace_too_long,
+    )
+
+
+def _window(text: str) -> tuple[float, float]:
+    begin, colon, end = text.partition(":")
+    try:
+        window = float(begin or 0), float(end or "inf")
+    except ValueError:
+        window = 0.0, 0.0
+    if not colon or not 0 <= window[0] < window[1]:
+        raise UsageError(f"--trace-window is START:END in seconds, such as 60:360, not {text}")
+    return window
+
+
+def _arrivals(args: argparse.Namespace) -> Arrivals | None:
+    """None where no flag says how requests arrive."""
+    ramp = (args.ramp_up_start_rps, args.ramp_up_end_rps)
+    if args.ramp_up_strategy is not None:
+        if None in ramp or args.request_rate is not None:
+            raise UsageError(
+                "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no "
+                "--request-rate"
+            )
+        return Arrivals(1.0, _burstiness(args), args.ramp_up_strategy, *ramp)
+    if ramp != (None, None):
+        raise UsageError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+    if args.request_rate is None or args.request_rate == float("inf"):
+        return None
+    return Arrivals(args.request_rate, _burstiness(args))
+
+
+def _burstiness(args: argparse.Namespace) -> float:
+    if args.arrival == "constant":
+        return float("inf")
+    burstiness: float = args.burstiness
+    return burstiness

@@ -1,0 +1,59 @@
+"""Answers wait in a file until the run is over: reading them earlier would delay the others."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from array import array
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.bench.load.reception import Piece
+
+
+class Spooled(NamedTuple):
+    """Place of one answer in the file."""
+
+    offset: int
+    times: array[float]
+    sizes: array[int]
+
+
+class Spool:
+    """A file without a name, gone when the process is. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # Closed with the process.
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self._end = 0
+
+    def add(self, pieces: Sequence[Piece]) -> Spooled:
+        """Write what was received; takes the time of one copy in memory."""
+        content = b"".join(data for _, data in pieces)
+        place = Spooled(
+            self._end,
+            array("d", [at for at, _ in pieces]),
+            array("q", [len(data) for _, data in pieces]),
+        )
+        self._file.seek(self._end)
+        view = memoryview(content)
+        while view:
+            view = view[self._file.write(view) or 0 :]
+        self._end += len(content)
+        return place
+
+    def read(self, place: Spooled) -> list[Piece]:
+        """What was added. Raises SetupError if the file is shorter than what was written."""
+        content = os.pread(self._file.fileno(), sum(place.sizes), place.offset)
+        if len(content) != sum(place.sizes):
+            raise SetupError(f"answers cannot be read back from {tempfile.gettempdir()}")
+        begins = accumulate(place.sizes, initial=0)
+        return [
+            (at, content[begin : begin + size])
+            for at, size, begin in zip(place.times, place.sizes, begins, strict=False)
+        ]

@@ -1,0 +1,117 @@
+"""Connections whose bytes carry the time at which the kernel received them.
+
+A client that has to wait for a processor reads late. Where Linux stamps received data
+(``SO_TIMESTAMPNS``), the times of an answer are right all the same; elsewhere they are those at
+which the client read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pd.bench.load.reception import Reception
+
+# Of asm-generic/socket.h; the ``socket`` module has no name for it.
+_SO_TIMESTAMPNS = 35
+_TIMESPEC = struct.Struct("qq")
+_READ_BYTES = 1 << 18
+# An older stamp than this is none of the data that was just read.
+_MAX_AGE_SECONDS = 60.0
+
+
+async def connect_stamped(host: str, port: int, reception: Reception) -> None:
+    """Connect to the first address of a host that answers. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            sock.close()
+            failure = error
+            continue
+        except BaseException:
+            sock.close()
+            raise
+        reception.connection_made(StampedTransport(loop, sock, reception))
+        return
+    raise failure
+
+
+class StampedTransport(asyncio.Transport):
+    """What :class:`~pd.bench.load.reception.Reception` needs of a transport, on one socket."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reception: Reception
+    ) -> None:
+        super().__init__()
+        self._loop, self._sock, self._reception = loop, sock, reception
+        self._unsent = memoryview(b"")
+        self._closed = False
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        loop.add_reader(sock, self._read)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send a request. Only one is written to a connection."""
+        self._unsent = memoryview(data)
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            self._unsent = self._unsent[self._sock.send(self._unsent) :]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            # The server hung up; what it said before is read first.
+            self._unsent = memoryview(b"")
+        if self._unsent:
+            self._loop.add_writer(self._sock, self._send)
+        else:
+            self._loop.remove_writer(self._sock)
+
+    def _read(self) -> None:
+        try:
+            data, ancillary, _, _ = self._sock.recvmsg(_READ_BYTES, 64)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._reception.add_piece(_received_at(ancillary), data)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        self._loop.call_soon(self._reception.connection_lost, None)
+
+
+def _received_at(ancillary: list[tuple[int, int, bytes]]) -> float:
+    """When the kernel had received data, on ``time.perf_counter``; now if it does not say."""
+    now = time.perf_counter()
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS) and len(data) == _TIMESPEC.size:
+            seconds, nanoseconds = _TIMESPEC.unpack(data)
+            age: float = time.time() - seconds - nanoseconds * 1e-9
+            if 0 <= age < _MAX_AGE_SECONDS:
+                return now - age
+    return now

@@ -1,0 +1,87 @@
+"""The measured server: its address, and requests as they go over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pd.bench.load.reception import Reception
+from pd.bench.load.stamped import connect_stamped
+from pd.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go.
+
+    Attributes:
+        path: path of the endpoint, below that of the URL.
+        api_key: sent as a bearer token; None for none.
+    """
+
+    host: str
+    port: int
+    tls: bool
+    path: str
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, path: str, api_key: str | None = None) -> Target:
+        """Raises UsageError for an address that is none."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+        except ValueError:
+            port = None
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+            raise UsageError(f"--url is http://HOST:PORT or https://HOST, not {url}")
+        if api_key is not None and not api_key.isprintable():
+            raise UsageError("the API key must be printable characters in one line")
+        where = parts.path.rstrip("/") + path
+        return cls(parts.hostname, port, parts.scheme == "https", where, api_key)
+
+    def head(self, size: int, name: str) -> bytes:
+        """Head of a request whose body has ``size`` bytes; ``name`` becomes its X-Request-Id."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        lines = [
+            f"POST {self.path} HTTP/1.1",
+            f"Host: {host}:{self.port}",
+            "Content-Type: application/json",
+            "Accept: text/event-stream",
+            f"Content-Length: {size}",
+            f"X-Request-Id: {name}",
+            "Connection: close",
+        ]
+        if self.api_key is not None:
+            lines.append(f"Authorization: Bearer {self.api_key}")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+    def request(self, body: Mapping[str, Any], name: str) -> bytes:
+        """A request as it goes over the wire."""
+        content = json.dumps(body, separators=(",", ":")).encode()
+        return self.head(len(content), name) + content
+
+    async def connect(self) -> Reception:
+        """A connection on which nothing was sent yet. Raises OSError."""
+        if not self.tls:
+            reception = Reception()
+            await connect_stamped(self.host, self.port, reception)
+            return reception
+        loop = asyncio.get_running_loop()
+        context = _tls_context()
+        _, reception = await loop.create_connection(Reception, self.host, self.port, ssl=context)
+        return reception
+
+
+@functools.cache
+def _tls_context() -> ssl.SSLContext:
+    # NOTE: made once: it reads every certificate of the machine.
+    return ssl.create_default_context()

@@ -1,0 +1,208 @@
+"""`pd-bench sweep`: the highest rate at which a deployment keeps its objectives.
+
+At each rate a load as of `pd-bench serve --dataset-name` runs `--repeats` times, each with
+another seed; the rate passes if in the median `--share` of the requests meet every objective of
+`--goodput`. Requests that fail do not meet them. Rates double from `--min-rate` until one fails,
+and the interval is bisected down to `--resolution`.
+
+A run that the client limited proves nothing: it ends the search with exit status 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pd.bench.load.flags import add_load_arguments
+from pd.core.errors import PDError, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pd.bench.load.measure import LoadResult, Server
+    from pd.bench.load.search import SearchSettings
+    from pd.bench.report import Row
+
+EXAMPLES = """\
+examples:
+  pd-bench sweep --deployment split=http://127.0.0.1:8000 \\
+      --deployment unified=http://127.0.0.1:8001 --goodput ttft:1s+40us tpot:50 \\
+      --random-input-len 2048 --random-output-len 128 \\
+      --min-rate 1 --max-rate 50 --seconds 60 --output sweep.json
+"""
+_VOID = 3
+# Fewer requests than this say little about a share such as nine in ten.
+_LEAST_REQUESTS = 20
+
+
+class _ClientLimitedError(PDError):
+    """The client could not send what was asked of it."""
+
+    exit_status = _VOID
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("--deployment", action="append", metavar="NAME=URL", help="may be repeated")
+    add("--share", type=float, default=0.9, metavar="S", help="of requests that must be good")
+    add("--min-rate", type=float, default=1.0, metavar="R", help="first rate, requests/s")
+    add("--max-rate", type=float, default=64.0, metavar="R", help="no higher one is tried")
+    add("--repeats", type=int, default=3, metavar="N", help="runs at each rate; the median decides")
+    add("--resolution", type=float, default=0.1, metavar="F", help="end at this relative interval")
+    add(
+        "--seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="length of a run, unless --num-prompts is given",
+    )
+    add("--model", metavar="NAME", help="name of the model (the server's first)")
+    add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
+    add("--seed", type=int, default=0, help="of the first run; each has another")
+    add("--output", type=Path, metavar="FILE", help="write every point to this JSON file")
+    add("--output-dir", type=Path, metavar="DIR", help="write the files of every run below")
+    add_load_arguments(parser)
+    parser.set_defaults(dataset_name="random")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search for each deployment, print and write.
+
+    ``args`` has also the whole ``command_line``.
+    """
+    from pd.bench.load.search import SearchSettings
+
+    search = SearchSettings(args.min_rate, args.max_rate, args.share, args.repeats, args.resolution)
+    deployments = _deployments(args)
+    rows: list[Row] = []
+    status = 0
+    try:
+        for name, url in deployments.items():
+            _Sweep(args, search, name, rows).run(url)
+    except _ClientLimitedError as error:
+        print(f"RESULT VOID, the client was the bottleneck: {error.message}")
+        status = error.exit_status
+    finally:
+        if args.output is not None:
+            from pd.bench.load.results import shown_command
+            from pd.bench.report import write_report
+
+            command = shown_command(args.command_line)
+            settings = dataclasses.asdict(search)
+            write_report(args.output, command, rows, measured=["pd"], settings=settings)
+    return status
+
+
+def _deployments(args: argparse.Namespace) -> dict[str, str]:
+    """URLs by name. Raises UsageError for what cannot be swept."""
+    found: dict[str, str] = {}
+    for text in args.deployment or ():
+        name, equals, url = text.partition("=")
+        if not equals or not name or not url or name in found or "/" in name:
+            raise UsageError(f"--deployment is NAME=URL with a name of its own, not {text}")
+        found[name] = url
+    if not found:
+        raise UsageError("--deployment NAME=URL is missing: give one or more")
+    if not args.goodput:
+        raise UsageError(
+            "--goodput is missing: a sweep needs objectives, such as ttft:1000,tpot:50"
+        )
+    given = ("request_rate", "ramp_up_strategy", "max_concurrency")
+    wrong = [f"--{name.replace('_', '-')}" for name in given if getattr(args, name) is not None]
+    if wrong:
+        raise UsageError(f"a sweep sets the rate itself: leave out {', '.join(wrong)}")
+    if not 0 < args.seconds < float("inf"):
+        raise UsageError(f"--seconds must be above 0, not {args.seconds:g}")
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {args.output}: there is no such directory")
+    return found
+
+
+def _rounded(rate: float | None) -> float | None:
+    return None if rate is None else round(rate, 6)
+
+
+class _Sweep:
+    """The search of one deployment; ``rows`` gets every run and the result."""
+
+    def __init__(
+        self, args: argparse.Namespace, search: SearchSettings, name: str, rows: list[Row]
+    ) -> None:
+        self._args, self._search, self._name, self._rows = args, search, name, rows
+        self._server: Server | None = None
+        self._runs = 0
+
+    def run(self, url: str) -> None:
+        from pd.bench.load.measure import probe_server
+        from pd.bench.load.search import highest_rate
+        from pd.bench.load.settings import load_settings
+
+        self._server = probe_server(load_settings(self._args, url))
+        found = highest_rate(self._search, self._share)
+        row: Row = {"deployment": self._name, "highest_rate": _rounded(found.highest)}
+        row["lowest_rate_that_failed"] = _rounded(found.failed)
+        if self._args.gpus and found.highest is not None:
+            row["highest_rate_per_gpu"] = round(found.highest / self._args.gpus, 4)
+        self._rows.append(row)
+        rate = f"below {self._search.low:g}" if found.highest is None else f"{found.highest:g}"
+        reached = " (the highest that was to be tried)" if found.failed is None else ""
+        print(f"{self._name}: highest rate {rate} requests/s{reached}", flush=True)
+
+    def _share(self, rate: float, repeat: int) -> float:
+        """Share of the requests of one run that met the objectives."""
+        from pd.bench.load.measure import measure_server
+
+        assert self._server is not None
+        # No run repeats the prompts of another, which a prefix cache would have.
+        settings = self._server.settings.at_rate(rate, self._args.seed + self._runs)
+        self._runs += 1
+        if settings.dataset.count is None:
+            count = max(_LEAST_REQUESTS, round(rate * self._args.seconds))
+            dataset = dataclasses.replace(settings.dataset, count=count)
+            settings = dataclasses.replace(settings, dataset=dataset)
+        result = measure_server(dataclasses.replace(self._server, settings=settings))
+        self._note(rate, repeat, result)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        if result.complaints:
+            raise _ClientLimitedError(f"{self._name} at {rate:g}/s: {result.complaints[0]}")
+        assert result.goodput is not None
+        return result.goodput.share
+
+    def _note(self, rate: float, repeat: int, result: LoadResult) -> None:
+        goodput, found = result.goodput, result.measures
+        assert goodput is not None
+        row: Row = {
+            "deployment": self._name,
+            "rate": round(rate, 6),
+            "repeat": repeat,
+            "share": round(goodput.share, 6),
+            "requests": found["requests"],
+            "failed": found["failed"],
+            "requests_per_s": found["requests_per_s"],
+            "output_tokens_per_s": found["output_tokens_per_s"],
+            "ttft_p50_ms": found["ttft_ms"]["p50"],
+            "ttft_p90_ms": found["ttft_ms"]["p90"],
+            "tpot_p50_ms": found["tpot_ms"]["p50"],
+            "tpot_p90_ms": found["tpot_ms"]["p90"],
+            "valid": not result.complaints,
+        }
+        self._rows.append(row)
+        missed = ", ".join(f"{name} {count}" for name, count in goodput.missed.items())
+        print(
+            f"{self._name:12} {rate:8.3f}/s repeat {repeat}: {goodput.share:6.1%} of "
+            f"{goodput.counted} good{f' (missed: {missed})' if missed else ''}",
+            flush=True,
+        )
+        if self._args.output_dir is not None:
+            self._write(self._args.output_dir / f"{self._name}-{rate:.3f}-{repeat}", result)
+
+    def _write(self, directory: Path, result: LoadResult) -> None:
+        from pd.bench.load.results import shown_command, shown_settings, write_results
+
+        assert self._server is not None
+        command = shown_command(self._args.command_line)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        write_results(directory, result, shown_settings(self._server.settings), command)

@@ -1,0 +1,85 @@
+"""The kernel says when the bytes of an answer came, and requests are sent whole."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd.bench.load.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+
+
+def serve_once(answer: Callable[[socket.socket], None]) -> Target:
+    """A server for one connection."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        connection, _ = listening.accept()
+        with connection, listening:
+            answer(connection)
+
+    threading.Thread(target=run, daemon=True).start()
+    return Target("127.0.0.1", listening.getsockname()[1], False, "/")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux stamps received data")
+def test_bytes_came_when_they_came_however_late_the_client_reads_them() -> None:
+    sent = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(100)
+        connection.sendall(HEAD + b"ok")
+        sent.set()
+
+    async def ask() -> tuple[float, float]:
+        reception = await serve_once(answer).connect()
+        reception.send(b"hello")
+        # The loop is blocked while the answer comes, as if the process had no processor.
+        assert sent.wait(10)
+        arrived_before = time.perf_counter()
+        time.sleep(0.05)
+        await reception.ended
+        return reception.pieces[0][0], arrived_before
+
+    at, arrived_before = asyncio.run(ask())
+    assert at <= arrived_before
+
+
+def test_a_request_that_the_socket_cannot_take_at_once_is_sent_whole() -> None:
+    request = bytes(range(256)) * 40_000
+    received = bytearray()
+
+    def answer(connection: socket.socket) -> None:
+        while len(received) < len(request):
+            received.extend(connection.recv(1 << 20))
+        connection.sendall(HEAD + b"ok")
+
+    async def ask() -> bytes:
+        reception = await serve_once(answer).connect()
+        reception.send(request)
+        await reception.ended
+        return b"".join(data for _, data in reception.pieces)
+
+    assert asyncio.run(ask()).endswith(b"ok")
+    assert received == request
+
+
+def test_a_server_that_hangs_up_ends_the_answer() -> None:
+    async def ask() -> list[tuple[float, bytes]]:
+        reception = await serve_once(lambda connection: None).connect()
+        reception.send(b"hello")
+        await reception.ended
+        reception.cut()
+        return reception.pieces
+
+    assert asyncio.run(ask()) == []
