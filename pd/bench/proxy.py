@@ -250,9 +250,8 @@ async def run_streams(
     """Streams that begin together, and what they cost. Raises PDError if one fails."""
     asked = Server(server.url, None)
     names = [f"stream-{time.monotonic_ns()}-{number}" for number in range(streams)]
-    requests = [
-        asked.request(_PROMPT, tokens, more={"rid": name, "stop": [_STOP]}) for name in names
-    ]
+    fields = {"stop": [_STOP], "return_token_ids": False}
+    requests = [asked.request(_PROMPT, tokens, more=fields | {"rid": name}) for name in names]
     cpu, began = server.cpu_seconds, time.perf_counter()
     receptions = await asyncio.gather(*(asked.start(request) for request in requests))
     sender = asyncio.create_task(_send_long_texts(server.url)) if long_text else None

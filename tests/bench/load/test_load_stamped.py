@@ -52,7 +52,8 @@ def test_bytes_came_when_they_came_however_late_the_client_reads_them() -> None:
         return reception.pieces[0][0], arrived_before
 
     at, arrived_before = asyncio.run(ask())
-    assert at <= arrived_before
+    # The kernel's clock is another one, whose offset is known to some microseconds.
+    assert at <= arrived_before + 0.001
 
 
 def test_a_request_that_the_socket_cannot_take_at_once_is_sent_whole() -> None:
