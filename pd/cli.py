@@ -141,6 +141,7 @@ class Benchmark(Protocol):
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
     from pd.bench import compare, engine, proxy, radix, serve, sweep, transfer
+    from pd.bench.page import command as report
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
@@ -149,6 +150,7 @@ def bench(argv: Sequence[str] | None = None) -> int:
         "engine": (engine, "speed of one node's prefill and decode"),
         "proxy": (proxy, "what the proxy costs"),
         "radix": (radix, "speed of the radix cache"),
+        "report": (report, "a page about runs and sweeps"),
         "serve": (serve, "what clients of a server wait for"),
         "sweep": (sweep, "the highest rate that keeps its objectives"),
         "transfer": (transfer, "speed of KV transfers between two processes or hosts"),

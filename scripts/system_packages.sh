@@ -1,10 +1,10 @@
 #!/bin/sh
 # Debian's packages for the tests: mooncake loads the first two, hosts need ip(8) and ssh(1). With
-# the argument "full", which make test-all gives, also an ssh server, which tests start in network
-# namespaces of their own only.
+# the argument "full", which make test-all gives, also a browser, and an ssh server, which tests start
+# in network namespaces of their own only.
 set -u
 wanted="libibverbs1 librdmacm1 iproute2 openssh-client"
-[ "${1:-}" = full ] && wanted="$wanted openssh-server"
+[ "${1:-}" = full ] && wanted="$wanted openssh-server chromium"
 missing=""
 for package in $wanted; do
     dpkg -s "$package" >/dev/null 2>&1 || missing="$missing $package"

@@ -1,0 +1,83 @@
+"""`pd-bench report`: one HTML file about runs of `pd-bench serve` and sweeps.
+
+The page needs nothing from elsewhere and follows the reader's light or dark colours: tables of all
+measures, distributions of latencies, throughput against latency, goodput against rate, stages of
+some requests, hits of the prefix cache, and the commands and machines that made them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pd.core.errors import SetupError, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pd.bench.page.runs import Run, Sweep
+
+EXAMPLES = """\
+examples:
+  pd-bench report out --output report.html
+  pd-bench report split=out/split unified=out/unified sweep.json --output report.html --png charts
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add(
+        "results",
+        nargs="+",
+        metavar="[NAME=]PATH",
+        help="directories of pd-bench serve --output-dir, and files of pd-bench sweep --output",
+    )
+    add("--output", type=Path, required=True, metavar="FILE", help="the page")
+    add("--title", default="pd-bench", help="of the page")
+    add("--png", type=Path, metavar="DIR", help="also write each chart as a PNG here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, draw and write."""
+    try:
+        from pd.bench.page.charts import charts_of
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"pd-bench report needs {error.name}: pip install 'pd-serve[report]'"
+        ) from None
+    from pd.bench.page.html import page
+
+    if not args.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {args.output}: there is no such directory")
+    runs, sweeps = read_results(args.results)
+    charts = charts_of(runs, sweeps)
+    args.output.write_text(page(args.title, runs, sweeps, charts), encoding="utf-8")
+    print(f"wrote {args.output}: {len(runs)} runs, {len(sweeps)} sweeps, {len(charts)} charts")
+    if args.png is not None:
+        args.png.mkdir(parents=True, exist_ok=True)
+        for number, chart in enumerate(charts):
+            # Names of runs are anybody's and make no paths.
+            name = "".join(c if c.isalnum() or c in "-_" else "_" for c in chart.name)
+            (args.png / f"{number:02}-{name}.png").write_bytes(chart.png())
+    return 0
+
+
+def read_results(given: list[str]) -> tuple[list[Run], list[Sweep]]:
+    """Runs and sweeps by ``PATH`` or ``NAME=PATH``. Raises UsageError."""
+    from pd.bench.page.runs import read_run, read_sweep
+
+    runs: list[Run] = []
+    sweeps: list[Sweep] = []
+    for text in given:
+        name, equals, rest = text.partition("=")
+        path = Path(rest if equals and not Path(text).exists() else text)
+        if path.is_dir():
+            runs.append(read_run(path, name if str(path) == rest else path.name or str(path)))
+        else:
+            sweeps.append(read_sweep(path))
+    names = [run.name for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two runs are called {name}; give them names: NAME=PATH")
+    return runs, sweeps
