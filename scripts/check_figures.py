@@ -167,6 +167,7 @@ LIMITS = {
     ],
     "docs/harness.md": ["multiples of 3000 ms", "allows 40 µs more for each token"],
     "pd/bench/compare.py": ["its 90 % interval"],
+    "pd/bench/page/html.py": ["max-width: 100%"],
     "pd/bench/load/reception.py": ["a token every 7 ms"],
     "pd/bench/engine_roofline.py": ["800 TFLOP/s of bf16 products"],
     "pd/core/starvation.py": ["Takes about 7 µs for each thread"],
