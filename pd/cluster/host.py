@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -29,6 +29,10 @@ CONNECT_SECONDS = 30.0
 LOAD_STOP_ORDER = 3
 # What a login shell may print before the agent speaks.
 _MAX_NOISE_LINES = 200
+_ANSWERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (protocol.Opened, ProcessState, protocol.Part, protocol.Fetched)
+}
 _MESSAGE_CHARACTERS = 500
 _CLOSE_SECONDS = 5.0
 
@@ -201,7 +205,8 @@ class Host:
         self, request: AnyRequest, answer: type[_Value], seconds: float = protocol.LEASE_SECONDS
     ) -> _Value:
         """Ask the agent. Raises SetupError if it refuses, or the host is lost."""
-        return msgspec.json.decode(self._result(request, seconds), type=answer)
+        value: _Value = _ANSWERS[answer].decode(self._result(request, seconds))
+        return value
 
     def tell(self, request: AnyRequest, seconds: float = protocol.LEASE_SECONDS) -> None:
         """The same without a value in the answer."""

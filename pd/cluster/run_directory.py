@@ -31,6 +31,9 @@ class Record(msgspec.Struct):
     start: Start
 
 
+_RECORD, _READY_LINE = msgspec.json.Decoder(Record), msgspec.json.Decoder(ReadyLine)
+
+
 def state_directory() -> Path:
     """Where runs of this user are kept on this machine (XDG Base Directory Specification)."""
     home = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
@@ -85,7 +88,7 @@ class RunDirectory:
     def records(self) -> list[Record]:
         """What was started here, oldest first."""
         files = sorted(self.path.glob("*.process"), key=lambda path: path.stat().st_mtime_ns)
-        return [msgspec.json.decode(path.read_bytes(), type=Record) for path in files]
+        return [_RECORD.decode(path.read_bytes()) for path in files]
 
     def ready_line(self, name: str) -> ReadyLine | None:
         """The announcement that the process has printed, if it has."""
@@ -96,7 +99,7 @@ class RunDirectory:
             return None  # the run has been removed
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):
-                ready = msgspec.json.decode(line, type=ReadyLine)
+                ready = _READY_LINE.decode(line)
                 if ready.event == "ready":
                     return ready
         return None

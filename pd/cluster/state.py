@@ -62,6 +62,9 @@ class ClusterState(msgspec.Struct, frozen=True):
         return None if self.controller is None else ProcessHandle.of(self.controller)
 
 
+_STATE = msgspec.json.Decoder(ClusterState)
+
+
 def deployment_id(path: Path) -> str:
     """The file's name with a digest of its path, because other files may have the same name.
 
@@ -81,7 +84,7 @@ def load_state(deployment: str) -> ClusterState | None:
     """The run that is up. Raises SetupError for a file that is damaged."""
     path = _file(deployment)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ClusterState)
+        return _STATE.decode(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:

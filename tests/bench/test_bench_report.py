@@ -130,8 +130,10 @@ def test_a_run_in_which_nothing_was_answered_has_a_page(tmp_path: Path) -> None:
 
 
 def test_names_that_paths_cannot_have_are_names(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path / "sweep.json")
     run = make_run(tmp_path / "a")
-    report(tmp_path, f"../x/y={run}", png=str(tmp_path / "png"))
+    (run / "requests.jsonl").write_text("")
+    report(tmp_path, f"../x/y={run}", str(sweep), png=str(tmp_path / "png"))
     assert all(file.parent == tmp_path / "png" for file in (tmp_path / "png").iterdir())
 
 

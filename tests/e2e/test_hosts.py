@@ -262,10 +262,10 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     delay, by = hosts.run_delay(), time.monotonic() + LEASE_SECONDS + 1.0
     refused = Stream(hosts.far.url, long_prompts[2], SHORT_OUTPUT)
     assert_failed(refused, by, lambda: hosts.run_delay() - delay)
-    again = Stream(hosts.near.url, survivors_prompt, LONG_OUTPUT)
+    again = Stream(hosts.near.url, survivors_prompt, LONG_OUTPUT // 8)
     assert survivor.join().succeeded(), survivor
     assert again.join().succeeded(), again
-    assert survivor.output == again.output
+    assert survivor.output[: len(again.output)] == again.output
     assert all(node.healthy() for node in hosts.nodes)
     time.sleep(max(0.0, cut_at + OUTAGE - time.monotonic()))
     done_before = traffic.right

@@ -180,7 +180,7 @@ def counted(cluster: Cluster, kind: str, name: str) -> Counts:
 @pytest.mark.parametrize(
     ("drafter", "kind", "name"),
     sampled_cells(
-        {("draft", "split", "arithmetic"), ("eagle3", "split", "arithmetic")},
+        {("eagle3", "split", "arithmetic")},
         ("draft", "eagle", "eagle3"),
         LAYOUTS,
         ("arithmetic", "faq", "recall-2k"),

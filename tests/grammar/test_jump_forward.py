@@ -30,9 +30,6 @@ from tokenizers import Tokenizer
 
 from pd import assembly
 from pd.core.grammar import Grammar
-from pd.grammar.child import Vocabulary
-from pd.grammar.compiler import CompileLimits
-from pd.grammar.grammars import Grammars
 from pd.grammar.jump_forward import MAX_CHARACTERS, Retokenizer
 
 if TYPE_CHECKING:
@@ -78,7 +75,7 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
 
 CELLS = [
     ("split", "none", {"overlap_schedule": "on", "chunked_prefill_size": 16}),
-    ("unified", "tree", {"overlap_schedule": "on"}),
+    pytest.param("unified", "tree", {"overlap_schedule": "on"}, marks=pytest.mark.full),
     pytest.param("unified", "none", {"overlap_schedule": "on"}, marks=pytest.mark.full),
     pytest.param("split", "ngram", {}, marks=pytest.mark.full),
     pytest.param("split", "eagle", {"page_size": 16}, marks=pytest.mark.full),
@@ -148,17 +145,14 @@ def test_log_probabilities_and_biases_act_on_sampled_tokens(
 
 @pytest.fixture(scope="module")
 def rules_of(directory: Path) -> Iterator[Any]:
-    vocabulary = Vocabulary(str(directory / "tokenizer.json"), VOCAB_SIZE, [EOS])
-    limits = CompileLimits(10.0, 1 << 30, 64 << 20)
-    made = Grammars(vocabulary, limits, 1 << 26, jump_forward=True)
+    with share_grammars(directory, jump_forward=True) as made:
 
-    def rules(kind: Any, text: str) -> Any:
-        found: queue.Queue[Any] = queue.Queue()
-        made.want(Grammar(kind, text), found.put)
-        return found.get(timeout=60)([EOS])
+        def rules(kind: Any, text: str) -> Any:
+            found: queue.Queue[Any] = queue.Queue()
+            made.want(Grammar(kind, text), found.put)
+            return found.get(timeout=60)([EOS])
 
-    yield rules
-    made.close()
+        yield rules
 
 
 class TestRules:

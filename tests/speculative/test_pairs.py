@@ -22,7 +22,7 @@ TOKENS = 20
 PROMPTS = [
     [*prefix, *rest]
     for prefix, rests in zip(
-        random_prompts(21, [40] * 8), [random_prompts(22 + i, [3, 17]) for i in range(8)],
+        random_prompts(21, [40] * 4), [random_prompts(22 + i, [3, 17]) for i in range(4)],
         strict=True,
     )
     for rest in rests
@@ -36,7 +36,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "speculative_num_draft_tokens": (1, 5),
     "chunked_prefill_size": (16, 8192),
     "kv_cache_tokens": ("few", "many"),
-    "batch": (1, 16),
+    "batch": (1, 8),
     "cache": ("cold", "warm"),
     "tp_size": (1, 2),
     # One request after the other is of these kinds, so a batch has all three.
@@ -96,7 +96,7 @@ def asked(cluster: Cluster, names: list[str], batch: int) -> list[Pending]:
 
 
 def stride(batch: int) -> int:
-    return 1 if batch > 1 else 6
+    return 1 if batch > 1 else 3
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def test_no_room_sees_a_foreign_byte_in_any_plane(backend) -> None:
     assert sum(s.aborted for s in done) > len(done)
 
 
-COUNTS = {"fake": 300, "tcp": 100, "nixl": 20, "mooncake": 10}
+COUNTS = {"fake": 150, "tcp": 60, "nixl": 12, "mooncake": 6}
 MANY = {"fake": 5000, "tcp": 1000, "nixl": 200, "mooncake": 200}
 
 

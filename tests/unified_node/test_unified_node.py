@@ -107,7 +107,7 @@ def test_prompts_leave_room_for_answers_to_grow() -> None:
         cluster.wait_idle()
 
 
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_many_streams_with_retraction_and_aborts_lose_nothing(page_size: int, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(1, 60) for _ in range(40)]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -270,7 +271,18 @@ def test_ctrl_c_writes_what_there_is(scripted, tmp_path) -> None:
     flags = ["--dataset-name", "random", "--random-input-len", "8", "--random-output-len", "40"]
     command = ["serve", "--url", server.url, "--output-dir", str(out), *PATIENT, *flags]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pd.bench", *command, "--num-prompts", "1000", "--request-rate", "5"]
+        [
+            sys.executable,
+            "-m",
+            "pd.bench",
+            *command,
+            "--num-prompts",
+            "1000",
+            "--request-rate",
+            "5",
+        ],
+        # A shell starts programs in the background with the signal ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while "bench-" not in server.log.read_text() and time.monotonic() < deadline:
