@@ -128,7 +128,7 @@ def sampled_cells(
 @pytest.mark.parametrize(
     ("kind", "drafter"),
     sampled_cells(
-        {("split", "ngram"), ("split", "eagle3")},
+        {("split", "eagle3")},
         LAYOUTS,
         DRAFTERS,
     ),
