@@ -32,9 +32,10 @@ from pd.cluster.spec_file import load_spec  # noqa: E402
 from pd.cluster.start import up  # noqa: E402
 from pd.embedded import EMBEDDED_MODEL  # noqa: E402
 
-LAYOUTS = {
-    "split": [{"role": "prefill", "host": "here"}, {"role": "decode", "host": "here"}],
-    "unified": [{"role": "unified", "host": "here", "count": 2}],
+_NODE = {"host": "here", "devices": ["cpu"]}
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "split": [_NODE | {"role": "prefill"}, _NODE | {"role": "decode"}],
+    "unified": [_NODE | {"role": "unified", "count": 2}],
 }
 _LATENCIES = ("ttft", "second_token", "itl", "tpot", "e2e")
 
@@ -69,7 +70,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, list[dict[str,
     spec = {
         "model": str(EMBEDDED_MODEL),
         "hosts": {"here": {"local": True}},
-        "flags": {"cpu-threads": 1, "device": "cpu", "kv-cache-tokens": 32768},
+        "flags": {"cpu-threads": 1, "kv-cache-tokens": 32768},
         "layouts": {name: {"nodes": nodes, "proxy": proxy} for name, nodes in LAYOUTS.items()},
     }
     file = scratch / "layouts.yaml"
