@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, list[dict[str,
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}
     with up(load_spec(file), file, report=print) as running:
         for number in range(args.rounds):
-            # Whoever goes first changes from round to round.
+            # The layout that goes first changes from round to round.
             for name in sorted(LAYOUTS, reverse=number % 2 == 1):
                 url = running.layouts[name].url
                 httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()

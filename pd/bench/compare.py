@@ -129,7 +129,7 @@ def _measure(args: argparse.Namespace) -> tuple[list[list[dict[str, Any]]], ...]
         for name in trees:
             (results / name).mkdir(parents=True, exist_ok=True)
         for number in range(args.pairs):
-            # Whoever goes first changes from pair to pair.
+            # The tree that goes first changes from pair to pair.
             for name in sorted(trees, reverse=number % 2 == 0):
                 print(f"pair {number + 1} of {args.pairs}: {name}", file=sys.stderr, flush=True)
                 _run(args.what, trees[name], results / name / f"{number:03}.json")

@@ -24,7 +24,7 @@ _MORE_IS_BETTER = re.compile(
     r"(_per_s|_per_second|([gmt]b|flop)_s|throughput|speedup|goodput|acceptance_length|hits"
     r"|(hit|right)_rate|share_of_(ceiling|roofline)(_rate)?)$"
 )
-# Of rows that name the unit of their numbers.
+# Units, in rows that name the unit of their numbers.
 _MORE_IS_BETTER_UNIT = re.compile(r"/s$|per second$")
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from pd.cluster.deployment import Process
 
-# Of each log, its end.
+# Bytes of each log that are kept, at its end.
 MAX_LOG_BYTES = 64 << 20
 _FETCH_SECONDS = 5.0
 

@@ -33,7 +33,7 @@ def _complaint(part: str) -> str | None:
         for each in (first, last):
             if each and character(each) is None and each[1:] not in SEVERAL:
                 return f"has the escape {brief(each)}"
-        # Of what is excluded it matters only whether it is understood.
+        # An excluded class only has to be understood.
         if not part.startswith("[^") and _spans(first, last):
             return "names characters that JSON escapes"
     return None

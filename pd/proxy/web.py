@@ -171,8 +171,8 @@ class JobResponse(Response):
             news = await job.news()
 
     def _write_news(self, body: BodyWriter) -> bool:
-        """Write the news at once, unless that would take long, the client is behind, or more than
-        events of choices is to be written."""
+        """Write the news at once, unless that would take long, the client is behind, or the answer
+        ends. Returns whether they were written."""
         job = self._job
         if self._has_taken or job.done or job.unread_bytes > INLINE_BYTES or not body.ready:
             return False

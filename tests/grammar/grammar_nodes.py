@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Cluster, random_prompts
-from drafters import Oracle
+from drafters import SEED, Oracle
 from grammar_model import EOS, VOCAB_SIZE
 from tiny import tiny_head
 
@@ -123,3 +123,21 @@ def ask(cluster: Cluster, prompt: list[int], **params: Any) -> Pending:
     nodes = list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
     defaults = {"max_tokens": 200, "ignore_eos": False, "stop_token_ids": ()}
     return cluster.client.generate(prompt, nodes, **defaults | params)
+
+
+def check_answers(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    known: Answers,
+    kind: str,
+    drafter: str,
+    settings: dict[str, Any],
+) -> None:
+    """A deployment with a drafter gives the answers that are known of another."""
+    if drafter == "half right":
+        monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(known))
+    with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
+        found = answers(cluster)
+        for name in FEATURES:
+            assert found[name] == known[name], f"{name}, PD_TEST_SEED={SEED}"
+        cluster.wait_idle(30.0)

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
-from drafters import SEED
 from grammar_model import EOS, make_model
 from grammar_nodes import (
-    DRAFTERS,
     FEATURES,
     JSON,
     PROMPTS,
     SCHEMA,
     answers,
     ask,
+    check_answers,
     cluster_of,
-    half_right,
     share_grammars,
 )
 from lagging_device import LaggingDevice
@@ -98,13 +96,7 @@ def test_every_deployment_gives_the_same(
     drafter: str,
     settings: dict[str, Any],
 ) -> None:
-    if drafter == "half right":
-        monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(plain))
-    with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
-        found = answers(cluster)
-        for name in FEATURES:
-            assert found[name] == plain[name], f"{name}, PD_TEST_SEED={SEED}"
-        cluster.wait_idle(30.0)
+    check_answers(monkeypatch, model, plain, kind, drafter, settings)
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:

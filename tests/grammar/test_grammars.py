@@ -161,7 +161,7 @@ def test_one_owner_cannot_keep_another_from_the_queue() -> None:
 
 
 def test_a_child_starts_without_what_it_does_not_need() -> None:
-    """Of torch and transformers it has stand-ins, and is replaced while nobody waits for it."""
+    """The process has stand-ins for torch and transformers, and is replaced while it is idle."""
     compiler = GrammarCompiler(VOCABULARY, LIMITS)
     try:
         compiler.compile(SMALL)

@@ -11,24 +11,21 @@ import jsonschema
 import numpy as np
 import pytest
 from counters import counter
-from drafters import SEED
 from grammar_model import EOS, VOCAB_SIZE, make_model
 from grammar_nodes import (
-    DRAFTERS,
     FEATURES,
     JSON,
     PROMPTS,
     SCHEMA,
     answers,
     ask,
+    check_answers,
     cluster_of,
-    half_right,
     share_grammars,
 )
 from lagging_device import LaggingDevice
 from tokenizers import Tokenizer
 
-from pd import assembly
 from pd.core.grammar import Grammar
 from pd.grammar.jump_forward import MAX_CHARACTERS, Retokenizer
 
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
     from grammar_nodes import Answers
 
 FORCED = "pd_grammar_forced_tokens_total"
-# Whose second name is forced once the first token of it is drawn.
+# The rest of a name is forced once its first token is drawn.
 NAMES = {"enum": ["green and blue", "tags, tags and more tags"]}
 
 
@@ -97,13 +94,7 @@ def test_every_deployment_gives_the_same(
     drafter: str,
     settings: dict[str, Any],
 ) -> None:
-    if drafter == "half right":
-        monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(plain))
-    with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
-        found = answers(cluster)
-        for name in FEATURES:
-            assert found[name] == plain[name], f"{name}, PD_TEST_SEED={SEED}"
-        cluster.wait_idle(30.0)
+    check_answers(monkeypatch, model, plain, kind, drafter, settings)
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:

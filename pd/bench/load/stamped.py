@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pd.bench.load.reception import Reception
 
-# Of asm-generic/socket.h; the ``socket`` module has no name for it.
+# The number is that of asm-generic/socket.h; the ``socket`` module has no name for it.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("qq")
 _READ_BYTES = 1 << 18

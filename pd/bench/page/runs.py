@@ -40,7 +40,7 @@ class Run:
         return found
 
     def percentile(self, latency: str, which: str) -> float | None:
-        """Of a latency in milliseconds, such as ``("ttft", "p50")``; None if nothing was seen."""
+        """A percentile of a latency in milliseconds, such as ``("ttft", "p50")``; or None."""
         value = (self.measures.get(f"{latency}_ms") or {}).get(which)
         return None if value is None else float(value)
 

@@ -146,7 +146,7 @@ class Incoming:
     def pass_until(self, tags: Sequence[str], show: Callable[[str], None]) -> Steps[str]:
         """Show the text up to the first of several tags, and read that; empty if none came.
 
-        Of tags that begin at the same place the first in the sequence counts.
+        Where several tags begin at one place, the first in the sequence counts.
         """
         pattern = re.compile("|".join(map(re.escape, tags)))
         while True:

@@ -117,7 +117,7 @@ def test_prompts_share_the_blocks_that_their_rows_share(
     rows = [row(0, length, own) for length, own in zip(lengths, ids, strict=True)]
     path = write_trace(tmp_path_factory.mktemp("trace") / "t.jsonl", rows)
     scale = TraceSpec(length_scale=f"{block}/{BLOCK}")
-    # Of so many ids two blocks of their own never begin with the same one but by chance.
+    # Two separate blocks begin with the same one of so many ids by chance only.
     spec = DatasetSpec("trace", path=path, trace=scale, vocab_size=1 << 30)
     prompts = [session.turns[0].prompt for session in draw(spec)]
     for prompt, count in zip(prompts, blocks, strict=True):
