@@ -1,14 +1,18 @@
 """`pd-bench engine`: how fast one node computes, measured inside the engine that serves.
 
 A unified node runs in this process, with its scheduler, pool and sockets; its client is another
-process, as a proxy would be, and sends random prompts that share nothing. Everything is greedy and
-ignores ends of sequence. Times are medians.
+process, as a proxy would be, and sends random prompts that share nothing. Everything ignores ends
+of sequence, and is greedy unless said otherwise. Times are medians.
 
 `decode:B` is the interval between the completions of neighbouring steps that decoded exactly B
 sequences and computed no prompt, the first few left out. `prefill:N` is the time from a request's
 arrival at the node until its first token is known there, one request at a time, a new prompt each;
 `cached:N` the same for a prompt that is cached except for its last page. `offline:RxIxO` sends R
 prompts of I tokens at once for O tokens each, from the first send to the last token at the client.
+`sampled:B` is `decode:B` at temperature 1, `filters:B` the same with top-k and top-p, `schema:B`
+the same with each output under a JSON schema, `penalties:B` is `decode:B` with penalties on one of
+its requests, and `schema-prefill:N` is `prefill:N` under the schema, which is compiled before: the
+model directory must have a tokenizer (`benchmarks/large_vocabulary.py` makes one for a shape).
 `spec:B:K` is `decode:B` with K tokens drafted for each sequence and step, where a drafter is given
 (`--speculative-algorithm`). Its tokens per second are those accepted, of which
 `--simulate-acceptance` makes as many as a trained model would. `verify:B:T` is one forward pass and
@@ -87,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="WORK",
-        help="decode:B,… prefill:N,… cached:N,… offline:RxIxO spec:B:K verify:B:T (default: "
-        f"{' '.join(DEFAULT_WORK)})",
+        help="decode:B,… (or sampled, filters, penalties, schema) prefill:N,… (or schema-prefill) "
+        f"cached:N,… offline:RxIxO spec:B:K verify:B:T (default: {' '.join(DEFAULT_WORK)})",
     )
     add("work_without_flag", nargs="*", type=_refuse_stray, metavar="WORK", help=argparse.SUPPRESS)
     add("--context", type=int, default=1024, help="tokens attended to in decode, on average")
