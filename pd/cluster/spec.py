@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -149,6 +150,11 @@ class ClusterSpec(_Settings):
         used |= {layout.proxy.host for layout in self.layouts.values()}
         used |= set(self.load) if with_load else set()
         return [name for name in self.hosts if name in used]
+
+    def environment_of(self, host: str) -> dict[str, str]:
+        """What processes on a host have in their environment beside that of their agent."""
+        passed = {name: os.environ[name] for name in self.pass_environment if name in os.environ}
+        return passed | self.hosts[host].environment
 
     def is_on_loopback(self) -> bool:
         """No node listens beyond this machine."""

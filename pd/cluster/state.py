@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 
@@ -17,9 +17,6 @@ from pd.cluster.host_processes import Identity, ProcessHandle
 from pd.cluster.reach import AnyReach
 from pd.cluster.run_directory import state_directory
 from pd.core.errors import SetupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _NAME_CHARACTERS = 32
 
@@ -40,12 +37,14 @@ class ClusterState(msgspec.Struct, frozen=True):
         run: distinguishes this run from others.
         token: in the environment of all processes of the run.
         controller: the process that started it and stays; None if it was detached.
+        log_directory: where its user wants the logs; None for the usual place.
     """
 
     deployment: str
     run: str
     hosts: dict[str, HostState]
     controller: Identity | None
+    log_directory: str | None = None
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
 
     def run_on(self, host: str) -> str:
@@ -55,6 +54,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     @property
     def logs(self) -> Path:
         """Where logs and metrics of all hosts are collected, on this machine."""
+        if self.log_directory is not None:
+            return Path(self.log_directory)
         return state_directory() / self.deployment / self.run / "logs"
 
     def controller_handle(self) -> ProcessHandle | None:

@@ -23,6 +23,7 @@ from pd.core.errors import SetupError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd.bench.load.client import LoadClient
     from pd.bench.load.endpoints import Options
     from pd.bench.load.goodput import Goodput
     from pd.bench.load.processes import Run
@@ -60,16 +61,17 @@ class Server:
     """A server that was asked what it takes; the settings are those that hold for it."""
 
     settings: LoadSettings
+    client: LoadClient
     probe: ServerProbe
     notes: dict[str, Any]
 
 
-def probe_server(settings: LoadSettings) -> Server:
+def probe_server(settings: LoadSettings, client: LoadClient) -> Server:
     """Ask a server for its model, its context and the fields that it takes.
 
     Raises SetupError or UsageError if the run cannot be.
     """
-    probe = ServerProbe(settings.target, settings.endpoint)
+    probe = ServerProbe(settings.target, settings.endpoint, client.fetch)
     model, context = probe.model(settings.sampling.model)
     sampling = dataclasses.replace(settings.sampling, model=model)
     wanted, dataset = settings.options, settings.dataset
@@ -91,7 +93,7 @@ def probe_server(settings: LoadSettings) -> Server:
     refused = _refused(wanted, options)
     if refused:
         notes["fields_the_server_refuses"] = refused
-    return Server(settings, probe, notes)
+    return Server(settings, client, probe, notes)
 
 
 def _refused(wanted: Options, taken: Options) -> list[str]:
@@ -113,13 +115,14 @@ def measure_server(server: Server) -> LoadResult:
     schema = next((turn.schema for s in sessions for turn in s.turns if turn.schema), None)
     if schema is not None:
         server.probe.check_schema(settings.sampling, settings.options, schema)
-    before = read_metrics(server.probe.base_url)
-    run = _send(settings, sessions, _warm_up(settings))
+    fetch, base_url = server.client.fetch, server.probe.base_url
+    before = read_metrics(fetch, base_url)
+    run = _send(server, sessions, _warm_up(settings))
     if run.warm_up_error is not None:
         notes["warm_up_error"] = run.warm_up_error
     if not run.records:
         raise SetupError("the run ended before a request was sent")
-    growth = metrics_between(before, read_metrics(server.probe.base_url))
+    growth = metrics_between(before, read_metrics(fetch, base_url))
     notes["requests_planned"] = sum(len(session.turns) for session in sessions)
     return evaluate(settings, run, server.notes | notes, growth)
 
@@ -140,7 +143,8 @@ def _warm_up(settings: LoadSettings) -> list[Session]:
     return sessions
 
 
-def _send(settings: LoadSettings, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
+def _send(server: Server, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
+    settings = server.settings
     plan = Plan(
         process="",
         target=settings.target,
@@ -152,7 +156,7 @@ def _send(settings: LoadSettings, sessions: Sequence[Session], warm_up: Sequence
         name=f"bench-{secrets.token_hex(4)}",
     )
     line = ProgressLine(sum(len(session.turns) for session in sessions))
-    with LoadProcesses(settings.processes, settings.hosts, settings.remote_command) as processes:
+    with LoadProcesses(server.client) as processes:
         try:
             return processes.run(plan, sessions, warm_up, line.show)
         finally:

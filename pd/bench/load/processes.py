@@ -8,30 +8,29 @@ from the answer that came back soonest.
 from __future__ import annotations
 
 import dataclasses
-import json
 import queue
-import shlex
-import subprocess
-import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pd import __version__
 from pd.bench.load.client_load import ProcessLoad
+from pd.bench.load.load_process import LoadProcess
 from pd.bench.load.records import Record
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pd.bench.load.client import LoadClient
     from pd.bench.load.plan import Plan
     from pd.bench.load.workload import Session
 
 START_IN_SECONDS = 0.5
 _CLOCK_QUESTIONS = 20
-LOCAL_COMMAND = (sys.executable, "-m", "pd.bench.load.worker")
+_WATCH_SECONDS = 1.0
+# What a login shell may print before a load process speaks.
+_MAX_NOISE_LINES = 200
 
 
 @dataclass
@@ -54,66 +53,16 @@ class Run:
     warm_up_error: str | None = None
 
 
-class LoadProcess:
-    """One load process and the thread that reads what it says."""
-
-    def __init__(self, name: str, command: Sequence[str], inbox: queue.Queue[Any]) -> None:
-        self.name = name
-        self._inbox = inbox
-        try:
-            # A session of its own: Ctrl-C in the terminal is for the harness alone.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-        except OSError as error:
-            raise SetupError(f"cannot start a load process by {command[0]}: {error}") from None
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
-                message = {"garbage": line[:120].decode(errors="replace")}
-            self._inbox.put((self, message))
-        self._inbox.put((self, None))
-
-    def send(self, **message: Any) -> None:
-        """Raises SetupError if the process has ended."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise SetupError(f"load process {self.name} ended; see its output above") from None
-
-    def close(self) -> None:
-        """End the process if it has not ended by itself."""
-        self._process.kill()
-        self._process.wait()
-
-
 class LoadProcesses:
     """All load processes of a run; a context that ends them."""
 
-    def __init__(self, processes: int, hosts: Sequence[str], remote_command: str) -> None:
-        """``hosts``: where they run, ``processes`` on each; none: on this one.
-
-        ``remote_command`` has ``{host}`` where the host's name goes.
-        """
-        self._inbox: queue.Queue[Any] = queue.Queue()
+    def __init__(self, client: LoadClient) -> None:
+        self._inbox: queue.Queue[tuple[LoadProcess, dict[str, Any] | None]] = queue.Queue()
         self._all: list[LoadProcess] = []
-        self._is_remote = bool(hosts)
+        self._watch = client.watch
         try:
-            for host in hosts or ("local",):
-                command: Sequence[str] = LOCAL_COMMAND
-                if hosts:
-                    command = shlex.split(remote_command.replace("{host}", shlex.quote(host)))
-                for number in range(processes):
-                    self._all.append(LoadProcess(f"{host}/{number}", command, self._inbox))
+            for place in client.places:
+                self._all.append(LoadProcess(place, self._inbox))
         except BaseException:
             self.close()
             raise
@@ -160,9 +109,12 @@ class LoadProcesses:
     ) -> None:
         count = len(self._all)
         for process in self._all:
-            version = self._next(process).get("version")
+            version = self._version(process)
             if version != __version__:
-                raise SetupError(f"{process.name} has pd {version}, here is {__version__}")
+                raise SetupError(
+                    f"load process {process.name} has pd {version}, this command {__version__}; "
+                    "install the same version on all hosts"
+                )
         for number, process in enumerate(self._all):
             limit = _share(plan.max_concurrency, number, count)
             mine = dataclasses.replace(plan, process=process.name, max_concurrency=limit)
@@ -174,12 +126,12 @@ class LoadProcesses:
         for process in self._all:
             ready = self._next(process)
             if "ready" not in ready:
-                raise SetupError(f"load process {process.name} said {ready}")
+                raise SetupError(f"load process {process.name} says {ready}")
             run.warm_up_error = run.warm_up_error or ready.get("warm_up_error")
 
     def _clock_offset(self, process: LoadProcess, run: Run) -> float:
         """Seconds by which the clock of a process is ahead of ours."""
-        if not self._is_remote:
+        if process.place.shares_clock:
             return 0.0
         best, offset = float("inf"), 0.0
         for _ in range(_CLOCK_QUESTIONS):
@@ -191,29 +143,45 @@ class LoadProcesses:
         run.clock_errors[process.name] = best / 2
         return offset
 
+    def _version(self, process: LoadProcess) -> str:
+        """The version of pd that a process says first."""
+        for _ in range(_MAX_NOISE_LINES):
+            message = self._next(process)
+            if "garbage" not in message:
+                return str(message.get("version"))
+        raise SetupError(f"load process {process.name} says {message['garbage']!r}")
+
     def _next(self, process: LoadProcess) -> dict[str, Any]:
-        """The next message of a process while no other has anything to say."""
+        """The next message of a process; those of others stay in their order."""
         kept: list[tuple[LoadProcess, dict[str, Any] | None]] = []
         while True:
-            sender, message = self._inbox.get()
+            sender, message = self._receive()
             if sender is process:
                 for each in kept:
                     self._inbox.put(each)
-                if message is None or "garbage" in message:
-                    raise SetupError(f"load process {process.name} ended: {message}")
-                found: dict[str, Any] = message
-                return found
+                if message is None:
+                    raise process.ended()
+                return message
             kept.append((sender, message))
+
+    def _receive(self) -> tuple[LoadProcess, dict[str, Any] | None]:
+        """Wait for a message. Raises what ``watch`` of the client does."""
+        while True:
+            try:
+                return self._inbox.get(timeout=_WATCH_SECONDS)
+            except queue.Empty:
+                self._watch()
 
     def _collect(self, run: Run, show: Callable[[dict[str, float]], None]) -> None:
         """Take in messages until every process has said how busy it was."""
         progress: dict[str, dict[str, float]] = {}
         while len(run.loads) < len(self._all):
-            process, message = self._inbox.get()
+            process, message = self._receive()
             if message is None:
                 if process.name not in {load.process for load in run.loads}:
-                    raise SetupError(f"load process {process.name} ended before its run")
+                    raise process.ended()
             elif "progress" in message:
+                self._watch()
                 progress[process.name] = message["progress"]
                 show(_sums(progress))
             elif "record" in message:

@@ -344,7 +344,7 @@ def test_a_sweep_writes_every_point_and_the_highest_rate(scripted, tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--goodput", "ttft:1"], "--deployment NAME=URL is missing"),
+        (["--goodput", "ttft:1"], "--deployment NAME=URL or --cluster FILE is missing"),
         (["--deployment", "a"], "--deployment is NAME=URL"),
         (["--deployment", "a=http://127.0.0.1:9"], "--goodput is missing"),
         (
