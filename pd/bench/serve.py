@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pd.bench.load.flags import add_load_arguments
+from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.serve_client import BenchCompletion, Reception, Server
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Awaitable
 
-    from pd.bench.report import Row
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{Load()}, or some of these; what is left out is as it stands here",
     )
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one measurement")
-    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    add_output(parser)
     add_load_arguments(parser)
     add = parser.add_argument_group("results of a run under load").add_argument
     add("--output-dir", type=Path, metavar="DIR", help="write every file there")
@@ -140,14 +140,15 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.dataset_name is not None or args.import_aiperf is not None:
         return _run_dataset(args)
+    if args.cluster:
+        raise UsageError("--cluster needs a run under load: give --dataset-name")
     if args.url is None:
         raise UsageError("--url is missing: give the server's, http://HOST:PORT")
     if args.unloaded is None and args.load is None:
         raise UsageError("nothing to measure: give --unloaded, --load or both, or --dataset-name")
     if min(args.outputs, args.repeats, args.vocab_size) < 1:
         raise UsageError("--outputs, --repeats and --vocab-size must be at least 1")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: there is no such directory")
+    check_output(args.output)
     lengths = _lengths(args.unloaded or "")
     load = None if args.load is None else Load.parse(args.load)
     prompts = Prompts(args.vocab_size, args.seed)
@@ -164,8 +165,6 @@ def run(args: argparse.Namespace) -> int:
         rows += show(found)
         print(", ".join(f"{name} {value}" for name, value in settings.items()))
     if args.output is not None:
-        from pd.bench.report import write_report
-
         command = shlex.join(["pd-bench", *args.command_line])
         write_report(args.output, command, rows, measured=["pd"], settings=settings)
     return 0

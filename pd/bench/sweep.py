@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd.bench.load.flags import add_load_arguments
+from pd.bench.report import Row, add_output, check_output, write_report
 from pd.core.errors import PDError, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pd.bench.deployments import ServedLayout
     from pd.bench.load.measure import LoadResult, Server
     from pd.bench.load.search import SearchSettings
-    from pd.bench.report import Row
 
 EXAMPLES = """\
 examples:
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="length of a run, unless --num-prompts is given",
     )
-    add("--output", type=Path, metavar="FILE", help="write every point to this JSON file")
+    add_output(parser)
     add("--output-dir", type=Path, metavar="DIR", help="write the files of every run below")
     add_load_arguments(parser)
     parser.set_defaults(dataset_name="random")
@@ -98,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if args.output is not None:
             from pd.bench.load.results import shown_command
-            from pd.bench.report import write_report
 
             command = shown_command(args.command_line)
             settings = dataclasses.asdict(search)
@@ -135,8 +134,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"a sweep sets the rate itself: leave out {', '.join(wrong)}")
     if not 0 < args.seconds < float("inf"):
         raise UsageError(f"--seconds must be above 0, not {args.seconds:g}")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: there is no such directory")
+    check_output(args.output)
 
 
 def _rounded(rate: float | None) -> float | None:

@@ -116,6 +116,8 @@ def _check_numbers(args: argparse.Namespace, num_hosts: int) -> None:
         if value is not None and not smallest <= value < float("inf"):
             why = ": every load process needs a place" if name == "max_concurrency" else ""
             raise UsageError(f"--{_dashed(name)} must be at least {smallest:g}, not {value:g}{why}")
+    if args.layout and not args.cluster:
+        raise UsageError("--layout is one of a deployment: give its file with --cluster")
     if args.cancel_rate > 1:
         raise UsageError(f"--cancel-rate is a share from 0 to 1, not {args.cancel_rate:g}")
     if not 0 < args.request_timeout < float("inf"):

@@ -82,11 +82,9 @@ def _prepare(messages: Iterator[dict[str, Any]]) -> tuple[Runner, list[Session]]
             sessions.append(Session.from_json(message["session"]))
         elif "warm_up" in message:
             warm_up.append(Session.from_json(message["warm_up"]))
-        else:
-            break
-    if plan is None:
-        raise SystemExit("the harness ended before it sent a plan")
-    return Runner(plan, sessions), warm_up
+        elif "prepare" in message and plan is not None:
+            return Runner(plan, sessions), warm_up
+    raise SystemExit("the harness ended before it sent its whole plan")
 
 
 async def _measure(
