@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _running(args: argparse.Namespace) -> list[ServedLayout]:
-    """The servers of ``--deployment``. Raises UsageError."""
+    """Parse ``--deployment``. Raises UsageError."""
     from pd.bench.deployments import ServedLayout
     from pd.bench.load.command import client_of
 
@@ -142,7 +142,7 @@ def _rounded(rate: float | None) -> float | None:
 
 
 class _Sweep:
-    """The search of one deployment; ``rows`` gets every run and the result."""
+    """Searches for the highest rate of one deployment; ``rows`` gets every run and the result."""
 
     def __init__(
         self,

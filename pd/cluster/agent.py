@@ -48,7 +48,7 @@ _READ_BYTES = 1 << 16
 
 
 class _Terminated(BaseException):
-    """The agent got a signal to end."""
+    """A signal asks the agent to end."""
 
 
 class AgentProcess:

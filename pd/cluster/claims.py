@@ -62,7 +62,7 @@ def _port(spec: ClusterSpec, where: str, host: str, port: int) -> Claim:
 
 
 def _machine(host: HostSettings) -> str:
-    """What distinguishes the machine; network namespaces of this one share its GPUs."""
+    """A name of the machine. Network namespaces of this machine share its GPUs."""
     return "this machine" if host.ssh is None else host.ssh.rpartition("@")[2]
 
 

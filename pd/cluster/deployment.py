@@ -43,7 +43,7 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """It has not ended, as far as can be known."""
+        """Whether it runs, as far as this machine can know."""
         return not self.state.ended and not self.host.lost
 
     @property

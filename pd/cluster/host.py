@@ -156,8 +156,8 @@ class Host:
         except subprocess.TimeoutExpired:
             return "its agent closed the connection"
         self._error_reader.join(_CLOSE_SECONDS)
-        said = shorten("; ".join(self._errors), _MESSAGE_CHARACTERS)
-        return f"its agent ended with status {status}" + (f": {said}" if said else "")
+        errors = shorten("; ".join(self._errors), _MESSAGE_CHARACTERS)
+        return f"its agent ended with status {status}" + (f": {errors}" if errors else "")
 
     def _lose(self, why: str) -> None:
         with self._changed:
@@ -205,7 +205,7 @@ class Host:
         return value
 
     def tell(self, request: AnyRequest, seconds: float = protocol.LEASE_SECONDS) -> None:
-        """The same without a value in the answer."""
+        """Ask the agent something whose answer has no value. Raises as :meth:`call` does."""
         self._result(request, seconds)
 
     def _result(self, request: AnyRequest, seconds: float) -> msgspec.Raw:

@@ -162,7 +162,7 @@ class Fetched(msgspec.Struct):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="message", tag=str.lower):
-    """What an agent sends."""
+    """A message from an agent."""
 
 
 class Hello(Message):

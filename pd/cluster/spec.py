@@ -75,7 +75,7 @@ class HostSettings(_Settings):
 
     @property
     def interpreter(self) -> str:
-        """What runs Python there."""
+        """The Python interpreter there."""
         return self.python or ("python3" if self.ssh is not None else sys.executable)
 
     @property
@@ -152,7 +152,7 @@ class ClusterSpec(_Settings):
         return [name for name in self.hosts if name in used]
 
     def environment_of(self, host: str) -> dict[str, str]:
-        """What processes on a host have in their environment beside that of their agent."""
+        """Variables of a host's processes beside those of its agent."""
         passed = {name: os.environ[name] for name in self.pass_environment if name in os.environ}
         return passed | self.hosts[host].environment
 

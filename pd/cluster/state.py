@@ -1,4 +1,4 @@
-"""What this machine remembers of a deployment that is up, for ``status`` and ``down``.
+"""This machine's record of a deployment that is up, for ``status`` and ``down``.
 
 Processes are recorded on the hosts, where they run. Here is only how to get there; no secrets.
 """
@@ -22,7 +22,7 @@ _NAME_CHARACTERS = 32
 
 
 class HostState(msgspec.Struct, frozen=True):
-    """How to get to the agent of a host again."""
+    """The way to the agent of a host."""
 
     reach: AnyReach
     python: str
@@ -115,7 +115,7 @@ def replace_state(state: ClusterState) -> None:
 
 
 def forget_state(state: ClusterState) -> None:
-    """The run is over. Another run that took its place meanwhile is left alone."""
+    """Delete the record of a run. Another run that took its place meanwhile is left alone."""
     current = load_state(state.deployment)
     if current is not None and current.run == state.run:
         _file(state.deployment).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From where a server is asked: the load processes, and the harness itself."""
+"""The load processes of a run, and the requests that the harness itself makes."""
 
 from __future__ import annotations
 

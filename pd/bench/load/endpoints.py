@@ -45,7 +45,7 @@ class Sampling:
 
 @dataclass
 class Event:
-    """What one event says.
+    """Contents of one event of a stream.
 
     Attributes:
         text: text that it adds.
@@ -199,7 +199,7 @@ class Generate:
         return fields | extra | (sampling.extra or {})
 
     def read(self, event: dict[str, Any]) -> Event:
-        """The text of an event may be all so far; the reader of the stream finds out."""
+        """Read one event. Its text may be that of all events so far; `_Reader` finds out."""
         if "error" in event:
             return Event(error=_error_text(event["error"]))
         meta = event["meta_info"]

@@ -28,7 +28,7 @@ _LOG_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class LoadPlace:
-    """Where a load process runs.
+    """The place of a load process, and the way to start it there.
 
     Attributes:
         name: of the process in the records, such as "local/0".
@@ -123,11 +123,11 @@ class LoadProcess:
     def ended(self) -> SetupError:
         """The error for a process that has ended too early, with the end of its log."""
         if self.place.log is None:
-            return SetupError(f"load process {self.name} ended; what it said is above")
+            return SetupError(f"load process {self.name} ended; its messages are above")
         with self.place.log.open("rb") as log:
             log.seek(max(0, self.place.log.stat().st_size - _LOG_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        why = shorten(lines[-1], _LOG_CHARACTERS) if lines else "it said nothing"
+        why = shorten(lines[-1], _LOG_CHARACTERS) if lines else "its log is empty"
         return SetupError(f"load process {self.name} ended: {why}")
 
     def close(self) -> None:

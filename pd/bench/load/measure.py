@@ -37,7 +37,7 @@ _WARM_UP_SEED = 1 << 32
 
 @dataclass
 class LoadResult:
-    """What a run found.
+    """Records and measures of a run.
 
     Attributes:
         complaints: why the run does not count; empty if it does.

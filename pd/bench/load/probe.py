@@ -1,4 +1,4 @@
-"""What a server is: its model, its context, and which fields of a request it takes."""
+"""Asks a server for its model and context, and tries which fields of a request it takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ServerProbe:
             return name, None
 
     def options(self, sampling: Sampling, wanted: Options, *, tokens: bool) -> Options:
-        """Those of the wanted options that the server takes.
+        """Try which of the wanted options the server takes.
 
         Raises SetupError if it refuses the plainest request, or cannot be reached.
         """

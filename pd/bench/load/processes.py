@@ -35,7 +35,7 @@ _MAX_NOISE_LINES = 200
 
 @dataclass
 class Run:
-    """What the load processes found.
+    """Records and facts that the load processes sent after a run.
 
     Attributes:
         start_time: Unix time of the start.
@@ -173,7 +173,7 @@ class LoadProcesses:
                 self._watch()
 
     def _collect(self, run: Run, show: Callable[[dict[str, float]], None]) -> None:
-        """Take in messages until every process has said how busy it was."""
+        """Take in messages until every process has sent its last one, its :class:`ProcessLoad`."""
         progress: dict[str, dict[str, float]] = {}
         while len(run.loads) < len(self._all):
             process, message = self._receive()

@@ -1,4 +1,4 @@
-"""What pd's proxy says of itself about a run: its metrics after it less those before."""
+"""Metrics of pd's proxy over a run: their values after it less those before."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ async def _measure(
 
 
 def _agreed_start(messages: Iterator[dict[str, Any]]) -> float | None:
-    """When to start, on ``time.perf_counter``."""
+    """Wait for the agreed start, on ``time.perf_counter``; None if the harness has gone."""
     for message in messages:
         if "clock" in message:
             _send(now=time.time())
