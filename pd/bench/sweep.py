@@ -187,6 +187,8 @@ class _Sweep:
             settings = dataclasses.replace(settings, dataset=dataset)
         result = measure_server(dataclasses.replace(self._server, settings=settings))
         self._note(rate, repeat, result)
+        if result.failure is not None:
+            raise result.failure
         if result.interrupted:
             raise KeyboardInterrupt
         if result.complaints:

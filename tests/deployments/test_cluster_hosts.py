@@ -105,3 +105,7 @@ def test_a_host_that_dies_under_load_is_named_and_the_rest_is_stopped(
     assert re.search(rf"host {victim} \(.*\) is lost: .*it ran {ran}", last), command.log
     assert nothing_runs(network)
     assert (out / "four.hosts" / "prefill-main-prefill-0.log").is_file()
+    if victim != "client":  # which had the records
+        summary = json.loads((out / "main" / "summary.json").read_text())
+        assert summary["interrupted"] is True
+        assert any(r.status == "ok" for r in read_records(out / "main" / "requests.jsonl"))

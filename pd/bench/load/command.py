@@ -60,6 +60,8 @@ def measure_and_write(
     server = probe_server(settings, client)
     result = measure_server(server)
     _finish(args, result, shown_settings(server.settings), directory)
+    if result.failure is not None:
+        raise result.failure
     if result.interrupted:
         return INTERRUPTED
     if not result.measures["completed"] and not result.measures["cancelled"]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pd.bench.load.records import Record
     from pd.bench.load.settings import LoadSettings
     from pd.bench.load.workload import Session
+    from pd.core.errors import PDError
 
 # Warm-up sessions come from another seed than those that are measured.
 _WARM_UP_SEED = 1 << 32
@@ -43,6 +44,7 @@ class LoadResult:
         complaints: why the run does not count; empty if it does.
         notes: what the dataset and the server said, such as rows that were left out.
         server: what the server's own metrics say about the run; empty where it has none of ours.
+        interrupted, failure: see :class:`~pd.bench.load.processes.Run`.
     """
 
     start_time: float
@@ -54,6 +56,7 @@ class LoadResult:
     notes: dict[str, Any]
     server: dict[str, Any]
     interrupted: bool = False
+    failure: PDError | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def measure_server(server: Server) -> LoadResult:
     if run.warm_up_error is not None:
         notes["warm_up_error"] = run.warm_up_error
     if not run.records:
-        raise SetupError("the run ended before a request was sent")
+        raise run.failure or SetupError("the run ended before a request was sent")
     growth = metrics_between(before, read_metrics(fetch, base_url))
     notes["requests_planned"] = sum(len(session.turns) for session in sessions)
     return evaluate(settings, run, server.notes | notes, growth)
@@ -181,4 +184,5 @@ def evaluate(
         notes=notes,
         server=server,
         interrupted=run.interrupted,
+        failure=run.failure,
     )

@@ -7,6 +7,7 @@ from the answer that came back soonest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import time
@@ -17,7 +18,7 @@ from pd import __version__
 from pd.bench.load.client_load import ProcessLoad
 from pd.bench.load.load_process import LoadProcess
 from pd.bench.load.records import Record
-from pd.core.errors import SetupError
+from pd.core.errors import PDError, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 START_IN_SECONDS = 0.5
 _CLOCK_QUESTIONS = 20
 _WATCH_SECONDS = 1.0
+# For the records of a run that was ended; a process that takes longer is left out.
+_STOP_SECONDS = 120.0
 # What a login shell may print before a load process speaks.
 _MAX_NOISE_LINES = 200
 
@@ -41,7 +44,8 @@ class Run:
         start_time: Unix time of the start.
         loads: what each process says about itself.
         clock_errors: by process on another host, how wrong its clock's offset may be, in seconds.
-        interrupted: whether the user ended the run.
+        interrupted: whether the run was ended before its time: by the user, or by a failure.
+        failure: error of ``watch``, or of a load process that ended, which ended the run.
         warm_up_error: first error that a warm-up request met.
     """
 
@@ -50,6 +54,7 @@ class Run:
     loads: list[ProcessLoad] = field(default_factory=list)
     clock_errors: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    failure: PDError | None = None
     warm_up_error: str | None = None
 
 
@@ -60,6 +65,8 @@ class LoadProcesses:
         self._inbox: queue.Queue[tuple[LoadProcess, dict[str, Any] | None]] = queue.Queue()
         self._all: list[LoadProcess] = []
         self._watch = client.watch
+        # Names of processes that ended before they had sent everything.
+        self._gone: set[str] = set()
         try:
             for place in client.places:
                 self._all.append(LoadProcess(place, self._inbox))
@@ -86,7 +93,8 @@ class LoadProcesses:
     ) -> Run:
         """Run all sessions. ``show`` gets the sums of progress about once a second.
 
-        A KeyboardInterrupt ends the run with what there is; a second one is raised.
+        A KeyboardInterrupt ends the run with what there is; a second one is raised. So does an
+        error of ``watch`` after the start, or a load process that ends: it is noted in the run.
         """
         run = Run()
         self._prepare(plan, sessions, warm_up, run)
@@ -98,9 +106,10 @@ class LoadProcesses:
             self._collect(run, show)
         except KeyboardInterrupt:
             run.interrupted = True
-            for process in self._all:
-                process.send(stop=True)
-            self._collect(run, show)
+            self._collect_rest(run)
+        except PDError as error:
+            run.interrupted, run.failure = True, error
+            self._collect_rest(run)
         run.records.sort(key=lambda record: (record.sent, record.session, record.turn))
         return run
 
@@ -179,16 +188,39 @@ class LoadProcesses:
             process, message = self._receive()
             if message is None:
                 if process.name not in {load.process for load in run.loads}:
+                    self._gone.add(process.name)
                     raise process.ended()
             elif "progress" in message:
                 self._watch()
                 progress[process.name] = message["progress"]
                 show(_sums(progress))
-            elif "record" in message:
-                run.records.append(Record(**message["record"]))
-            elif "load" in message:
-                facts = {**message["load"], "process": process.name}
-                run.loads.append(ProcessLoad(**facts))
+            else:
+                _keep(run, process, message)
+
+    def _collect_rest(self, run: Run) -> None:
+        """Stop the processes that are still there, and take in what they have."""
+        for process in self._all:
+            # One that has ended closes its output as well.
+            with contextlib.suppress(SetupError):
+                process.send(stop=True)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while len(run.loads) + len(self._gone) < len(self._all):
+            try:
+                process, message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return  # a host that hangs must not keep what the others have
+            if message is not None:
+                _keep(run, process, message)
+            elif process.name not in {load.process for load in run.loads}:
+                self._gone.add(process.name)
+
+
+def _keep(run: Run, process: LoadProcess, message: dict[str, Any]) -> None:
+    """Keep a record, or the last message of a process."""
+    if "record" in message:
+        run.records.append(Record(**message["record"]))
+    elif "load" in message:
+        run.loads.append(ProcessLoad(**{**message["load"], "process": process.name}))
 
 
 def _share(total: int | None, number: int, count: int) -> int | None:
