@@ -108,10 +108,11 @@ def test_an_environment_reaches_a_load_process_by_its_standard_input(tmp_path: P
 # ---- real nodes
 
 
+@pytest.mark.full
 def test_ctrl_c_writes_what_there_is_and_stops_the_deployment(tmp_path: Path) -> None:
     file = write(tmp_path / "one.yaml", spec_of(HERE, **unified_layout()))
     out = tmp_path / "out"
-    flags = ["--num-prompts", "100000", "--request-rate", "20", "--output-dir", str(out)]
+    flags = ["--num-prompts", "100000", "--request-rate", "5", "--output-dir", str(out)]
     command = Benchmark(tmp_path, "serve", "--cluster", str(file), *LOAD, *flags)
     wait_until(lambda: " answered, " in command.log, 60, lambda: command.log)
     state = state_of(file)

@@ -94,7 +94,7 @@ def test_a_host_that_dies_under_load_is_named_and_the_rest_is_stopped(
     victim: str, network: dict[str, netns.Host], tmp_path: Path
 ) -> None:
     file, out = write(tmp_path / "four.yaml", four_hosts(network, "tcp")), tmp_path / "out"
-    flags = ["--num-prompts", "100000", "--request-rate", "20", "--output-dir", str(out)]
+    flags = ["--num-prompts", "100000", "--request-rate", "5", "--output-dir", str(out)]
     command = Benchmark(tmp_path, "serve", "--cluster", str(file), *LOAD, *PATIENT, *flags)
     wait_until(lambda: " answered, " in command.log, WITHIN, lambda: command.log)
     kill_host(network[victim])
