@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pd.core.brief import shorten
@@ -33,14 +33,15 @@ class LoadPlace:
     Attributes:
         name: of the process in the records, such as "local/0".
         command: starts the process; standard input and output lead to it.
-        first_line: sent before everything else.
+        first_line: sent before everything else; it may hold secrets.
         shares_clock: the process reads the clock of this machine.
-        log: file here that gets what the process writes to standard error; None for ours.
+        log: file here to which the process's standard error is appended, since the processes of
+            several runs have the same name; None for ours.
     """
 
     name: str
     command: tuple[str, ...]
-    first_line: bytes = b""
+    first_line: bytes = field(default=b"", repr=False)
     shares_clock: bool = True
     log: Path | None = None
 
@@ -76,7 +77,7 @@ class LoadProcess:
         self.name = place.name
         self._inbox = inbox
         # NOTE: closed here once the process has its own.
-        log = None if place.log is None else place.log.open("wb")
+        log = None if place.log is None else place.log.open("ab")
         try:
             # A session of its own: Ctrl-C in the terminal is for the harness alone.
             self._process = subprocess.Popen(
