@@ -35,6 +35,8 @@ from pd.bench.report import write_report  # noqa: E402
 from pd.transfer.registry import check_backend  # noqa: E402
 
 BACKENDS = {backend.name: backend for backend in (*backends.PROCESSES, backends.NVLINK)}
+# A kill every five seconds, if nodes are back by then.
+EVENTS_PER_KILL = 5
 # On a GPU: as exact as the node that gave the expected tokens, and few graphs to capture.
 GPU_FLAGS = ("--dtype", "float32", "--max-running-requests", "16")
 
@@ -82,6 +84,7 @@ def measure(args: argparse.Namespace) -> Outcome:
             args.seed,
             devices=args.devices,
             node_flags=GPU_FLAGS if gpu else (),
+            events_per_kill=EVENTS_PER_KILL,
         )
 
 

@@ -90,8 +90,11 @@ class Sent:
 class Churn:
     """``run`` returns when every request has ended; :meth:`faults` judges them."""
 
-    def __init__(self, running: Deployment, cases: list[Case], seed: int) -> None:
+    def __init__(
+        self, running: Deployment, cases: list[Case], seed: int, events_per_kill: int
+    ) -> None:
         self._running, self._cases = running, cases
+        self._events_per_kill = events_per_kill
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._live: dict[str, Sent] = {}
@@ -138,8 +141,8 @@ class Churn:
 
     def _upset_every_second(self) -> None:
         for event in itertools.count():
-            if event % EVENTS_PER_KILL == 0:
-                kill_at = event + self._rng.randrange(EVENTS_PER_KILL)
+            if event % self._events_per_kill == 0:
+                kill_at = event + self._rng.randrange(self._events_per_kill)
             if self._over.wait(1.0):
                 return
             self.events += 1
@@ -318,8 +321,13 @@ def run_churn(
     *,
     devices: Sequence[str],
     node_flags: Sequence[str],
+    events_per_kill: int = EVENTS_PER_KILL,
 ) -> Outcome:
     """Run 2P2D, and look at what is left once all requests have ended.
+
+    Args:
+        events_per_kill: one of so many events is a kill, unless a node is still gone; the others
+            are aborts.
 
     Raises AssertionError if nodes do not serve, or do not come to rest.
     """
@@ -335,7 +343,7 @@ def run_churn(
     ) as running:
         _calm_round(running, cases)
         before = _footprints(running)
-        churn = Churn(running, cases, seed)
+        churn = Churn(running, cases, seed, events_per_kill)
         churn.run(requests)
         faults = churn.faults()
         # What went wrong says more than the nodes after it.
