@@ -31,6 +31,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.shapes import NAMES, SHAPES, model_directory
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError, UsageError
@@ -38,7 +39,6 @@ from pd.core.errors import PDError, UsageError
 if TYPE_CHECKING:
     from pd.bench.engine_roofline import Roofline
     from pd.bench.engine_work import Bench, Measured, Workload
-    from pd.bench.report import Row
     from pd.launch import NodeServer
 
 DEFAULT_WORK = ("decode:1,8,32,64,128,256", "prefill:1024,8192,32768", "cached:32768")
@@ -83,9 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --model NAME|DIR [flags]"
     parser.epilog = EXAMPLES
     parser.set_defaults(port=0)
-    add = parser.add_argument_group(
+    group = parser.add_argument_group(
         "measurement", f"--model takes also a name: {', '.join(NAMES)} (dummy weights but the last)"
-    ).add_argument
+    )
+    add = group.add_argument
     add(
         "--work",
         nargs="+",
@@ -108,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--profile", type=Path, metavar="FILE", help="trace some decode steps on the GPU into it")
     add("--profile-batch", type=int, default=64, metavar="B", help="sequences in these steps")
-    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    add_output(group)
 
 
 def _refuse_stray(text: str) -> str:
@@ -128,9 +129,8 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("pd").setLevel("INFO")
     config = config_from(args)
     works = _works(args)
-    for path in (args.output, args.profile):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{path}: there is no such directory")
+    check_output(args.output)
+    check_output(args.profile, "--profile")
     server, bench = _start(args, config)
     try:
         return _measure(args, works, server, bench)
@@ -297,8 +297,6 @@ def _line(row: Row) -> str:
 
 
 def _write(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> None:
-    from pd.bench.report import write_report
-
     node, config = server.node, server.node.core.config
     settings: Row = {name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)}
     settings |= {

@@ -115,7 +115,7 @@ def test_a_work_that_cannot_be_done_fails_and_the_others_count(tmp_path, capsys)
         (["--work", "prefill:0"], "--work prefill:0 is none of"),
         (["--work", "offline:8x32"], "--work offline:8x32 is none of"),
         (["--steps", "0"], "--steps must be at least 1, not 0"),
-        (["--output", "/nowhere/engine.json"], "there is no such directory"),
+        (["--output", "/nowhere/engine.json"], "there is no directory /nowhere"),
         (["--page-size", "3"], "--page-size must be one of"),
     ],
 )
