@@ -34,7 +34,7 @@ EVENTS_PER_KILL = 7
 END_WITHIN = 60.0
 CASES = 60
 # So many that each pair of a prefill and a decode node has served several.
-WARM_UP = 24
+WARM_UP = 16
 
 
 @dataclass
@@ -66,11 +66,13 @@ def make_cases(model: Path, rng: random.Random) -> list[Case]:
         seed = None if number % 2 else rng.randrange(1 << 30)
         cases.append(Case(prompt, rng.randrange(2, 120), seed))
     with Cluster(model, prefill=0, decode=0, unified=1) as cluster:
+        asked = []
         for case in cases:
             params: dict[str, Any] = {"max_tokens": case.length}
             if case.seed is not None:
                 params |= {"temperature": 0.9, "top_p": 0.95, "seed": case.seed}
-            request = cluster.client.generate(case.prompt, cluster.unified, **params)
+            asked.append(cluster.client.generate(case.prompt, cluster.unified, **params))
+        for case, request in zip(cases, asked, strict=True):
             case.expected = request.tokens()
     return cases
 
