@@ -13,6 +13,9 @@ from pd.proxy.api_keys import ApiKey
 # Processes of one proxy; more than any host has cores for.
 MAX_PROCESSES = 256
 
+ON_OFF = ("on", "off")
+MAX_FAILOVERS = 1000
+
 
 @dataclass(kw_only=True)
 class ProxyConfig:
@@ -24,6 +27,8 @@ class ProxyConfig:
         tokenizer: directory of the tokenizer's files; None takes that of the nodes.
         request_timeout, drain_timeout: in seconds.
         workers: processes that serve the port.
+        failover: ``on`` or ``off``: whether requests go on elsewhere when nodes fail.
+        max_failovers: how often a request does, at most.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -46,6 +51,8 @@ class ProxyConfig:
     cluster_key: bytes | None = field(default=None, repr=False)
     drain_timeout: float = 30.0
     workers: int = 1
+    failover: str = "on"
+    max_failovers: int = 2
 
     @property
     def all_keys(self) -> list[ApiKey]:
@@ -72,9 +79,14 @@ class ProxyConfig:
         for flag, value, known in (
             ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
             ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+            ("--failover", self.failover, ON_OFF),
         ):
             if value not in known:
                 raise UsageError(f"{flag} must be one of {', '.join(known)}, not {value!r}")
+        if not 0 <= self.max_failovers <= MAX_FAILOVERS:
+            raise UsageError(
+                f"--max-failovers must be between 0 and {MAX_FAILOVERS}, not {self.max_failovers}"
+            )
         if self.max_queue < 1:
             raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
         if self.request_timeout is not None and self.request_timeout <= 0:

@@ -214,6 +214,7 @@ class _GenerateRenderer:
             finish = {"type": delta.finish.type}
             if delta.finish.matched is not None:
                 finish["matched"] = delta.finish.matched
+        failovers = {"failovers": generation.told_failovers()} if generation.failovers else {}
         return {
             "id": self._id(choice),
             "finish_reason": finish,
@@ -222,6 +223,7 @@ class _GenerateRenderer:
             "cached_tokens": generation.cached_tokens,
             "e2e_latency": ended - generation.created,
             "stages": generation.stages(),
+            **failovers,
         }
 
     def _id(self, choice: Choice) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from msgspec.structs import astuple
 
 from pd.core.errors import NodeFailedError
-from pd.core.messages import ROOM_BYTES, Stages
+from pd.core.messages import Stages
 from pd.proxy.positions import TokenMerger
 from pd.proxy.stop_strings import StopMatcher
 from pd.proxy.tokenizer import new_detokenizer
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Finish, Output, TokenLogprobs
     from pd.core.sampling_params import SamplingParams
+    from pd.proxy.attempt import Attempt
     from pd.proxy.job import Job
     from pd.proxy.positions import NewTokens
     from pd.proxy.tokenizer import TextModel
@@ -132,6 +132,10 @@ class Choice:
                 break
         return added
 
+    def go_on_elsewhere(self) -> None:
+        """Other nodes go on behind the tokens that are there."""
+        self._merger.forget_early()
+
     def take(self) -> Delta:
         """Take the part of the choice that is new since the last call."""
         delta = Delta(
@@ -201,58 +205,67 @@ def _ends_with_token(finish: Finish | None) -> bool:
     return finish is not None and finish.type == "stop" and finish.matched is not None
 
 
+class Failover(NamedTuple):
+    """A choice, or several, went on elsewhere.
+
+    Attributes:
+        position: tokens that the choice had.
+        choice: its number; None for all, of which nothing had been delivered.
+        reason: why it could not go on where it was.
+        pause: seconds between its tokens before and after, or since the request came.
+    """
+
+    position: int
+    choice: int | None
+    reason: str
+    pause: float
+
+
 class Generation:
-    """One prompt under way: its room, its nodes, its choices.
+    """One prompt under way: its choices, and the attempts of nodes to compute them.
 
     Attributes:
         number: which prompt of its job this is.
-        first: the node that computes the prompt (prefill or unified).
-        decode: the node that generates the rest, if another one.
+        attempts: those that are not over.
+        holder: the node with the most KV of it, as far as is known.
+        failovers: times that choices went on elsewhere, once they did.
         first_token_at: when the first token of any choice came, on the monotonic clock.
         held: new tokens that the job does not know of yet, since log probabilities of the prompt
             go before them.
         unannounced: choices whose end the job does not know yet.
-        uncached_tokens: prompt tokens counted in ``first.pending_tokens``; 0 once computed.
+        cached_tokens: as the first attempt that said so.
     """
 
     def __init__(self, spec: Spec, job: Job, vocab_size: int | None) -> None:
         self.spec = spec
         self.job = job
-        self.number = len(job.generations)
         self.vocab_size = vocab_size
-        self.room = secrets.token_bytes(ROOM_BYTES)
-        self.first: Worker | None = None
-        self.decode: Worker | None = None
-        self.choices = [Choice(self, index) for index in range(spec.params.n)]
+        self.number = len(job.generations)
+        self.attempts: list[Attempt] = []
+        self.holder: Worker | None = None
+        self.failovers: list[Failover] = []
         self.done = False
         self.created = time.monotonic()
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self.cached_tokens = 0
-        self.transferred_bytes = 0
+        self.choices = [Choice(self, index) for index in range(spec.params.n)]
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.uncached_tokens = 0
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
-        # Grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
-        self.progress = 0
-        self._first_spoke: set[int] = set()
-        self._decode_spoke = False
+        self._reporting: Attempt | None = None
         self._stages: dict[str, Stages] = {}
 
     @property
-    def nodes(self) -> list[Worker]:
-        return [worker for worker in (self.first, self.decode) if worker is not None]
+    def has_output(self) -> bool:
+        """Whether the client may know of any token."""
+        started = any(choice.output_ids for choice in self.choices)
+        return started and self.missing_prompt_logprobs is None
 
     @property
-    def prompt_computed(self) -> bool:
-        """Whether token 1 of every choice came from the node that computes the prompt."""
-        return len(self._first_spoke) == len(self.choices)
-
-    @property
-    def needs_first(self) -> bool:
-        """Whether the death of the first node would still matter."""
-        return self.decode is None or not (self.prompt_computed and self._decode_spoke)
+    def awaits_first(self) -> bool:
+        """Whether the node that computes the prompt has still to say what only it knows."""
+        return any(attempt.is_whole and not attempt.prompt_computed for attempt in self.attempts)
 
     @property
     def finished(self) -> bool:
@@ -275,41 +288,32 @@ class Generation:
     def completion_tokens(self) -> int:
         return 0 if self.spec.discard_output else sum(len(c.output_ids) for c in self.choices)
 
-    def accept(self, worker: Worker, output: Output) -> int:
-        """Take one output of one of its nodes; returns the number of new tokens.
+    def told_failovers(self) -> list[dict[str, object]]:
+        """The failovers as clients are told of them."""
+        return [failover._asdict() for failover in self.failovers]
 
-        Raises NodeFailedError if the output makes no sense here.
-        """
-        from_first = worker is self.first
-        choice = self.choices[output.index]
-        if from_first:
-            if output.prompt_logprobs is not None:
-                self._add_prompt_logprobs(output.prompt_logprobs)
-                if not output.token_ids:
-                    return 0  # the rest and token 1 follow
-            if output.index not in self._first_spoke:
-                self._first_spoke.add(output.index)
-                self.progress += 1
-            if output.cached_tokens is not None:
-                self.cached_tokens = output.cached_tokens
-        else:
-            self.progress += not self._decode_spoke
-            self._decode_spoke = True
-            self.transferred_bytes += output.transferred_bytes or 0
+    def begin_again(self) -> None:
+        """Forget what came, of which the client knows nothing."""
+        self.choices = [Choice(self, index) for index in range(self.spec.params.n)]
+        self.prompt_logprobs.clear()
+        self.unannounced.clear()
+        self.held.clear()
+
+    def note_facts(self, attempt: Attempt, output: Output, *, from_first: bool) -> None:
+        """Keep what the first attempt that has output says beside tokens."""
+        if self._reporting is None:
+            self._reporting = attempt
+        if attempt is not self._reporting:
+            return
+        if from_first and output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
         if output.stages is not None:
             node = "first" if from_first else "decode"
             self._stages[node] = _merged(self._stages.get(node, Stages()), output.stages)
-        if choice.finish is not None:
-            return 0
-        first_may_come = not from_first and output.index not in self._first_spoke
-        added = choice.accept(output, first_may_come=first_may_come)
-        if added:
-            choice.last_token_at = time.monotonic()
-            if self.first_token_at is None:
-                self.first_token_at = choice.last_token_at
-        return added
 
-    def _add_prompt_logprobs(self, more: list[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, more: list[TokenLogprobs]) -> None:
+        """Add log probabilities of the prompt's next tokens. Raises NodeFailedError for too
+        many."""
         self.prompt_logprobs += more
         if len(self.prompt_logprobs) > len(self.spec.token_ids):
             raise NodeFailedError("the prefill node sent log probabilities of too many tokens")

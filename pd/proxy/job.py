@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import AbortedError, PDError
@@ -29,7 +30,7 @@ class Job:
         owner: whose key it came with; only they may abort it by name.
         is_named: whether the client chose a name, of the request or of a prompt.
         num_prompts: generations that there will be.
-        timeout: seconds until the request is given up.
+        timeout: seconds until the request is given up, from its start; None: never.
         ended_by: what ended all prompts, those too that no node has seen yet.
         error: what ended the request, if it failed.
         outcome: label of the metrics, once it is known.
@@ -62,6 +63,7 @@ class Job:
         self.generations: list[Generation] = []
         self.num_prompts = 0
         self.timeout: float | None = None
+        self.started = time.monotonic()
         self.ended_by: PDError | None = None
         self.error: PDError | None = None
         self.outcome: str | None = None
@@ -72,6 +74,13 @@ class Job:
         self._news: dict[Choice, None] = {}
         self._unread_tokens = 0
         self._unread_bytes = 0
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds until the request is given up, or None."""
+        if self.timeout is None:
+            return None
+        return max(0.0, self.started + self.timeout - time.monotonic())
 
     @property
     def done(self) -> bool:

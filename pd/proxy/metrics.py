@@ -57,6 +57,18 @@ class Metrics:
         self.routing = Counter(
             "pd_proxy_routing_decisions", "why nodes were chosen", ["role", "reason"], registry=r
         )
+        self.failovers = Counter(
+            "pd_proxy_failovers",
+            "times that an answer went on elsewhere, or could not",
+            ["outcome"],
+            registry=r,
+        )
+        self.failover_pause = Histogram(
+            "pd_proxy_failover_pause_seconds",
+            "time without a token of answers that went on elsewhere",
+            buckets=_LATENCIES,
+            registry=r,
+        )
         self.worker_up = Gauge(
             "pd_proxy_worker_up", "1 if the node can take requests", ["role", "url"], registry=r
         )
@@ -80,6 +92,8 @@ class Metrics:
     def generation_ended(self, generation: Generation) -> None:
         self.prompt_tokens.inc(len(generation.spec.token_ids))
         self.cached_tokens.inc(generation.cached_tokens)
+        for failover in generation.failovers:
+            self.failover_pause.observe(failover.pause)
         if generation.finished:
             for stage, seconds in generation.stages().items():
                 self.stages.labels(stage).observe(seconds)

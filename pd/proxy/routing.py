@@ -228,6 +228,11 @@ class Route(NamedTuple):
     reasons: list[tuple[Worker, str]]
 
 
+def _without(avoided: frozenset[Worker], workers: list[Worker]) -> list[Worker]:
+    """The workers that are not avoided; all of them if there are no others."""
+    return [worker for worker in workers if worker not in avoided] or workers
+
+
 class Router:
     """Finds pairs that fit together and lets a policy choose."""
 
@@ -272,6 +277,11 @@ class Router:
         found = [limits for w in self._workers for limits in self._limits_of(w, name)]
         return max(found, key=lambda limits: (limits.context_length, limits.pool_tokens))
 
+    def vocab_size(self, model: str) -> int | None:
+        """The size of a model's vocabulary, if its nodes say so."""
+        infos = (worker.info for worker in self._workers)
+        return next((info.vocab_size for info in infos if info and info.model == model), None)
+
     def route(
         self,
         model: str,
@@ -279,11 +289,13 @@ class Router:
         *,
         needs_decode: bool,
         preferred: Worker | None = None,
+        avoided: frozenset[Worker] = frozenset(),
     ) -> Route:
         """Choose nodes. Raises UnavailableError if none can serve this now.
 
         Args:
             preferred: the node that computes the prompt, whatever the policy says, if it can.
+            avoided: nodes that are taken only if there are no others.
         """
         size = len(prompt.token_ids)
         firsts = [
@@ -301,12 +313,30 @@ class Router:
         if preferred is not None and preferred in firsts:
             first, reason = RouteChoice(preferred, SAME_REQUEST)
         else:
-            first, reason = self.policy.prefill(firsts, prompt)
+            first, reason = self.policy.prefill(_without(avoided, firsts), prompt)
         reasons = [(first, reason)]
         if first.role == "unified" or not needs_decode:
             return Route(first, None, reasons)
-        decode, reason = self.policy.decode(self._partners(first, size), prompt)
+        partners = _without(avoided, self._partners(first, size))
+        decode, reason = self.policy.decode(partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
+
+    def route_alone(
+        self, model: str, prompt: Prompt, avoided: frozenset[Worker] = frozenset()
+    ) -> Route:
+        """Choose a decode node that computes a resumed request by itself, where no node of another
+        role can. Raises UnavailableError if there is none."""
+        size = len(prompt.token_ids)
+        found = [
+            worker
+            for worker in self._workers
+            if worker.role == "decode" and worker.info and worker.info.model == model
+            if worker.can_take(size)
+        ]
+        if not found:
+            raise UnavailableError("no node can go on with the request" + self.reasons())
+        worker, reason = self.policy.decode(_without(avoided, found), prompt)
+        return Route(worker, None, [(worker, reason)])
 
     def _can_start(self, worker: Worker, size: int, *, with_decode: bool) -> bool:
         if worker.role == "decode" or not worker.can_take(size):

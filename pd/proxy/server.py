@@ -148,6 +148,7 @@ class Proxy:
             max_queue=config.max_queue,
             request_timeout=config.request_timeout,
             ledger=Ledger() if shared is None else shared.ledger,
+            max_failovers=config.max_failovers if config.failover == "on" else 0,
             on_released=self._pool.release,
         )
         self._background = Background()
@@ -234,6 +235,7 @@ class Proxy:
         self._dispatcher.worker_lost(worker, reason)
 
     def _on_change(self) -> None:
+        self._dispatcher.nodes_changed()
         new = set(self._router.models()) - self._prepared
         if self._router.ready() and new:
             self._prepared |= new
