@@ -125,7 +125,7 @@ class TokenClient:
         room: bytes | None = None,
         **params: Any,
     ) -> Pending:
-        """Send one request to a pair (prefill, decode) or to one node."""
+        """Send one request to a pair (computes the prompt, generates) or to one node."""
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | params
         sampling = SamplingParams(**params)
         room = room or secrets.token_bytes(16)
@@ -151,7 +151,7 @@ class TokenClient:
                 priority=priority,
                 timeout=timeout,
                 peer=others[0].instance_id if others else "",
-                peer_bootstrap=others[0].bootstrap_url if others else "",
+                peer_bootstrap=nodes[0].bootstrap_url if node is not nodes[0] else "",
             )
             self._post(node, message)
         return pending

@@ -45,6 +45,8 @@ class CombinedScheduler:
 
     def plan(self) -> list[Work]:
         """The works of the next step; empty when there is nothing to compute."""
+        if self._sending is not None and self.decode is not None and self.decode.needs_memory:
+            self._sending.park(self._core.memory.num_pages)
         batch = [] if self.decode is None else self.decode.plan()
         if self.prefill is None:
             return batch

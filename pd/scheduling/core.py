@@ -32,7 +32,7 @@ class NodeCore:
         drafter: drafts tokens for sequences that decode; None without speculation.
         draft_lengths: says how many.
         grammars: compiles the grammars of requests.
-        post: sends a message to the process with an identity; any thread.
+        post: sends a message to the process with an identity, which connected here; any thread.
         wake: has transfers polled soon; any thread.
     """
 

@@ -65,7 +65,8 @@ class PrefillScheduler:
             release theirs soon. None if no request is like that.
         reclaim: called with a number of pages that such a request lacks; frees pages of others
             until so many are available, or as many as it can.
-        headroom: pages that must stay available after the admission of a request.
+        headroom: pages that must stay available after the admission of a request; all pages of the
+            pool if it may not be admitted.
     """
 
     def __init__(
@@ -180,11 +181,12 @@ class PrefillScheduler:
         length, reusable = len(request.prompt), reusable_tokens(request)
         headroom = self._headroom(request)
         missing = memory.missing(sequence, length, reusable)
-        if missing + headroom > memory.available and not leaves:
+        fits = missing + headroom <= memory.available
+        if not fits and (not leaves or headroom >= memory.num_pages):
             return False
         memory.match(sequence, reusable)
-        if missing > memory.available and leaves:
-            self._reclaim(missing)
+        if not fits:
+            self._reclaim(missing + headroom)
         if missing + headroom > memory.available or not memory.grow(sequence, length):
             memory.release(sequence)
             return False
