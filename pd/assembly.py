@@ -21,8 +21,10 @@ from pd.node.node import Node
 from pd.node.outbox import Outbox
 from pd.prefill_node.sending import SendingEnd
 from pd.radix import RadixCache
+from pd.scheduling.calibration import calibrate
 from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.core import NodeCore
+from pd.scheduling.cost_model import CostModel
 from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.events import Events
 from pd.scheduling.memory import Memory
@@ -98,9 +100,16 @@ def make_core(
         drafter=drafter,
         draft_lengths=draft_lengths(config, engine, drafter),
         grammars=make_grammars(config, engine),
+        costs=_measured_costs(config, engine) if config.is_elastic else None,
         post=control.post,
         wake=control.wake,
     )
+
+
+def _measured_costs(config: NodeConfig, engine: Engine) -> CostModel:
+    costs = CostModel()
+    calibrate(costs, engine, config)
+    return costs
 
 
 def make_grammars(config: NodeConfig, engine: Engine) -> Grammars:

@@ -31,12 +31,15 @@ from pd.core.messages import (
 )
 from pd.core.sampling_params import SamplingParams
 from pd.launch import NodeServer
+from pd.scheduling import calibration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 torch.set_num_threads(1)
+# Nodes of tests learn the time of their steps while they run.
+calibration.SECONDS = 0.05
 
 
 def start_node(role: str, model: Path, **settings: Any) -> NodeServer:

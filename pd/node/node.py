@@ -18,6 +18,7 @@ from pd.core.messages import HEARTBEAT_INTERVAL, NodeHeartbeat, ProxyHeartbeat, 
 from pd.core.starvation import RUN_DELAY
 from pd.node.info import server_info
 from pd.node.intake import Intake
+from pd.node.load import node_load
 from pd.node.metrics import NodeGauges
 from pd.node.proxies import Proxies
 from pd.node.step_loop import StepLoop
@@ -253,6 +254,9 @@ class Node:
             return  # the sender is the proxy's thread that only keeps the lease
         if self.receiving is not None and self.ready:
             self.receiving.meet(message.meet)
+        self.proxies.note_objective(identity, message.itl)
+        if self.scheduler.slices is not None:
+            self.scheduler.slices.wanted = self.proxies.itl
         reply = NodeHeartbeat(
             to=message.sender,
             sender=self.instance_id,
@@ -262,6 +266,8 @@ class Node:
             losses=self.proxies.losses(identity),
             run_delay=RUN_DELAY.total,
             linked=None if self.receiving is None else self.receiving.linked(),
+            load=node_load(self.core, self.scheduler, self.receiving),
+            answers=message.number,
         )
         self.core.post(identity, reply)
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Cluster, NodeServer, TokenClient, random_prompts, wait_idle, wait_until
+from raw_peer import RawPeer
+from requests_for_tests import make_request
 from tiny import TOKEN_BYTES, tiny_cluster, tiny_node
+
+from pd.core.messages import NodeHeartbeat, ProxyHeartbeat
+from pd.core.step_cost import StepCost, StepShape
+from pd.node.load import node_load
+from pd.scheduling import slices as slices_module
+from pd.scheduling.cost_model import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pd.core.node_load import NodeLoad
     from pd.scheduling.step import Work
 
 SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "n": 2}
@@ -168,3 +178,75 @@ def test_a_node_of_two_ranks_hands_prompts_over_and_receives_them(
         client.close()
         wide.stop()
         narrow.stop()
+
+
+def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> None:
+    decode = cluster.decode[0]
+    with RawPeer(decode.node.endpoint, "asking-proxy") as proxy:
+
+        def load(number: int) -> NodeLoad:
+            proxy.send(ProxyHeartbeat(to="", sender=proxy.name, number=number))
+            beat = proxy.receive(NodeHeartbeat)
+            assert beat.answers == number
+            return beat.load
+
+        idle = load(1)
+        assert (idle.queued_tokens, idle.queue_seconds, idle.streams) == (0, 0.0, 0)
+        assert idle.cost.seconds(StepShape(streams=1)) > 0
+        assert idle.free_pages == decode.node.core.memory.available
+        stream = cluster.client.generate(range(9), (decode,), max_tokens=400)
+        wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
+        busy = load(2)
+        assert (busy.streams, busy.context > 9) == (1, True)
+        stream.tokens()
+        cluster.wait_idle()
+        with decode.node.core.events.lock:  # no step is planned meanwhile
+            for prompt in random_prompts(71, [200, 100]):
+                decode.node.scheduler.prefill.add(make_request(prompt))
+            decode.node.scheduler.prefill.add(make_request([*range(8), 99, 99]))
+            waiting = node_load(decode.node.core, decode.node.scheduler, decode.node.receiving)
+            for request in list(decode.node.scheduler.prefill.waiting):
+                decode.node.scheduler.prefill.remove(request)
+        assert waiting is not None
+        assert waiting.queued_tokens == 302, "of the last one, two pages are cached"
+        assert waiting.queue_seconds > idle.cost.seconds(StepShape(streams=1))
+
+
+def test_prompts_are_computed_in_slices_beside_answers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy asks for a pace that a step with more than 8 prompt tokens would miss."""
+    decode = cluster.decode[0]
+    slow = StepCost(base=1.0, first=0.1)
+    costs = decode.node.core.costs
+    monkeypatch.setattr(costs, "cost", slow)
+    monkeypatch.setattr(costs, "observe", lambda shape, seconds: 0.0)
+    monkeypatch.setattr(slices_module, "_LEAST_TOKENS", 1)
+    sizes: list[tuple[int, int]] = []
+    process = decode.node.scheduler.process
+
+    def watching(works: list[Work]) -> None:
+        shape = shape_of(works)
+        sizes.append((shape.streams, shape.tokens))
+        process(works)
+
+    monkeypatch.setattr(decode.node.scheduler, "process", watching)
+    with RawPeer(decode.node.endpoint, "patient-proxy") as proxy:
+        proxy.send(ProxyHeartbeat(to="", sender=proxy.name, itl=1.901))
+        proxy.receive(NodeHeartbeat)
+        stream = cluster.client.generate(range(9), (decode,), max_tokens=300)
+        wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
+        cluster.client.generate(range(100, 200), (decode,), max_tokens=1).tokens()
+        stream.tokens()
+    assert max(tokens for streams, tokens in sizes if streams == 1) == 8
+    cluster.client.generate(range(50, 250), (decode,), max_tokens=1).tokens()
+    assert max(tokens for streams, tokens in sizes if not streams) == 48
+
+
+def test_errors_of_predictions_are_a_metric(cluster: Cluster) -> None:
+    cluster.client.generate(range(20), cluster.pair).tokens()
+    text = cluster.decode[0].node.core.metrics.expose().decode()
+    steps = re.search(r"^pd_steps_total ([\d.]+)$", text, re.M)
+    errors = re.search(r"^pd_step_prediction_error_count ([\d.]+)$", text, re.M)
+    assert steps is not None and errors is not None
+    assert float(errors[1]) == float(steps[1]) > 0
