@@ -23,7 +23,8 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         queue_seconds: predicted time until these are computed.
         streams: sequences that are generated here, or will be as soon as their KV is here.
         context: their tokens.
-        free_pages: pages that new requests can have.
+        free_tokens: tokens whose KV new requests can have room for.
+        chunk: tokens of a step (``--chunked-prefill-size``).
     """
 
     cost: StepCost
@@ -32,7 +33,8 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_seconds: _Seconds = 0.0
     streams: _Count = 0
     context: _Count = 0
-    free_pages: _Count = 0
+    free_tokens: _Count = 0
+    chunk: _Count = 1
 
     @property
     def decoding(self) -> StepShape:

@@ -11,6 +11,9 @@ import msgspec
 # between the two a kernel becomes efficient; beyond the second their cost is proportional.
 KNEES = (64, 512)
 
+# Prompts get on with so many tokens a step, whatever answers beside them lose, lest they starve.
+LEAST_SLICE = 64
+
 _Coefficient = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 
 
@@ -103,6 +106,22 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         steps = -(-tokens // max(1, chunk))
         each = beside._replace(tokens=-(-tokens // steps), pairs=pairs / steps)
         return steps * self.seconds(each)
+
+
+def slice_tokens(cost: StepCost, limit: float, decoding: StepShape, start: int, most: int) -> int:
+    """Prompt tokens that a step computes beside answers.
+
+    Args:
+        limit: seconds that the step may take.
+        decoding: the answers that it continues.
+        start: position of the first prompt token.
+        most: tokens of a step.
+    """
+    if not decoding.streams:
+        return most
+    most = max(1, most - decoding.streams)
+    found = cost.largest_chunk(limit, start, decoding, most)
+    return max(found, min(LEAST_SLICE, most))
 
 
 def _with_chunk(shape: StepShape, start: int, tokens: int) -> StepShape:

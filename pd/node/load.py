@@ -34,5 +34,6 @@ def node_load(
         queue_seconds=cost.queue_seconds(tokens, pairs, slices.tokens(decoding), decoding),
         streams=len(sequences),
         context=context,
-        free_pages=core.memory.available,
+        free_tokens=core.memory.available * core.memory.page_size,
+        chunk=core.config.chunked_prefill_size,
     )

@@ -31,6 +31,7 @@ from pd.core.messages import (
     StepOutputs,
 )
 from pd.proxy.generation import Generation, Spec
+from pd.proxy.prediction import Asked
 from pd.proxy.routing import Prompt, Router
 
 if TYPE_CHECKING:
@@ -305,9 +306,9 @@ class Dispatcher:
 
     def _start(self, spec: Spec, job: Job) -> None:
         prompt = Prompt(spec.token_ids, spec.namespace)
-        needs_decode = spec.params.max_tokens > 1
+        asked = Asked(prompt, spec.params.n, spec.params.max_tokens)
         sibling = job.generations[0].first if job.together and job.generations else None
-        route = self._route(spec.model, prompt, needs_decode, sibling)
+        route = self._route(spec.model, asked, sibling)
         assert route.first.info is not None
         generation = Generation(spec, job, route.first.info.vocab_size)
         job.generations.append(generation)
@@ -316,6 +317,8 @@ class Dispatcher:
         generation.uncached_tokens = len(spec.token_ids) - cached
         route.first.pending_tokens += generation.uncached_tokens
         self._rooms[generation.room] = generation
+        generation.predicted_ttft = None if route.predicted is None else route.predicted.ttft
+        route.sent(asked)
         for worker, reason in route.reasons:
             worker.active[generation] = None
             self._metrics.routing.labels(worker.role, reason).inc()
@@ -323,15 +326,11 @@ class Dispatcher:
         if not job.together:
             self._send(generation, route)
 
-    def _route(
-        self, model: str, prompt: Prompt, needs_decode: bool, preferred: Worker | None
-    ) -> Route:
+    def _route(self, model: str, asked: Asked, preferred: Worker | None) -> Route:
         """Choose nodes whose connections stand. A node that died a moment ago is found out here,
         before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
         while True:
-            route = self._router.route(
-                model, prompt, needs_decode=needs_decode, preferred=preferred
-            )
+            route = self._router.route(model, asked, preferred=preferred)
             nodes = [node for node in (route.first, route.decode) if node is not None]
             if all([node.can_be_reached(self._instance_id) for node in nodes]):
                 return route

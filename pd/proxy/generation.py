@@ -213,6 +213,7 @@ class Generation:
             go before them.
         unannounced: choices whose end the job does not know yet.
         uncached_tokens: prompt tokens counted in ``first.pending_tokens``; 0 once computed.
+        predicted_ttft: seconds until the first token by which the nodes were chosen, or None.
     """
 
     def __init__(self, spec: Spec, job: Job, vocab_size: int | None) -> None:
@@ -232,6 +233,7 @@ class Generation:
         self.transferred_bytes = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.uncached_tokens = 0
+        self.predicted_ttft: float | None = None
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
         # Grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.sampling_params import SamplingDefaults
+    from pd.proxy.prediction import Asked, Predicted, Predictor
     from pd.proxy.worker import Worker
 
     IntArray = npt.NDArray[np.int32]
@@ -180,6 +181,13 @@ def make_policy(name: str) -> Policy:
     return _POLICIES[name]()
 
 
+def _fit(first: Worker, second: Worker) -> bool:
+    """Whether KV can travel from one node to the other, as far as can be seen from here."""
+    if first.info is None or second.info is None:
+        return False
+    return first.info.difference(second.info) is None
+
+
 class Limits(NamedTuple):
     """Limits of a model's requests.
 
@@ -221,19 +229,38 @@ class Limits(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The nodes of one attempt; ``decode`` None where the first does everything."""
+    """The nodes of one attempt; ``decode`` None where the first does everything.
+
+    ``predicted``: what elastic nodes were chosen by; None where the policy chose by roles.
+    """
 
     first: Worker
     decode: Worker | None
     reasons: list[tuple[Worker, str]]
+    predicted: Predicted | None = None
+
+    def sent(self, asked: Asked) -> None:
+        """Note at the nodes what they were sent."""
+        if self.predicted is not None:
+            self.first.load.prompt_sent(self.predicted.prefill)
+        if asked.output > 1:
+            (self.decode or self.first).load.stream_sent(asked.streams, asked.tokens)
 
 
 class Router:
-    """Finds pairs that fit together and lets a policy choose."""
+    """Finds nodes that fit together and chooses among them: elastic ones by prediction, others by
+    their roles and a policy.
 
-    def __init__(self, policy: Policy, workers: Sequence[Worker]) -> None:
+    Args:
+        predictor: None without ``--elastic auto``, and for policies that do not look at loads.
+    """
+
+    def __init__(
+        self, policy: Policy, workers: Sequence[Worker], predictor: Predictor | None = None
+    ) -> None:
         self.policy = policy
         self._workers = workers
+        self._predictor = predictor
 
     def ready(self) -> bool:
         """Whether at least one pair (or unified node) can serve."""
@@ -253,7 +280,7 @@ class Router:
 
     def models(self) -> list[str]:
         """Served models, in the order in which nodes were named."""
-        firsts = [w.info for w in self._workers if w.info and w.role != "decode"]
+        firsts = [w.info for w in self._workers if w.info and w.computes_prompts]
         return list(dict.fromkeys(info.model for info in firsts))
 
     def limits(self, model: str | None) -> Limits:
@@ -272,20 +299,13 @@ class Router:
         found = [limits for w in self._workers for limits in self._limits_of(w, name)]
         return max(found, key=lambda limits: (limits.context_length, limits.pool_tokens))
 
-    def route(
-        self,
-        model: str,
-        prompt: Prompt,
-        *,
-        needs_decode: bool,
-        preferred: Worker | None = None,
-    ) -> Route:
+    def route(self, model: str, asked: Asked, *, preferred: Worker | None = None) -> Route:
         """Choose nodes. Raises UnavailableError if none can serve this now.
 
         Args:
             preferred: the node that computes the prompt, whatever the policy says, if it can.
         """
-        size = len(prompt.token_ids)
+        prompt, size, needs_decode = asked.prompt, asked.length, asked.output > 1
         firsts = [
             worker
             for worker in self._workers
@@ -298,37 +318,67 @@ class Router:
                 "no node can serve the request at present"
                 + (self.reasons() or f": those that are ready cannot take its {size} tokens")
             )
+        if preferred is None and (route := self._predicted(firsts, asked)) is not None:
+            return route
+        return self._by_roles(firsts, prompt, preferred, needs_decode=needs_decode)
+
+    def _predicted(self, firsts: Sequence[Worker], asked: Asked) -> Route | None:
+        """The route with the best prediction; None where nodes do not report what that takes."""
+        elastic = [worker for worker in firsts if worker.elastic]
+        if self._predictor is None or not elastic:
+            return None
+        seconds = []
+        if asked.output > 1:
+            seconds = [w for w in self._workers if w.elastic and w.can_take(asked.length)]
+        found = self._predictor.choose(elastic, seconds, asked, _fit)
+        if found is None:
+            return None
+        reasons = [(found.first, found.way)]
+        if found.decode is found.first:
+            return Route(found.first, None, reasons, found)
+        return Route(found.first, found.decode, [*reasons, (found.decode, found.way)], found)
+
+    def _by_roles(
+        self,
+        firsts: Sequence[Worker],
+        prompt: Prompt,
+        preferred: Worker | None,
+        *,
+        needs_decode: bool,
+    ) -> Route:
+        """The policy's choice among the nodes that have the roles, or else can do what they do."""
         if preferred is not None and preferred in firsts:
             first, reason = RouteChoice(preferred, SAME_REQUEST)
         else:
-            first, reason = self.policy.prefill(firsts, prompt)
+            in_role = [worker for worker in firsts if worker.role != "decode"]
+            first, reason = self.policy.prefill(in_role or firsts, prompt)
         reasons = [(first, reason)]
         if first.role == "unified" or not needs_decode:
             return Route(first, None, reasons)
-        decode, reason = self.policy.decode(self._partners(first, size), prompt)
+        partners = self._partners(first, len(prompt.token_ids))
+        in_role = [worker for worker in partners if worker.role == "decode"]
+        if not in_role and first.serves_alone:
+            return Route(first, None, reasons)
+        decode, reason = self.policy.decode(in_role or partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
 
     def _can_start(self, worker: Worker, size: int, *, with_decode: bool) -> bool:
-        if worker.role == "decode" or not worker.can_take(size):
+        if not worker.computes_prompts or not worker.can_take(size):
             return False
-        return worker.role == "unified" or not with_decode or bool(self._partners(worker, size))
+        return worker.serves_alone or not with_decode or bool(self._partners(worker, size))
 
     def _partners(self, first: Worker, size: int) -> list[Worker]:
         return [d for d in self._matching(first) if d.can_take(size)]
 
     def _matching(self, first: Worker) -> list[Worker]:
-        """Decode nodes that can work with this prefill node."""
-        return [
-            d
-            for d in self._workers
-            if d.role == "decode" and d.info and first.info and not first.info.difference(d.info)
-        ]
+        """Nodes that can generate the answers to prompts of this one."""
+        return [d for d in self._workers if d is not first and d.receives and _fit(first, d)]
 
     def _limits_of(self, first: Worker, model: str) -> list[Limits]:
         info = first.info
-        if info is None or info.model != model or first.role == "decode":
+        if info is None or info.model != model or not first.computes_prompts:
             return []
-        partners = [] if first.role == "unified" else self._matching(first)
+        partners = [] if first.serves_alone else self._matching(first)
         groups = [[first, decode] for decode in partners] or [[first]]
         found = []
         for group in groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pd.core.step_cost import StepShape
+from pd.core.step_cost import StepShape, slice_tokens
 
 if TYPE_CHECKING:
     from pd.scheduling.cost_model import CostModel
@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 # stay several times faster than anybody reads, and most of a step is left for prompts.
 _DEFAULT_FACTOR = 3.0
 _COMMON_STREAMS, _COMMON_CONTEXT = 32, 2048
-# Prompts get on with so many tokens a step, whatever the objective, lest they starve.
-_LEAST_TOKENS = 64
 
 
 class PromptSlices:
@@ -52,8 +50,4 @@ class PromptSlices:
             decoding: the answers that it continues.
             start: position of the first prompt token.
         """
-        if not decoding.streams:
-            return self._most
-        most = max(1, self._most - decoding.streams)
-        found = self._costs.cost.largest_chunk(self.itl, start, decoding, most)
-        return max(found, min(_LEAST_TOKENS, most))
+        return slice_tokens(self._costs.cost, self.itl, decoding, start, self._most)

@@ -12,10 +12,10 @@ from raw_peer import RawPeer
 from requests_for_tests import make_request
 from tiny import TOKEN_BYTES, tiny_cluster, tiny_node
 
+from pd.core import step_cost
 from pd.core.messages import NodeHeartbeat, ProxyHeartbeat
 from pd.core.step_cost import StepCost, StepShape
 from pd.node.load import node_load
-from pd.scheduling import slices as slices_module
 from pd.scheduling.cost_model import shape_of
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> Non
         idle = load(1)
         assert (idle.queued_tokens, idle.queue_seconds, idle.streams) == (0, 0.0, 0)
         assert idle.cost.seconds(StepShape(streams=1)) > 0
-        assert idle.free_pages == decode.node.core.memory.available
+        assert idle.free_tokens == 2048
         stream = cluster.client.generate(range(9), (decode,), max_tokens=400)
         wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
         busy = load(2)
@@ -221,7 +221,7 @@ def test_prompts_are_computed_in_slices_beside_answers(
     costs = decode.node.core.costs
     monkeypatch.setattr(costs, "cost", slow)
     monkeypatch.setattr(costs, "observe", lambda shape, seconds: 0.0)
-    monkeypatch.setattr(slices_module, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(step_cost, "LEAST_SLICE", 1)
     sizes: list[tuple[int, int]] = []
     process = decode.node.scheduler.process
 
