@@ -28,7 +28,8 @@ test-all: $(VENV)/.installed
 	$(BIN)/coverage run -m pytest $(PARALLEL) -m "not full and not starved"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-	$(BIN)/python -m pytest $(PARALLEL) -m "full and not starved"
+	$(BIN)/python -m pytest $(PARALLEL) -m "full and not starved and not alone"
+	$(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest -m starved
 
 check: $(VENV)/.installed

@@ -3,7 +3,8 @@
 16 concurrent requests of 128 random tokens, 128 greedy tokens each, a Llama shape of 30M parameters
 in float32. The nodes and the proxy are real processes, asked over HTTP; transformers runs a static
 batch of 16 on the same cores. Rounds of the three alternate, each with new prompts, so that noise
-of the machine hits all alike and no cache helps.
+of the machine hits all alike and no cache helps. The ratio to transformers is the median of the
+rounds' ratios.
 
     python benchmarks/cpu_serving.py --output benchmarks/results/cpu_serving.json
 """
@@ -11,10 +12,9 @@ of the machine hits all alike and no cache helps.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -26,6 +26,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from pd.bench.report import write_report  # noqa: E402
 
 SHAPE = {
     "vocab_size": 16000,
@@ -156,18 +161,6 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def machine() -> dict[str, Any]:
-    """Description of this machine."""
-    names = [
-        n for n in Path("/proc/cpuinfo").read_text().splitlines() if n.startswith("model name")
-    ]
-    return {
-        "cpu": names[0].split(":")[1].strip() if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-
-
 def measure(args: argparse.Namespace, model: Path) -> dict[str, list[float]]:
     """Output tokens per second of each round."""
     cores = len(os.sched_getaffinity(0))
@@ -208,33 +201,34 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    busy = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         rates = measure(args, make_model(Path(directory)))
-    base = statistics.median(rates["transformers"])
-    results = [
-        {
-            "system": name,
-            "unit": "output tokens/s",
-            "best": round(max(values), 1),
-            "median": round(statistics.median(values), 1),
-            "ratio_to_transformers": round(statistics.median(values) / base, 3),
-        }
-        for name, values in rates.items()
-    ]
-    report = {
-        "benchmark": "cpu_serving",
-        "command": "python " + " ".join(sys.argv),
-        "commit": commit.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "settings": {k: v for k, v in vars(args).items() if k != "output"} | {"shape": SHAPE},
-        "results": results,
-    }
-    print(json.dumps(results, indent=2))
+    rows = [row(name, values, rates["transformers"]) for name, values in rates.items()]
+    for each in rows:
+        print(each)
     if args.output:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        write_report(
+            args.output,
+            shlex.join(["python", "benchmarks/cpu_serving.py", *sys.argv[1:]]),
+            rows,
+            measured=["pd", "benchmarks/cpu_serving.py"],
+            machine={"load_average_before": round(busy, 2)},
+            settings={k: v for k, v in vars(args).items() if k != "output"} | {"shape": SHAPE},
+        )
     return 0
+
+
+def row(name: str, rates: list[float], reference: list[float]) -> dict[str, object]:
+    """Output tokens per second of one system."""
+    ratios = [ours / theirs for ours, theirs in zip(rates, reference, strict=True)]
+    return {
+        "system": name,
+        "unit": "output tokens/s",
+        "best": round(max(rates), 1),
+        "median": round(statistics.median(rates), 1),
+        "ratio_to_transformers": round(statistics.median(ratios), 3),
+    }
 
 
 if __name__ == "__main__":

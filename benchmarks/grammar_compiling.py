@@ -17,14 +17,13 @@ import json
 import queue
 import random
 import statistics
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch  # noqa: F401 - as every node has
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from large_vocabulary import learn
 
 from pd.bench.report import write_report
 from pd.core.errors import PDError
@@ -34,13 +33,8 @@ from pd.grammar.child import Vocabulary
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import MAX_COMPILED_BYTES, Grammars
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 LIMITS = CompileLimits(10.0, 1 << 30, MAX_COMPILED_BYTES)
 LARGE = 131_072
-# Characters of text from which the large vocabulary is learned.
-_TEXT = 60_000_000
 _WARM_UP = 10
 _LENGTHS = (10, 20, 50, 100)
 
@@ -53,37 +47,13 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        large = args.large_tokenizer or learn(Path(directory) / "tokenizer.json")
+        large = args.large_tokenizer or learn(Path(directory) / "tokenizer.json", LARGE)
         for path, size in ((EMBEDDED_MODEL / "tokenizer.json", 2048), (large, LARGE)):
             vocabulary = Vocabulary(str(path), size, [2])
             rows += [measure(vocabulary, bounded, args.count) for bounded in (False, True)]
     command = "python benchmarks/grammar_compiling.py --output benchmarks/results/"
     measured = ["pd", "benchmarks/grammar_compiling.py"]
     write_report(args.output, command + args.output.name, rows, measured=measured)
-
-
-def learn(path: Path) -> Path:
-    """Write a byte-level tokenizer of the large vocabulary."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=LARGE, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts(), trainer)
-    tokenizer.save(str(path))
-    return path
-
-
-def texts() -> Iterator[str]:
-    files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
-    random.Random(1).shuffle(files)
-    left = _TEXT
-    for file in files:
-        text = file.read_text(errors="replace")[:200_000]
-        left -= len(text)
-        if left < 0:
-            return
-        yield text
 
 
 def measure(vocabulary: Vocabulary, bounded: bool, count: int) -> dict[str, Any]:

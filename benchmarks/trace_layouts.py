@@ -5,14 +5,16 @@
 Both layouts of the embedded model are started together by `pd-launch cluster`'s file, so that the
 machine is the same for both, and are asked in turn, `--rounds` times: a window of the trace, its
 prompts shortened by `--length-scale` with their shared prefixes kept. The caches are flushed before
-each run. Numbers are medians over the rounds. A CPU that all processes share says who waits for
-whom, not how fast a GPU is. `--page` also writes the report of the last round.
+each run. Numbers are medians over the rounds in which the client was not the bottleneck; `void`
+counts the others. A CPU that all processes share says who waits for whom, not how fast a GPU is.
+`--page` also writes the report of the last valid round of each layout.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -38,44 +40,70 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "unified": [_NODE | {"role": "unified", "count": 2}],
 }
 _LATENCIES = ("ttft", "second_token", "itl", "tpot", "e2e")
+# Exit status of a run that the client limited.
+_VOID = 3
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--window", default="120:170", help="seconds of the trace")
+    parser.add_argument("--window", default="900:1000", help="seconds of the trace")
     parser.add_argument("--length-scale", default="1/32")
     parser.add_argument("--output-scale", default="1/4")
     parser.add_argument("--time-scale", default="1.5", help="above 1 is slower")
     parser.add_argument("--goodput", default="ttft:1s+1ms,tpot:25")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-cache-tokens", type=int, default=65536, help="of each node")
+    parser.add_argument("--note", help="what else ran on the machine")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
+    busy = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
-        measures = measure(args, Path(scratch))
+        runs = measure(args, Path(scratch))
         if args.page is not None:
-            last = [f"{name}={scratch}/{name}-{args.rounds - 1}" for name in LAYOUTS]
+            last = [f"{name}={found[-1]}" for name, found in valid(runs).items()]
             command = ["report", *last, "--output", str(args.page), "--title", "Trace on a CPU"]
             subprocess.run([sys.executable, "-m", "pd.bench", *command], cwd=ROOT, check=True)
-    rows = [row(name, found) for name, found in measures.items()]
-    command = shlex.join(["python", "benchmarks/trace_layouts.py", *sys.argv[1:]])
-    write_report(args.output, command, rows, measured=["pd", "benchmarks/trace_layouts.py"])
+        rows = [row(name, runs[name], found) for name, found in valid(runs).items()]
+    write_report(
+        args.output,
+        shlex.join(["python", "benchmarks/trace_layouts.py", *sys.argv[1:]]),
+        rows,
+        measured=["pd", "benchmarks/trace_layouts.py"],
+        machine={"load_average_before": round(busy, 2)}
+        | ({"note": args.note} if args.note else {}),
+    )
     return 0
 
 
-def measure(args: argparse.Namespace, scratch: Path) -> dict[str, list[dict[str, Any]]]:
-    """Measures of each run, by layout."""
+def valid(runs: dict[str, list[Path]]) -> dict[str, list[Path]]:
+    """Directories of the runs that count, by layout."""
+    found = {name: [run for run in all_ if summary(run)["valid"]] for name, all_ in runs.items()}
+    lacking = [name for name, kept in found.items() if not kept]
+    if lacking:
+        raise SystemExit(f"the client was the bottleneck in every run of {', '.join(lacking)}")
+    return found
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """What a run has written about itself."""
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def measure(args: argparse.Namespace, scratch: Path) -> dict[str, list[Path]]:
+    """Directories of all runs, by layout."""
     proxy = {"host": "here", "port": 0}
     spec = {
         "model": str(EMBEDDED_MODEL),
         "hosts": {"here": {"local": True}},
-        "flags": {"cpu-threads": 1, "kv-cache-tokens": 32768},
+        "flags": {"cpu-threads": 1, "kv-cache-tokens": args.kv_cache_tokens},
         "layouts": {name: {"nodes": nodes, "proxy": proxy} for name, nodes in LAYOUTS.items()},
     }
     file = scratch / "layouts.yaml"
     file.write_text(yaml.safe_dump(spec))
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}
+    found: dict[str, list[Path]] = {name: [] for name in LAYOUTS}
     with up(load_spec(file), file, report=print) as running:
         for number in range(args.rounds):
             # The layout that goes first changes from round to round.
@@ -85,8 +113,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, list[dict[str,
                 directory = scratch / f"{name}-{number}"
                 ask(url, args, directory)
                 running.check()
-                summary = json.loads((directory / "summary.json").read_text())
-                found[name].append(summary["measures"])
+                found[name].append(directory)
     return found
 
 
@@ -105,25 +132,34 @@ def ask(url: str, args: argparse.Namespace, directory: Path) -> None:
         "--output-dir": str(directory),
     }
     words = [word for pair in flags.items() for word in pair]
-    subprocess.run([sys.executable, "-m", "pd.bench", "serve", *words], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "pd.bench", "serve", *words]
+    status = subprocess.run(command, cwd=ROOT).returncode
+    if status not in (0, _VOID):
+        raise SystemExit(f"{shlex.join(command)} ended with status {status}")
 
 
-def row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the runs of a layout."""
+def row(name: str, runs: list[Path], kept: list[Path]) -> dict[str, Any]:
+    """Medians over the runs of a layout that are kept."""
+    summaries = [summary(run) for run in kept]
+    measures = [each["measures"] for each in summaries]
 
-    def middle(*ways: str) -> float:
+    def middle(*keys: str) -> float:
         values = []
-        for run in runs:
-            value: Any = run
-            for step in ways:
-                value = value[step]
+        for each in measures:
+            value: Any = each
+            for key in keys:
+                value = value[key]
             values.append(float(value))
         return round(median(values), 4)
 
     found: dict[str, Any] = {
         "layout": name,
-        "requests": runs[0]["requests"],
-        "failed": max(run["failed"] for run in runs),
+        "runs": len(kept),
+        "void": len(runs) - len(kept),
+        "client_lag_p99_ms": max(each["client"]["send_lag_p99_ms"] for each in summaries),
+        "client_cpu": max(each["client"]["cpu_share"] for each in summaries),
+        "requests": measures[0]["requests"],
+        "failed": max(each["failed"] for each in measures),
         "cached_share": middle("cached_share"),
         "goodput_share": middle("goodput", "share"),
     }

@@ -14,14 +14,12 @@ from pd import __version__
 from pd.commands.parser import Parser
 from pd.core.errors import PDError
 from pd.core.exit import leave
+from pd.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# They report every request or step of theirs at "info".
-NOISY = ("httpx", "httpcore", "asyncio", "uvicorn")
 
 _EXAMPLES = """\
 to see it work:
@@ -89,9 +87,7 @@ def _command(
 def _launch(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> int:
     args = parse(parser, commands, arguments)
     level = getattr(args, "log_level", "info")
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=LOG_FORMAT)
-    for noisy in NOISY:
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    configure_logging(logging.getLevelNamesMapping()[level.upper()])
     if args.command == "demo":
         from pd.commands import demo
 

@@ -29,6 +29,9 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Programs, which may import everything and which no room may import.
 PROGRAMS = {"commands", "bench"}
+# The half of the harness that makes load runs on hosts which have little of pd installed.
+LOAD = Path("pd/bench/load")
+LOAD_ALLOWED = ("pd.core", "pd.bench.load", "pd.bench.report")
 # A request names, for types only, the classes of other rooms that it carries.
 TYPES_OF_OTHER_ROOMS = {Path("pd/core/request.py")}
 # The proxy and what it is made of, and what starts deployments, must start without torch.
@@ -80,6 +83,10 @@ def room_errors(path: Path, imports: list[Import]) -> list[str]:
         parts = found.module.split(".")
         if parts[0] == "torch" and room in NO_TORCH:
             errors.append(f"{path}:{found.line}: {room} must not import torch")
+        if parts[0] == "pd" and path.is_relative_to(LOAD):
+            allowed = found.module == "pd" or found.module.startswith(LOAD_ALLOWED)
+            if not allowed:
+                errors.append(f"{path}:{found.line}: {LOAD} must not import {found.module}")
         if parts[0] != "pd" or room not in ALLOWED:
             continue
         if found.for_types and path in TYPES_OF_OTHER_ROOMS:

@@ -2,7 +2,9 @@
 
 A result file names the ``command`` that made it, the ``commit``, ``date`` and ``machine`` (and
 ``settings`` and a ``note``, if any), and has ``results``: a list of rows. What the numbers mean is
-said by the docstring of the program that the command runs.
+said by the docstring of the program that the command runs. What they show may be said by a file of
+the same name that ends in ``.md``. Its numbers are fields like ``{unified[tpot_p50_ms]:.1f}``: the
+row whose first column is ``unified``, and the column.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -68,8 +71,20 @@ def section(path: Path) -> str:
         purpose(command),
         "\n".join(facts),
         table(report["results"]),
+        findings(path.with_suffix(".md"), report["results"]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def findings(page: Path, rows: list[dict[str, Any]]) -> str:
+    """The text of a page with the numbers of the rows; nothing if there is no such page."""
+    if not page.is_file():
+        return ""
+    text = page.read_text()
+    own = re.search(r"(?<![\w.])\d[\d.,]*(?!\w)", re.sub(r"\{.*?\}|`.*?`", "", text))
+    if own is not None:
+        raise SystemExit(f"{page}: {own.group()} must be a field of the results")
+    return text.format_map({str(next(iter(row.values()))): row for row in rows}).strip()
 
 
 def purpose(command: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import ssl
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -73,6 +75,15 @@ def two_tcp_connections() -> None:
     from pd.transfer.tcp.manager import TcpManager
 
     TcpManager.__init__.__kwdefaults__["connections"] = 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_list_of_certificates() -> Iterator[None]:
+    """Every client of httpx reads the certificates of all authorities, which takes 20 times as much
+    processor time as a request does. No test needs more than one copy of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -228,7 +228,7 @@ def wait_until(condition: Any, timeout: float, describe: Any = lambda: "") -> No
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {describe()}"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 class Stream:

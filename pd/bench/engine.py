@@ -1,14 +1,18 @@
 """`pd-bench engine`: how fast one node computes, measured inside the engine that serves.
 
 A unified node runs in this process, with its scheduler, pool and sockets; its client is another
-process, as a proxy would be, and sends random prompts that share nothing. Everything is greedy and
-ignores ends of sequence. Times are medians.
+process, as a proxy would be, and sends random prompts that share nothing. Everything ignores ends
+of sequence, and is greedy unless said otherwise. Times are medians.
 
 `decode:B` is the interval between the completions of neighbouring steps that decoded exactly B
 sequences and computed no prompt, the first few left out. `prefill:N` is the time from a request's
 arrival at the node until its first token is known there, one request at a time, a new prompt each;
 `cached:N` the same for a prompt that is cached except for its last page. `offline:RxIxO` sends R
 prompts of I tokens at once for O tokens each, from the first send to the last token at the client.
+`sampled:B` is `decode:B` at temperature 1, `filters:B` the same with top-k and top-p, `schema:B`
+the same with each output under a JSON schema, `penalties:B` is `decode:B` with penalties on one of
+its requests, and `schema-prefill:N` is `prefill:N` under the schema, which is compiled before: the
+model directory must have a tokenizer (`benchmarks/large_vocabulary.py` makes one for a shape).
 `spec:B:K` is `decode:B` with K tokens drafted for each sequence and step, where a drafter is given
 (`--speculative-algorithm`). Its tokens per second are those accepted, of which
 `--simulate-acceptance` makes as many as a trained model would. `verify:B:T` is one forward pass and
@@ -27,6 +31,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.shapes import NAMES, SHAPES, model_directory
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError, UsageError
@@ -34,7 +39,6 @@ from pd.core.errors import PDError, UsageError
 if TYPE_CHECKING:
     from pd.bench.engine_roofline import Roofline
     from pd.bench.engine_work import Bench, Measured, Workload
-    from pd.bench.report import Row
     from pd.launch import NodeServer
 
 DEFAULT_WORK = ("decode:1,8,32,64,128,256", "prefill:1024,8192,32768", "cached:32768")
@@ -79,16 +83,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --model NAME|DIR [flags]"
     parser.epilog = EXAMPLES
     parser.set_defaults(port=0)
-    add = parser.add_argument_group(
+    group = parser.add_argument_group(
         "measurement", f"--model takes also a name: {', '.join(NAMES)} (dummy weights but the last)"
-    ).add_argument
+    )
+    add = group.add_argument
     add(
         "--work",
         nargs="+",
         action="extend",
         metavar="WORK",
-        help="decode:B,… prefill:N,… cached:N,… offline:RxIxO spec:B:K verify:B:T (default: "
-        f"{' '.join(DEFAULT_WORK)})",
+        help="decode:B,… (or sampled, filters, penalties, schema) prefill:N,… (or schema-prefill) "
+        f"cached:N,… offline:RxIxO spec:B:K verify:B:T (default: {' '.join(DEFAULT_WORK)})",
     )
     add("work_without_flag", nargs="*", type=_refuse_stray, metavar="WORK", help=argparse.SUPPRESS)
     add("--context", type=int, default=1024, help="tokens attended to in decode, on average")
@@ -104,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--profile", type=Path, metavar="FILE", help="trace some decode steps on the GPU into it")
     add("--profile-batch", type=int, default=64, metavar="B", help="sequences in these steps")
-    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    add_output(group)
 
 
 def _refuse_stray(text: str) -> str:
@@ -124,9 +129,8 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("pd").setLevel("INFO")
     config = config_from(args)
     works = _works(args)
-    for path in (args.output, args.profile):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{path}: there is no such directory")
+    check_output(args.output)
+    check_output(args.profile, "--profile")
     server, bench = _start(args, config)
     try:
         return _measure(args, works, server, bench)
@@ -293,8 +297,6 @@ def _line(row: Row) -> str:
 
 
 def _write(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> None:
-    from pd.bench.report import write_report
-
     node, config = server.node, server.node.core.config
     settings: Row = {name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)}
     settings |= {

@@ -24,20 +24,20 @@ from pd.core.messages import (
     decode,
     encode,
 )
-from pd.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
 
     from pd.core.messages import Output
+    from pd.core.sampling_params import SamplingParams
 
 
 class Ask(NamedTuple):
-    """One request: a prompt (int32, little-endian) and how many tokens to generate greedily."""
+    """One request: a prompt (int32, little-endian) and how to sample."""
 
     prompt: bytes
-    max_tokens: int
+    params: SamplingParams
 
 
 class RequestTimes(NamedTuple):
@@ -155,14 +155,13 @@ class _NodeSocket:
         self._batch, self._pending = [], {}
         for ask in asks:
             room = secrets.token_bytes(ROOM_BYTES)
-            params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
             message = Generate(
                 to=self._node,
                 sender=self._instance,
                 rid=room.hex(),
                 room=room,
                 token_ids=ask.prompt,
-                params=params,
+                params=ask.params,
             )
             self._pending[room] = pending = _Pending(time.monotonic())
             self._batch.append(pending)

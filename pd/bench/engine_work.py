@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from pd.bench.engine_client import Ask, Client
+from pd.bench.engine_sampling import sampling_params
 from pd.bench.engine_steps import StepLog
 from pd.core.errors import SetupError, UsageError
 from pd.engine.model_runner import ForwardItem
@@ -22,12 +23,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.bench.engine_client import RequestTimes
+    from pd.bench.engine_sampling import Sampling
     from pd.bench.engine_steps import Interval
     from pd.launch import NodeServer
 
 Kind = Literal["decode", "prefill", "cached", "offline", "spec", "verify"]
+# Works that are ``decode`` and ``prefill`` with other sampling.
+_SAMPLED: dict[str, tuple[Kind, Sampling]] = {
+    "decode": ("decode", "greedy"),
+    "sampled": ("decode", "sampled"),
+    "filters": ("decode", "filters"),
+    "penalties": ("decode", "penalties"),
+    "schema": ("decode", "schema"),
+    "prefill": ("prefill", "greedy"),
+    "schema-prefill": ("prefill", "schema"),
+    "cached": ("cached", "greedy"),
+}
+_DECODES = [name for name, (kind, _) in _SAMPLED.items() if kind == "decode"][1:]
 _WORK = re.compile(
-    r"(decode|prefill|cached):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec|verify):\d+:\d+"
+    rf"({'|'.join(_SAMPLED)}):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec|verify):\d+:\d+"
 )
 # The first steps of a batch still see the end of its prompts.
 _WARM_STEPS = 4
@@ -48,19 +62,23 @@ class Workload:
             average).
         num_out: tokens that each generates (of ``spec``: that are drafted for each and step; of
             ``verify``: that a step computes of each); 0 where that follows from the rest.
+        sampling: of its requests, see :func:`pd.bench.engine_sampling.sampling_params`.
     """
 
     kind: Kind
     count: int
     num_in: int
     num_out: int = 0
+    sampling: Sampling = "greedy"
 
     def __str__(self) -> str:
         if self.kind == "offline":
             return f"offline:{self.count}x{self.num_in}x{self.num_out}"
         if self.kind in ("spec", "verify"):
             return f"{self.kind}:{self.count}:{self.num_out}"
-        return f"{self.kind}:{self.count if self.kind == 'decode' else self.num_in}"
+        names = {works: name for name, works in _SAMPLED.items()}
+        number = self.count if self.kind == "decode" else self.num_in
+        return f"{names[self.kind, self.sampling]}:{number}"
 
 
 def parse_work(texts: list[str], context: int) -> list[Workload]:
@@ -74,18 +92,20 @@ def parse_work(texts: list[str], context: int) -> list[Workload]:
         numbers = [int(part) for part in re.findall(r"\d+", text)]
         if match is None or not all(numbers):
             raise UsageError(
-                f"--work {text} is none of decode:BATCH, prefill:TOKENS, cached:TOKENS, "
+                f"--work {text} is none of decode:BATCH (or {', '.join(_DECODES)} instead of "
+                "decode), prefill:TOKENS (or schema-prefill), cached:TOKENS, "
                 "offline:REQUESTSxINxOUT, spec:BATCH:DRAFTED and verify:BATCH:TOKENS"
             )
         if match[3]:
-            works.append(Workload("offline", *numbers))
+            works.append(Workload("offline", numbers[0], numbers[1], numbers[2]))
         elif match[4]:
             kind: Kind = "spec" if match[4] == "spec" else "verify"
             works.append(Workload(kind, numbers[0], context, numbers[1]))
-        elif match[1] == "decode":
-            works += [Workload("decode", number, context) for number in numbers]
         else:
-            works += [Workload(match[1], 1, number) for number in numbers]  # type: ignore[arg-type]
+            kind, sampling = _SAMPLED[match[1]]
+            for number in numbers:
+                count, num_in = (number, context) if kind == "decode" else (1, number)
+                works.append(Workload(kind, count, num_in, sampling=sampling))
     return works
 
 
@@ -216,7 +236,12 @@ class Bench:
     # ---- decode
 
     def start_decode(
-        self, batch: int, context: int, steps: int, growth: float | None = None
+        self,
+        batch: int,
+        context: int,
+        steps: int,
+        growth: float | None = None,
+        sampling: Sampling = "greedy",
     ) -> None:
         """Have ``batch`` sequences begin that will decode together for ``steps`` steps at least,
         with about ``context`` tokens in the middle of them.
@@ -231,7 +256,12 @@ class Bench:
         # What they decode before all of them do: nothing to ``waits`` / 2 tokens or so.
         grown = int(steps if growth is None else growth)
         length = max(1, context - grown // 2 - _WARM_STEPS - waits // 4)
-        self._client.start([Ask(self._prompt(length), max_tokens) for _ in range(batch)])
+        self._client.start(
+            [
+                Ask(self._prompt(length), sampling_params(sampling, index, max_tokens))
+                for index in range(batch)
+            ]
+        )
 
     def finish(self) -> None:
         """Wait for what was started."""
@@ -252,7 +282,11 @@ class Bench:
         ``expected`` on average."""
         spare = (_WARM_STEPS + 2) * (most - 1)
         growth = self._steps * (most if expected is None else expected)
-        self.start_decode(work.count, work.num_in, self._steps * most + spare, growth)
+        if work.sampling == "schema":
+            # The node compiles it once.
+            self._run([Ask(self._prompt(1), sampling_params("schema", 0, 1))])
+        steps = self._steps * most + spare
+        self.start_decode(work.count, work.num_in, steps, growth, work.sampling)
         self.finish()
         intervals = self.log.intervals(work.count)[_WARM_STEPS:][: self._steps]
         if len(intervals) < self._steps // 2 + 1:
@@ -328,13 +362,14 @@ class Bench:
         """The first warms up; each is another prompt."""
         seconds = []
         for _ in range(self._repeats + 1):
-            (answer,) = self._run([Ask(self._prompt(work.num_in), 1)])
+            params = sampling_params(work.sampling, 0, 1)
+            (answer,) = self._run([Ask(self._prompt(work.num_in), params)])
             seconds.append(answer.to_first)
         return Measured(seconds[1:], work.num_in)
 
     def _cached(self, work: Workload) -> Measured:
         """The first computes the prompt, the second warms up."""
-        ask = Ask(self._prompt(work.num_in), 1)
+        ask = Ask(self._prompt(work.num_in), sampling_params("greedy", 0, 1))
         answers = [self._run([ask])[0] for _ in range(self._repeats + 2)][2:]
         cached = min(answer.cached_tokens for answer in answers)
         page_size = self._node.core.config.page_size
@@ -346,8 +381,9 @@ class Bench:
 
     def _offline(self, work: Workload) -> Measured:
         few = min(work.count, 4)
-        self._run([Ask(self._prompt(work.num_in), 4) for _ in range(few)])
-        asks = [Ask(self._prompt(work.num_in), work.num_out) for _ in range(work.count)]
+        warm, params = (sampling_params("greedy", 0, n) for n in (4, work.num_out))
+        self._run([Ask(self._prompt(work.num_in), warm) for _ in range(few)])
+        asks = [Ask(self._prompt(work.num_in), params) for _ in range(work.count)]
         self.start_afresh()
         answers = self._run(asks)
         seconds = max(a.ended for a in answers) - min(a.sent for a in answers)

@@ -34,6 +34,7 @@ import numpy as np
 
 from pd.bench.proxy_floors import KINDS
 from pd.bench.proxy_nodes import NodeScript
+from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.serve_client import BenchCompletion, Server
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-    from pd.bench.report import Row
 
 _CONNECTIONS = 8
 _PROMPT = list(range(100, 116))
@@ -65,13 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=float, default=20.0, metavar="MS", help="between two tokens of a stream")
     add("--requests", type=int, default=400, metavar="N", help="requests that are not streamed")
     add("--rounds", type=int, default=5, metavar="N", help="medians are over so many")
-    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write. ``args`` has also the whole ``command_line``."""
     if min(args.streams, args.tokens, args.requests, args.rounds) < 1 or args.step <= 0:
         raise UsageError("--streams, --tokens, --requests, --rounds and --step must be above 0")
+    check_output(args.output)
     step = args.step / 1e3
     rounds: list[list[Row]] = []
     for number in range(args.rounds):
@@ -80,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
     rows = [_median_row(rows) for rows in zip(*rounds, strict=True)]
     show(rows)
     if args.output is not None:
-        from pd.bench.report import write_report
-
         command = shlex.join(["pd-bench", *args.command_line])
         write_report(args.output, command, rows, measured=["pd/proxy", "pd/core", "pd/bench"])
     return 0

@@ -14,13 +14,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd.core.errors import UsageError
+
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping, Sequence
 
 # One line of a report. Values are of JSON.
 Row = dict[str, object]
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def add_output(parser: argparse._ActionsContainer) -> None:
+    """Add the flag that names a report's file."""
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the results to this JSON file"
+    )
+
+
+def check_output(path: Path | None, flag: str = "--output") -> None:
+    """Raise UsageError, before anything is measured, for a file that could not be written."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no directory {path.absolute().parent}")
+    if path is not None and path.is_dir():
+        raise UsageError(f"{flag} {path} is a directory; name a file")
 
 
 def write_report(

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pd.bench.load.flags import add_load_arguments
+from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.serve_client import BenchCompletion, Reception, Server
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Awaitable
 
-    from pd.bench.report import Row
 
 T = TypeVar("T")
 
@@ -60,6 +60,9 @@ examples:
   a closed loop of 32 conversations through the chat API, whose answers go into the next turn:
     pd-bench serve --url http://127.0.0.1:8000 --dataset-name multi-turn --turns 4 \\
         --endpoint /v1/chat/completions --max-concurrency 32 --num-prompts 200
+  the same on every layout of a deployment, with load from the hosts that its file names:
+    pd-bench serve --cluster cluster.yaml --dataset-name random --num-prompts 500 \\
+        --request-rate 20 --goodput ttft:1s+40us,tpot:50 --output-dir out
   five minutes of a recorded trace, lengths divided by 32, by four load processes:
     pd-bench serve --url http://127.0.0.1:8000 --dataset-name trace --dataset-path trace.jsonl \\
         --trace-length-scale 1/32 --trace-window 0:300 --processes 4 --output-dir out
@@ -106,7 +109,8 @@ class Load:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s --url URL [--unloaded N,…] [--load SPEC] [flags]\n"
-        "       %(prog)s --url URL --dataset-name NAME [flags]"
+        "       %(prog)s --url URL --dataset-name NAME [flags]\n"
+        "       %(prog)s --cluster FILE --dataset-name NAME [flags]"
     )
     parser.epilog = EXAMPLES
     add = parser.add_argument
@@ -119,11 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help=f"{Load()}, or some of these; what is left out is as it stands here",
     )
-    add("--model", metavar="NAME", help="name of the model, if the server needs one")
-    add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
-    add("--seed", type=int, default=0, help="of the prompts")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one measurement")
-    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    add_output(parser)
     add_load_arguments(parser)
     add = parser.add_argument_group("results of a run under load").add_argument
     add("--output-dir", type=Path, metavar="DIR", help="write every file there")
@@ -139,14 +140,15 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.dataset_name is not None or args.import_aiperf is not None:
         return _run_dataset(args)
+    if args.cluster:
+        raise UsageError("--cluster needs a run under load: give --dataset-name")
     if args.url is None:
         raise UsageError("--url is missing: give the server's, http://HOST:PORT")
     if args.unloaded is None and args.load is None:
         raise UsageError("nothing to measure: give --unloaded, --load or both, or --dataset-name")
     if min(args.outputs, args.repeats, args.vocab_size) < 1:
         raise UsageError("--outputs, --repeats and --vocab-size must be at least 1")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: there is no such directory")
+    check_output(args.output)
     lengths = _lengths(args.unloaded or "")
     load = None if args.load is None else Load.parse(args.load)
     prompts = Prompts(args.vocab_size, args.seed)
@@ -163,8 +165,6 @@ def run(args: argparse.Namespace) -> int:
         rows += show(found)
         print(", ".join(f"{name} {value}" for name, value in settings.items()))
     if args.output is not None:
-        from pd.bench.report import write_report
-
         command = shlex.join(["pd-bench", *args.command_line])
         write_report(args.output, command, rows, measured=["pd"], settings=settings)
     return 0
@@ -175,8 +175,12 @@ def _run_dataset(args: argparse.Namespace) -> int:
 
     if args.unloaded is not None or args.load is not None:
         raise UsageError("--dataset-name is a run of its own, without --unloaded and --load")
+    if args.cluster and args.import_aiperf is None:
+        from pd.bench.serve_deployments import serve_deployments
+
+        return serve_deployments(args)
     if args.url is None and args.import_aiperf is None:
-        raise UsageError("--url is missing: give the server's, http://HOST:PORT")
+        raise UsageError("--url is missing: give the server's, http://HOST:PORT, or --cluster FILE")
     return run_load(args)
 
 

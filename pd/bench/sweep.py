@@ -5,6 +5,9 @@ another seed; the rate passes if in the median `--share` of the requests meet ev
 `--goodput`. Requests that fail do not meet them. Rates double from `--min-rate` until one fails,
 and the interval is bisected down to `--resolution`.
 
+`--deployment` names servers that run; `--cluster` starts those of a file, all layouts at once, and
+all files at once unless they need the same GPUs.
+
 A run that the client limited proves nothing: it ends the search with exit status 3.
 """
 
@@ -15,14 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd.bench.load.flags import add_load_arguments
+from pd.bench.report import Row, add_output, check_output, write_report
 from pd.core.errors import PDError, UsageError
 
 if TYPE_CHECKING:
     import argparse
 
+    from pd.bench.deployments import ServedLayout
     from pd.bench.load.measure import LoadResult, Server
     from pd.bench.load.search import SearchSettings
-    from pd.bench.report import Row
 
 EXAMPLES = """\
 examples:
@@ -30,6 +34,8 @@ examples:
       --deployment unified=http://127.0.0.1:8001 --goodput ttft:1s+40us tpot:50 \\
       --random-input-len 2048 --random-output-len 128 \\
       --min-rate 1 --max-rate 50 --seconds 60 --output sweep.json
+  pd-bench sweep --cluster a.yaml --cluster b.yaml --goodput ttft:1s+40us tpot:50 \\
+      --max-rate 50 --output sweep.json --output-dir out
 """
 _VOID = 3
 # Fewer requests than this say little about a share such as nine in ten.
@@ -45,7 +51,7 @@ class _ClientLimitedError(PDError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--deployment", action="append", metavar="NAME=URL", help="may be repeated")
+    add("--deployment", action="append", metavar="NAME=URL", help="one that runs; may be repeated")
     add("--share", type=float, default=0.9, metavar="S", help="of requests that must be good")
     add("--min-rate", type=float, default=1.0, metavar="R", help="first rate, requests/s")
     add("--max-rate", type=float, default=64.0, metavar="R", help="no higher one is tried")
@@ -58,10 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="length of a run, unless --num-prompts is given",
     )
-    add("--model", metavar="NAME", help="name of the model (the server's first)")
-    add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
-    add("--seed", type=int, default=0, help="of the first run; each has another")
-    add("--output", type=Path, metavar="FILE", help="write every point to this JSON file")
+    add_output(parser)
     add("--output-dir", type=Path, metavar="DIR", help="write the files of every run below")
     add_load_arguments(parser)
     parser.set_defaults(dataset_name="random")
@@ -72,22 +75,29 @@ def run(args: argparse.Namespace) -> int:
 
     ``args`` has also the whole ``command_line``.
     """
+    from pd.bench.deployments import measure_layouts
     from pd.bench.load.search import SearchSettings
 
     search = SearchSettings(args.min_rate, args.max_rate, args.share, args.repeats, args.resolution)
-    deployments = _deployments(args)
+    running = _running(args)
+    _check(args)
     rows: list[Row] = []
     status = 0
+
+    def sweep(layout: ServedLayout) -> None:
+        _Sweep(args, search, layout, rows).run()
+
     try:
-        for name, url in deployments.items():
-            _Sweep(args, search, name, rows).run(url)
+        for layout in running:
+            sweep(layout)
+        if args.cluster:
+            measure_layouts(args, sweep, taken={each.name for each in running})
     except _ClientLimitedError as error:
         print(f"RESULT VOID, the client was the bottleneck: {error.message}")
         status = error.exit_status
     finally:
         if args.output is not None:
             from pd.bench.load.results import shown_command
-            from pd.bench.report import write_report
 
             command = shown_command(args.command_line)
             settings = dataclasses.asdict(search)
@@ -95,16 +105,25 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _deployments(args: argparse.Namespace) -> dict[str, str]:
-    """URLs by name. Raises UsageError for what cannot be swept."""
-    found: dict[str, str] = {}
+def _running(args: argparse.Namespace) -> list[ServedLayout]:
+    """Parse ``--deployment``. Raises UsageError."""
+    from pd.bench.deployments import ServedLayout
+    from pd.bench.load.command import client_of
+
+    found: dict[str, ServedLayout] = {}
+    hosts = tuple(args.load_host or ())
     for text in args.deployment or ():
         name, equals, url = text.partition("=")
         if not equals or not name or not url or name in found or "/" in name:
             raise UsageError(f"--deployment is NAME=URL with a name of its own, not {text}")
-        found[name] = url
-    if not found:
-        raise UsageError("--deployment NAME=URL is missing: give one or more")
+        found[name] = ServedLayout(name, url, hosts, client_of(args))
+    if not found and not args.cluster:
+        raise UsageError("--deployment NAME=URL or --cluster FILE is missing: give one or more")
+    return list(found.values())
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise UsageError for what cannot be swept."""
     if not args.goodput:
         raise UsageError(
             "--goodput is missing: a sweep needs objectives, such as ttft:1000,tpot:50"
@@ -115,9 +134,7 @@ def _deployments(args: argparse.Namespace) -> dict[str, str]:
         raise UsageError(f"a sweep sets the rate itself: leave out {', '.join(wrong)}")
     if not 0 < args.seconds < float("inf"):
         raise UsageError(f"--seconds must be above 0, not {args.seconds:g}")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: there is no such directory")
-    return found
+    check_output(args.output)
 
 
 def _rounded(rate: float | None) -> float | None:
@@ -125,21 +142,27 @@ def _rounded(rate: float | None) -> float | None:
 
 
 class _Sweep:
-    """The search of one deployment; ``rows`` gets every run and the result."""
+    """Searches for the highest rate of one deployment; ``rows`` gets every run and the result."""
 
     def __init__(
-        self, args: argparse.Namespace, search: SearchSettings, name: str, rows: list[Row]
+        self,
+        args: argparse.Namespace,
+        search: SearchSettings,
+        layout: ServedLayout,
+        rows: list[Row],
     ) -> None:
-        self._args, self._search, self._name, self._rows = args, search, name, rows
+        self._args, self._search, self._layout, self._rows = args, search, layout, rows
+        self._name = layout.name
         self._server: Server | None = None
         self._runs = 0
 
-    def run(self, url: str) -> None:
+    def run(self) -> None:
         from pd.bench.load.measure import probe_server
         from pd.bench.load.search import highest_rate
         from pd.bench.load.settings import load_settings
 
-        self._server = probe_server(load_settings(self._args, url))
+        settings = load_settings(self._args, self._layout.url, self._layout.hosts)
+        self._server = probe_server(settings, self._layout.client)
         found = highest_rate(self._search, self._share)
         row: Row = {"deployment": self._name, "highest_rate": _rounded(found.highest)}
         row["lowest_rate_that_failed"] = _rounded(found.failed)
@@ -164,6 +187,8 @@ class _Sweep:
             settings = dataclasses.replace(settings, dataset=dataset)
         result = measure_server(dataclasses.replace(self._server, settings=settings))
         self._note(rate, repeat, result)
+        if result.failure is not None:
+            raise result.failure
         if result.interrupted:
             raise KeyboardInterrupt
         if result.complaints:

@@ -26,6 +26,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from pd.bench.report import Row, check_output, write_report
 from pd.bench.transfer_flags import add_arguments, positive
 from pd.core.errors import PDError, SetupError, UsageError
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-    from pd.bench.report import Row
     from pd.bench.transfer_control import Control
     from pd.bench.transfer_spec import Found, Pattern, TransferSpec
 
@@ -63,10 +63,7 @@ def run(args: argparse.Namespace) -> int:
     specs = _specs(args)
     from pd.bench.transfer_spec import row
 
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: there is no such directory")
-    if args.output is not None and args.output.is_dir():
-        raise UsageError(f"--output {args.output} is a directory; name a file")
+    check_output(args.output)
     rows: list[Row] = []
     devices: set[str] = set()
     failed = 0
@@ -294,8 +291,6 @@ def _line(row: Row) -> str:
 
 
 def _write(args: argparse.Namespace, rows: list[Row], devices: list[str]) -> None:
-    from pd.bench.report import write_report
-
     write_report(
         args.output,
         shlex.join(["pd-bench", *args.command_line]),

@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+from pd.bench.report import add_output
 from pd.bench.shapes import NAMES
 
 EXAMPLES = """\
@@ -81,7 +82,8 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measurement(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("measurement").add_argument
+    group = parser.add_argument_group("measurement")
+    add = group.add_argument
     add(
         "--connections",
         type=positive,
@@ -102,7 +104,7 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end a measurement on this machine that takes longer",
     )
-    add("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    add_output(group)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ _READ_BYTES = 1 << 16
 
 
 class _Terminated(BaseException):
-    """The agent got a signal to end."""
+    """A signal asks the agent to end."""
 
 
 class AgentProcess:
@@ -305,11 +305,15 @@ def fetch(request: protocol.Fetch) -> protocol.Fetched:
     """Ask a server that this host reaches. Raises OSError or SetupError if there is no answer."""
     # No proxy from the environment: it has no business between processes of a deployment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = {"Content-Type": "application/json"} if request.body is not None else {}
+    asked = urllib.request.Request(request.url, request.body, headers | request.headers)
     try:
-        with opener.open(request.url, timeout=request.timeout) as answer:
+        with opener.open(asked, timeout=request.timeout) as answer:
             return protocol.Fetched(answer.status, answer.read(protocol.MAX_BODY_BYTES))
     except urllib.error.HTTPError as error:
         return protocol.Fetched(error.code, error.read(protocol.MAX_BODY_BYTES))
+    except urllib.error.URLError as error:
+        raise SetupError(f"cannot reach {request.url}: {error.reason}") from error
     except http.client.HTTPException as error:
         raise SetupError(f"{request.url} does not speak HTTP: {error!r}") from error
 

@@ -40,20 +40,17 @@ def collect_snapshots(
 def collect_logs(
     processes: Sequence[Process], directory: Path, report: Callable[[str], None]
 ) -> None:
-    """Save the logs of all processes as HOST-NAME.log, and what programs without a ready line
-    printed as HOST-NAME.out."""
+    """Save the logs of all processes as HOST-NAME.log."""
     for process in processes:
         if process.host.lost:
             report(f"the log of {process} stays there: {process.host.run_directory}")
             continue
-        suffixes = ("log",) if process.state.layout else ("log", "out")
-        for suffix in suffixes:
-            try:
-                content = process.host.read(f"{process.name}.{suffix}", MAX_LOG_BYTES)
-            except SetupError as error:
-                report(f"no log of {process}: {error.message}")
-            else:
-                _save(directory / f"{process.host.name}-{process.name}.{suffix}", content)
+        try:
+            content = process.host.read(f"{process.name}.log", MAX_LOG_BYTES)
+        except SetupError as error:
+            report(f"no log of {process}: {error.message}")
+        else:
+            _save(directory / f"{process.host.name}-{process.name}.log", content)
 
 
 def _save(path: Path, content: bytes) -> None:

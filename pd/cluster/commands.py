@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from pd.cluster.host import Host
     from pd.cluster.spec import ClusterSpec, Flags, NodeSettings
 
-# Processes of a higher number stop first: whatever sends requests (LOAD_STOP_ORDER), then proxies,
-# then what receives KV, then what sends it.
+# Processes of a higher number stop first: proxies, then what receives KV, then what sends it.
 STOP_ORDER = {"proxy": 2, "decode": 1, "unified": 1, "prefill": 0}
 
 

@@ -43,7 +43,7 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """It has not ended, as far as can be known."""
+        """Whether it runs, as far as this machine can know."""
         return not self.state.ended and not self.host.lost
 
     @property
@@ -129,8 +129,7 @@ class Deployment:
         """Raises SetupError if a node or a proxy has ended or a host is lost, and names it."""
         ended = next((p for p in self.servers if p.state.ended), None)
         if ended is not None:
-            with self.changed:
-                self.changed.wait_for(lambda: ended.host.lost, _SAME_DEATH_SECONDS)
+            self.wait_for_loss()
         for host in self.hosts.values():
             if host.lost:
                 ran = [p.name for p in self.servers if p.host is host]
@@ -143,6 +142,13 @@ class Deployment:
             raise SetupError(
                 f"{ended.name} on {ended.host} {how_it_ended(ended.state)}; its log is "
                 f"{ended.host.run_directory}/{ended.name}.log"
+            )
+
+    def wait_for_loss(self) -> None:
+        """Wait a moment for a host to be lost, which would explain the end of a process."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: any(host.lost for host in self.hosts.values()), _SAME_DEATH_SECONDS
             )
 
     def wait(self, seconds: float) -> None:

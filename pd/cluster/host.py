@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import threading
-import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value", bound=msgspec.Struct)
 
 CONNECT_SECONDS = 30.0
-# Commands that send requests stop before all servers (pd.cluster.commands.STOP_ORDER).
-LOAD_STOP_ORDER = 3
 # What a login shell may print before the agent speaks.
 _MAX_NOISE_LINES = 200
 _ANSWERS: dict[type, msgspec.json.Decoder[Any]] = {
@@ -160,8 +156,8 @@ class Host:
         except subprocess.TimeoutExpired:
             return "its agent closed the connection"
         self._error_reader.join(_CLOSE_SECONDS)
-        said = shorten("; ".join(self._errors), _MESSAGE_CHARACTERS)
-        return f"its agent ended with status {status}" + (f": {said}" if said else "")
+        errors = shorten("; ".join(self._errors), _MESSAGE_CHARACTERS)
+        return f"its agent ended with status {status}" + (f": {errors}" if errors else "")
 
     def _lose(self, why: str) -> None:
         with self._changed:
@@ -209,7 +205,7 @@ class Host:
         return value
 
     def tell(self, request: AnyRequest, seconds: float = protocol.LEASE_SECONDS) -> None:
-        """The same without a value in the answer."""
+        """Ask the agent something whose answer has no value. Raises as :meth:`call` does."""
         self._result(request, seconds)
 
     def _result(self, request: AnyRequest, seconds: float) -> msgspec.Raw:
@@ -241,48 +237,20 @@ class Host:
 
     # ---- processes and files
 
+    def module_command(self, module: str) -> list[str]:
+        """The command line that runs a module of pd there.
+
+        Its standard input and output lead to this machine. The agent does not know the process.
+        """
+        entered = ["-m", "pd.cluster.enter", self._python, "-m", module]
+        return self._reach.command([self._python, *entered])
+
     def start(self, request: Start) -> ProcessState:
         """Start a process there; its output goes to files of the run directory."""
         state = self.call(request, ProcessState)
         with self._changed:
             # It may have ended already.
             return self.processes.setdefault(state.name, state)
-
-    def run(
-        self,
-        name: str,
-        command: list[str],
-        environment: dict[str, str] | None = None,
-        seconds: float = 600.0,
-    ) -> ProcessState:
-        """Run a command to its end; see :meth:`launch` and :meth:`wait_ended`."""
-        self.launch(name, command, environment)
-        return self.wait_ended(name, seconds)
-
-    def launch(
-        self, name: str, command: list[str], environment: dict[str, str] | None = None
-    ) -> None:
-        """Start a command that is no server; ``NAME.out`` and ``NAME.log`` hold what it prints."""
-        self.start(protocol.Start(name, command, environment or {}, stop_order=LOAD_STOP_ORDER))
-
-    def wait_ended(self, name: str, seconds: float) -> ProcessState:
-        """Wait until a process has ended.
-
-        Raises SetupError if it does not end in time (then it is killed) or the host is lost.
-        """
-        deadline = time.monotonic() + seconds
-        with self._changed:
-            while not self.processes[name].ended:
-                if self.lost:
-                    raise SetupError(f"{self} is lost while {name} ran there: {self.lost}")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            else:
-                return self.processes[name]
-        self.signal(name, signal.SIGKILL)
-        raise SetupError(f"{name} on {self} did not end within {seconds:g} s")
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process of the run, if it is still there."""
@@ -304,7 +272,16 @@ class Host:
             content += part.content
         return bytes(content)
 
-    def fetch(self, url: str, timeout: float = 5.0) -> Fetched:
-        """HTTP GET from that host. Raises SetupError if there is no answer."""
-        request = protocol.Fetch(url, timeout)
+    def fetch(
+        self,
+        url: str,
+        timeout: float = 5.0,
+        headers: dict[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> Fetched:
+        """HTTP request from that host, see :class:`pd.cluster.protocol.Fetch`.
+
+        Raises SetupError if there is no answer.
+        """
+        request = protocol.Fetch(url, timeout, headers or {}, body)
         return self.call(request, protocol.Fetched, timeout + protocol.LEASE_SECONDS)

@@ -25,7 +25,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What distinguishes a process from all others: pid, start time in ticks, boot."""
+    """The pid, start time in ticks and boot, which together belong to one process only."""
 
     pid: int
     started: int

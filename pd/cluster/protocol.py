@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 # Changed with every change of a message that an older agent or deployment would not understand.
-PROTOCOL = 1
+PROTOCOL = 2
 # The longest line either end accepts; a longer one ends the connection.
 MAX_LINE_BYTES = 16 << 20
 # Bytes of a file in one answer, and of an HTTP answer.
@@ -82,10 +82,12 @@ class Read(Request):
 
 
 class Fetch(Request):
-    """HTTP GET from the host itself."""
+    """HTTP request from the host itself: a GET, or with a ``body`` of JSON a POST."""
 
     url: str
     timeout: float = 5.0
+    headers: dict[str, str] = {}
+    body: bytes | None = None
 
 
 class Ping(Request):
@@ -160,7 +162,7 @@ class Fetched(msgspec.Struct):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="message", tag=str.lower):
-    """What an agent sends."""
+    """A message from an agent."""
 
 
 class Hello(Message):

@@ -1,4 +1,4 @@
-"""Ways to a host: what has to be run here so that a command runs there."""
+"""Ways to a host. Each makes the command line here that runs a command there."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _RECORD, _READY_LINE = msgspec.json.Decoder(Record), msgspec.json.Decoder(ReadyL
 
 
 def state_directory() -> Path:
-    """Where runs of this user are kept on this machine (XDG Base Directory Specification)."""
+    """Directory of this user's runs on this machine (XDG Base Directory Specification)."""
     home = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     return Path(home) / "pd" / "clusters"
 
@@ -86,7 +86,7 @@ class RunDirectory:
         self.write(f"{record.start.name}.process", msgspec.json.encode(record))
 
     def records(self) -> list[Record]:
-        """What was started here, oldest first."""
+        """Processes that were started here, oldest first."""
         files = sorted(self.path.glob("*.process"), key=lambda path: path.stat().st_mtime_ns)
         return [_RECORD.decode(path.read_bytes()) for path in files]
 

@@ -1,4 +1,4 @@
-"""What a layout's proxy says about itself and its nodes, asked from the proxy's own host."""
+"""Asks a layout's proxy, from its own host, about itself and its nodes."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ class HostSettings(_Settings):
 
     @property
     def interpreter(self) -> str:
-        """What runs Python there."""
+        """The Python interpreter there."""
         return self.python or ("python3" if self.ssh is not None else sys.executable)
 
     @property
@@ -149,6 +150,11 @@ class ClusterSpec(_Settings):
         used |= {layout.proxy.host for layout in self.layouts.values()}
         used |= set(self.load) if with_load else set()
         return [name for name in self.hosts if name in used]
+
+    def environment_of(self, host: str) -> dict[str, str]:
+        """Variables of a host's processes beside those of its agent."""
+        passed = {name: os.environ[name] for name in self.pass_environment if name in os.environ}
+        return passed | self.hosts[host].environment
 
     def is_on_loopback(self) -> bool:
         """No node listens beyond this machine."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from pd.cluster.claims import check_collisions
 from pd.cluster.spec import ClusterSpec, Flags, HostSettings, LayoutSettings, refuse
 from pd.core.cluster_key import load_cluster_key
 from pd.core.errors import UsageError
@@ -166,7 +167,7 @@ def check(spec: ClusterSpec) -> ClusterSpec:
     _check_flags("flags", spec.flags)
     for name, layout in spec.layouts.items():
         _check_layout(f"layouts.{name}", layout, spec)
-    _check_collisions(spec)
+    check_collisions(spec)
     return spec
 
 
@@ -254,30 +255,3 @@ def check_known_flags(spec: ClusterSpec, known: Mapping[str, Collection[str]]) -
             if spelled not in known[command]:
                 hint = _nearest(spelled, known[command])
                 raise refuse(where, f"pd-launch {command} has no flag --{spelled}{hint}")
-
-
-def _check_collisions(spec: ClusterSpec) -> None:
-    """Refuse a port or, unless the file allows it, a GPU that is given twice on one host."""
-    seen: dict[tuple[str, str], str] = {}
-
-    def take(where: str, host: str, thing: str) -> None:
-        other = seen.setdefault((host, thing), where)
-        if other != where:
-            remedy = "" if thing.startswith("port") else "; share_devices: true allows it"
-            raise refuse(where, f"{other} has {thing} of host {host} already{remedy}")
-
-    for name, layout in spec.layouts.items():
-        proxy = layout.proxy
-        if proxy.port:
-            take(f"layouts.{name}.proxy.port", proxy.host, f"port {proxy.port}")
-        for index, node in enumerate(layout.nodes):
-            place = f"layouts.{name}.nodes[{index}]"
-            for key in ("ports", "bootstrap_ports"):
-                for number, port in enumerate(getattr(node, key)):
-                    if port:
-                        take(f"{place}.{key}[{number}]", node.host, f"port {port}")
-            for number in range(node.count if node.devices else 0):
-                device = node.devices[number % len(node.devices)]
-                if device.startswith("cuda") and not spec.share_devices:
-                    gpu = "cuda:0" if device == "cuda" else device
-                    take(f"{place} (node {number})", node.host, f"device {gpu}")

@@ -35,6 +35,8 @@ def up(
     *,
     wait_seconds: float = WAIT_SECONDS,
     with_load: bool = False,
+    logs: Path | None = None,
+    cancelled: threading.Event | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Deployment:
     """Start a deployment and wait until all its layouts serve with all their nodes.
@@ -42,6 +44,9 @@ def up(
     Args:
         path: the file that ``spec`` comes from; it can be up once.
         with_load: also connect to the hosts that send requests.
+        logs: directory here for logs and metrics of all hosts; default: one below this user's
+            state directory.
+        cancelled: once it is set, the start is given up.
         report: called with a line for people about what happens.
 
     Raises:
@@ -58,6 +63,7 @@ def up(
             if name in names
         },
         identity_of(os.getpid()),
+        None if logs is None else str(logs.absolute()),
     )
     create_state(state)
     try:
@@ -66,7 +72,7 @@ def up(
         forget_state(state)
         raise
     try:
-        starter.start(wait_seconds)
+        starter.start(wait_seconds, cancelled or threading.Event())
     except BaseException:
         report("stopping")
         starter.deployment.stop()
@@ -99,7 +105,7 @@ class _Starter:
             return self._spec.cluster_key_file.read_bytes()
         return None if self._spec.is_on_loopback() else secrets.token_hex(32).encode()
 
-    def start(self, wait_seconds: float) -> None:
+    def start(self, wait_seconds: float, cancelled: threading.Event) -> None:
         """Start everything; returns when all layouts serve. Raises SetupError."""
         hosts = self.deployment.hosts
         if self._key is not None:
@@ -113,6 +119,8 @@ class _Starter:
         began = reported = time.monotonic()
         while not self._all_serve(plans):
             self.deployment.check()
+            if cancelled.is_set():
+                raise SetupError("the start was cancelled")
             now = time.monotonic()
             waiting = "; ".join(f"{name}: {why}" for name, why in self._waiting_for.items())
             if now - began > wait_seconds:
@@ -123,16 +131,11 @@ class _Starter:
             self.deployment.wait(_ASK_SECONDS)
 
     def _start(self, name: str, layout: str, role: str, host: str, command: list[str]) -> None:
-        environment = {
-            variable: os.environ[variable]
-            for variable in self._spec.pass_environment
-            if variable in os.environ
-        }
         self.deployment.hosts[host].start(
             protocol.Start(
                 name,
                 command,
-                environment | self._spec.hosts[host].environment,
+                self._spec.environment_of(host),
                 layout=layout,
                 role=role,
                 stop_order=STOP_ORDER[role],

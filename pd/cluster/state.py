@@ -1,4 +1,4 @@
-"""What this machine remembers of a deployment that is up, for ``status`` and ``down``.
+"""This machine's record of a deployment that is up, for ``status`` and ``down``.
 
 Processes are recorded on the hosts, where they run. Here is only how to get there; no secrets.
 """
@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 
@@ -18,14 +18,11 @@ from pd.cluster.reach import AnyReach
 from pd.cluster.run_directory import state_directory
 from pd.core.errors import SetupError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 _NAME_CHARACTERS = 32
 
 
 class HostState(msgspec.Struct, frozen=True):
-    """How to get to the agent of a host again."""
+    """The way to the agent of a host."""
 
     reach: AnyReach
     python: str
@@ -40,12 +37,14 @@ class ClusterState(msgspec.Struct, frozen=True):
         run: distinguishes this run from others.
         token: in the environment of all processes of the run.
         controller: the process that started it and stays; None if it was detached.
+        log_directory: where its user wants the logs; None for the usual place.
     """
 
     deployment: str
     run: str
     hosts: dict[str, HostState]
     controller: Identity | None
+    log_directory: str | None = None
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
 
     def run_on(self, host: str) -> str:
@@ -55,6 +54,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     @property
     def logs(self) -> Path:
         """Where logs and metrics of all hosts are collected, on this machine."""
+        if self.log_directory is not None:
+            return Path(self.log_directory)
         return state_directory() / self.deployment / self.run / "logs"
 
     def controller_handle(self) -> ProcessHandle | None:
@@ -114,7 +115,7 @@ def replace_state(state: ClusterState) -> None:
 
 
 def forget_state(state: ClusterState) -> None:
-    """The run is over. Another run that took its place meanwhile is left alone."""
+    """Delete the record of a run. Another run that took its place meanwhile is left alone."""
     current = load_state(state.deployment)
     if current is not None and current.run == state.run:
         _file(state.deployment).unlink(missing_ok=True)

@@ -31,9 +31,6 @@ def rows_of(running: Deployment, problems: Mapping[str, str]) -> list[Row]:
     rows: list[Row] = []
     for layout in running.layouts.values():
         rows += _layout_rows(layout)
-    for process in running.processes:
-        if not process.state.layout:
-            rows.append(_row(process, "gone" if process.state.ended else "running"))
     for host, problem in problems.items():
         rows.append(Row("", "", "", host, "", "", f"unreachable: {problem}"))
     return rows

@@ -7,14 +7,13 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pd.commands.processes import ignored
+from pd.commands.processes import ENDING, ignored, interrupted_by
 from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     import argparse
-    from types import FrameType
 
     from pd.cluster.deployment import Deployment
     from pd.cluster.spec import ClusterSpec
@@ -71,12 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked. Raises UsageError or SetupError."""
-    from pd.cluster.spec_file import load_spec
     from pd.cluster.state import deployment_id, load_state
 
-    state = load_state(deployment_id(args.file))
     if args.action == "up":
-        return _up(args, load_spec(args.file), state)
+        return _up(args)
+    state = load_state(deployment_id(args.file))
     if state is None:
         if not args.file.exists():
             raise UsageError(f"cannot read {args.file}: no such file")
@@ -93,38 +91,55 @@ def report(line: str) -> None:
 # ---- up
 
 
-def _up(args: argparse.Namespace, spec: ClusterSpec, state: ClusterState | None) -> int:
+def _up(args: argparse.Namespace) -> int:
+    from pd.cluster.spec_file import load_spec
+
+    with interrupted_by(*ENDING):
+        running = start_deployment(load_spec(args.file), args.file, wait_seconds=args.wait)
+        if args.detach:
+            _detach(running)
+            _print_urls(running)
+            return 0
+        try:
+            _print_urls(running)
+            report("until Ctrl-C")
+            while True:
+                running.check()
+                running.wait(_CHECK_SECONDS)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            stop_deployment(running, args.grace)
+
+
+def start_deployment(spec: ClusterSpec, file: Path, **settings: Any) -> Deployment:
+    """Start a deployment for this command, and remove what an earlier run has left.
+
+    Args:
+        settings: of :func:`pd.cluster.start.up`.
+
+    Raises:
+        UsageError: a flag of the file is none, or the deployment is up already.
+        SetupError: it cannot be started.
+    """
     from pd.cluster.spec_file import check_known_flags
     from pd.cluster.start import up
+    from pd.cluster.state import deployment_id, load_state
 
     check_known_flags(spec, _known_flags())
+    state = load_state(deployment_id(file))
     if state is not None:
-        _clean_up(args, state)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
-    running = up(spec, args.file, wait_seconds=args.wait, report=report)
-    if args.detach:
-        _detach(running)
-        _print_urls(running)
-        return 0
-    try:
-        _print_urls(running)
-        report("until Ctrl-C")
-        while True:
-            running.check()
-            running.wait(_CHECK_SECONDS)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        # NOTE: an impatient second Ctrl-C must not leave processes behind.
-        with ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            report("stopping")
-            running.stop(args.grace)
-            report(f"logs and metrics are in {running.logs}")
+        _clean_up(file, state)
+    return up(spec, file, report=report, **settings)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def stop_deployment(running: Deployment, grace: float) -> None:
+    """Stop everything, and say where its logs are."""
+    # NOTE: an impatient second Ctrl-C must not leave processes behind.
+    with ignored(*ENDING):
+        report("stopping")
+        running.stop(grace)
+        report(f"logs and metrics are in {running.logs}")
 
 
 def _known_flags() -> dict[str, list[str]]:
@@ -149,21 +164,21 @@ def _detach(running: Deployment) -> None:
     running.release()
 
 
-def _clean_up(args: argparse.Namespace, state: ClusterState) -> None:
+def _clean_up(file: Path, state: ClusterState) -> None:
     """Remove what a run that ended by itself has left. Raises UsageError if it is up."""
     from pd.cluster.deployment import attach
 
-    remedy = f"stop it with: pd-launch cluster down {args.file}"
+    remedy = f"stop it with: pd-launch cluster down {file}"
     if state.controller_handle() is not None:
-        raise UsageError(f"{args.file} is up already; {remedy}")
+        raise UsageError(f"{file} is up already; {remedy}")
     running, problems = attach(state, report)
     if any(process.running for process in running.processes):
         running.release()
-        raise UsageError(f"{args.file} is up already; {remedy}")
+        raise UsageError(f"{file} is up already; {remedy}")
     if not running.stop():
         raise SetupError(
             f"an earlier run cannot be cleaned up: {'; '.join(problems.values())}; if the host is "
-            f"gone: pd-launch cluster down {args.file} --forget"
+            f"gone: pd-launch cluster down {file} --forget"
         )
 
 

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pd.commands.ready import Ready, parse
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
+    from types import FrameType
 
 START_SECONDS = 300.0
 STOP_SECONDS = 15.0
@@ -119,7 +121,7 @@ class Children:
     def stop(self) -> None:
         """Ask each process to stop and wait for it; one that does not end in time is killed."""
         # NOTE: an impatient second Ctrl-C must not leave processes behind.
-        with ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with ignored(*ENDING):
             for group in (self._children[-1:], self._children[:-1]):
                 for child in group:
                     child.ask_to_stop()
@@ -128,10 +130,27 @@ class Children:
             self._children.clear()
 
 
-@contextlib.contextmanager
-def ignored(*numbers: signal.Signals) -> Iterator[None]:
+# Signals that end a program.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ignored(*numbers: signal.Signals) -> AbstractContextManager[None]:
     """Ignore these signals for a while."""
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    return _handled(signal.SIG_IGN, numbers)
+
+
+def interrupted_by(*numbers: signal.Signals) -> AbstractContextManager[None]:
+    """Let these signals raise KeyboardInterrupt for a while."""
+    return _handled(_interrupt, numbers)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _handled(handler: Any, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:

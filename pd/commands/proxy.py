@@ -98,6 +98,12 @@ def _add_network(flags: ConfigFlags) -> None:
     flags.add("--host", "address to listen on")
     flags.add("--port", "0 picks a free one", type=types.port)
     flags.add(
+        "--workers",
+        "processes that serve the port; one carries some ten thousand tokens a second",
+        type=int,
+        metavar="N",
+    )
+    flags.add(
         "--cors-origins",
         "web pages that may use the proxy, such as https://chat.example.org; may be repeated, * "
         "lets in all",
@@ -245,9 +251,9 @@ def advice(config: ProxyConfig) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the first drains, the second ends at once."""
     config = config_from(args)
-    import asyncio
-
-    from pd.proxy.server import serve
+    from pd.proxy.loop import run_loop
+    from pd.proxy.processes.parent import ProxyProcesses
+    from pd.proxy.server import Proxy, serve, stop_on_signals
 
     def on_ready(url: str, instance_id: str) -> None:
         logger.info("proxy %s listens on %s", instance_id, url)
@@ -255,5 +261,10 @@ def run(args: argparse.Namespace) -> int:
             logger.warning("%s", warning)
         announce(Ready("proxy", url, instance_id))
 
-    asyncio.run(serve(config, on_ready))
+    async def main() -> None:
+        proxy = Proxy(config) if config.workers == 1 else ProxyProcesses(config)
+        stop_on_signals(proxy)
+        await serve(proxy, on_ready)
+
+    run_loop(main())
     return 0

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import uvicorn
 
@@ -72,6 +72,14 @@ class ConnectionLimits:
     unread_bytes: int = 256 << 20
     keep_alive_seconds: int = 75
 
+    def share(self, count: int) -> ConnectionLimits:
+        """The limits of one of ``count`` processes that have these together."""
+        return replace(
+            self,
+            connections=max(1, self.connections // count),
+            unread_bytes=self.unread_bytes // count,
+        )
+
     def fitting(self) -> ConnectionLimits:
         """A copy with no more connections than half of the descriptors that the process may
         have."""
@@ -89,6 +97,21 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+class ConnectionSource(Protocol):
+    """Where connections come from: a socket that listens, or that is like one in this."""
+
+    def fileno(self) -> int: ...
+
+    def setblocking(self, flag: bool, /) -> None: ...
+
+    def listen(self, backlog: int, /) -> None: ...
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """The next connection. Raises OSError, as sockets do; BlockingIOError if there is none."""
+
+    def close(self) -> None: ...
+
+
 class Listener:
     """Accepts connections on one socket and knows which of them have a request.
 
@@ -97,7 +120,7 @@ class Listener:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: ConnectionSource,
         limits: ConnectionLimits,
         make_protocol: Callable[[Listener], GuardedProtocol],
     ) -> None:
@@ -265,6 +288,15 @@ class GuardedServer(uvicorn.Server):
         # Where a library for them is installed, uvicorn would hand connections over to it.
         config.ws = "none"
         config.timeout_keep_alive = limits.keep_alive_seconds
+
+    async def serve_from(self, source: ConnectionSource) -> None:
+        """Serve connections of one source until ``should_exit``."""
+        await self.serve([cast("socket.socket", source)])
+
+    @property
+    def connections(self) -> int:
+        """Connections at present."""
+        return sum(listener.connections for listener in self.listeners)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.engine.device_copy import to_device
+from pd.kernels.penalties import apply_penalties, count_tokens
+from pd.kernels.staging import PinnedStaging
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,39 +23,32 @@ if TYPE_CHECKING:
 
 # Rows of the table at first; it grows by doubling.
 _FIRST_ROWS = 4
-# Logits rows that are adjusted at a time, which bounds the memory for intermediate results.
-_PIECE = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenalizedRows:
     """Rows of a step that have penalties, and changes of the table to make before they are read.
-    All indices are int64 on the device; pairs are (table row, token id).
+    All tensors are on the device; indices are int64.
 
     Attributes:
-        rows: of the step's logits, ``[n]``.
-        places: rows of the table, ``[n]``.
-        repetition, frequency, presence: penalties, float32 ``[n, 1]``.
         fresh: rows of the table to clear first.
-        prompt: pairs that occur in prompts of fresh rows.
-        output: pairs of output tokens that the host has.
-        following: rows of the table, and rows of ``previous`` whose token each of them gets.
+        prompt: pairs of a row of the table and a token that occurs in its prompt, ``[2, pairs]``.
+        counted: arguments of :func:`pd.kernels.penalties.count_tokens` behind the table.
         previous: tokens that only the device has, int64, or None.
-        drafted: pairs of (index into ``rows``, index into ``drafts``): drafted tokens before a row.
+        rows, places, strengths, starts, paths: arguments of
+            :func:`pd.kernels.penalties.apply_penalties`.
         drafts: the step's drafted tokens, int64, or None.
     """
 
+    fresh: torch.Tensor
+    prompt: torch.Tensor
+    counted: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    previous: torch.Tensor | None
     rows: torch.Tensor
     places: torch.Tensor
-    repetition: torch.Tensor
-    frequency: torch.Tensor
-    presence: torch.Tensor
-    fresh: torch.Tensor
-    prompt: tuple[torch.Tensor, torch.Tensor]
-    output: tuple[torch.Tensor, torch.Tensor]
-    following: tuple[torch.Tensor, torch.Tensor]
-    previous: torch.Tensor | None
-    drafted: tuple[torch.Tensor, torch.Tensor]
+    strengths: torch.Tensor
+    starts: torch.Tensor
+    paths: torch.Tensor
     drafts: torch.Tensor | None
 
 
@@ -69,6 +63,8 @@ class Penalties:
         self._device = device
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._true = torch.ones(1, dtype=torch.bool, device=device)
+        self._staging = PinnedStaging(device)
         # States end on any thread.
         self._free: deque[int] = deque()
 
@@ -88,9 +84,7 @@ class Penalties:
         """
         if not any(draw.state.has_penalties for draw in draws):
             return None
-        rows, places = list[int](), list[int]()
-        penalties: list[tuple[float, float, float]] = []
-        fresh, prompt, output, following, drafted = [], _Pairs(), _Pairs(), _Pairs(), _Pairs()
+        step = _Collected()
         row = 0
         for draw in draws:
             choice = draw.state
@@ -99,37 +93,28 @@ class Penalties:
                 continue
             if choice.penalty_row is None:
                 choice.penalty_row = self._take_row(choice)
-                fresh.append(choice.penalty_row)
-                prompt.add(choice.penalty_row, choice.prompt_ids)
+                step.begin(choice.penalty_row, choice.prompt_ids)
             place = choice.penalty_row
-            output.add(place, choice.uncounted)
+            step.counted += [(place, token, 0) for token in choice.uncounted]
             choice.uncounted.clear()
             if draw.follows is not None:
-                following.add(place, [draw.follows])
+                step.counted.append((place, -1, draw.follows))
                 choice.counted_ahead += 1
-            drafted.add(len(rows), range(draw.first, draw.first + draw.drawn))
-            if draw.tree is not None:
-                for guess, path in enumerate(draw.tree.paths):
-                    drafted.add(len(rows) + 1 + guess, [draw.first + index for index in path])
-            rows += range(first, row)
-            places += [place] * draw.num_rows
-            p = choice.params
-            penalties += [
-                (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-            ] * draw.num_rows
-        repetition, frequency, presence = zip(*penalties, strict=True)
+            step.add(draw, place, range(first, row))
+        fresh, prompt, counted, rows, places, strengths, starts, paths = self._staging.upload(
+            step.arrays()
+        )
+        columns = counted.unbind(0)
         return PenalizedRows(
-            rows=self._index(rows),
-            places=self._index(places),
-            repetition=self._floats(repetition),
-            frequency=self._floats(frequency),
-            presence=self._floats(presence),
-            fresh=self._index(fresh),
-            prompt=prompt.on(self._device),
-            output=output.on(self._device),
-            following=following.on(self._device),
+            fresh=fresh,
+            prompt=prompt,
+            counted=(columns[0], columns[1], columns[2]),
             previous=previous,
-            drafted=drafted.on(self._device),
+            rows=rows,
+            places=places,
+            strengths=strengths,
+            starts=starts,
+            paths=paths,
             drafts=drafts,
         )
 
@@ -138,39 +123,26 @@ class Penalties:
         output. On a GPU this is only queued.
 
         Args:
-            logits: float32 ``[n, vocab_size]``.
+            logits: contiguous float32 ``[n, vocab_size]``.
         """
-        self._update(step)
-        for first in range(0, len(step.rows), _PIECE):
-            some = slice(first, first + _PIECE)
-            places, rows = step.places[some], step.rows[some]
-            counts = self._counts.index_select(0, places)
-            index, places_of_drafts = step.drafted
-            if step.drafts is not None and len(index):
-                tokens = step.drafts.index_select(0, places_of_drafts)
-                inside = (index >= first) & (index < first + len(rows))
-                # NOTE: for other pieces this adds 0 to the first row, so that nothing waits.
-                where = torch.where(inside, index - first, 0)
-                counts.index_put_((where, tokens), inside.to(counts.dtype), accumulate=True)
-            occurs = counts > 0
-            repetition = step.repetition[some]
-            values = logits.index_select(0, rows)
-            repeated = torch.where(values > 0, values / repetition, values * repetition)
-            seen = occurs | self._in_prompt.index_select(0, places)
-            values = torch.where(seen, repeated, values)
-            values = values - step.frequency[some] * counts - step.presence[some] * occurs
-            logits.index_copy_(0, rows, values)
-
-    def _update(self, step: PenalizedRows) -> None:
-        """Bring the table up to the tokens before this step's."""
         if len(step.fresh):
             self._counts.index_fill_(0, step.fresh, 0)
             self._in_prompt.index_fill_(0, step.fresh, value=False)
-        self._in_prompt[step.prompt] = True
-        _count(self._counts, *step.output)
-        if step.previous is not None:
-            places, rows = step.following
-            _count(self._counts, places, step.previous.index_select(0, rows))
+        if step.prompt.shape[1]:
+            places, tokens = step.prompt.unbind(0)
+            self._in_prompt.index_put_((places, tokens), self._true.expand(len(places)))
+        count_tokens(self._counts, *step.counted, step.previous)
+        apply_penalties(
+            logits,
+            step.rows,
+            step.places,
+            step.strengths,
+            self._counts,
+            self._in_prompt,
+            step.starts,
+            step.paths,
+            step.drafts,
+        )
 
     def _take_row(self, choice: SamplingState) -> int:
         """A row of the table, which comes free again when the choice is no more."""
@@ -185,33 +157,50 @@ class Penalties:
         weakref.finalize(choice, self._free.append, row)
         return row
 
-    def _index(self, values: Sequence[int]) -> torch.Tensor:
-        return to_device(values, torch.int64, self._device)
 
-    def _floats(self, values: Sequence[float]) -> torch.Tensor:
-        return to_device(values, torch.float32, self._device)[:, None]
-
-
-class _Pairs:
-    """Pairs of a row and a token, collected on the host."""
+class _Collected:
+    """What :class:`PenalizedRows` says, on the host."""
 
     def __init__(self) -> None:
-        self._rows = [np.empty(0, dtype=np.int64)]
-        self._tokens = [np.empty(0, dtype=np.int64)]
+        self.counted: list[tuple[int, int, int]] = []
+        self._fresh: list[int] = []
+        self._prompts: list[npt.NDArray[np.int64]] = []
+        self._rows: list[int] = []
+        self._places: list[int] = []
+        self._strengths: list[tuple[float, float, float]] = []
+        self._starts, self._paths = [0], list[int]()
 
-    def add(self, row: int, tokens: Iterable[int] | npt.NDArray[np.integer]) -> None:
-        """Add ``row`` with each of ``tokens``."""
-        ids = np.asarray(tokens, dtype=np.int64)
-        self._rows.append(np.full(len(ids), row, dtype=np.int64))
-        self._tokens.append(ids)
+    def begin(self, place: int, prompt_ids: npt.NDArray[np.int32]) -> None:
+        """Give a row of the table to a choice."""
+        self._fresh.append(place)
+        self._prompts.append(np.stack([np.full(len(prompt_ids), place), prompt_ids]))
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and tokens, int64 ``[pairs]`` on the device."""
-        rows, tokens = np.concatenate(self._rows), np.concatenate(self._tokens)
-        return to_device(rows, torch.int64, device), to_device(tokens, torch.int64, device)
+    def add(self, draw: Draw, place: int, rows: range) -> None:
+        """Add the rows of a draw, each of which follows some of its drafted tokens."""
+        self._rows += rows
+        self._places += [place] * len(rows)
+        p = draw.state.params
+        strengths = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+        self._strengths += [strengths] * len(rows)
+        self._follow(range(draw.drawn), draw.first)
+        for path in () if draw.tree is None else draw.tree.paths:
+            self._follow(path, draw.first)
 
+    def _follow(self, path: Iterable[int], first: int) -> None:
+        self._paths += [first + index for index in path]
+        self._starts.append(len(self._paths))
 
-def _count(table: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Add 1 for each pair, as often as it occurs."""
-    ones = torch.ones(len(rows), dtype=table.dtype, device=table.device)
-    table.index_put_((rows, tokens), ones, accumulate=True)
+    def arrays(self) -> list[npt.NDArray[np.generic]]:
+        """Fresh rows, prompts ``[2, pairs]``, counted tokens ``[3, pairs]``, rows, places,
+        strengths ``[n, 3]``, starts and paths."""
+        nothing = np.empty((2, 0), np.int64)
+        return [
+            np.array(self._fresh, np.int64),
+            np.concatenate([nothing, *self._prompts], axis=1),
+            np.array(self.counted, np.int64).reshape(-1, 3).T,
+            np.array(self._rows, np.int64),
+            np.array(self._places, np.int64),
+            np.array(self._strengths, np.float32),
+            np.array(self._starts, np.int64),
+            np.array(self._paths, np.int64),
+        ]

@@ -13,7 +13,7 @@ from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.penalties import PenalizedRows, Penalties
 from pd.engine.sampling_state import Draw, SamplingState
-from pd.engine.token_rules import fill_masks
+from pd.engine.token_rules import MASK_SECONDS, fill_masks
 from pd.kernels.sampling import sample_rows
 from pd.kernels.staging import PinnedStaging
 from pd.kernels.token_masks import BITS, apply_token_masks
@@ -219,20 +219,22 @@ class Sampler:
             return None
         words = -(-self._vocab_size // BITS)
         rows = np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ruled])
-        masks, first = np.full((len(rows), words), -1, np.int32), 0
-        for draw, of_draw in ruled:
-            state, own = draw.state, masks[first : first + len(of_draw)]
-            first += len(of_draw)
-            assert state.rules is not None
-            size = 0 if draw.tree is None else draw.tree.size
-            guesses = drafts[draw.first : draw.first + size].tolist()
-            began = time.thread_time()
-            fill_masks(state.rules, own, draw.tree, guesses)
-            state.mask_seconds = (time.thread_time() - began) / len(own)
+        masks = np.full((len(rows), words), -1, np.int32)
+        stops = np.cumsum([len(of_draw) for _, of_draw in ruled]).tolist()
+        parts = [
+            (draw, range(stop - len(of_draw), stop))
+            for (draw, of_draw), stop in zip(ruled, stops, strict=True)
+        ]
+        plain = [(draw, part.start) for draw, part in parts if _is_plain(draw)]
+        together = _fill_together(plain, masks)
+        for draw, part in parts:
+            own = masks[part.start : part.stop]
+            if not (together and _is_plain(draw)):
+                _fill_alone(draw, own, drafts)
             depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
             for mask, depth in zip(own, depths, strict=True):
-                if state.must_continue(depth):
-                    _forbid(mask, state.stop_ids)
+                if draw.state.must_continue(depth):
+                    _forbid(mask, draw.state.stop_ids)
         return TokenMasks(*self._staging.upload([rows, masks]))
 
     @torch.inference_mode()
@@ -331,6 +333,38 @@ class Sampler:
 
     def _floats(self, values: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
         return to_device(values, torch.float32, self._device)
+
+
+def _is_plain(draw: Draw) -> bool:
+    """Whether its rules fill a single mask."""
+    return draw.tree is None and draw.state.rules is not None and not draw.state.rules.ended
+
+
+def _fill_together(draws: Sequence[tuple[Draw, int]], masks: IntArray) -> bool:
+    """Fill the masks of plain draws, each with its row. False if that took so long that the time of
+    each has to be known."""
+    states = [draw.state for draw, _ in draws]
+    rules = [state.rules for state in states]
+    if len(rules) < 2 or rules[0] is None:
+        return False
+    began = time.perf_counter()
+    rules[0].fill_together(rules, masks, [row for _, row in draws])
+    if time.perf_counter() - began > MASK_SECONDS:
+        return False
+    for state in states:
+        state.mask_seconds = 0.0
+    return True
+
+
+def _fill_alone(draw: Draw, masks: IntArray, drafts: IntArray) -> None:
+    """Fill the masks of one draw, and note how long it took."""
+    state = draw.state
+    assert state.rules is not None
+    size = 0 if draw.tree is None else draw.tree.size
+    guesses = drafts[draw.first : draw.first + size].tolist()
+    began = time.thread_time()
+    fill_masks(state.rules, masks, draw.tree, guesses)
+    state.mask_seconds = (time.thread_time() - began) / len(masks)
 
 
 def _forbid(mask: IntArray, token_ids: Int64Array) -> None:

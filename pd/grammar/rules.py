@@ -10,7 +10,7 @@ import torch
 from pd.grammar.jump_forward import CONTEXT_TOKENS, LEAST_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -50,6 +50,15 @@ class GrammarRules:
     def fill_mask(self, mask: IntArray) -> None:
         """See :class:`pd.engine.token_rules.TokenRules`."""
         self._matcher.fill_next_token_bitmask(torch.from_numpy(mask)[None], 0)
+
+    @staticmethod
+    def fill_together(rules: Sequence[GrammarRules], masks: IntArray, rows: Sequence[int]) -> None:
+        """See :class:`pd.engine.token_rules.TokenRules`."""
+        from pd.grammar.xgrammar_library import batch_matcher
+
+        matchers = [each._matcher for each in rules]
+        together = batch_matcher()
+        together.batch_fill_next_token_bitmask(matchers, torch.from_numpy(masks), list(rows))
 
     def advance(self, token: int) -> bool:
         """See :class:`pd.engine.token_rules.TokenRules`."""

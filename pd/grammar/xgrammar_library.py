@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+import os
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import xgrammar
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
 CACHE_BYTES = 64 << 20
+# With so many, the masks of a large batch are ready long before the end of its forward pass.
+_MASK_THREADS = 8
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
@@ -95,6 +98,14 @@ def load_compiled(compiled: bytes, info: xgrammar.TokenizerInfo) -> xgrammar.Com
 def matcher(compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int]) -> xgrammar.GrammarMatcher:
     """The state of an output that is empty so far and ends with one of ``stop_ids``."""
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
+
+
+@cache
+def batch_matcher() -> xgrammar.BatchGrammarMatcher:
+    """Fills masks of several outputs on several threads, half of the processors at most."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    return xgrammar.BatchGrammarMatcher(max_threads=max(1, min(_MASK_THREADS, cores // 2)))
 
 
 def _prepared(text: str, change: Callable[[object], object]) -> str:

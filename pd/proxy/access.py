@@ -9,8 +9,7 @@ import hashlib
 import hmac
 import logging
 import stat
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 from pd.core.errors import AuthenticationError, ForbiddenError, PDError, UsageError
@@ -22,6 +21,7 @@ from pd.core.local_requests import (
     check_origin,
     header,
 )
+from pd.proxy.api_keys import ApiKey, KeyRole
 from pd.proxy.web import error_response
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KeyRole = Literal["inference", "admin"]
-
 # Paths that load balancers and Prometheus ask for, which have no key.
 OPEN_PATHS = ("/health", "/readiness", "/ping", "/metrics")
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -42,30 +40,6 @@ _HOST_REMEDY = (
     "--api-key"
 )
 _LINE = "a line is 'inference KEY' or 'admin KEY', and a name for the key if you like"
-
-
-@dataclass(frozen=True)
-class ApiKey:
-    """A secret that clients send as ``Authorization: Bearer``.
-
-    Attributes:
-        role: ``inference`` opens what generates; ``admin`` that and workers, caches, all requests.
-        name: for logs.
-    """
-
-    key: str = field(repr=False)
-    role: KeyRole
-    name: str = ""
-
-    @property
-    def digest(self) -> bytes:
-        """The hash that is compared, and tells keys apart without showing them."""
-        return hashlib.sha256(self.key.encode()).digest()
-
-    @property
-    def caller(self) -> Caller:
-        """The client that shows this key."""
-        return Caller(self.digest.hex(), self.role == "admin", self.name or f"{self.role} key")
 
 
 def load_api_keys(path: Path) -> list[ApiKey]:

@@ -5,14 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pd.core.brief import brief
 from pd.core.errors import NodeFailedError, NotFoundError, UnavailableError
+from pd.proxy import metric_families
 from pd.proxy.access import caller_of
+from pd.proxy.actions import (
+    AbortAll,
+    AbortRid,
+    AddWorker,
+    ForgetCaches,
+    ListWorkers,
+    ReadMetrics,
+    RemoveWorker,
+)
+from pd.proxy.metric_families import Family
 from pd.proxy.requests import AbortRequest, WorkerRequest
 from pd.proxy.responses import (
     AbortResult,
@@ -25,10 +37,10 @@ from pd.proxy.web import json_response
 
 if TYPE_CHECKING:
     from pd.proxy.access import Access
+    from pd.proxy.actions import Action, Everywhere
     from pd.proxy.dispatcher import Dispatcher
-    from pd.proxy.metrics import Metrics
     from pd.proxy.pool import WorkerPool
-    from pd.proxy.responses import ModelCard
+    from pd.proxy.responses import ModelCard, WorkerEntry
     from pd.proxy.routing import Router
     from pd.proxy.service import Service
 
@@ -38,7 +50,8 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class AdminAPI:
-    """Health, workers, models and maintenance."""
+    """Health, workers, models and maintenance. What changes the proxy's state is done by all its
+    processes, and what is told of it is of all of them."""
 
     def __init__(
         self,
@@ -46,14 +59,14 @@ class AdminAPI:
         router: Router,
         pool: WorkerPool,
         dispatcher: Dispatcher,
-        metrics: Metrics,
+        everywhere: Everywhere,
         access: Access,
     ) -> None:
         self._service = service
         self._router = router
         self._pool = pool
         self._dispatcher = dispatcher
-        self._metrics = metrics
+        self._everywhere = everywhere
         self._access = access
         self._created = int(time.time())
 
@@ -74,25 +87,31 @@ class AdminAPI:
 
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
-        return Response(self._metrics.render(self._pool.workers), media_type=METRICS_TYPE)
+        found = msgspec.convert(await self._everywhere(ReadMetrics()), list[list[Family]])
+        exposition = metric_families.render(metric_families.merge(found))
+        return Response(exposition, media_type=METRICS_TYPE)
 
     async def workers(self, request: Request) -> Response:
         """All nodes."""
-        workers = WorkerList(workers=[worker.describe() for worker in self._pool.workers])
-        return json_response(workers)
+        found = cast("list[list[WorkerEntry]]", await self._everywhere(ListWorkers()))
+        # A node that was removed is known to the processes that still have requests there.
+        by_url = {entry["url"]: entry for entries in reversed(found) for entry in entries}
+        own = [entry["url"] for entry in found[0]]
+        urls = dict.fromkeys([*own, *by_url])
+        return json_response(WorkerList(workers=[by_url[url] for url in urls]))
 
     async def add_worker(self, request: Request, asked: WorkerRequest) -> Response:
         """Begins to use a node, or takes one that was removed back into use."""
-        return json_response(self._pool.add(asked.role, asked.url).describe())
+        added, *_ = await self._everywhere(AddWorker(asked.role, asked.url))
+        return json_response(added)
 
     async def remove_worker(self, request: Request, instance_id: str) -> Response:
         """Sends a node nothing new, and forgets it when it has finished what it has.
 
         The node is named by instance id, `host:port` or URL.
         """
-        worker = self._pool.find(instance_id)
-        self._pool.drain(worker)
-        return json_response(worker.describe())
+        removed, *_ = await self._everywhere(RemoveWorker(self._pool.find(instance_id).url))
+        return json_response(removed)
 
     async def models(self, request: Request) -> Response:
         """All served models."""
@@ -122,13 +141,17 @@ class AdminAPI:
         if rid is None or asked.abort_all:
             caller = self._access.check_admin(request.scope)
             log.info("all requests aborted by %s", caller.name)
-            return json_response(AbortResult(aborted=self._dispatcher.abort_all()))
+            return json_response(AbortResult(aborted=await self._count(AbortAll())))
         caller = caller_of(request.scope)
-        count = self._dispatcher.abort(rid, None if caller.is_admin else caller.owner)
+        count = await self._count(AbortRid(rid, None if caller.is_admin else caller.owner))
         if not count:
             # The message does not tell whether somebody else has a request of this name.
             raise NotFoundError(f"no request under way has the rid {brief(rid)}", param="rid")
         return json_response(AbortResult(aborted=count))
+
+    async def _count(self, action: Action) -> int:
+        """The sum of what all processes count."""
+        return sum(cast("list[int]", await self._everywhere(action)))
 
     async def flush_cache(self, request: Request) -> Response:
         """Drops the prefix caches of all nodes that proved who they are; others are not asked."""
@@ -137,13 +160,11 @@ class AdminAPI:
         results = await asyncio.gather(
             *(self._pool.post(worker, "/flush_cache") for worker in workers)
         )
-        failed = []
-        for worker, problem in zip(workers, results, strict=True):
-            if problem is None:
-                worker.tree = None
-            else:
-                failed.append(f"{worker.url}: {problem}")
+        asked = list(zip(workers, results, strict=True))
+        failed = [f"{worker.url}: {problem}" for worker, problem in asked if problem is not None]
+        flushed = [worker.instance_id for worker, problem in asked if problem is None]
+        urls = [worker.url for worker, problem in asked if problem is None]
+        await self._everywhere(ForgetCaches(urls))
         if failed:
             raise NodeFailedError(f"not all caches were flushed: {'; '.join(failed)}")
-        flushed = [worker.instance_id for worker in workers]
         return json_response(FlushResult(flushed=flushed, skipped=skipped))

@@ -136,8 +136,10 @@ class Bodies:
     """Reads bodies of requests, as many bytes at a time as the budget allows. Bodies that come
     slowly give way to others, or a few clients that send almost all of one would use it up."""
 
-    def __init__(self, background: Background) -> None:
+    def __init__(self, background: Background, processes: int = 1) -> None:
+        """``processes``: those of the proxy, which share the budget evenly."""
         self._background = background
+        self._processes = processes
         self._held = 0
         # Bodies that are not complete, the oldest first.
         self._incoming: dict[_Incoming, None] = {}
@@ -146,6 +148,12 @@ class Bodies:
     def held(self) -> int:
         """Bytes counted at present."""
         return self._held
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that may be counted at a time: room for two bodies at least."""
+        least = min(MAX_BODIES_BYTES, 2 * MAX_BODY_BYTES)
+        return max(MAX_BODIES_BYTES // self._processes, least)
 
     @asynccontextmanager
     async def open(self, request: Request, *, administrative: bool) -> AsyncIterator[Body]:
@@ -180,7 +188,7 @@ class Bodies:
                 )
             if body.given_up:
                 raise QueueFullError(
-                    f"bodies of {MAX_BODIES_BYTES} bytes are being worked on; try again later"
+                    f"bodies of {self._budget} bytes are being worked on; try again later"
                 )
             yield Body(b"".join(body.chunks), self._background)
         finally:
@@ -188,7 +196,7 @@ class Bodies:
 
     def _make_room(self, body: _Incoming, more: int) -> bool:
         """Whether ``more`` bytes of a body may be held, giving up slow ones if need be."""
-        while self._held + more > MAX_BODIES_BYTES:
+        while self._held + more > self._budget:
             oldest = next(iter(self._incoming))
             if oldest is body or time.monotonic() - oldest.since < SLOW_SECONDS:
                 return False

@@ -40,7 +40,7 @@ class ChatAPI:
         self._service.admit(1)
         spec, plan = await body_of(request.scope).run(_prepare, asked, names.rid, model)
         owner = caller_of(request.scope).owner
-        job = Job(names.rid, ENDPOINT, owner=owner, streaming=asked.stream)
+        job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
         renderer = _ChatRenderer(job, asked, names.shown, model, plan)
         return self._service.respond(job, [spec], renderer, asked.timeout)
 

@@ -94,6 +94,7 @@ async def choose(
         names.rid,
         endpoint,
         owner=caller_of(request.scope).owner,
+        is_named=names.is_given,
         abort_is_result=True,
         together=True,
     )

@@ -42,7 +42,7 @@ class CompletionsAPI:
         body = body_of(request.scope)
         specs, echoed = await body.run(_prepare, asked, names.rid, prompts, model)
         owner = caller_of(request.scope).owner
-        job = Job(names.rid, ENDPOINT, owner=owner, streaming=asked.stream)
+        job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
         renderer = _CompletionRenderer(job, asked, names.shown, model, echoed)
         return self._service.respond(job, specs, renderer, asked.timeout)
 

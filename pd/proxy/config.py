@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from pd.core.config import ELASTIC, REASONING_PARSERS, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
+from pd.proxy.api_keys import ApiKey
 
 if TYPE_CHECKING:
-    from pd.proxy.access import ApiKey
     from pd.proxy.prediction import Predictor
 
-
+# Processes of one proxy; more than any host has cores for.
+MAX_PROCESSES = 256
 # An hour.
 MAX_OBJECTIVE_MS = 3.6e6
 
@@ -28,6 +29,7 @@ class ProxyConfig:
         port: 0 picks a free one.
         tokenizer: directory of the tokenizer's files; None takes that of the nodes.
         request_timeout, drain_timeout: in seconds.
+        workers: processes that serve the port.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -52,6 +54,7 @@ class ProxyConfig:
     served_model_name: str | None = None
     cluster_key: bytes | None = field(default=None, repr=False)
     drain_timeout: float = 30.0
+    workers: int = 1
 
     @property
     def itl(self) -> float:
@@ -69,8 +72,6 @@ class ProxyConfig:
     @property
     def all_keys(self) -> list[ApiKey]:
         """The keys that clients may show, from wherever they were given."""
-        from pd.proxy.access import ApiKey
-
         keys = list(self.api_keys)
         if self.api_key is not None:
             keys.append(ApiKey(self.api_key, "inference", "--api-key"))
@@ -110,6 +111,11 @@ class ProxyConfig:
             raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise UsageError(f"--request-timeout must be above 0, not {self.request_timeout}")
+        if not 1 <= self.workers <= MAX_PROCESSES:
+            raise UsageError(
+                f"--workers must be from 1 to {MAX_PROCESSES} (the host's cores at most make "
+                f"sense), not {self.workers}"
+            )
         if self.drain_timeout < 0:
             raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
         check_api_keys(self.all_keys)

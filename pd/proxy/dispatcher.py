@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.generation import Choice
     from pd.proxy.job import Job
+    from pd.proxy.ledger import Ledger
     from pd.proxy.metrics import Metrics
     from pd.proxy.routing import Route
     from pd.proxy.worker import Worker
@@ -69,6 +70,7 @@ class Dispatcher:
         *,
         max_queue: int,
         request_timeout: float | None,
+        ledger: Ledger,
         on_released: Callable[[Worker], None],
     ) -> None:
         self.jobs: set[Job] = set()
@@ -86,8 +88,8 @@ class Dispatcher:
         self._rids: set[tuple[str, str]] = set()
         # Jobs with news in the message that is being taken; None between messages.
         self._told: dict[Job, None] | None = None
-        # Counts of prompts in the system, whether they were handed to nodes already or not.
-        self._choices = self._tokens = 0
+        # Counts prompts in the system, whether they were handed to nodes already or not.
+        self._ledger = ledger
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -106,16 +108,32 @@ class Dispatcher:
                 f"a batch of {num_choices} prompts times `n` exceeds the queue of "
                 f"{self._max_queue}; send smaller batches"
             )
-        if self._choices + num_choices > self._max_queue:
+        self._check_room(num_choices, num_tokens)
+
+    def _check_room(self, num_choices: int, num_tokens: int) -> None:
+        """Raises QueueFullError if so many more would be too many."""
+        choices, tokens = self._ledger.prompts, self._ledger.tokens
+        if choices + num_choices > self._max_queue:
             raise QueueFullError(
-                f"{self._choices} requests times `n` are in the system, at most {self._max_queue} "
-                "may be; try again later"
+                f"{choices} requests times `n` are in the system, at most {self._max_queue} may "
+                "be; try again later"
             )
-        if self._tokens + num_tokens > MAX_TOKENS:
+        if tokens + num_tokens > MAX_TOKENS:
             raise QueueFullError(
-                f"prompts of {self._tokens} tokens are in the system, at most {MAX_TOKENS} may be; "
-                "try again later"
+                f"prompts of {tokens} tokens are in the system, at most {MAX_TOKENS} may be; try "
+                "again later"
             )
+
+    def _count(self, num_choices: int, num_tokens: int) -> None:
+        """Count prompts that were admitted. Raises QueueFullError if another process of the proxy
+        admitted others at the same moment, and all would be too many."""
+        self._ledger.add(num_choices, num_tokens)
+        if self._ledger.is_shared:
+            try:
+                self._check_room(0, 0)
+            except QueueFullError:
+                self._ledger.add(-num_choices, -num_tokens)
+                raise
 
     @contextmanager
     def run(self, job: Job, specs: list[Spec], timeout: float | None) -> Iterator[Job]:
@@ -129,10 +147,13 @@ class Dispatcher:
         num_tokens = sum(len(spec.token_ids) for spec in specs)
         self.check_admission(num_choices, num_tokens)
         rids = self._take_rids(job, specs)
+        try:
+            self._count(num_choices, num_tokens)
+        except QueueFullError:
+            self._rids -= rids
+            raise
         timeouts = [t for t in (timeout, self._request_timeout) if t is not None]
         deadline = min(timeouts) if timeouts else None
-        self._choices += num_choices
-        self._tokens += num_tokens
         job.num_prompts = len(specs)
         self.jobs.add(job)
         self._idle.clear()
@@ -301,8 +322,7 @@ class Dispatcher:
         self._fail(generation, error)
 
     def _uncount(self, spec: Spec) -> None:
-        self._choices -= spec.params.n
-        self._tokens -= len(spec.token_ids)
+        self._ledger.add(-spec.params.n, -len(spec.token_ids))
 
     def _start(self, spec: Spec, job: Job) -> None:
         prompt = Prompt(spec.token_ids, spec.namespace)

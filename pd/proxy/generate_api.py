@@ -61,6 +61,7 @@ class GenerateAPI:
             whole.rid,
             ENDPOINT,
             owner=caller_of(request.scope).owner,
+            is_named=asked.rid is not None or whole.is_given,
             streaming=asked.stream,
             abort_is_result=True,
         )
@@ -76,10 +77,10 @@ def _names_of_prompts(
     asked: GenerateRequest, whole: Names, count: int, *, is_batch: bool
 ) -> list[Names]:
     if isinstance(asked.rid, list):
-        return [Names(rid, rid) for rid in asked.rid]
+        return [Names(rid, rid, True) for rid in asked.rid]
     if not is_batch:
         return [whole]
-    return [Names(f"{whole.rid}_{i}", f"{whole.shown}_{i}") for i in range(count)]
+    return [Names(f"{whole.rid}_{i}", f"{whole.shown}_{i}", whole.is_given) for i in range(count)]
 
 
 def _prepare(asked: GenerateRequest, prompts: list[_Prompt], model: ModelView) -> list[Spec]:

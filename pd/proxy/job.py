@@ -27,6 +27,7 @@ class Job:
     Attributes:
         rid: the request's name; the prompts of a batch have their own as well.
         owner: whose key it came with; only they may abort it by name.
+        is_named: whether the client chose a name, of the request or of a prompt.
         num_prompts: generations that there will be.
         timeout: seconds until the request is given up.
         ended_by: what ended all prompts, those too that no node has seen yet.
@@ -46,12 +47,14 @@ class Job:
         endpoint: str,
         *,
         owner: str = "",
+        is_named: bool = False,
         streaming: bool = False,
         abort_is_result: bool = False,
         together: bool = False,
     ) -> None:
         self.rid = rid
         self.owner = owner
+        self.is_named = is_named
         self.endpoint = endpoint
         self.streaming = streaming
         self.abort_is_result = abort_is_result

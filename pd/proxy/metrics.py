@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pd.proxy.metric_families import families_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.proxy.generation import Generation
     from pd.proxy.job import Job
+    from pd.proxy.metric_families import Family
     from pd.proxy.worker import Worker
 
 _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -65,12 +68,12 @@ class Metrics:
             "pd_proxy_worker_up", "1 if the node can take requests", ["role", "url"], registry=r
         )
 
-    def render(self, workers: Sequence[Worker]) -> bytes:
-        """The exposition, with the present state of the workers."""
+    def families(self, workers: Sequence[Worker]) -> list[Family]:
+        """All metrics, with the present state of the workers."""
         self.worker_up.clear()
         for worker in workers:
             self.worker_up.labels(worker.role, worker.url).set(worker.ready)
-        return generate_latest(self.registry)
+        return families_of(self.registry)
 
     def tokens_arrived(self, generation: Generation, added: int, previous: float | None) -> None:
         """Tokens came; ``previous`` is when the generation's last ones did."""

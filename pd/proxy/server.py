@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import uuid
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvicorn
 
@@ -17,12 +17,16 @@ from pd.core.connections import ConnectionLimits, GuardedServer, raise_file_limi
 from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError
 from pd.core.local_requests import is_loopback
 from pd.proxy.access import Access
+from pd.proxy.actions import Performer
 from pd.proxy.admin_api import AdminAPI
 from pd.proxy.app import make_app
 from pd.proxy.background import Background
+from pd.proxy.bodies import Bodies
 from pd.proxy.channel import Sockets
 from pd.proxy.compat_api import CompatAPI
 from pd.proxy.dispatcher import Dispatcher
+from pd.proxy.ledger import Ledger
+from pd.proxy.loop import new_loop
 from pd.proxy.metrics import Metrics
 from pd.proxy.pool import WorkerPool
 from pd.proxy.routing import Router, make_policy
@@ -32,9 +36,11 @@ from pd.proxy.tokenizer import TextModels
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from pd.core.connections import ConnectionSource
     from pd.core.messages import AnyMessage
     from pd.core.node_info import Role
     from pd.proxy.config import ProxyConfig
+    from pd.proxy.shared import Shared
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -53,20 +59,25 @@ UNREAD_TIMEOUT_MS = 60_000
 
 
 class Proxy:
-    """One proxy. ``start``, then ``drain`` and ``stop``, all on one event loop.
+    """One proxy process. ``start``, then ``drain`` and ``stop``, all on one event loop.
 
     Attributes:
         instance_id: its name towards the nodes, new with every start.
         url: where it listens, once started.
+        performer: performs actions on this process, once it has started.
     """
 
-    def __init__(self, config: ProxyConfig) -> None:
-        """Raises UsageError for a configuration that cannot work."""
+    def __init__(self, config: ProxyConfig, shared: Shared | None = None) -> None:
+        """``shared``: of one of several processes. Raises UsageError for a configuration that
+        cannot work."""
         config.validate()
         self.config = config
         self.instance_id = uuid.uuid4().hex
         self.url = ""
+        self.performer: Performer
+        self._shared = shared
         self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._became_ready = asyncio.Event()
         self._prepared: set[str] = set()  # models whose tokenizer was asked for
         self._preparing: set[asyncio.Task[None]] = set()
@@ -74,8 +85,13 @@ class Proxy:
 
     async def start(self) -> None:
         """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use."""
-        config = self.config
-        listener = _bind(config.host, config.port)
+        config, shared = self.config, self._shared
+        source: ConnectionSource
+        if shared is None:
+            source = listener = bind(config.host, config.port)
+            address = listener.getsockname()[:2]
+        else:
+            source, address = shared.connections, shared.address
         try:
             text_models = TextModels(
                 config.tokenizer,
@@ -84,12 +100,11 @@ class Proxy:
                 reasoning_parser=config.reasoning_parser,
             )
             await text_models.get(None)
-            self._build(text_models, on_loopback=is_loopback(listener.getsockname()[0]))
+            self._build(text_models, on_loopback=is_loopback(address[0]))
         except PDError:
-            listener.close()
+            source.close()
             raise
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.url = url_of(*address)
         self._pool.start()
         nodes: dict[Role, list[str]] = {
             "prefill": config.prefill,
@@ -107,13 +122,14 @@ class Proxy:
             backlog=BACKLOG,
             timeout_graceful_shutdown=1,
         )
-        self._server = GuardedServer(settings, LIMITS)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        limits = LIMITS if shared is None else LIMITS.share(shared.count)
+        self._server = GuardedServer(settings, limits)
+        self._serving = asyncio.create_task(self._server.serve_from(source))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
 
     def _build(self, text_models: TextModels, *, on_loopback: bool) -> None:
-        config = self.config
+        config, shared = self.config, self._shared
         self._text_models = text_models
         metrics = Metrics()
         self._sockets = Sockets(self.instance_id, config.cluster_key)
@@ -133,12 +149,21 @@ class Proxy:
             metrics,
             max_queue=config.max_queue,
             request_timeout=config.request_timeout,
+            ledger=Ledger() if shared is None else shared.ledger,
             on_released=self._pool.release,
         )
         self._background = Background()
         self._service = service = Service(
-            self._router, self._dispatcher, text_models, config.served_model_name, self._background
+            self._router,
+            self._dispatcher,
+            text_models,
+            config.served_model_name,
+            self._background,
+            Bodies(self._background, 1 if shared is None else shared.count),
+            claims=None if shared is None else shared.claims,
         )
+        self.performer = Performer(self._pool, self._dispatcher, metrics)
+        everywhere = self.performer.alone if shared is None else shared.everywhere
         access = Access(
             config.all_keys,
             key_required=config.key_required,
@@ -146,7 +171,7 @@ class Proxy:
             on_loopback=on_loopback,
             host=config.host,
         )
-        admin = AdminAPI(service, self._router, self._pool, self._dispatcher, metrics, access)
+        admin = AdminAPI(service, self._router, self._pool, self._dispatcher, everywhere, access)
         compat = CompatAPI(service, self._dispatcher, config.tokenizer)
         self._app = make_app(service, admin, compat, metrics, access, config.cors_origins)
 
@@ -161,16 +186,25 @@ class Proxy:
                 await self._pool.wait_linked()
         return self._router.ready()
 
+    @property
+    def connections(self) -> int:
+        """Connections of clients at present."""
+        return self._server.connections
+
     def request_stop(self) -> None:
-        """Ask :func:`serve` to drain and end (from the event loop's thread)."""
+        """Ask :func:`serve` to drain and end, and the second time to end at once (from the event
+        loop's thread)."""
+        if self._stopping.is_set():
+            self._hurry.set()
         self._stopping.set()
 
-    @property
-    def stopping(self) -> bool:
-        return self._stopping.is_set()
-
     async def stop_requested(self) -> None:
+        """Wait for :meth:`request_stop`."""
         await self._stopping.wait()
+
+    async def hurry_requested(self) -> None:
+        """Wait for the second :meth:`request_stop`."""
+        await self._hurry.wait()
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for those under way; False if they took too long."""
@@ -222,8 +256,29 @@ class Proxy:
         self._became_ready.set()
 
 
-async def serve(config: ProxyConfig, on_ready: Callable[[str, str], None]) -> None:
-    """Run a proxy until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+class Served(Protocol):
+    """A proxy of one process or of several, as :func:`serve` runs it."""
+
+    url: str
+    instance_id: str
+
+    async def start(self) -> None: ...
+
+    async def wait_ready(self, timeout: float) -> bool: ...
+
+    def request_stop(self) -> None: ...
+
+    async def stop_requested(self) -> None: ...
+
+    async def hurry_requested(self) -> None: ...
+
+    async def drain(self) -> bool: ...
+
+    async def stop(self) -> None: ...
+
+
+async def serve(proxy: Served, on_ready: Callable[[str, str], None]) -> None:
+    """Run a proxy until :meth:`Proxy.request_stop`, then drain; a second one ends it at once.
 
     Args:
         on_ready: called with URL and instance id once it listens; the nodes get a few seconds to
@@ -233,26 +288,22 @@ async def serve(config: ProxyConfig, on_ready: Callable[[str, str], None]) -> No
         UsageError, SetupError: it cannot start; the message says what to do.
     """
     raise_file_limit()
-    proxy = Proxy(config)
-    hurry = asyncio.Event()
-
-    def on_signal() -> None:
-        if proxy.stopping:
-            hurry.set()
-        proxy.request_stop()
-
-    if threading.current_thread() is threading.main_thread():
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
     await proxy.start()
     try:
         await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
         on_ready(proxy.url, proxy.instance_id)
         await proxy.stop_requested()
-        await _first(proxy.drain(), hurry.wait())
+        await _first(proxy.drain(), proxy.hurry_requested())
     finally:
         await proxy.stop()
+
+
+def stop_on_signals(proxy: Served) -> None:
+    """Let SIGTERM and SIGINT request the proxy's stop, where this is the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, proxy.request_stop)
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
@@ -264,7 +315,12 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def url_of(host: str, port: int) -> str:
+    """The URL of a server at this IP address."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def bind(host: str, port: int) -> socket.socket:
     """A bound socket. Raises SetupError in one line."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -289,11 +345,15 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class ProxyThread:
-    """A proxy on a thread with an event loop of its own, for tests and the demo."""
+    """A proxy on a thread with an event loop of its own, for tests and the demo.
 
-    def __init__(self, config: ProxyConfig) -> None:
+    ``make``: makes it of its configuration.
+    """
+
+    def __init__(self, config: ProxyConfig, make: Callable[[ProxyConfig], Proxy] = Proxy) -> None:
         self._config = config
-        self._loop = asyncio.new_event_loop()
+        self._make = make
+        self._loop = new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self.proxy: Proxy | None = None
 
@@ -324,7 +384,7 @@ class ProxyThread:
         self.stop()
 
     async def _start(self, wait_ready: float) -> None:
-        proxy = Proxy(self._config)
+        proxy = self._make(self._config)
         await proxy.start()
         self.proxy = proxy
         if wait_ready:

@@ -11,20 +11,22 @@ import numpy as np
 from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
 from pd.core.sampling_params import SEED_LIMIT, TOKEN_ID_LIMIT, SamplingParams
-from pd.proxy.bodies import Bodies
 from pd.proxy.requests import MAX_RID_CHARACTERS
-from pd.proxy.web import JobResponse
+from pd.proxy.web import ClaimingResponse, JobResponse
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from pd.proxy.background import Background
+    from pd.proxy.bodies import Bodies
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Spec
     from pd.proxy.job import Job
     from pd.proxy.requests import GenerateRequest, OpenAIRequest
     from pd.proxy.routing import Limits, Router
+    from pd.proxy.shared import RidClaims
     from pd.proxy.tokenizer import TextModel, TextModels
     from pd.proxy.web import Renderer
 
@@ -71,13 +73,17 @@ class Service:
         text_models: TextModels,
         served_model_name: str | None,
         background: Background,
+        bodies: Bodies,
+        claims: RidClaims | None = None,
     ) -> None:
+        """``claims``: of rids, where the proxy has several processes."""
         self._router = router
         self._dispatcher = dispatcher
         self._text_models = text_models
         self._alias = served_model_name
         self._background = background
-        self.bodies = Bodies(background)
+        self.bodies = bodies
+        self._claims = claims
 
     def models(self) -> list[str]:
         names = self._router.models()
@@ -94,8 +100,11 @@ class Service:
 
     def respond(
         self, job: Job, specs: list[Spec], renderer: Renderer, timeout: float | None
-    ) -> JobResponse:
-        return JobResponse(self._dispatcher, job, specs, renderer, timeout, self._background)
+    ) -> Response:
+        response = JobResponse(self._dispatcher, job, specs, renderer, timeout, self._background)
+        if self._claims is not None and job.is_named:
+            return ClaimingResponse(response, job, specs, self._claims)
+        return response
 
 
 def encode(
@@ -186,17 +195,19 @@ class Names(NamedTuple):
     Attributes:
         rid: by ``/abort_request``; no two requests of a client at once have the same.
         shown: in its response. ``X-Request-Id`` is shown, but names nothing: it may repeat.
+        is_given: whether the client chose ``rid``.
     """
 
     rid: str
     shown: str
+    is_given: bool
 
 
 def names_of(asked: OpenAIRequest | GenerateRequest, request: Request, prefix: str) -> Names:
     """The client's ``rid``, or one that is drawn here and begins with ``prefix``."""
     rid = asked.rid if asked.rid is not None else asked.request_id
     if isinstance(rid, str):
-        return Names(rid, rid)
+        return Names(rid, rid, True)
     drawn = prefix + uuid.uuid4().hex
     header = request.headers.get("x-request-id", "")
-    return Names(drawn, header[:MAX_RID_CHARACTERS] or drawn)
+    return Names(drawn, header[:MAX_RID_CHARACTERS] or drawn, False)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Choice, Delta, Spec
     from pd.proxy.job import Job
+    from pd.proxy.shared import RidClaims
 
 log = logging.getLogger(__name__)
 
@@ -211,3 +212,26 @@ class JobResponse(Response):
         job.abort_is_result = False
         job.outcome = outcome
         self._dispatcher.end(job, AbortedError(message), outcome)
+
+
+class ClaimingResponse(Response):
+    """A response whose request has names that its client chose, in a proxy of several processes:
+    they are claimed before the job begins, so that no other process has a job of these names."""
+
+    def __init__(
+        self, response: JobResponse, job: Job, specs: list[Spec], claims: RidClaims
+    ) -> None:
+        super().__init__()
+        self._response = response
+        self._job = job
+        self._specs = specs
+        self._claims = claims
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job = self._job
+        rids = dict.fromkeys([job.rid, *(spec.rid for spec in self._specs)])
+        try:
+            async with self._claims.held(job.owner, rids):
+                await self._response(scope, receive, send)
+        except PDError as error:
+            await error_response(error)(scope, receive, send)

@@ -50,6 +50,16 @@ def test_measures_every_kind_of_work_in_one_node(tmp_path, capsys) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
+def test_steps_with_other_sampling_are_measured(tmp_path) -> None:
+    output = tmp_path / "engine.json"
+    work = ["sampled:2", "filters:2", "penalties:2", "schema:2", "schema-prefill:48"]
+    size = ["--context", "40", "--steps", "12", "--repeats", "3", "--kv-cache-tokens", "4096"]
+    assert cli.bench([*FLAGS, "--work", *work, *size, "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["results"]
+    assert [row["work"] for row in rows] == work
+    assert [row["repeats"] for row in rows] == [12, 12, 12, 12, 3]
+
+
 def test_drafts_are_measured_beside_plain_steps(tmp_path) -> None:
     output = tmp_path / "engine.json"
     draft = ["--speculative-algorithm", "draft", "--speculative-draft-model", "embedded"]
@@ -101,11 +111,11 @@ def test_a_work_that_cannot_be_done_fails_and_the_others_count(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--work", "decode"], "--work decode is none of decode:BATCH, prefill:TOKENS"),
+        (["--work", "decode"], "--work decode is none of decode:BATCH (or sampled,"),
         (["--work", "prefill:0"], "--work prefill:0 is none of"),
         (["--work", "offline:8x32"], "--work offline:8x32 is none of"),
         (["--steps", "0"], "--steps must be at least 1, not 0"),
-        (["--output", "/nowhere/engine.json"], "there is no such directory"),
+        (["--output", "/nowhere/engine.json"], "there is no directory /nowhere"),
         (["--page-size", "3"], "--page-size must be one of"),
     ],
 )

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pd import cli
 from pd.commands.node import check_early
 from pd.core.config import NodeConfig
+from pd.core.errors import PDError
 from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
@@ -69,140 +71,167 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-# Arguments, exit status, and what the line must contain. {root} and {port} are filled in.
-ERRORS = [
+# Arguments that cannot be right, and what the line must contain. {root} is filled in.
+MISUSES = [
     # commands and flags
-    ("", USAGE, "COMMAND"),
-    ("serve", USAGE, "serve"),
+    ("", "COMMAND"),
+    ("serve", "serve"),
     (
         "prefill --model {root}/model --modle x",
-        USAGE,
         "unknown flag --modle (did you mean --model?)",
     ),
-    ("prefill --model {root}/model --kv-cache 5", USAGE, "--kv-cache-tokens?"),
-    ("prefill {root}/model --model {root}/model", USAGE, "unexpected argument"),
-    ("prefill", USAGE, "--model"),
-    ("decode --model {root}/model --bootstrap-port x", USAGE, "a port is 0 to 65535"),
-    ("decode --model {root}/model --elastic on", USAGE, "--elastic: invalid choice"),
-    ("prefill --model {root}/model --port 70000", USAGE, "70000"),
-    ("prefill --model {root}/model --port x", USAGE, "a port is 0 to 65535"),
-    ("decode --model {root}/model --retraction-host-memory lots", USAGE, "512MiB"),
+    ("prefill --model {root}/model --kv-cache 5", "--kv-cache-tokens?"),
+    ("prefill {root}/model --model {root}/model", "unexpected argument"),
+    ("prefill", "--model"),
+    ("decode --model {root}/model --bootstrap-port x", "a port is 0 to 65535"),
+    ("decode --model {root}/model --elastic on", "--elastic: invalid choice"),
+    ("prefill --model {root}/model --port 70000", "70000"),
+    ("prefill --model {root}/model --port x", "a port is 0 to 65535"),
+    ("decode --model {root}/model --retraction-host-memory lots", "512MiB"),
     # choices
-    ("prefill --model {root}/model --schedule-policy sjf", USAGE, "dfs-weight"),
-    ("prefill --model {root}/model --eviction-policy random", USAGE, "slru"),
-    ("prefill --model {root}/model --dtype int8", USAGE, "bfloat16"),
-    ("prefill --model {root}/model --device tpu", USAGE, "cuda:N"),
-    ("prefill --model {root}/model --load-format gguf", USAGE, "dummy"),
-    ("prefill --model {root}/model --attention-backend magic", USAGE, "flashinfer"),
-    ("prefill --model {root}/model --transfer-backend pigeon", USAGE, "nixl"),
+    ("prefill --model {root}/model --schedule-policy sjf", "dfs-weight"),
+    ("prefill --model {root}/model --eviction-policy random", "slru"),
+    ("prefill --model {root}/model --dtype int8", "bfloat16"),
+    ("prefill --model {root}/model --device tpu", "cuda:N"),
+    ("prefill --model {root}/model --load-format gguf", "dummy"),
+    ("prefill --model {root}/model --attention-backend magic", "flashinfer"),
+    ("prefill --model {root}/model --transfer-backend pigeon", "nixl"),
     # values
-    ("prefill --model {root}/model --page-size 3", USAGE, "--page-size must be one of"),
-    ("prefill --model {root}/model --mem-fraction 1.5", USAGE, "1.5"),
-    ("prefill --model {root}/model --kv-cache-tokens 1", USAGE, "at least 16, not 1"),
-    ("prefill --model {root}/model --context-length 9999999", USAGE, "exceeds the model's 8192"),
-    ("prefill --model {root}/model --tp-size 7", USAGE, "--tp-size 7 does not divide"),
-    ("decode --model {root}/model --tp-size 2 --transfer-backend fake", USAGE, "nixl, mooncake"),
-    ("prefill --model {root}/model --cpu-threads 0", USAGE, "--cpu-threads"),
-    ("prefill --model {root}/model --host 0.0.0.0", USAGE, "--cluster-key-file"),
-    ("prefill --model {root}/model --cluster-key-file {root}/none", USAGE, "cluster key"),
-    ("prefill --model {root}/model --cluster-key-file {root}/short.key", USAGE, "openssl"),
+    ("prefill --model {root}/model --page-size 3", "--page-size must be one of"),
+    ("prefill --model {root}/model --mem-fraction 1.5", "1.5"),
+    ("prefill --model {root}/model --kv-cache-tokens 1", "at least 16, not 1"),
+    ("prefill --model {root}/model --context-length 9999999", "exceeds the model's 8192"),
+    ("prefill --model {root}/model --tp-size 7", "--tp-size 7 does not divide"),
+    ("decode --model {root}/model --tp-size 2 --transfer-backend fake", "nixl, mooncake"),
+    ("prefill --model {root}/model --cpu-threads 0", "--cpu-threads"),
+    ("prefill --model {root}/model --host 0.0.0.0", "--cluster-key-file"),
+    ("prefill --model {root}/model --cluster-key-file {root}/none", "cluster key"),
+    ("prefill --model {root}/model --cluster-key-file {root}/short.key", "openssl"),
     # models
-    ("prefill --model {root}/nowhere", USAGE, "nowhere"),
-    ("prefill --model {root}/empty", USAGE, "config.json"),
-    ("prefill --model {root}/broken", USAGE, "config.json"),
-    ("prefill --model {root}/yarn", USAGE, "yarn"),
-    ("decode --model {root}/hot", USAGE, "temperature must be a number, not 'hot'"),
-    ("decode --model {root}/model --generation-config vllm", USAGE, "'none'"),
-    ("prefill --model {root}/alien", USAGE, "AlienForCausalLM"),
-    ("prefill --model {root}/halves", USAGE, "num_key_value_heads"),
+    ("prefill --model {root}/nowhere", "nowhere"),
+    ("prefill --model {root}/empty", "config.json"),
+    ("prefill --model {root}/broken", "config.json"),
+    ("prefill --model {root}/yarn", "yarn"),
+    ("decode --model {root}/hot", "temperature must be a number, not 'hot'"),
+    ("decode --model {root}/model --generation-config vllm", "'none'"),
+    ("prefill --model {root}/alien", "AlienForCausalLM"),
+    ("prefill --model {root}/halves", "num_key_value_heads"),
     # drafters
-    ("decode --model {root}/model --speculative-algorithm eagle", USAGE, "need each other"),
-    (f"{EAGLE} {{root}}/nowhere", USAGE, "nowhere"),
-    (f"{EAGLE} {{root}}/empty", USAGE, "config.json"),
-    (f"{EAGLE} {{root}}/model", USAGE, "'Qwen3ForCausalLM' is not an EAGLE head"),
-    (f"{EAGLE} {{root}}/head-of-more-tokens", USAGE, "4096 tokens in its vocabulary"),
-    (f"{EAGLE} {{root}}/head-of-wider", USAGE, "size 512, those of the model have 256"),
-    (f"{EAGLE} {{root}}/head-of-deeper", USAGE, "layers of a model of 6"),
+    ("decode --model {root}/model --speculative-algorithm eagle", "need each other"),
+    (f"{EAGLE} {{root}}/nowhere", "nowhere"),
+    (f"{EAGLE} {{root}}/empty", "config.json"),
+    (f"{EAGLE} {{root}}/model", "'Qwen3ForCausalLM' is not an EAGLE head"),
+    (f"{EAGLE} {{root}}/head-of-more-tokens", "4096 tokens in its vocabulary"),
+    (f"{EAGLE} {{root}}/head-of-wider", "size 512, those of the model have 256"),
+    (f"{EAGLE} {{root}}/head-of-deeper", "layers of a model of 6"),
     # the machine
+    ("prefill --model {root}/model --host 192.0.2.1 --cluster-key-file {root}/key", "key"),
+    ("decode --model {root}/model --fake-script {root}/script.yaml", "--fake-script needs"),
+    (
+        "decode --model {root}/model --transfer-backend fake --fake-script {root}/script.yaml",
+        "explode",
+    ),
+    ("decode --model {root}/model --transfer-backend fake --fake-script {root}/no", "/no"),
+    # files with settings
+    ("prefill --config {root}/none.yaml", "none.yaml: No such file"),
+    ("prefill --config {root}/bad.yaml", "is not YAML"),
+    ("prefill --config {root}/binary.yaml", "binary.yaml"),
+    ("prefill --config {root}/list.yaml", "must map flags to values"),
+    ("prefill --config {root}/unknown.yaml", "'page-sise' (did you mean page-size?)"),
+    ("prefill --config={root}/several.yaml", "page-size takes one value"),
+    ("prefill --config {root}/nested.yaml", "page-size"),
+    ("prefill --config {root}/flag.yaml", "kv-digest must be true or false"),
+    ("prefill --config {root}/config.yaml", "unknown key 'config'"),
+    # proxy and demo
+    ("proxy --prefill http://", "http://host:port"),
+    ("proxy --decode ftp://127.0.0.1:1", "http://host:port"),
+    ("proxy --decode http://me:pass@127.0.0.1:1", "came with user info"),
+    ("proxy --cors-origins chat.example.org", "https://chat.example.org"),
+    ("proxy --api-keys {root}/short.key", "line 1"),
+    ("proxy --policy best", "power_of_two"),
+    ("admin explode", "flush-cache"),
+    ("proxy --max-queue 0", "--max-queue"),
+    ("proxy --request-timeout -1", "--request-timeout"),
+    ("proxy --tokenizer {root}/nowhere", "nowhere"),
+    ("proxy --tokenizer {root}/empty", "tokenizer.json"),
+    ("proxy --prefill 127.0.0.1:1 --decode http://127.0.0.1:1", "more than once"),
+    ("demo --sevre", "--serve"),
+]
+
+# What the machine lacks is found while a command starts, so in a process of its own; and some of
+# the above. {port} is filled in, too.
+PROCESSES = [
+    ("", USAGE, "COMMAND"),
+    ("prefill --model {root}/model --kv-cache 5", USAGE, "--kv-cache-tokens?"),
+    ("decode --model {root}/yarn", USAGE, "yarn"),
+    ("proxy --prefill http://", USAGE, "http://host:port"),
     ("prefill --model {root}/model --port {port}", ENVIRONMENT, "choose another --port"),
     (
         "prefill --model {root}/model --port 0 --bootstrap-port {port}",
         ENVIRONMENT,
         "choose another --bootstrap-port",
     ),
-    ("prefill --model {root}/model --host 192.0.2.1 --cluster-key-file {root}/key", USAGE, "key"),
     ("decode --model {root}/model --device cpu --transfer-backend nvlink", ENVIRONMENT, "nvlink"),
-    ("decode --model {root}/model --fake-script {root}/script.yaml", USAGE, "--fake-script needs"),
-    (
-        "decode --model {root}/model --transfer-backend fake --fake-script {root}/script.yaml",
-        USAGE,
-        "explode",
-    ),
-    ("decode --model {root}/model --transfer-backend fake --fake-script {root}/no", USAGE, "/no"),
-    # files with settings
-    ("prefill --config {root}/none.yaml", USAGE, "none.yaml: No such file"),
-    ("prefill --config {root}/bad.yaml", USAGE, "is not YAML"),
-    ("prefill --config {root}/binary.yaml", USAGE, "binary.yaml"),
-    ("prefill --config {root}/list.yaml", USAGE, "must map flags to values"),
-    ("prefill --config {root}/unknown.yaml", USAGE, "'page-sise' (did you mean page-size?)"),
-    ("prefill --config={root}/several.yaml", USAGE, "page-size takes one value"),
-    ("prefill --config {root}/nested.yaml", USAGE, "page-size"),
-    ("prefill --config {root}/flag.yaml", USAGE, "kv-digest must be true or false"),
-    ("prefill --config {root}/config.yaml", USAGE, "unknown key 'config'"),
-    # proxy and demo
     ("proxy --port {port}", ENVIRONMENT, "choose another --port"),
-    ("proxy --prefill http://", USAGE, "http://host:port"),
-    ("proxy --decode ftp://127.0.0.1:1", USAGE, "http://host:port"),
-    ("proxy --decode http://me:pass@127.0.0.1:1", USAGE, "came with user info"),
-    ("proxy --cors-origins chat.example.org", USAGE, "https://chat.example.org"),
-    ("proxy --api-keys {root}/short.key", USAGE, "line 1"),
-    ("proxy --policy best", USAGE, "power_of_two"),
-    ("admin explode", USAGE, "flush-cache"),
     ("admin drain http://127.0.0.1:1", ENVIRONMENT, "cannot ask http://127.0.0.1:1"),
-    ("proxy --max-queue 0", USAGE, "--max-queue"),
-    ("proxy --request-timeout -1", USAGE, "--request-timeout"),
-    ("proxy --tokenizer {root}/nowhere", USAGE, "nowhere"),
-    ("proxy --tokenizer {root}/empty", USAGE, "tokenizer.json"),
-    ("proxy --prefill 127.0.0.1:1 --decode http://127.0.0.1:1", USAGE, "more than once"),
-    ("demo --sevre", USAGE, "--serve"),
 ]
 
 
-def launch(command: str) -> Any:
-    """Run to the end; nothing of this host's may change what comes out."""
+def nothing_of_this_host() -> dict[str, str]:
+    """An environment in which nothing of this host's changes what comes out."""
     environment = {k: v for k, v in os.environ.items() if k != "PD_API_KEY"}
+    return environment | {"HF_HOME": "/nonexistent", "HF_HUB_CACHE": "/nonexistent"}
+
+
+def launch(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end."""
     return subprocess.run(
         [sys.executable, "-m", "pd.cli", *command.split()],
         capture_output=True,
         text=True,
         timeout=60,
-        env=environment | {"HF_HOME": "/nonexistent", "HF_HUB_CACHE": "/nonexistent"},
+        env=nothing_of_this_host(),
     )
 
 
-@pytest.mark.parametrize(("command", "status", "named"), ERRORS, ids=[e[0] or "-" for e in ERRORS])
+def check_one_line(status: object, expected: int, out: str, err: str, named: str) -> None:
+    assert status == expected, err
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert named in err
+
+
+@pytest.mark.parametrize(("command", "named"), MISUSES, ids=[e[0] or "-" for e in MISUSES])
 def test_one_line_and_a_status(
-    command: str, status: int, named: str, place: Path, taken_port: int
+    command: str,
+    named: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ended = launch(command.format(root=place, port=taken_port))
-    assert ended.returncode == status, ended.stderr
-    assert ended.stdout == ""
-    assert len(ended.stderr.splitlines()) == 1, ended.stderr
-    assert named in ended.stderr
+    """In this process: what a command refuses, it refuses before it starts anything."""
+    monkeypatch.setattr(os, "environ", nothing_of_this_host())
+    status: object
+    try:
+        status = cli.launch(command.format(root=place).split())
+    except SystemExit as ended:
+        status = ended.code
+    check_one_line(status, USAGE, *capsys.readouterr(), named)
 
 
 @pytest.mark.parametrize(
-    "models",
-    [
-        "--model {place}/weightless",
-        "--model {place}/model --speculative-algorithm eagle "
-        "--speculative-draft-model {place}/head-without-weights",
-    ],
-    ids=["model", "head"],
+    ("command", "status", "named"), PROCESSES, ids=[e[0] or "-" for e in PROCESSES]
 )
-def test_a_model_whose_weights_are_missing(place: Path, models: str) -> None:
+def test_a_process_ends_with_one_line_and_a_status(
+    command: str, status: int, named: str, place: Path, taken_port: int
+) -> None:
+    ended = launch(command.format(root=place, port=taken_port))
+    check_one_line(ended.returncode, status, ended.stdout, ended.stderr, named)
+
+
+def test_a_model_whose_weights_are_missing(place: Path) -> None:
     """Found out only after torch is loaded, and still without a traceback."""
-    ended = launch(f"unified {models.format(place=place)} --port 0 --device cpu")
+    ended = launch(f"unified --model {place}/weightless --port 0 --device cpu")
     assert ended.returncode == USAGE
     assert "--load-format dummy" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
@@ -221,10 +250,31 @@ def test_a_head_that_fits_is_not_refused(place: Path, head: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("attention-backend", "flashinfer"), ("device", "cuda:7")]
+    ("settings", "named"),
+    [
+        ({"attention_backend": "flashinfer"}, "flashinfer"),
+        ({"device": "cuda:7"}, "cuda:7"),
+        (
+            {"speculative_algorithm": "eagle", "speculative_draft_model": "head-without-weights"},
+            "--load-format dummy",
+        ),
+    ],
+    ids=["attention backend", "device", "weights of a head"],
 )
-def test_what_this_machine_lacks(place: Path, name: str, value: str) -> None:
-    ended = launch(f"unified --model {place}/model --port 0 --{name} {value}")
-    assert ended.returncode in (USAGE, ENVIRONMENT)
-    assert value in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
+def test_what_a_node_lacks_when_it_starts(
+    place: Path, settings: dict[str, Any], named: str
+) -> None:
+    from pd.launch import NodeServer
+
+    if "speculative_draft_model" in settings:
+        settings = settings | {"speculative_draft_model": place / "head-without-weights"}
+    server = NodeServer(
+        NodeConfig(role="unified", model=place / "model", **{"device": "cpu"} | settings)
+    )
+    try:
+        with pytest.raises(PDError) as refused:
+            server.start()
+        assert refused.value.exit_status in (USAGE, ENVIRONMENT)
+        assert named in refused.value.message
+    finally:
+        server.stop()

@@ -21,6 +21,7 @@ from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 
 @contextmanager
@@ -33,14 +34,39 @@ def process(tmp_path: Path, *command: object) -> Iterator[Process]:
         running.stop()
 
 
+def unified(tmp_path: Path, *more: object) -> AbstractContextManager[Process]:
+    flags = ["--model", EMBEDDED_MODEL, "--device", "cpu", "--cpu-threads", 1, *more]
+    return process(tmp_path, "unified", *flags, "--port", 0, "--kv-cache-tokens", 8192)
+
+
 @contextmanager
 def unified_and_proxy(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
-    flags = ["--model", EMBEDDED_MODEL, "--device", "cpu", "--cpu-threads", 1]
     with (
-        process(tmp_path, "unified", *flags, "--port", 0, "--kv-cache-tokens", 8192) as node,
+        unified(tmp_path) as node,
         process(tmp_path, "proxy", "--unified", node.url, "--port", 0) as proxy,
     ):
         yield node, proxy
+
+
+@pytest.fixture(scope="module")
+def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A node that tests of proxies leave as they found it."""
+    with unified(tmp_path_factory.mktemp("lasting")) as node:
+        yield node
+
+
+@contextmanager
+def proxy_and_target(
+    role: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[Process, Process]]:
+    """A proxy with a node, and whichever of both has this role and is to end."""
+    if role == "unified":
+        with unified_and_proxy(tmp_path) as (node, proxy):
+            yield proxy, node
+        return
+    node = request.getfixturevalue("lasting_node")
+    with process(tmp_path, "proxy", "--unified", node.url, "--port", 0) as proxy:
+        yield proxy, proxy
 
 
 def stream(proxy: Process, tokens: int) -> Stream:
@@ -101,9 +127,10 @@ def test_idle_processes_of_a_split_end_long_before_a_lease(backend: str, tmp_pat
 
 
 @pytest.mark.parametrize("role", [pytest.param("unified", marks=pytest.mark.full), "proxy"])
-def test_sigterm_finishes_what_runs_and_refuses_what_comes(role: str, tmp_path: Path) -> None:
-    with unified_and_proxy(tmp_path) as (node, proxy):
-        target = node if role == "unified" else proxy
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(
+    role: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with proxy_and_target(role, tmp_path, request) as (proxy, target):
         answer = stream(proxy, 400)
         target.child.terminate()
         wait_until(lambda: refuses_new_requests(target), 10.0)
@@ -114,9 +141,10 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(role: str, tmp_path: 
 
 
 @pytest.mark.parametrize("role", [pytest.param("unified", marks=pytest.mark.full), "proxy"])
-def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(role: str, tmp_path: Path) -> None:
-    with unified_and_proxy(tmp_path) as (node, proxy):
-        target = node if role == "unified" else proxy
+def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(
+    role: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with proxy_and_target(role, tmp_path, request) as (proxy, target):
         answer = stream(proxy, 4000)
         target.child.terminate()
         wait_until(lambda: refuses_new_requests(target), 10.0)
@@ -129,9 +157,8 @@ def test_a_second_signal_ends_at_once_and_the_client_hears_of_it(role: str, tmp_
 
 @pytest.mark.full
 def test_the_drain_ends_when_its_time_is_over(tmp_path: Path) -> None:
-    flags = ["--device", "cpu", "--drain-timeout", 0.2, "--port", 0]
     with (
-        process(tmp_path, "unified", "--model", EMBEDDED_MODEL, *flags) as node,
+        unified(tmp_path, "--drain-timeout", 0.2) as node,
         process(tmp_path, "proxy", "--unified", node.url, "--port", 0) as proxy,
     ):
         answer = stream(proxy, 4000)
@@ -224,9 +251,8 @@ def test_the_demo_answers_shows_its_times_serves_and_leaves_nothing_behind(tmp_p
 STAGES = ("queue", "prefill", "bootstrap", "transfer", "decode")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_demo_that_is_interrupted_leaves_nothing_behind(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -260,8 +286,7 @@ def test_a_demo_that_fails_says_why_and_leaves_nothing_behind(tmp_path: Path) ->
 
 
 def test_a_node_whose_tensor_parallel_worker_dies_ends_with_status_1(tmp_path: Path) -> None:
-    flags = ["--model", EMBEDDED_MODEL, "--device", "cpu", "--tp-size", 2, "--cpu-threads", 1]
-    with process(tmp_path, "unified", *flags, "--port", 0, "--kv-cache-tokens", 8192) as node:
+    with unified(tmp_path, "--tp-size", 2) as node:
         pid = node.child.pid
         (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         os.kill(int(worker), signal.SIGKILL)

@@ -63,19 +63,19 @@ def foreign_process(*command: str, **environment: str) -> Iterator[int]:
         process.wait()
 
 
-class Command:
-    """``pd-launch cluster ACTION FILE`` as a process."""
+class _Program:
+    """A command as a process."""
 
-    started: ClassVar[list[Command]] = []
+    started: ClassVar[list[_Program]] = []
 
-    def __init__(self, action: str, file: Path, *flags: str) -> None:
-        self._log = file.with_suffix(f".{action}.log")
+    def __init__(self, log: Path, module: str, *arguments: str) -> None:
+        self._log = log
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with self._log.open("w") as log:
+        with log.open("w") as log_file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pd.cli", "cluster", action, str(file), *flags],
+                [sys.executable, "-m", module, *arguments],
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=log_file,
                 text=True,
                 env=env,
             )
@@ -94,6 +94,20 @@ class Command:
     def log(self) -> str:
         return self._log.read_text()
 
+    def end(self) -> tuple[int, str]:
+        """Exit status and the rest of its standard output."""
+        out, _ = self.process.communicate(timeout=ENDS_WITHIN)
+        return self.process.returncode, out
+
+
+class Command(_Program):
+    """``pd-launch cluster ACTION FILE``."""
+
+    def __init__(self, action: str, file: Path, *flags: str) -> None:
+        super().__init__(
+            file.with_suffix(f".{action}.log"), "pd.cli", "cluster", action, str(file), *flags
+        )
+
     def urls(self) -> dict[str, str]:
         """Wait for the line that ``up`` prints."""
         assert self.process.stdout is not None
@@ -102,10 +116,12 @@ class Command:
         found: dict[str, str] = json.loads(line)["layouts"]
         return found
 
-    def end(self) -> tuple[int, str]:
-        """Exit status and the rest of its standard output."""
-        out, _ = self.process.communicate(timeout=ENDS_WITHIN)
-        return self.process.returncode, out
+
+class Benchmark(_Program):
+    """``pd-bench ARGUMENTS``, with its log in a directory."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        super().__init__(directory / "bench.log", "pd.bench", *arguments)
 
 
 def run(action: str, file: Path, *flags: str) -> tuple[int, str, str]:

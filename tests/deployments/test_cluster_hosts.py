@@ -1,33 +1,32 @@
-"""A deployment over four hosts of network namespaces, started by its YAML file."""
+"""A deployment over four network namespaces, started by its YAML file for a benchmark whose
+load comes from one of the hosts.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import netns
 import pytest
-from cluster_helpers import TOKENS, kill_host, pids_with, spec_of, write
+from cluster_helpers import Benchmark, kill_host, spec_of, state_of, write
+from processes import wait_until
 
-from pd.cluster.spec_file import load_spec
-from pd.cluster.start import up
-from pd.core.errors import SetupError
+from pd import cli
+from pd.bench.load.records import read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pd.cluster.deployment import Deployment
-
 NAMES = ("client", "proxy", "prefill", "decode")
-REQUEST = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
-ASK = """
-import httpx, json, sys
-body = json.loads(sys.argv[2])
-answer = httpx.post(sys.argv[1] + "/generate", json=body, trust_env=False, timeout=60)
-print(answer.text)
-"""
+RANDOM = ("--dataset-name", "random", "--vocab-size", "256")
+LOAD = (*RANDOM, "--random-input-len", "12", "--random-output-len", "6")
+# A machine that other tests keep busy makes every client late.
+PATIENT = ("--max-client-lag-ms", "100000", "--max-client-cpu", "10")
+WITHIN = 60.0
 
 
 @pytest.fixture
@@ -54,44 +53,59 @@ def four_hosts(network: dict[str, netns.Host], backend: str) -> dict[str, Any]:
     return spec_of(hosts, nodes=nodes, proxy=proxy, transfer_backend=backend, load=["client"])
 
 
-def ask_from_client(running: Deployment) -> Any:
-    client = running.hosts["client"]
-    url = running.layouts["main"].url
-    spec_python = running.state.hosts["client"].python
-    state = client.run("ask", [spec_python, "-c", ASK, url, json.dumps(REQUEST)])
-    assert state.status == 0, client.read("ask.log")
-    return json.loads(client.read("ask.out"))
+def nothing_runs(network: dict[str, netns.Host]) -> bool:
+    commands = [["ip", "netns", "pids", host.namespace] for host in network.values()]
+    return not any(subprocess.run(c, capture_output=True, check=True).stdout for c in commands)
 
 
-def transferred(running: Deployment, backend: str) -> float:
-    """Bytes of KV that the decode node got over the backend."""
-    (decode,) = [p for p in running.servers if p.state.role == "decode"]
-    page = decode.host.fetch(f"{decode.local_url}/metrics").body.decode()
-    found = re.search(rf'^pd_transfer_bytes_total{{backend="{backend}"}} (\S+)', page, re.M)
-    assert found is not None, page
-    return float(found[1])
-
-
-@pytest.mark.parametrize("backend", ["tcp", "nixl"])
-def test_four_hosts_serve_and_one_that_dies_is_named(
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("nixl", marks=pytest.mark.full)])
+def test_load_from_a_host_and_what_all_hosts_say_are_in_one_directory(
     backend: str, network: dict[str, netns.Host], tmp_path: Path
 ) -> None:
-    file = write(tmp_path / "four.yaml", four_hosts(network, backend))
-    said: list[str] = []
-    with up(load_spec(file), file, with_load=True, report=said.append) as running:
-        token = running.state.token
-        assert running.layouts["main"].url.startswith(f"http://{network['proxy'].address}:")
-        answer = ask_from_client(running)
-        assert len(answer.get("output_ids", [])) == 6, answer
-        assert transferred(running, backend) > 0
-        kill_host(network["decode"])
-        with pytest.raises(SetupError, match=r"host decode .* is lost.*it ran main-decode-0"):
-            while True:
-                running.check()
-                running.wait(1)
-    assert not pids_with(token)
-    collected = {path.name for path in running.logs.iterdir()}
-    assert {f"{role}-main-{role}-0.log" for role in ("prefill", "decode")} <= collected
-    assert {"proxy-main-proxy.log", "proxy-main-proxy.metrics", "client-ask.out"} <= collected
-    assert (running.logs / "prefill-main-prefill-0.json").is_file()
-    print("\n".join(said))
+    file, out = write(tmp_path / "four.yaml", four_hosts(network, backend)), tmp_path / "out"
+    flags = ["--num-prompts", "12", "--request-rate", "50", "--processes", "2", "--warmup", "1"]
+    command = ["serve", "--cluster", str(file), *LOAD, *PATIENT, *flags, "--output-dir", str(out)]
+    assert cli.bench(command) == 0
+    records = read_records(out / "main" / "requests.jsonl")
+    assert [record.status for record in records] == ["ok"] * 12
+    assert {(record.session % 2, record.process) for record in records} == {
+        (0, "client/0"),
+        (1, "client/1"),
+    }
+    assert all(record.output_tokens == 6 for record in records)
+    summary = json.loads((out / "main" / "summary.json").read_text())
+    assert summary["settings"]["url"].startswith(f"http://{network['proxy'].address}:")
+    # From the proxy's metrics, which this machine does not reach.
+    assert summary["server"]["output_tokens"] >= 12 * 6
+
+    collected = {path.name for path in (out / "four.hosts").iterdir()}
+    logs = {"prefill-main-prefill-0", "decode-main-decode-0", "proxy-main-proxy"}
+    assert {f"{name}.log" for name in (*logs, "client-load-0", "client-load-1")} <= collected
+    assert {f"{name}.metrics" for name in logs} <= collected
+    metrics = (out / "four.hosts" / "decode-main-decode-0.metrics").read_text()
+    sent = re.search(rf'^pd_transfer_bytes_total{{backend="{backend}"}} (\S+)', metrics, re.M)
+    assert sent is not None and float(sent[1]) > 0
+    assert nothing_runs(network)
+    assert state_of(file) is None
+
+
+@pytest.mark.parametrize("victim", ["decode", pytest.param("client", marks=pytest.mark.full)])
+def test_a_host_that_dies_under_load_is_named_and_the_rest_is_stopped(
+    victim: str, network: dict[str, netns.Host], tmp_path: Path
+) -> None:
+    file, out = write(tmp_path / "four.yaml", four_hosts(network, "tcp")), tmp_path / "out"
+    flags = ["--num-prompts", "100000", "--request-rate", "5", "--output-dir", str(out)]
+    command = Benchmark(tmp_path, "serve", "--cluster", str(file), *LOAD, *PATIENT, *flags)
+    wait_until(lambda: " answered, " in command.log, WITHIN, lambda: command.log)
+    kill_host(network[victim])
+    status, _ = command.end()
+    ran = {"decode": "main-decode-0", "client": "nothing"}[victim]
+    assert status == 1, command.log
+    last = command.log.splitlines()[-1]
+    assert re.search(rf"host {victim} \(.*\) is lost: .*it ran {ran}", last), command.log
+    assert nothing_runs(network)
+    assert (out / "four.hosts" / "prefill-main-prefill-0.log").is_file()
+    if victim != "client":  # which had the records
+        summary = json.loads((out / "main" / "summary.json").read_text())
+        assert summary["interrupted"] is True
+        assert any(r.status == "ok" for r in read_records(out / "main" / "requests.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from cluster_helpers import (
     ROOT,
     TOKENS,
+    Benchmark,
     Command,
     kill_host,
     pids_with,
@@ -28,6 +30,8 @@ from cluster_helpers import (
 )
 from lacking import skip_or_fail
 from processes import wait_until
+
+from pd.bench.load.records import read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +114,8 @@ def two_hosts(net: netns.Network, keys: Path, *, known: bool = True) -> dict[str
         {"role": "decode", "host": "second", "devices": ["cpu"]},
     ]
     proxy = {"host": "first", "listen": "0.0.0.0"}
-    return spec_of(hosts, nodes=nodes, proxy=proxy, transfer_backend="tcp")
+    load = ["first", "second"]
+    return spec_of(hosts, nodes=nodes, proxy=proxy, transfer_backend="tcp", load=load)
 
 
 def in_foreground(net: netns.Network, keys: Path) -> tuple[Path, Command, ClusterState]:
@@ -141,6 +146,30 @@ def test_a_deployment_over_ssh_serves_and_stops(servers: netns.Network, keys: Pa
     assert not pids_with(state.token)
     names = {path.name for path in state.logs.iterdir()}
     assert {"first-main-proxy.log", "second-main-decode-0.log"} <= names
+
+
+def test_load_runs_from_both_hosts_and_is_merged(servers: netns.Network, keys: Path) -> None:
+    file, out = write(keys / "ssh.yaml", two_hosts(servers, keys)), keys / "out"
+    flags = [
+        *("--dataset-name", "random", "--vocab-size", "256", "--random-input-len", "12"),
+        *("--random-output-len", "6", "--num-prompts", "12", "--request-rate", "20"),
+        *("--max-client-lag-ms", "100000", "--max-client-cpu", "10"),
+    ]
+    command = Benchmark(keys, "serve", "--cluster", str(file), *flags, "--output-dir", str(out))
+    status, shown = command.end()
+    # Clocks of a busy machine may differ by more than a result allows.
+    assert status in (0, 3), command.log
+    assert status == 0 or "clock_error_ms" in shown
+    records = read_records(out / "main" / "requests.jsonl")
+    assert [record.status for record in records] == ["ok"] * 12
+    assert {(record.session % 2, record.process) for record in records} == {
+        (0, "first/0"),
+        (1, "second/0"),
+    }
+    summary = json.loads((out / "main" / "summary.json").read_text())
+    assert 0 < summary["client"]["clock_error_ms"] < 1000
+    names = {path.name for path in (out / "ssh.hosts").iterdir()}
+    assert {"first-load-0.log", "second-load-0.log", "second-main-decode-0.metrics"} <= names
 
 
 def test_a_host_that_dies_is_named_and_the_other_one_stopped(

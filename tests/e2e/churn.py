@@ -1,6 +1,6 @@
-"""Requests at a steady pace while every second one is aborted or a node is killed.
+"""Requests at a steady pace; every second one of them is aborted or a node is killed.
 
-:func:`check_churn` is the whole test; the rest is what it is made of.
+:func:`check_churn` is the whole test. :func:`run_churn` only measures (``benchmarks/churn.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -33,7 +34,7 @@ EVENTS_PER_KILL = 7
 END_WITHIN = 60.0
 CASES = 60
 # So many that each pair of a prefill and a decode node has served several.
-WARM_UP = 24
+WARM_UP = 16
 
 
 @dataclass
@@ -65,11 +66,13 @@ def make_cases(model: Path, rng: random.Random) -> list[Case]:
         seed = None if number % 2 else rng.randrange(1 << 30)
         cases.append(Case(prompt, rng.randrange(2, 120), seed))
     with Cluster(model, prefill=0, decode=0, unified=1) as cluster:
+        asked = []
         for case in cases:
             params: dict[str, Any] = {"max_tokens": case.length}
             if case.seed is not None:
                 params |= {"temperature": 0.9, "top_p": 0.95, "seed": case.seed}
-            request = cluster.client.generate(case.prompt, cluster.unified, **params)
+            asked.append(cluster.client.generate(case.prompt, cluster.unified, **params))
+        for case, request in zip(cases, asked, strict=True):
             case.expected = request.tokens()
     return cases
 
@@ -89,8 +92,11 @@ class Sent:
 class Churn:
     """``run`` returns when every request has ended; :meth:`faults` judges them."""
 
-    def __init__(self, running: Deployment, cases: list[Case], seed: int) -> None:
+    def __init__(
+        self, running: Deployment, cases: list[Case], seed: int, events_per_kill: int
+    ) -> None:
         self._running, self._cases = running, cases
+        self._events_per_kill = events_per_kill
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._live: dict[str, Sent] = {}
@@ -137,8 +143,8 @@ class Churn:
 
     def _upset_every_second(self) -> None:
         for event in itertools.count():
-            if event % EVENTS_PER_KILL == 0:
-                kill_at = event + self._rng.randrange(EVENTS_PER_KILL)
+            if event % self._events_per_kill == 0:
+                kill_at = event + self._rng.randrange(self._events_per_kill)
             if self._over.wait(1.0):
                 return
             self.events += 1
@@ -225,7 +231,8 @@ class Churn:
             return None
         return "failed although every node lived"
 
-    def summary(self) -> dict[str, int]:
+    def summary(self) -> dict[str, Any]:
+        """Requests by outcome, kills, and seconds until all nodes could serve again."""
         outcomes = {"right": 0, "aborted": 0, "failed": 0}
         for sent in self.sent:
             if sent.stream.succeeded_as(sent.case.expected):
@@ -234,9 +241,13 @@ class Churn:
                 outcomes["aborted"] += 1
             else:
                 outcomes["failed"] += 1
-        longest = max((end - begin for begin, end in self.outages), default=0.0)
+        outages = [end - begin for begin, end in self.outages] or [0.0]
         happened = {"events": self.events, "kills": len(self.outages)}
-        return outcomes | happened | {"longest_outage_s": round(longest)}
+        return (
+            outcomes
+            | happened
+            | {"outage_p50_s": round(median(outages), 2), "outage_max_s": round(max(outages), 2)}
+        )
 
 
 @dataclass
@@ -263,6 +274,21 @@ class Footprint:
         )
 
 
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        summary: see :meth:`Churn.summary`.
+        faults: what went wrong that no abort and no kill explains, one line each.
+        grown: processes that hold more than before, and what each held.
+    """
+
+    summary: dict[str, Any]
+    faults: list[str]
+    grown: dict[str, tuple[Footprint, Footprint]]
+
+
 def check_churn(
     model: Path,
     logs: Path,
@@ -276,6 +302,37 @@ def check_churn(
 ) -> None:
     """2P2D while requests are aborted and nodes killed: no wrong token, and nothing left behind."""
     print(f"PD_TEST_SEED={seed}: {requests} requests over {backend} on {', '.join(devices)}")
+    outcome = run_churn(
+        model, logs, cases, backend, requests, seed, devices=devices, node_flags=node_flags
+    )
+    summary = outcome.summary
+    print(summary)
+    assert not outcome.faults, "\n".join(map(str, [summary, *outcome.faults]))
+    assert summary["right"] > requests // 2, summary
+    assert summary["kills"] > 0, summary
+    assert not outcome.grown
+
+
+def run_churn(
+    model: Path,
+    logs: Path,
+    cases: list[Case],
+    backend: Backend,
+    requests: int,
+    seed: int,
+    *,
+    devices: Sequence[str],
+    node_flags: Sequence[str],
+    events_per_kill: int = EVENTS_PER_KILL,
+) -> Outcome:
+    """Run 2P2D, and look at what is left once all requests have ended.
+
+    Args:
+        events_per_kill: one of so many events is a kill, unless a node is still gone; the others
+            are aborts.
+
+    Raises AssertionError if nodes do not serve, or do not come to rest.
+    """
     with deployment(
         model,
         logs,
@@ -288,21 +345,21 @@ def check_churn(
     ) as running:
         _calm_round(running, cases)
         before = _footprints(running)
-        churn = Churn(running, cases, seed)
+        churn = Churn(running, cases, seed, events_per_kill)
         churn.run(requests)
-        summary = churn.summary()
-        print(summary)
         faults = churn.faults()
-        assert not faults, "\n".join(map(str, [summary, *faults]))
-        assert summary["right"] > requests // 2, summary
-        assert summary["kills"] > 0, summary
-        _calm_round(running, cases)
-        running.wait_idle(60)
-        wait_until(lambda: _proxy_is_idle(running), 10)
+        # What went wrong says more than the nodes after it.
+        if not faults:
+            _calm_round(running, cases)
+            running.wait_idle(60)
+            wait_until(lambda: _proxy_is_idle(running), 10)
         after = _footprints(running)
-        print(before, after, sep="\n")
-        grown = [n for n, now in after.items() if now.has_grown_from(before[n], backend.keeps)]
-        assert not grown, f"{grown} grew: {before}, then {after}"
+        grown = {
+            name: (before[name], now)
+            for name, now in after.items()
+            if now.has_grown_from(before[name], backend.keeps)
+        }
+        return Outcome(churn.summary(), faults, grown)
 
 
 def _calm_round(running: Deployment, cases: list[Case]) -> None:

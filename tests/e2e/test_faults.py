@@ -31,14 +31,8 @@ if TYPE_CHECKING:
 
 LONG = 1200
 # For requests that have to finish; still far longer than a node needs to be killed meanwhile.
-WHOLE = 800
+WHOLE = 400
 HEAD = "Host: localhost\r\nContent-Type: application/json\r\n"
-
-# Only the first room is slow, so that the tests' later requests are not.
-SLOW_RESERVATIONS = "rules: [{do: delay_reservation, seconds: 3, rooms: 1}]"
-SLOW_WRITES = "rules: [{do: delay_write, seconds: 3, rooms: 1}]"
-
-ENDLESS_WRITES = "rules: [{do: delay_write, seconds: 20, rooms: [1, 2, 3]}]"
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +57,6 @@ def pair_of_decoders(
         proxy_flags=["--policy", "round_robin"],
         env=backend.env,
     ) as running:
-        yield running
-
-
-@pytest.fixture
-def scripted(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    """One prefill and one decode node over ``fake`` with the script that the test asks for."""
-    script = tmp_path / "script.yaml"
-    script.write_text(request.param)
-    flags = ["--transfer-backend", "fake", "--fake-script", str(script)]
-    with deployment(model, tmp_path / "logs", node_flags=flags) as running:
         yield running
 
 
@@ -166,48 +150,6 @@ def wait_for_receivers(running: Deployment) -> list[Process]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("scripted", [SLOW_RESERVATIONS], indirect=True)
-def test_prefill_killed_before_the_transfer(scripted: Deployment) -> None:
-    stream = scripted.stream(prompt(1), LONG)
-    stream.wait_first()
-    wait_until(lambda: scripted.decode[0].server_info()["queues"]["transfer"] == 1, 5)
-    killed_at = time.monotonic()
-    scripted.prefill[0].kill()
-    assert_failed_in_time(stream, killed_at)
-    assert scripted.decode[0].healthy() and scripted.proxy.healthy()
-    scripted.prefill[0].restart()
-    assert_works(scripted)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("scripted", [SLOW_WRITES], indirect=True)
-def test_prefill_killed_during_the_transfer(scripted: Deployment) -> None:
-    stream = scripted.stream(prompt(2), LONG)
-    stream.wait_first()
-    wait_until(lambda: scripted.decode[0].server_info()["queues"]["transfer"] == 1, 5)
-    killed_at = time.monotonic()
-    scripted.prefill[0].kill()
-    assert_failed_in_time(stream, killed_at)
-    assert scripted.decode[0].healthy()
-    scripted.prefill[0].restart()
-    assert_works(scripted)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("scripted", [SLOW_WRITES], indirect=True)
-def test_decode_killed_while_receiving(scripted: Deployment) -> None:
-    stream = scripted.stream(prompt(3), LONG)
-    stream.wait_first()
-    wait_until(lambda: scripted.decode[0].server_info()["queues"]["transfer"] == 1, 5)
-    killed_at = time.monotonic()
-    scripted.decode[0].kill()
-    assert_failed_in_time(stream, killed_at)
-    assert scripted.prefill[0].healthy()
-    scripted.decode[0].restart()
-    assert_works(scripted)
-
-
 def test_prefill_killed_after_the_transfer(pair_of_decoders: Deployment) -> None:
     streams = [pair_of_decoders.stream(prompt(10 + i), WHOLE) for i in range(4)]
     for stream in streams:
@@ -260,20 +202,21 @@ def test_proxy_killed_and_restarted(pair_of_decoders: Deployment) -> None:
         other.stop()
 
 
-@pytest.mark.parametrize("scripted", [ENDLESS_WRITES], indirect=True)
-def test_proxy_that_stood_still(scripted: Deployment) -> None:
+def test_proxy_that_stood_still(pair_of_decoders: Deployment) -> None:
     """The nodes gave its requests up meanwhile, so its clients must hear that."""
-    streams = [scripted.stream(prompt(40 + i), LONG) for i in range(3)]
+    running = pair_of_decoders
+    held = [prompt(40 + i, held_transfers.DURING_TOKENS) for i in range(3)]
+    streams = [running.stream(tokens, LONG) for tokens in held]
     for stream in streams:
         stream.wait_first()
-    scripted.proxy.child.send_signal(signal.SIGSTOP)
+    running.proxy.child.send_signal(signal.SIGSTOP)
     time.sleep(LEASE_SECONDS + 1.5)
-    scripted.proxy.child.send_signal(signal.SIGCONT)
+    running.proxy.child.send_signal(signal.SIGCONT)
     for stream in streams:
         stream.join(10)
         assert stream.error is not None and not stream.done
-    scripted.wait_idle(30)
-    assert_works(scripted)
+    running.wait_idle(30)
+    assert_works(running)
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1, 30])
@@ -287,20 +230,16 @@ def test_client_gone(pair_of_decoders: Deployment, tokens_before: int) -> None:
     pair_of_decoders.wait_idle(ERROR_WITHIN)
 
 
-@pytest.mark.parametrize(
-    "scripted",
-    [
-        pytest.param(SLOW_RESERVATIONS, id="reservation", marks=pytest.mark.full),
-        pytest.param(SLOW_WRITES, id="transfer"),
-    ],
-    indirect=True,
-)
-def test_client_gone_while_the_hand_off_is_under_way(scripted: Deployment) -> None:
-    sock = raw_request(scripted, prompt(60))
-    wait_until(lambda: scripted.prefill[0].server_info()["queues"]["in_flight"] == 1, 10)
+@pytest.mark.parametrize("stage", held_transfers.HELD)
+def test_client_gone_while_the_hand_off_is_under_way(
+    pair_of_decoders: Deployment, stage: str
+) -> None:
+    sock = raw_request(pair_of_decoders, prompt(60, held_transfers.HELD[stage]))
+    prefill = pair_of_decoders.prefill[0]
+    wait_until(lambda: prefill.server_info()["queues"]["in_flight"] == 1, 10)
     sock.close()
-    scripted.wait_idle(ERROR_WITHIN)
-    assert_works(scripted)
+    pair_of_decoders.wait_idle(ERROR_WITHIN)
+    assert_works(pair_of_decoders)
 
 
 def raw_request(running: Deployment, tokens: list[int]) -> socket.socket:

@@ -109,28 +109,23 @@ def test_logits_may_be_bfloat16() -> None:
     spread=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
     shift=st.sampled_from([0.0, -30.0, 1000.0]),
     seed=st.integers(0, 2**16),
+    candidates=st.sampled_from([16, 256, 4096]),
 )
 def test_thresholds_keep_what_the_reference_keeps(
-    size: int, top_k: int, top_p: float, spread: float, shift: float, seed: int
+    size: int,
+    top_k: int,
+    top_p: float,
+    spread: float,
+    shift: float,
+    seed: int,
+    candidates: int,
 ) -> None:
-    import triton
-
-    from pd.kernels import sampling_triton
+    from pd.kernels.sampling_filters_triton import row_thresholds
 
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(seed)) * spread + shift
     k, p = torch.tensor([min(top_k or size, size)]), torch.tensor([top_p])
-    found = torch.full((1,), float("nan"), device=DEVICE)
-    sampling_triton._thresholds[(1,)](
-        *(each.to(DEVICE) for each in (logits, torch.ones(1), k, p, torch.zeros(1))),
-        torch.empty(1, size, device=DEVICE),
-        torch.empty(64, device=DEVICE),
-        found,
-        size,
-        MIN_TEMPERATURE=1e-5,
-        BLOCK=min(256, triton.next_power_of_2(size)),
-        CANDIDATES=64,
-        PDL=False,
-    )
+    arguments = (each.to(DEVICE) for each in (logits, torch.ones(1), k, p, torch.zeros(1)))
+    found = row_thresholds(*arguments, 1e-5, chunk=1024, max_candidates=candidates)
     kept = logits[0] >= found.cpu()
     # Where rounding decides whether a token is in, either is right.
     for slack in (0.0, -1e-5, 1e-5):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from fake_node import FakeNode
 
 from pd.proxy.config import ProxyConfig
-from pd.proxy.server import ProxyThread
+from pd.proxy.processes.parent import ProxyProcesses
+from pd.proxy.server import Proxy, ProxyThread
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
+
+# Processes of every proxy, unless a test says how many.
+PROCESSES = int(os.environ.get("PD_TEST_PROXY_WORKERS", "1"))
 
 
 class Cluster:
@@ -39,7 +44,9 @@ class Cluster:
         options.setdefault("tokenizer", self.model_dir if text else None)
         for role in ("prefill", "decode", "unified"):
             options.setdefault(role, [node.url for node in getattr(self, role)])
-        thread = ProxyThread(ProxyConfig(port=0, **options))
+        options.setdefault("workers", PROCESSES)
+        make: Any = Proxy if options["workers"] == 1 else ProxyProcesses
+        thread = ProxyThread(ProxyConfig(port=0, **options), make)
         self._stack.callback(thread.stop)
         return thread.start(wait_ready)
 

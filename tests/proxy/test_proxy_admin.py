@@ -235,15 +235,25 @@ def test_secrets_are_not_logged(cluster: Cluster, caplog: pytest.LogCaptureFixtu
 _PROGRAM = """
 import asyncio, sys
 from pd.proxy.config import ProxyConfig
-from pd.proxy.server import serve
+from pd.proxy.processes.parent import ProxyProcesses
+from pd.proxy.server import Proxy, serve, stop_on_signals
 assert not {"torch", "transformers"} & sys.modules.keys()
-config = ProxyConfig(prefill=[sys.argv[1]], decode=[sys.argv[2]], port=0)
-asyncio.run(serve(config, lambda url, name: print(url, name, flush=True)))
+prefill, decode, workers = sys.argv[1:]
+config = ProxyConfig(prefill=[prefill], decode=[decode], port=0, workers=int(workers))
+
+async def main():
+    proxy = Proxy(config) if config.workers == 1 else ProxyProcesses(config)
+    stop_on_signals(proxy)
+    await serve(proxy, lambda url, name: print(url, name, flush=True))
+
+asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_requests_finish(cluster: Cluster, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
+)
+def test_a_signal_lets_requests_finish(cluster: Cluster, number: int, workers: int) -> None:
     import threading
 
     import httpx
@@ -251,7 +261,7 @@ def test_a_signal_lets_requests_finish(cluster: Cluster, number: int) -> None:
     from pd.core.messages import Finish
 
     prefill, decode = cluster.pair(auto=False)
-    command = [sys.executable, "-c", _PROGRAM, prefill.url, decode.url]
+    command = [sys.executable, "-c", _PROGRAM, prefill.url, decode.url, str(workers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url, _ = process.stdout.readline().split()

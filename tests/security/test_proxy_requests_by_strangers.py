@@ -12,7 +12,8 @@ from edge_helpers import JSON, WEB_PAGES, routes_of
 from proxy_cluster import Cluster
 
 from pd.core.errors import ForbiddenError, UsageError
-from pd.proxy.access import Access, ApiKey, Caller, load_api_keys
+from pd.proxy.access import Access, Caller, load_api_keys
+from pd.proxy.api_keys import ApiKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -209,8 +209,15 @@ def test_the_output_is_the_same(
         assert drafted > 2.5 * drafts > 0
 
 
-@pytest.mark.parametrize("kind", ["unified", "split"])
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    [
+        ("eagle", "split"),
+        ("eagle3", "unified"),
+        pytest.param("eagle", "unified", marks=pytest.mark.full),
+        pytest.param("eagle3", "split", marks=pytest.mark.full),
+    ],
+)
 def test_drafts_are_those_of_one_pass(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, kind: str
 ) -> None:
@@ -408,7 +415,7 @@ def test_trees_change_no_output(
         assert accepted > 0
 
 
-@pytest.mark.parametrize("kind", ["unified", "split"])
+@pytest.mark.parametrize("kind", [pytest.param("unified", marks=pytest.mark.full), "split"])
 def test_trees_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """So the KV of accepted guesses is where it belongs, however deep in a tree they were: in the
     model's planes, on which the states depend, and in the head's."""

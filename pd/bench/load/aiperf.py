@@ -162,7 +162,10 @@ def read_aiperf_records(path: Path) -> tuple[float, list[Record]]:
     if not measured:
         raise UsageError(f"--import-aiperf {path} has no record")
     start = min(row["metadata"]["request_start_ns"] for row in measured)
-    return start / 1e9, [_record(row, start) for row in measured]
+    try:
+        return start / 1e9, [_record(row, start) for row in measured]
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise UsageError(f"--import-aiperf {path} has a value of a wrong type: {error}") from None
 
 
 def _checked(where: str, line: str) -> dict[str, Any]:

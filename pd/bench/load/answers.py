@@ -1,4 +1,4 @@
-"""What an answer says: its tokens with their times, its counts, or why there is none.
+"""Reads an answer: its tokens with their times, the server's counts, or why it failed.
 
 Tokens of an event are counted by their ids where the server names them, else by the counts that
 every event has (``continuous_usage_stats``, ``meta_info``), else an event with text is one token.

@@ -20,7 +20,7 @@ Strategy = Literal["linear", "exponential"]
 
 @dataclass(frozen=True)
 class Arrivals:
-    """How requests arrive.
+    """The process by which requests arrive.
 
     Attributes:
         rate: requests a second; infinite for all at once.

@@ -1,4 +1,4 @@
-"""Whether the client was what limited a run; then its results say nothing about the server."""
+"""Checks that the client did not limit a run, whose results then would not be the server's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """What a client may be and its results still count.
+    """Limits within which the client did not distort the results.
 
     Attributes:
         lag: seconds by which requests may be sent later than due, and a process's event loop may
@@ -31,7 +31,7 @@ class ClientLimits:
 
 
 def client_facts(run: Run) -> dict[str, Any]:
-    """What the load processes found out about themselves, each of them at its worst."""
+    """The worst value over all load processes of each fact that they measured about themselves."""
     lags = np.array([record.lag for record in run.records] or [0.0])
     facts: dict[str, Any] = {
         "processes": len(run.loads),

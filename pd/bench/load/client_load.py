@@ -1,4 +1,4 @@
-"""How busy the client is: it must not be what is measured."""
+"""Measures how busy a load process is."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ClientLoad:
 
 @dataclass(frozen=True)
 class ProcessLoad:
-    """What a load process found out about itself.
+    """Facts that a load process measured about itself.
 
     Attributes:
         cpu_share: processor time of its one loop, as a share of the run.

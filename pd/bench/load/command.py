@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pd.bench.load.aiperf import read_aiperf_records
+from pd.bench.load.client import LoadClient
 from pd.bench.load.goodput import Objectives, count_good
+from pd.bench.load.load_process import local_places, remote_places
 from pd.bench.load.measure import LoadResult, measure_server, probe_server
 from pd.bench.load.measures import summarize
 from pd.bench.load.results import (
@@ -20,6 +22,9 @@ from pd.core.errors import NodeFailedError, UsageError
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
+
+    from pd.bench.load.settings import LoadSettings
 
 # Exit status of a run that the client limited, and of one that the user ended.
 VOID, INTERRUPTED = 3, 130
@@ -27,12 +32,36 @@ VOID, INTERRUPTED = 3, 130
 
 def run_load(args: argparse.Namespace) -> int:
     """Measure, print and write. ``args`` has also the whole ``command_line``."""
-    _check_places(args)
+    check_places(args)
     if args.import_aiperf is not None:
         return _import_aiperf(args)
-    server = probe_server(load_settings(args, args.url))
+    settings = load_settings(args, args.url, args.load_host or ())
+    return measure_and_write(args, settings, client_of(args), args.output_dir)
+
+
+def client_of(args: argparse.Namespace) -> LoadClient:
+    """Load processes here, or on the hosts of ``--load-host``."""
+    if args.load_host:
+        return LoadClient(tuple(remote_places(args.processes, args.load_host, args.remote_command)))
+    return LoadClient(tuple(local_places(args.processes)))
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """Raise UsageError now for files that could not be written later."""
+    for flag, path in (("--output-dir", args.output_dir), ("--save-result", args.save_result)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{flag} {path}: there is no directory {path.absolute().parent}")
+
+
+def measure_and_write(
+    args: argparse.Namespace, settings: LoadSettings, client: LoadClient, directory: Path | None
+) -> int:
+    """One run against one server; returns the exit status. Raises PDError without an answer."""
+    server = probe_server(settings, client)
     result = measure_server(server)
-    _finish(args, result, shown_settings(server.settings))
+    _finish(args, result, shown_settings(server.settings), directory)
+    if result.failure is not None:
+        raise result.failure
     if result.interrupted:
         return INTERRUPTED
     if not result.measures["completed"] and not result.measures["cancelled"]:
@@ -40,18 +69,15 @@ def run_load(args: argparse.Namespace) -> int:
     return VOID if result.complaints else 0
 
 
-def _check_places(args: argparse.Namespace) -> None:
-    """Raise UsageError now for files that could not be written later."""
-    for flag, path in (("--output-dir", args.output_dir), ("--save-result", args.save_result)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{flag} {path}: there is no directory {path.absolute().parent}")
-
-
-def _finish(args: argparse.Namespace, result: LoadResult, settings: dict[str, Any]) -> None:
+def _finish(
+    args: argparse.Namespace,
+    result: LoadResult,
+    settings: dict[str, Any],
+    directory: Path | None,
+) -> None:
     print_result(result)
-    if args.output_dir is not None:
-        command = shown_command(args.command_line)
-        write_results(args.output_dir, result, settings, command)
+    if directory is not None:
+        write_results(directory, result, settings, shown_command(args.command_line))
     if args.save_result is not None:
         write_bench_file(args.save_result, result, settings, detailed=args.save_detailed)
 
@@ -70,5 +96,5 @@ def _import_aiperf(args: argparse.Namespace) -> int:
         notes={"imported_from": str(args.import_aiperf)},
         server={},
     )
-    _finish(args, result, {})
+    _finish(args, result, {}, args.output_dir)
     return 0

@@ -1,4 +1,4 @@
-"""The next prompt of a session: what was said so far with the real answer, and the new turn."""
+"""Makes the next prompt of a session: the conversation with the real answer, and the new turn."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def next_prompt(prompt: Prompt, answer: Answer, added: Prompt, *, chat: bool) ->
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(added, str):
-        said = {"role": "assistant", "content": answer.text}
-        return [*prompt, said, {"role": "user", "content": added}]
+        answered = {"role": "assistant", "content": answer.text}
+        return [*prompt, answered, {"role": "user", "content": added}]
     if answer.ids is None:
         return None
     return [*prompt, *answer.ids, *added]

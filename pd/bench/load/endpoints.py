@@ -45,13 +45,13 @@ class Sampling:
 
 @dataclass
 class Event:
-    """What one event says.
+    """Contents of one event of a stream.
 
     Attributes:
         text: text that it adds.
         ids: token ids that it adds; None where the server names none.
         total: tokens of the answer so far, by the server's count; None if it does not count.
-        usage: counts of the whole request, where the event has them.
+        prompt_tokens, cached_tokens: by the server's count; None if it does not say.
     """
 
     text: str = ""
@@ -94,8 +94,7 @@ class Completions:
     def body(
         self, prompt: Prompt, turn: Turn, sampling: Sampling, options: Options
     ) -> dict[str, Any]:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            raise UsageError("messages need --endpoint /v1/chat/completions")
+        _refuse_messages(prompt)
         return _openai_fields(turn, sampling, options) | {"prompt": prompt}
 
     def read(self, event: dict[str, Any]) -> Event:
@@ -180,8 +179,7 @@ class Generate:
     def body(
         self, prompt: Prompt, turn: Turn, sampling: Sampling, options: Options
     ) -> dict[str, Any]:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            raise UsageError("messages need --endpoint /v1/chat/completions")
+        _refuse_messages(prompt)
         params: dict[str, Any] = {
             "max_new_tokens": turn.max_tokens,
             "temperature": sampling.temperature,
@@ -201,7 +199,7 @@ class Generate:
         return fields | extra | (sampling.extra or {})
 
     def read(self, event: dict[str, Any]) -> Event:
-        """The text of an event may be all so far; the reader of the stream finds out."""
+        """Read one event. Its text may be that of all events so far; `_Reader` finds out."""
         if "error" in event:
             return Event(error=_error_text(event["error"]))
         meta = event["meta_info"]
@@ -218,6 +216,11 @@ class Generate:
             finish_reason=reason["type"] if reason else None,
             stages={str(k): float(v) for k, v in stages.items()} if stages else None,
         )
+
+
+def _refuse_messages(prompt: Prompt) -> None:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        raise UsageError("messages need --endpoint /v1/chat/completions")
 
 
 def _count(value: Any) -> int | None:

@@ -14,7 +14,7 @@ REMOTE_COMMAND = "ssh -o BatchMode=yes {host} python3 -m pd.bench.load.worker"
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that makes a run, but the server and where results go."""
+    """Everything that makes a run, but where results go."""
     _add_dataset(parser)
     _add_trace(parser)
     _add_arrivals(parser)
@@ -25,6 +25,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_dataset(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is asked (run under load)").add_argument
     add("--dataset-name", metavar="NAME", help=f"{', '.join(NAMES)}; starts a run under load")
+    add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
+    add("--seed", type=int, default=0, help="of everything that is drawn")
     add("--dataset-path", type=Path, metavar="FILE", help="of jsonl, trace; schemas of structured")
     add(
         "--num-prompts",
@@ -148,6 +150,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         help="answers have their full length (default: yes, but for jsonl and structured)",
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="of the sampling; 0 is greedy")
+    add("--model", metavar="NAME", help="name of the model (default: the server's first)")
     add("--extra-body", metavar="JSON", help="fields that every request has beside")
     add("--api-key", metavar="KEY", help="bearer token (default: $OPENAI_API_KEY)")
     add("--request-timeout", type=float, default=600.0, metavar="SECONDS", help="of one request")
@@ -183,6 +186,20 @@ def _add_client(parser: argparse.ArgumentParser) -> None:
         default=REMOTE_COMMAND,
         metavar="COMMAND",
         help="starts one there (default: %(default)s)",
+    )
+    add(
+        "--cluster",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="start this deployment (docs/cluster.md), send from the hosts of its load: list, and "
+        "stop it; may be repeated",
+    )
+    add(
+        "--layout",
+        action="append",
+        metavar="NAME",
+        help="of --cluster: measure only this one; may be repeated (default: each in turn)",
     )
     add(
         "--max-client-lag-ms",

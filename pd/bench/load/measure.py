@@ -23,12 +23,14 @@ from pd.core.errors import SetupError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd.bench.load.client import LoadClient
     from pd.bench.load.endpoints import Options
     from pd.bench.load.goodput import Goodput
     from pd.bench.load.processes import Run
     from pd.bench.load.records import Record
     from pd.bench.load.settings import LoadSettings
     from pd.bench.load.workload import Session
+    from pd.core.errors import PDError
 
 # Warm-up sessions come from another seed than those that are measured.
 _WARM_UP_SEED = 1 << 32
@@ -36,12 +38,13 @@ _WARM_UP_SEED = 1 << 32
 
 @dataclass
 class LoadResult:
-    """What a run found.
+    """Records and measures of a run.
 
     Attributes:
         complaints: why the run does not count; empty if it does.
         notes: what the dataset and the server said, such as rows that were left out.
         server: what the server's own metrics say about the run; empty where it has none of ours.
+        interrupted, failure: see :class:`~pd.bench.load.processes.Run`.
     """
 
     start_time: float
@@ -53,6 +56,7 @@ class LoadResult:
     notes: dict[str, Any]
     server: dict[str, Any]
     interrupted: bool = False
+    failure: PDError | None = None
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,17 @@ class Server:
     """A server that was asked what it takes; the settings are those that hold for it."""
 
     settings: LoadSettings
+    client: LoadClient
     probe: ServerProbe
     notes: dict[str, Any]
 
 
-def probe_server(settings: LoadSettings) -> Server:
+def probe_server(settings: LoadSettings, client: LoadClient) -> Server:
     """Ask a server for its model, its context and the fields that it takes.
 
     Raises SetupError or UsageError if the run cannot be.
     """
-    probe = ServerProbe(settings.target, settings.endpoint)
+    probe = ServerProbe(settings.target, settings.endpoint, client.fetch)
     model, context = probe.model(settings.sampling.model)
     sampling = dataclasses.replace(settings.sampling, model=model)
     wanted, dataset = settings.options, settings.dataset
@@ -91,7 +96,7 @@ def probe_server(settings: LoadSettings) -> Server:
     refused = _refused(wanted, options)
     if refused:
         notes["fields_the_server_refuses"] = refused
-    return Server(settings, probe, notes)
+    return Server(settings, client, probe, notes)
 
 
 def _refused(wanted: Options, taken: Options) -> list[str]:
@@ -113,13 +118,14 @@ def measure_server(server: Server) -> LoadResult:
     schema = next((turn.schema for s in sessions for turn in s.turns if turn.schema), None)
     if schema is not None:
         server.probe.check_schema(settings.sampling, settings.options, schema)
-    before = read_metrics(server.probe.base_url)
-    run = _send(settings, sessions, _warm_up(settings))
+    fetch, base_url = server.client.fetch, server.probe.base_url
+    before = read_metrics(fetch, base_url)
+    run = _send(server, sessions, _warm_up(settings))
     if run.warm_up_error is not None:
         notes["warm_up_error"] = run.warm_up_error
     if not run.records:
-        raise SetupError("the run ended before a request was sent")
-    growth = metrics_between(before, read_metrics(server.probe.base_url))
+        raise run.failure or SetupError("the run ended before a request was sent")
+    growth = metrics_between(before, read_metrics(fetch, base_url))
     notes["requests_planned"] = sum(len(session.turns) for session in sessions)
     return evaluate(settings, run, server.notes | notes, growth)
 
@@ -140,7 +146,8 @@ def _warm_up(settings: LoadSettings) -> list[Session]:
     return sessions
 
 
-def _send(settings: LoadSettings, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
+def _send(server: Server, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
+    settings = server.settings
     plan = Plan(
         process="",
         target=settings.target,
@@ -152,7 +159,7 @@ def _send(settings: LoadSettings, sessions: Sequence[Session], warm_up: Sequence
         name=f"bench-{secrets.token_hex(4)}",
     )
     line = ProgressLine(sum(len(session.turns) for session in sessions))
-    with LoadProcesses(settings.processes, settings.hosts, settings.remote_command) as processes:
+    with LoadProcesses(server.client) as processes:
         try:
             return processes.run(plan, sessions, warm_up, line.show)
         finally:
@@ -177,4 +184,5 @@ def evaluate(
         notes=notes,
         server=server,
         interrupted=run.interrupted,
+        failure=run.failure,
     )

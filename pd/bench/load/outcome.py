@@ -1,4 +1,4 @@
-"""From what was asked and what came to a record."""
+"""Makes a record of a request and its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load process is told before it starts."""
+"""The plan that a load process gets before it starts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What a server is: its model, its context, and which fields of a request it takes."""
+"""Asks a server for its model and context, and tries which fields of a request it takes."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
-
-import httpx
 
 from pd.bench.load.endpoints import Generate, Options, endpoint
 from pd.bench.load.workload import Turn
@@ -13,6 +12,7 @@ from pd.core.errors import SetupError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd.bench.load.client import Fetch
     from pd.bench.load.endpoints import Sampling
     from pd.bench.load.target import Target
 
@@ -31,30 +31,28 @@ class ServerProbe:
         base_url: what stands before the paths of the API.
     """
 
-    def __init__(self, target: Target, path: str) -> None:
+    def __init__(self, target: Target, path: str, fetch: Fetch) -> None:
         scheme = "https" if target.tls else "http"
         host = f"[{target.host}]" if ":" in target.host else target.host
         self.base_url = f"{scheme}://{host}:{target.port}{target.path.removesuffix(path)}"
-        self._path = path
+        self._path, self._fetch = path, fetch
         key = target.api_key
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def model(self, name: str | None) -> tuple[str | None, int | None]:
         """Name of the model, by default the first, and its context; None for what the server does
         not say. Raises SetupError if no server answers."""
+        _, text = self._fetch(f"{self.base_url}/v1/models", headers=self._headers)
         try:
-            answer = httpx.get(f"{self.base_url}/v1/models", timeout=30, headers=self._headers)
-            models = answer.json()["data"]
+            models = json.loads(text)["data"]
             served = [model for model in models if name in (None, model["id"])]
             context = served[0].get("max_model_len")
             return str(served[0]["id"]), context if type(context) is int else None
-        except httpx.HTTPError as error:
-            raise SetupError(f"cannot reach {self.base_url}: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             return name, None
 
     def options(self, sampling: Sampling, wanted: Options, *, tokens: bool) -> Options:
-        """Those of the wanted options that the server takes.
+        """Try which of the wanted options the server takes.
 
         Raises SetupError if it refuses the plainest request, or cannot be reached.
         """
@@ -100,15 +98,15 @@ class ServerProbe:
 
     def _post(self, body: dict[str, Any]) -> str | None:
         """Why a request is refused (400 or 422); None if it is not. Raises SetupError."""
-        try:
-            answer = httpx.post(
-                self.base_url + self._path, json=body, timeout=_TIMEOUT, headers=self._headers
-            )
-        except httpx.HTTPError as error:
-            raise SetupError(f"cannot reach {self.base_url}: {error!r}") from error
-        refusal = f"HTTP status {answer.status_code}: {answer.text[:300]}"
-        if answer.status_code in (400, 422):
+        status, text = self._fetch(
+            self.base_url + self._path,
+            headers=self._headers,
+            body=json.dumps(body).encode(),
+            timeout=_TIMEOUT,
+        )
+        refusal = f"HTTP status {status}: {text[:300]}"
+        if status in (400, 422):
             return refusal
-        if answer.status_code >= 300:
+        if status >= 300:
             raise SetupError(f"{self.base_url}{self._path} answers a request with {refusal}")
         return None

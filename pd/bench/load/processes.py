@@ -7,42 +7,45 @@ from the answer that came back soonest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import queue
-import shlex
-import subprocess
-import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pd import __version__
 from pd.bench.load.client_load import ProcessLoad
+from pd.bench.load.load_process import LoadProcess
 from pd.bench.load.records import Record
-from pd.core.errors import SetupError
+from pd.core.errors import PDError, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pd.bench.load.client import LoadClient
     from pd.bench.load.plan import Plan
     from pd.bench.load.workload import Session
 
 START_IN_SECONDS = 0.5
 _CLOCK_QUESTIONS = 20
-LOCAL_COMMAND = (sys.executable, "-m", "pd.bench.load.worker")
+_WATCH_SECONDS = 1.0
+# For the records of a run that was ended; a process that takes longer is left out.
+_STOP_SECONDS = 120.0
+# What a login shell may print before a load process speaks.
+_MAX_NOISE_LINES = 200
 
 
 @dataclass
 class Run:
-    """What the load processes found.
+    """Records and facts that the load processes sent after a run.
 
     Attributes:
         start_time: Unix time of the start.
         loads: what each process says about itself.
         clock_errors: by process on another host, how wrong its clock's offset may be, in seconds.
-        interrupted: whether the user ended the run.
+        interrupted: whether the run was ended before its time: by the user, or by a failure.
+        failure: error of ``watch``, or of a load process that ended, which ended the run.
         warm_up_error: first error that a warm-up request met.
     """
 
@@ -51,69 +54,22 @@ class Run:
     loads: list[ProcessLoad] = field(default_factory=list)
     clock_errors: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    failure: PDError | None = None
     warm_up_error: str | None = None
-
-
-class LoadProcess:
-    """One load process and the thread that reads what it says."""
-
-    def __init__(self, name: str, command: Sequence[str], inbox: queue.Queue[Any]) -> None:
-        self.name = name
-        self._inbox = inbox
-        try:
-            # A session of its own: Ctrl-C in the terminal is for the harness alone.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-        except OSError as error:
-            raise SetupError(f"cannot start a load process by {command[0]}: {error}") from None
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
-                message = {"garbage": line[:120].decode(errors="replace")}
-            self._inbox.put((self, message))
-        self._inbox.put((self, None))
-
-    def send(self, **message: Any) -> None:
-        """Raises SetupError if the process has ended."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise SetupError(f"load process {self.name} ended; see its output above") from None
-
-    def close(self) -> None:
-        """End the process if it has not ended by itself."""
-        self._process.kill()
-        self._process.wait()
 
 
 class LoadProcesses:
     """All load processes of a run; a context that ends them."""
 
-    def __init__(self, processes: int, hosts: Sequence[str], remote_command: str) -> None:
-        """``hosts``: where they run, ``processes`` on each; none: on this one.
-
-        ``remote_command`` has ``{host}`` where the host's name goes.
-        """
-        self._inbox: queue.Queue[Any] = queue.Queue()
+    def __init__(self, client: LoadClient) -> None:
+        self._inbox: queue.Queue[tuple[LoadProcess, dict[str, Any] | None]] = queue.Queue()
         self._all: list[LoadProcess] = []
-        self._is_remote = bool(hosts)
+        self._watch = client.watch
+        # Names of processes that ended before they had sent everything.
+        self._gone: set[str] = set()
         try:
-            for host in hosts or ("local",):
-                command: Sequence[str] = LOCAL_COMMAND
-                if hosts:
-                    command = shlex.split(remote_command.replace("{host}", shlex.quote(host)))
-                for number in range(processes):
-                    self._all.append(LoadProcess(f"{host}/{number}", command, self._inbox))
+            for place in client.places:
+                self._all.append(LoadProcess(place, self._inbox))
         except BaseException:
             self.close()
             raise
@@ -137,7 +93,8 @@ class LoadProcesses:
     ) -> Run:
         """Run all sessions. ``show`` gets the sums of progress about once a second.
 
-        A KeyboardInterrupt ends the run with what there is; a second one is raised.
+        A KeyboardInterrupt ends the run with what there is; a second one is raised. So does an
+        error of ``watch`` after the start, or a load process that ends: it is noted in the run.
         """
         run = Run()
         self._prepare(plan, sessions, warm_up, run)
@@ -149,9 +106,10 @@ class LoadProcesses:
             self._collect(run, show)
         except KeyboardInterrupt:
             run.interrupted = True
-            for process in self._all:
-                process.send(stop=True)
-            self._collect(run, show)
+            self._collect_rest(run)
+        except PDError as error:
+            run.interrupted, run.failure = True, error
+            self._collect_rest(run)
         run.records.sort(key=lambda record: (record.sent, record.session, record.turn))
         return run
 
@@ -160,9 +118,12 @@ class LoadProcesses:
     ) -> None:
         count = len(self._all)
         for process in self._all:
-            version = self._next(process).get("version")
+            version = self._version(process)
             if version != __version__:
-                raise SetupError(f"{process.name} has pd {version}, here is {__version__}")
+                raise SetupError(
+                    f"load process {process.name} has pd {version}, this command {__version__}; "
+                    "install the same version on all hosts"
+                )
         for number, process in enumerate(self._all):
             limit = _share(plan.max_concurrency, number, count)
             mine = dataclasses.replace(plan, process=process.name, max_concurrency=limit)
@@ -174,12 +135,12 @@ class LoadProcesses:
         for process in self._all:
             ready = self._next(process)
             if "ready" not in ready:
-                raise SetupError(f"load process {process.name} said {ready}")
+                raise SetupError(f"load process {process.name} says {ready}")
             run.warm_up_error = run.warm_up_error or ready.get("warm_up_error")
 
     def _clock_offset(self, process: LoadProcess, run: Run) -> float:
         """Seconds by which the clock of a process is ahead of ours."""
-        if not self._is_remote:
+        if process.place.shares_clock:
             return 0.0
         best, offset = float("inf"), 0.0
         for _ in range(_CLOCK_QUESTIONS):
@@ -191,36 +152,75 @@ class LoadProcesses:
         run.clock_errors[process.name] = best / 2
         return offset
 
+    def _version(self, process: LoadProcess) -> str:
+        """The version of pd that a process says first."""
+        for _ in range(_MAX_NOISE_LINES):
+            message = self._next(process)
+            if "garbage" not in message:
+                return str(message.get("version"))
+        raise SetupError(f"load process {process.name} says {message['garbage']!r}")
+
     def _next(self, process: LoadProcess) -> dict[str, Any]:
-        """The next message of a process while no other has anything to say."""
+        """The next message of a process; those of others stay in their order."""
         kept: list[tuple[LoadProcess, dict[str, Any] | None]] = []
         while True:
-            sender, message = self._inbox.get()
+            sender, message = self._receive()
             if sender is process:
                 for each in kept:
                     self._inbox.put(each)
-                if message is None or "garbage" in message:
-                    raise SetupError(f"load process {process.name} ended: {message}")
-                found: dict[str, Any] = message
-                return found
+                if message is None:
+                    raise process.ended()
+                return message
             kept.append((sender, message))
 
+    def _receive(self) -> tuple[LoadProcess, dict[str, Any] | None]:
+        """Wait for a message. Raises what ``watch`` of the client does."""
+        while True:
+            try:
+                return self._inbox.get(timeout=_WATCH_SECONDS)
+            except queue.Empty:
+                self._watch()
+
     def _collect(self, run: Run, show: Callable[[dict[str, float]], None]) -> None:
-        """Take in messages until every process has said how busy it was."""
+        """Take in messages until every process has sent its last one, its :class:`ProcessLoad`."""
         progress: dict[str, dict[str, float]] = {}
         while len(run.loads) < len(self._all):
-            process, message = self._inbox.get()
+            process, message = self._receive()
             if message is None:
                 if process.name not in {load.process for load in run.loads}:
-                    raise SetupError(f"load process {process.name} ended before its run")
+                    self._gone.add(process.name)
+                    raise process.ended()
             elif "progress" in message:
+                self._watch()
                 progress[process.name] = message["progress"]
                 show(_sums(progress))
-            elif "record" in message:
-                run.records.append(Record(**message["record"]))
-            elif "load" in message:
-                facts = {**message["load"], "process": process.name}
-                run.loads.append(ProcessLoad(**facts))
+            else:
+                _keep(run, process, message)
+
+    def _collect_rest(self, run: Run) -> None:
+        """Stop the processes that are still there, and take in what they have."""
+        for process in self._all:
+            # One that has ended closes its output as well.
+            with contextlib.suppress(SetupError):
+                process.send(stop=True)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while len(run.loads) + len(self._gone) < len(self._all):
+            try:
+                process, message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return  # a host that hangs must not keep what the others have
+            if message is not None:
+                _keep(run, process, message)
+            elif process.name not in {load.process for load in run.loads}:
+                self._gone.add(process.name)
+
+
+def _keep(run: Run, process: LoadProcess, message: dict[str, Any]) -> None:
+    """Keep a record, or the last message of a process."""
+    if "record" in message:
+        run.records.append(Record(**message["record"]))
+    elif "load" in message:
+        run.loads.append(ProcessLoad(**{**message["load"], "process": process.name}))
 
 
 def _share(total: int | None, number: int, count: int) -> int | None:

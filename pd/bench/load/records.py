@@ -1,7 +1,7 @@
-"""Records: what is known of every request of a run, one JSON object a line of ``requests.jsonl``.
+"""Records of requests, one JSON object a line of ``requests.jsonl``.
 
 Times are seconds since the start of the run, which ``summary.json`` gives as ``start_time`` (Unix
-time). Fields that nobody knows are null.
+time). Unknown fields are null.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def second_token_time(times: list[float], tokens: list[int] | None) -> float | None:
-    """When the second token came: with the first event, if that held two."""
+    """Time at which the second token came: with the first event, if that held two."""
     if tokens is not None and tokens and tokens[0] > 1:
         return times[0]
     return times[1] if len(times) > 1 else None

@@ -1,4 +1,4 @@
-"""Result files of a run, and what is printed of it.
+"""Writes the result files of a run, and prints its measures.
 
 A directory gets:
 
@@ -38,7 +38,7 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
 
 def summary(result: LoadResult, settings: dict[str, Any], command: str) -> dict[str, Any]:
-    """What ``summary.json`` says."""
+    """Contents of ``summary.json``."""
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,

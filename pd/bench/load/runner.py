@@ -1,4 +1,4 @@
-"""One load process: sends what the schedule says and notes what comes."""
+"""Runs the schedule of one load process: sends its requests and keeps what was received."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""What pd's proxy says of itself about a run: its metrics after it less those before."""
+"""Metrics of pd's proxy over a run: their values after it less those before."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
 
-import httpx
+from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pd.bench.load.client import Fetch
 
 _LINE = re.compile(r'^(pd_proxy_\w+)(?:\{stage="([a-z_]+)"\})? ([0-9.eE+-]+)$', re.MULTILINE)
 _STAGES = "pd_proxy_stage_seconds"
@@ -17,18 +19,17 @@ _TOTALS = {
     "cached_tokens": "pd_proxy_cached_tokens_total",
     "output_tokens": "pd_proxy_output_tokens_total",
 }
+_TIMEOUT = 10.0
 Samples = dict[tuple[str, str], float]
 
 
-def read_metrics(base_url: str) -> Samples:
+def read_metrics(fetch: Fetch, base_url: str) -> Samples:
     """Sums, counts and totals of a proxy by name and stage; empty for another server."""
     try:
-        answer = httpx.get(f"{base_url}/metrics", timeout=10)
-    except httpx.HTTPError:
-        return {}
-    if answer.status_code != 200:
-        return {}
-    return parse_metrics(answer.text)
+        status, text = fetch(f"{base_url}/metrics", timeout=_TIMEOUT)
+    except SetupError:
+        return {}  # a run's own figures count without the server's
+    return parse_metrics(text) if status == 200 else {}
 
 
 def parse_metrics(text: str) -> Samples:

@@ -17,6 +17,7 @@ from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
 # Datasets whose answers end by themselves.
 _OWN_ENDS = ("jsonl", "structured")
@@ -31,6 +32,8 @@ class LoadSettings:
         burstiness: of ``arrivals``, also of those at a rate that is set later.
         max_concurrency: sessions at a time over all processes; None for no limit.
         options: fields that requests should have, where the server takes them.
+        processes: load processes on each host.
+        hosts: where load processes run; empty for this machine.
         gpus: of the server, for rates per GPU; None for unknown.
     """
 
@@ -50,7 +53,6 @@ class LoadSettings:
     timeout: float
     processes: int
     hosts: tuple[str, ...]
-    remote_command: str
     limits: ClientLimits
     objectives: Objectives | None
     gpus: int | None
@@ -65,11 +67,14 @@ class LoadSettings:
         return replace(self, arrivals=Arrivals(rate, self.burstiness), seed=seed)
 
 
-def load_settings(args: argparse.Namespace, url: str) -> LoadSettings:
-    """Settings of a run against one server. Raises UsageError for what cannot be."""
+def load_settings(args: argparse.Namespace, url: str, hosts: Sequence[str]) -> LoadSettings:
+    """Settings of a run against one server, with load processes on these hosts.
+
+    Raises UsageError for what cannot be.
+    """
     api = endpoint(args.endpoint)
     api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
-    _check_numbers(args)
+    _check_numbers(args, max(1, len(hosts)))
     return LoadSettings(
         url=url,
         target=Target.parse(url, api.path, api_key),
@@ -86,18 +91,17 @@ def load_settings(args: argparse.Namespace, url: str) -> LoadSettings:
         seed=args.seed,
         timeout=args.request_timeout,
         processes=args.processes,
-        hosts=tuple(args.load_host or ()),
-        remote_command=args.remote_command,
+        hosts=tuple(hosts),
         limits=ClientLimits(args.max_client_lag_ms / 1e3, args.max_client_cpu),
         objectives=Objectives.parse(" ".join(args.goodput)) if args.goodput else None,
         gpus=args.gpus,
     )
 
 
-def _check_numbers(args: argparse.Namespace) -> None:
+def _check_numbers(args: argparse.Namespace, num_hosts: int) -> None:
     least: dict[str, float] = {
         "processes": 1,
-        "max_concurrency": args.processes * max(1, len(args.load_host or ())),
+        "max_concurrency": args.processes * num_hosts,
         "gpus": 1,
         "warmup": 0,
         "seed": 0,
@@ -112,6 +116,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         if value is not None and not smallest <= value < float("inf"):
             why = ": every load process needs a place" if name == "max_concurrency" else ""
             raise UsageError(f"--{_dashed(name)} must be at least {smallest:g}, not {value:g}{why}")
+    if args.layout and not args.cluster:
+        raise UsageError("--layout is one of a deployment: give its file with --cluster")
     if args.cancel_rate > 1:
         raise UsageError(f"--cancel-rate is a share from 0 to 1, not {args.cancel_rate:g}")
     if not 0 < args.request_timeout < float("inf"):

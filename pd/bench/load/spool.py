@@ -48,7 +48,7 @@ class Spool:
         return place
 
     def read(self, place: Spooled) -> list[Piece]:
-        """What was added. Raises SetupError if the file is shorter than what was written."""
+        """Read an answer back. Raises SetupError if the file is shorter than what was written."""
         content = os.pread(self._file.fileno(), sum(place.sizes), place.offset)
         if len(content) != sum(place.sizes):
             raise SetupError(f"answers cannot be read back from {tempfile.gettempdir()}")

@@ -51,7 +51,7 @@ async def connect_stamped(host: str, port: int, reception: Reception) -> None:
 
 
 class StampedTransport(asyncio.Transport):
-    """What :class:`~pd.bench.load.reception.Reception` needs of a transport, on one socket."""
+    """The part of a transport that a ``Reception`` uses, on one socket."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reception: Reception
@@ -106,7 +106,7 @@ class StampedTransport(asyncio.Transport):
 
 
 def _received_at(ancillary: list[tuple[int, int, bytes]]) -> float:
-    """When the kernel had received data, on ``time.perf_counter``; now if it does not say."""
+    """Time of ``time.perf_counter`` at which the kernel received data; now if it has no stamp."""
     now = time.perf_counter()
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS) and len(data) == _TIMESPEC.size:

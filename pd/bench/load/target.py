@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go.
+    """The address of an endpoint.
 
     Attributes:
         path: path of the endpoint, below that of the URL.

@@ -82,11 +82,9 @@ def _prepare(messages: Iterator[dict[str, Any]]) -> tuple[Runner, list[Session]]
             sessions.append(Session.from_json(message["session"]))
         elif "warm_up" in message:
             warm_up.append(Session.from_json(message["warm_up"]))
-        else:
-            break
-    if plan is None:
-        raise SystemExit("the harness ended before it sent a plan")
-    return Runner(plan, sessions), warm_up
+        elif "prepare" in message and plan is not None:
+            return Runner(plan, sessions), warm_up
+    raise SystemExit("the harness ended before it sent its whole plan")
 
 
 async def _measure(
@@ -106,7 +104,7 @@ async def _measure(
 
 
 def _agreed_start(messages: Iterator[dict[str, Any]]) -> float | None:
-    """When to start, on ``time.perf_counter``."""
+    """Wait for the agreed start, on ``time.perf_counter``; None if the harness has gone."""
     for message in messages:
         if "clock" in message:
             _send(now=time.time())

@@ -1,4 +1,4 @@
-"""What is sent: sessions of turns. A plain request is a session of one turn."""
+"""Sessions of turns, which are what a run sends. A plain request is a session of one turn."""
 
 from __future__ import annotations
 

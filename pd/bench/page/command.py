@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd.bench.report import check_output
 from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     from pd.bench.page.html import page
 
-    if not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: there is no such directory")
+    check_output(args.output)
     runs, sweeps = read_results(args.results)
     charts = charts_of(runs, sweeps)
     args.output.write_text(page(args.title, runs, sweeps, charts), encoding="utf-8")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pd.bench.load.arrivals import Arrivals
 from pd.bench.load.datasets.spec import NAMES, DatasetSpec, TraceSpec
+from pd.bench.load.datasets.synthetic import read_schemas
 from pd.bench.load.draw import draw_sessions
 from pd.core.errors import UsageError
 
@@ -226,6 +227,18 @@ def test_lines_that_cannot_be_sent_are_named(tmp_path, line, complaint) -> None:
     path.write_text(json.dumps(line))
     with pytest.raises(UsageError, match=f"r.jsonl:1.*{complaint}"):
         draw(DatasetSpec("jsonl", path=path))
+
+
+def test_files_of_schemas_that_are_none_are_named(tmp_path) -> None:
+    path = tmp_path / "schemas.jsonl"
+    with pytest.raises(UsageError, match=r"schemas.jsonl cannot be read"):
+        read_schemas(path)
+    path.write_text("")
+    with pytest.raises(UsageError, match=r"schemas.jsonl has no schema"):
+        read_schemas(path)
+    path.write_text('{"type": "object"}\n[]\n')
+    with pytest.raises(UsageError, match=r"schemas.jsonl:2 must be a JSON object"):
+        read_schemas(path)
 
 
 def test_lines_with_timestamps_arrive_then(tmp_path) -> None:

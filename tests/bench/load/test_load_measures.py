@@ -226,6 +226,10 @@ def test_aiperfs_records_are_evaluated_as_a_run(tmp_path, capsys) -> None:
     path.write_text('{"metadata": {}}\n')
     assert cli.bench(["serve", *flags]) == 2
     assert "profile_export.jsonl:1 is no record of AIPerf's" in capsys.readouterr().err
+    write_aiperf_records(path, [FIRST], 5.0)
+    path.write_text(path.read_text().replace('"turn_index": 0', '"turn_index": [1]'))
+    assert cli.bench(["serve", *flags]) == 2
+    assert "has a value of a wrong type" in capsys.readouterr().err
 
 
 def test_metrics_of_the_proxy_between_two_readings() -> None:

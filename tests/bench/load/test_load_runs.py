@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd import cli
+from pd.bench.load.endpoints import Options, Sampling
+from pd.bench.load.plan import Plan
 from pd.bench.load.records import Record, read_records
+from pd.bench.load.target import Target
+from pd.bench.load.workload import Session, Turn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -315,6 +319,8 @@ def test_ctrl_c_writes_what_there_is(scripted, tmp_path) -> None:
         (["--dataset-name", "random", "--trace-window", "9:3"], "--trace-window is START:END"),
         (["--dataset-name", "random", "--ramp-up-end-rps", "3"], "need --ramp-up-strategy"),
         (["--dataset-name", "random", "--output-dir", "/nowhere/x"], "no directory /nowhere"),
+        (["--dataset-name", "random", "--layout", "split"], "give its file with --cluster"),
+        (["--cluster", "x.yaml"], "--cluster needs a run under load: give --dataset-name"),
         (["--dataset-name", "random"], "cannot reach http://127.0.0.1:9"),
     ],
 )
@@ -344,7 +350,7 @@ def test_a_sweep_writes_every_point_and_the_highest_rate(scripted, tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--goodput", "ttft:1"], "--deployment NAME=URL is missing"),
+        (["--goodput", "ttft:1"], "--deployment NAME=URL or --cluster FILE is missing"),
         (["--deployment", "a"], "--deployment is NAME=URL"),
         (["--deployment", "a=http://127.0.0.1:9"], "--goodput is missing"),
         (
@@ -356,6 +362,22 @@ def test_a_sweep_writes_every_point_and_the_highest_rate(scripted, tmp_path, cap
 def test_a_sweep_without_what_it_needs_says_so(flags, complaint, capsys) -> None:
     assert cli.bench(["sweep", *flags]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_load_process_whose_harness_has_gone_sends_nothing(scripted, lines) -> None:
+    server = scripted()
+    plan = Plan("p", Target.parse(server.url, "/v1/completions"), "/v1/completions",
+                Sampling(), Options(), None, 5.0, "bench-x")  # fmt: skip
+    told = [json.dumps({"plan": plan.to_json()}) + "\n"]
+    told.append(json.dumps({"warm_up": Session(0, (Turn([1], 1, 1),)).to_json()}) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pd.bench.load.worker"],
+        input="".join(told[: 1 + lines]), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ended before it sent its whole plan" in done.stderr
+    assert not server.log.read_text()
 
 
 def test_a_load_process_needs_nothing_of_pd_but_its_core() -> None:

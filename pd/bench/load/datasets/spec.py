@@ -76,7 +76,7 @@ class DatasetSpec:
 
 @dataclass
 class Drawn:
-    """What a dataset gave.
+    """Sessions that were drawn from a dataset.
 
     Attributes:
         sessions: turns of each session.

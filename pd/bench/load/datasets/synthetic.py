@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from pd.bench.load.datasets.jsonl import read_rows
 from pd.bench.load.datasets.spec import Draw, Drawn
 from pd.bench.load.workload import Turn
 from pd.core.errors import UsageError
@@ -81,18 +81,10 @@ def draw_structured(spec: DatasetSpec, seed: int) -> Drawn:
 
 def read_schemas(path: Path) -> tuple[dict[str, Any], ...]:
     """A schema a line. Raises UsageError for a line that is none."""
-    schemas = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            schema = json.loads(line)
-        except ValueError:
-            schema = None
-        if not isinstance(schema, dict):
-            raise UsageError(f"{path}:{number} must be a JSON schema, not {line[:60]}")
-        schemas.append(schema)
+    schemas = tuple(row for _, row in read_rows(path))
     if not schemas:
         raise UsageError(f"{path} has no schema; write one a line")
-    return tuple(schemas)
+    return schemas
 
 
 def _count(spec: DatasetSpec) -> int:

@@ -1,0 +1,56 @@
+"""How the requests of a workload are sampled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pd.core.grammar import Grammar
+from pd.core.sampling_params import SamplingParams
+
+Sampling = Literal["greedy", "sampled", "filters", "penalties", "schema"]
+
+_TOP_K, _TOP_P = 50, 0.95
+# Kinds of values, which the properties of the schema have in turn.
+_VALUES: tuple[dict[str, Any], ...] = (
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 4},
+    {"enum": ["small", "medium", "large"]},
+    {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+)
+_PROPERTIES = 25
+
+
+def schema() -> Grammar:
+    """A JSON schema of 25 required properties, so that an output is longer than a measurement."""
+    properties = {f"field_{i}": _VALUES[i % len(_VALUES)] for i in range(_PROPERTIES)}
+    text = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return Grammar("json_schema", json.dumps(text))
+
+
+def sampling_params(sampling: Sampling, index: int, max_tokens: int) -> SamplingParams:
+    """Parameters of the request at ``index`` of a batch.
+
+    Of ``greedy`` and ``penalties`` nothing is drawn at random; only request 0 of ``penalties`` has
+    any. The rest is drawn at temperature 1: ``filters`` with top-k and top-p, ``schema`` from what
+    the JSON schema allows.
+    """
+    common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "seed": index}
+    if sampling == "greedy":
+        return SamplingParams(**common, temperature=0.0)
+    if sampling == "penalties":
+        some: dict[str, Any] = {}
+        if index == 0:
+            some = {"frequency_penalty": 0.5, "repetition_penalty": 1.1}
+        return SamplingParams(**common, temperature=0.0, **some)
+    if sampling == "filters":
+        return SamplingParams(**common, top_k=_TOP_K, top_p=_TOP_P)
+    if sampling == "schema":
+        return SamplingParams(**common, grammar=schema())
+    return SamplingParams(**common)

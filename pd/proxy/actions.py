@@ -1,0 +1,122 @@
+"""Actions on the state of a proxy, which every process of it performs on its own part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from pd.core.errors import PDError
+from pd.core.messages import ErrorInfo
+
+if TYPE_CHECKING:
+    from pd.core.node_info import Role
+    from pd.proxy.dispatcher import Dispatcher
+    from pd.proxy.metrics import Metrics
+    from pd.proxy.pool import WorkerPool
+
+
+class AddWorker(msgspec.Struct, tag=True):
+    """Begin to use a node; gives its entry of ``GET /workers``."""
+
+    role: str
+    url: str
+
+
+class RemoveWorker(msgspec.Struct, tag=True):
+    """Drain a node that is known by this URL; gives its entry, or None where it is not known."""
+
+    url: str
+
+
+class ListWorkers(msgspec.Struct, tag=True):
+    """Gives the entries of all nodes."""
+
+
+class ForgetCaches(msgspec.Struct, tag=True):
+    """Note that the prefix caches of the nodes with these URLs were flushed."""
+
+    urls: list[str]
+
+
+class AbortRid(msgspec.Struct, tag=True):
+    """End the prompts that go by a rid, of one owner or (None) whoever's; gives how many."""
+
+    rid: str
+    owner: str | None
+
+
+class AbortAll(msgspec.Struct, tag=True):
+    """End all requests; gives how many prompts that were."""
+
+
+class ReadMetrics(msgspec.Struct, tag=True):
+    """Gives the metrics as a list of :class:`pd.proxy.metrics.Family`."""
+
+
+Action = AddWorker | RemoveWorker | ListWorkers | ForgetCaches | AbortRid | AbortAll | ReadMetrics
+
+
+class Outcome(msgspec.Struct, omit_defaults=True):
+    """What one process says about an action: a value that can be JSON, or an error."""
+
+    value: object = None
+    error: ErrorInfo | None = None
+
+
+class Everywhere(Protocol):
+    """Has an action performed by every process of the proxy."""
+
+    async def __call__(self, action: Action) -> list[object]:
+        """The values of all processes that answered, this one's first. Raises the PDError of this
+        process."""
+
+
+class Performer:
+    """Performs actions in this process. Everything runs on the event loop."""
+
+    def __init__(self, pool: WorkerPool, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    def perform(self, action: Action) -> object:
+        """The action's value. Raises PDError."""
+        match action:
+            case AddWorker(role, url):
+                # The pool refuses what is no role.
+                known: Role = role  # type: ignore[assignment]
+                return self._pool.add(known, url).describe()
+            case RemoveWorker(url):
+                return self._remove_worker(url)
+            case ListWorkers():
+                return [worker.describe() for worker in self._pool.workers]
+            case ForgetCaches(urls):
+                for worker in self._pool.workers:
+                    if worker.url in urls:
+                        worker.tree = None
+                return None
+            case AbortRid(rid, owner):
+                return self._dispatcher.abort(rid, owner)
+            case AbortAll():
+                return self._dispatcher.abort_all()
+            case ReadMetrics():
+                return self._metrics.families(self._pool.workers)
+
+    def outcome(self, action: Action) -> Outcome:
+        """The value or the error of an action."""
+        try:
+            return Outcome(self.perform(action))
+        except PDError as error:
+            return Outcome(error=ErrorInfo(error.kind, error.message, error.param))
+
+    async def alone(self, action: Action) -> list[object]:
+        """:class:`Everywhere` of a proxy that has one process."""
+        return [self.perform(action)]
+
+    def _remove_worker(self, url: str) -> object:
+        for worker in self._pool.workers:
+            if worker.url == url:
+                self._pool.drain(worker)
+                return worker.describe()
+        return None

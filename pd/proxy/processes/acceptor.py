@@ -1,0 +1,90 @@
+"""Accepts connections on the common port and hands each to the child that has fewest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from pd.core.seldom import Seldom
+from pd.proxy.server import BACKLOG
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from pd.proxy.ledger import Ledger
+    from pd.proxy.processes.process import ChildProcess
+
+log = logging.getLogger(__name__)
+
+_ACCEPTS_PER_TURN = 64
+_PAUSE_SECONDS = 0.1
+
+
+class Acceptor:
+    """Accepts while a child serves; until then connections wait in the kernel's queue.
+
+    Args:
+        serving: the children that connections may go to.
+        ledger: counts how many of its connections a child has seen the end of.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        serving: Callable[[], Sequence[ChildProcess]],
+        ledger: Ledger,
+    ) -> None:
+        self._listener = listener
+        self._serving = serving
+        self._ledger = ledger
+        self._loop = asyncio.get_running_loop()
+        self._seldom = Seldom(log)
+        self._accepts = self._closed = False
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+
+    def update(self) -> None:
+        """Begin to accept, or stop, as there are children."""
+        accepts = bool(self._serving()) and not self._closed
+        if accepts and not self._accepts:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+        elif self._accepts and not accepts:
+            self._loop.remove_reader(self._listener.fileno())
+        self._accepts = accepts
+
+    def close(self) -> None:
+        """Accept no more, and free the port."""
+        self._closed = True
+        self.update()
+        self._listener.close()
+
+    def load(self, child: ChildProcess) -> int:
+        """Connections of a child, as far as it has told."""
+        return child.connections.count - self._ledger.closed(child.number)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._seldom.warn(f"cannot accept connections: {error.strerror}")
+                self._pause()
+                return
+            self._hand(connection)
+
+    def _hand(self, connection: socket.socket) -> None:
+        """Hand a connection to the child with the fewest that takes it."""
+        for child in sorted(self._serving(), key=self.load):
+            if child.connections.hand(connection):
+                return
+        self._seldom.warn("no proxy process takes connections: one is closed")
+        connection.close()
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        self._accepts = False
+        self._loop.call_later(_PAUSE_SECONDS, self.update)

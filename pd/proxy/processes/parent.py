@@ -1,0 +1,265 @@
+"""The parent of a proxy of several processes: accepts connections and looks after the children.
+
+It holds what must be one: the port, the list of nodes, names of requests that clients chose, and
+what ended children had counted. It serves no request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import mmap
+import tempfile
+import uuid
+from typing import TYPE_CHECKING, cast, get_args
+
+import msgspec
+
+from pd.core.errors import SetupError, UsageError
+from pd.core.node_info import Role
+from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker
+from pd.proxy.ledger import Ledger
+from pd.proxy.metric_families import Family, counted, merge
+from pd.proxy.processes.acceptor import Acceptor
+from pd.proxy.processes.claims import Claims
+from pd.proxy.processes.messages import (
+    ClaimRids,
+    Failed,
+    PerformEverywhere,
+    ReleaseRids,
+    Start,
+    Started,
+    ToParent,
+)
+from pd.proxy.processes.process import ChildProcess
+from pd.proxy.server import bind, url_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd.proxy.actions import Action
+    from pd.proxy.config import ProxyConfig
+
+log = logging.getLogger(__name__)
+
+# An action is over when so much time has passed; children that are busy perform it later.
+ACTION_SECONDS = 5.0
+# What a child has, beyond the time of the drain, to end by itself.
+STOP_SECONDS = 10.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
+# A child that served for so long ended for a reason of its own, so its successor starts at once.
+_PROVEN_SECONDS = 10.0
+
+
+class ProxyProcesses:
+    """A proxy of several processes, with the methods of :class:`pd.proxy.server.Proxy` that
+    :func:`pd.proxy.server.serve` calls. Everything runs on the event loop.
+
+    Attributes:
+        instance_id: its name in the ready line. Towards nodes each child has its own.
+        children: by number; None where one has ended.
+    """
+
+    def __init__(self, config: ProxyConfig) -> None:
+        """Raises UsageError for a configuration that cannot work."""
+        config.validate()
+        self._config = config
+        self.instance_id = uuid.uuid4().hex
+        self.url = ""
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self.children: list[ChildProcess | None] = [None] * config.workers
+        self._keepers: list[asyncio.Task[None]] = []
+        self._starting, self._failed = True, cast("Failed | None", None)
+        self._performing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._claims = Claims()
+        # What children that have ended counted, as far as they were asked.
+        self._counted: list[Family] = []
+
+    async def start(self) -> None:
+        """Bind and start the children. Raises SetupError or UsageError, of a child too."""
+        config = self._config
+        self._memory = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the proxy is
+        self._memory.truncate(Ledger.size(config.workers))
+        table = mmap.mmap(self._memory.fileno(), 0)
+        self._ledger = Ledger(memoryview(table))
+        listener = bind(config.host, config.port)
+        self._address: tuple[str, int] = listener.getsockname()[:2]
+        self.url = url_of(*self._address)
+        self._acceptor = Acceptor(listener, self._serving, self._ledger)
+        self._keepers = [asyncio.create_task(self._keep(n)) for n in range(config.workers)]
+        while len(self._serving()) < config.workers:
+            self._changed.clear()
+            await self._changed.wait()
+            if self._failed is not None:
+                await self.stop()
+                error = UsageError if self._failed.exit_status == 2 else SetupError
+                raise error(self._failed.message)
+            if self._stopping.is_set():
+                break
+        self._starting = False
+
+    async def wait_ready(self, timeout: float) -> bool:
+        """Whether children serve; they have waited for the nodes themselves."""
+        return bool(self._serving())
+
+    def request_stop(self) -> None:
+        """Ask :func:`pd.proxy.server.serve` to drain and end, the second time to end at once."""
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+        self._changed.set()
+
+    async def stop_requested(self) -> None:
+        """Wait for :meth:`request_stop`."""
+        await self._stopping.wait()
+
+    async def hurry_requested(self) -> None:
+        """Wait for the second :meth:`request_stop`."""
+        await self._hurry.wait()
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Have the children finish what they have; False if they took too long."""
+        self._stopping.set()
+        children = self._request_stop()
+        limit = self._config.drain_timeout + STOP_SECONDS if timeout is None else timeout
+        ended = await asyncio.gather(*(child.wait_ended(limit) for child in children))
+        return all(ended)
+
+    async def stop(self) -> None:
+        """End the children that are left, and close everything."""
+        self._stopping.set()
+        self._request_stop()
+        children = self._request_stop()
+        await asyncio.gather(*(child.wait_ended(STOP_SECONDS) for child in children))
+        for child in children:
+            child.kill()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._acceptor.close()
+        self._memory.close()
+
+    def _request_stop(self) -> list[ChildProcess]:
+        """Request the end of all children that are there; returns them."""
+        children = [child for child in self.children if child is not None]
+        for child in children:
+            child.request_stop()
+        return children
+
+    def _serving(self) -> list[ChildProcess]:
+        return [child for child in self.children if child is not None and child.serves]
+
+    # ---- life of a child
+
+    async def _keep(self, number: int) -> None:
+        """Have a child in this place until the proxy stops."""
+        loop, pause = asyncio.get_running_loop(), _FIRST_PAUSE
+        while not self._stopping.is_set():
+            began = loop.time()
+            workers, memory = self._config.workers, self._memory.fileno()
+            child = self.children[number] = ChildProcess(number, workers, memory, self._handle)
+            level = logging.getLogger().getEffectiveLevel()
+            status = await child.run(Start(self._config, self._address, level))
+            self._forget(child)
+            if self._stopping.is_set() or self._failed is not None:
+                return
+            if loop.time() - began > _PROVEN_SECONDS:
+                pause = _FIRST_PAUSE
+            log.error(
+                "proxy process %d ended with status %s, and so did its requests; another one "
+                "takes its place",
+                number,
+                status,
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _forget(self, child: ChildProcess) -> None:
+        """Keep nothing of a child that has ended but what it counted."""
+        self.children[child.number] = None
+        self._ledger.clear(child.number)
+        self._claims.drop(child)
+        self._counted = merge([self._counted, counted(child.families)])
+        self._acceptor.update()
+        self._changed.set()
+
+    def _handle(
+        self, child: ChildProcess, message: ToParent, reply: Callable[[object], None]
+    ) -> None:
+        match message:
+            case Started(instance_id):
+                log.info("proxy process %d is instance %s", child.number, instance_id)
+                child.instance_id, child.serves = instance_id, True
+                self._acceptor.update()
+                self._changed.set()
+            case Failed():
+                log.error("proxy process %d cannot start: %s", child.number, message.message)
+                if self._starting:
+                    self._failed = message
+                    self._changed.set()
+            case PerformEverywhere(action):
+                task = asyncio.create_task(self._perform(child, action, reply))
+                self._performing.add(task)
+                task.add_done_callback(self._performing.discard)
+            case ClaimRids(owner, rids):
+                reply(self._claims.claim(child, owner, rids))
+            case ReleaseRids(owner, rids):
+                self._claims.release(child, owner, rids)
+
+    # ---- actions
+
+    async def _perform(
+        self, asking: ChildProcess, action: Action, reply: Callable[[object], None]
+    ) -> None:
+        """Have all children perform an action, and send the one that asked what they say."""
+        serving = self._serving()
+        for child in self.children:
+            if child is not None and not child.serves:
+                child.perform_later(action)
+        found = await asyncio.gather(*(c.perform(action, ACTION_SECONDS) for c in serving))
+        outcomes = {
+            child: outcome
+            for child, outcome in zip(serving, found, strict=True)
+            if outcome is not None
+        }
+        own = outcomes.pop(asking, None)
+        if own is None:
+            return  # it has ended
+        if isinstance(action, ReadMetrics):
+            reply([Outcome(self._merge_metrics(outcomes | {asking: own}))])
+            return
+        if own.error is None:
+            self._record(action, own)
+        reply([own, *outcomes.values()])
+
+    def _merge_metrics(self, outcomes: dict[ChildProcess, Outcome]) -> list[Family]:
+        for child, outcome in outcomes.items():
+            child.families = msgspec.convert(outcome.value, list[Family])
+        return merge([self._counted, *(child.families for child in self._serving())])
+
+    def _record(self, action: Action, outcome: Outcome) -> None:
+        """Note which nodes children are given that are started from now on."""
+        if isinstance(action, AddWorker):
+            entry = msgspec.convert(outcome.value, _Entry)
+            self._set_nodes(entry.url, entry.role)
+        elif isinstance(action, RemoveWorker):
+            self._set_nodes(action.url, None)
+
+    def _set_nodes(self, url: str, role: Role | None) -> None:
+        """Have a node in this role in the configuration, or (None) not at all."""
+        self._config = config = copy.copy(self._config)
+        for name in get_args(Role):
+            urls = [known for known in getattr(config, name) if known != url]
+            setattr(config, name, [*urls, url] if name == role else urls)
+
+
+class _Entry(msgspec.Struct):
+    """A node that was added."""
+
+    url: str
+    role: Role

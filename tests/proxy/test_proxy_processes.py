@@ -1,0 +1,269 @@
+"""Several processes behind one port (``--workers``) are one proxy to clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fake_node import wait_until
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from proxy_cluster import Cluster, read_events
+
+from pd.core.errors import UsageError
+from pd.core.messages import Finish
+from pd.proxy.config import ProxyConfig
+from pd.proxy.ledger import Ledger
+from pd.proxy.metric_families import counted, families_of, merge, render
+from pd.proxy.processes.claims import Claims
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fake_node import FakeNode
+
+    from pd.core.messages import Generate
+    from pd.proxy.server import ProxyThread
+
+WAIT = 30.0
+
+
+class Processes:
+    """A node that answers what the test says, and a proxy of two processes in front of it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.node: FakeNode = cluster.node("unified", auto=False)
+        self.proxy: ProxyThread = cluster.proxy(workers=2, max_queue=8)
+        self.url = self.proxy.url
+        self._pool = ThreadPoolExecutor(16)
+
+    @property
+    def parent(self) -> Any:
+        return self.proxy.proxy
+
+    def request(self, **asked: Any) -> tuple[Any, Generate]:
+        """Send a request on a connection of its own, and wait until the node has its prompts;
+        returns the future answer and the last prompt."""
+        count = len(self.node.generates)
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 50}} | asked
+        answer = self._pool.submit(httpx.post, f"{self.url}/generate", json=body, timeout=WAIT)
+        prompts = len(body["input_ids"]) if body["input_ids"] != [5] else 1
+        return answer, self.node.wait_generate(count + prompts)
+
+    def one_in_each(self, **asked: Any) -> list[tuple[Any, Generate]]:
+        """A request in each process, by its number."""
+        acceptor = self.parent._acceptor
+        wait_until(lambda: not any(map(acceptor.load, self.parent.children)), WAIT)
+        by_sender: dict[str, tuple[Any, Generate]] = {}
+        while len(by_sender) < 2:
+            answer, generate = self.request(**asked)
+            assert generate.sender not in by_sender, "connections do not alternate"
+            by_sender[generate.sender] = answer, generate
+        return [by_sender[child.instance_id] for child in self.parent.children]
+
+    def finish(self, generate: Generate) -> None:
+        self.node.say(generate, [40, 41], finish=Finish("length"))
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask on a connection of its own."""
+        return httpx.get(self.url + path, timeout=WAIT)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=WAIT)
+
+    def metric(self, line: str) -> float:
+        found = [row for row in self.get("/metrics").text.splitlines() if row.startswith(line)]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+
+@pytest.fixture(scope="module")
+def two(model_dir: str) -> Iterator[Processes]:
+    with ExitStack() as stack:
+        yield Processes(Cluster(stack, model_dir))
+
+
+def test_a_rid_is_in_use_in_all_processes_and_aborted_from_any(two: Processes) -> None:
+    answer, generate = two.request(rid="mine")
+    for _ in range(4):  # of which half are connections to the other process
+        refused = two.post("/generate", input_ids=[5], rid="mine")
+        assert refused.status_code == 400
+        assert "in use" in refused.json()["error"]["message"]
+    batch = two.post("/generate", input_ids=[[5], [6]], rid=["other", "mine"])
+    assert batch.status_code == 400
+    aborted = [two.post("/abort_request", rid="mine") for _ in range(2)]
+    assert [a.status_code for a in aborted] == [200, 404]
+    assert answer.result(WAIT).json()["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert two.node.wait_abort(generate.room)
+    # The name is free again, in every process.
+    for _ in range(2):
+        answer, generate = two.request(rid="mine")
+        two.finish(generate)
+        assert answer.result(WAIT).status_code == 200
+
+
+def test_all_requests_of_all_processes_are_aborted(two: Processes) -> None:
+    answers = [answer for answer, _ in two.one_in_each()]
+    assert two.post("/abort_request", abort_all=True).json() == {"aborted": 2}
+    for answer in answers:
+        assert answer.result(WAIT).json()["meta_info"]["finish_reason"] == {"type": "abort"}
+
+
+def test_the_queue_is_that_of_all_processes(two: Processes) -> None:
+    running = two.one_in_each(input_ids=[[5]] * 4)
+    for _ in range(3):
+        refused = two.post("/generate", input_ids=[5])
+        assert refused.status_code == 429
+        assert "8 requests times `n` are in the system" in refused.json()["error"]["message"]
+    two.post("/abort_request", abort_all=True)
+    for answer, _ in running:
+        assert answer.result(WAIT).status_code == 200
+    answer, _ = two.request(input_ids=[[5]] * 8)
+    two.post("/abort_request", abort_all=True)
+    assert answer.result(WAIT).status_code == 200
+
+
+def test_metrics_are_those_of_all_processes(two: Processes) -> None:
+    line = "pd_proxy_output_tokens_total "
+    before = two.metric(line)
+    running = two.one_in_each()
+    for _ in range(3):
+        assert two.metric("pd_proxy_running_requests ") == 2
+    for answer, generate in running:
+        two.finish(generate)
+        assert answer.result(WAIT).status_code == 200
+    for _ in range(3):
+        assert two.metric(line) >= before + 4
+    assert two.metric("pd_proxy_worker_up{") == 1
+
+
+def test_nodes_join_and_leave_all_processes(two: Processes, model_dir: str) -> None:
+    with ExitStack() as stack:
+        node = Cluster(stack, model_dir).node("unified")
+        entry = two.post("/workers", role="unified", url=node.url).json()
+        assert (entry["role"], entry["url"]) == ("unified", node.url)
+        # Two heartbeats' threads and two event loops talk to it: each process is a proxy to it.
+        wait_until(lambda: len(node.heartbeats) == 4, WAIT)
+        listed = [two.get("/workers").json()["workers"] for _ in range(4)]
+        assert [[w["url"] for w in workers] for workers in listed] == [[two.node.url, node.url]] * 4
+        removed = httpx.delete(f"{two.url}/workers/{node.instance_id}", timeout=WAIT)
+        assert removed.json()["draining"]
+        for _ in range(4):
+            assert [w["url"] for w in two.get("/workers").json()["workers"]] == [two.node.url]
+        wrong = two.post("/workers", role="oracle", url=node.url)
+        assert wrong.status_code == 400
+        assert "oracle" in wrong.text
+
+
+def test_a_process_that_dies_fails_its_own_requests_and_is_replaced(
+    two: Processes, model_dir: str
+) -> None:
+    with ExitStack() as stack:
+        later = Cluster(stack, model_dir).node("decode")
+        two.post("/workers", role="decode", url=later.url)
+        total = "pd_proxy_requests_total{"
+        (dying, _), (living, generate) = two.one_in_each(rid=None, stream=True, incremental=True)
+        before = two.metric(total)
+        victim = two.parent.children[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            dying.result(WAIT)
+        two.finish(generate)
+        assert read_events(living.result(WAIT))[-1] == "DONE"
+        assert two.metric(total) >= before
+
+        def replaced() -> bool:
+            child = two.parent.children[0]
+            return child is not None and child is not victim and child.serves
+
+        wait_until(replaced, WAIT)
+        # The successor knows the node that joined while its predecessor lived.
+        wait_until(lambda: two.parent.children[0].instance_id in later.heartbeats, WAIT)
+        for answer, generate in two.one_in_each():
+            two.finish(generate)
+            assert answer.result(WAIT).status_code == 200
+        httpx.delete(f"{two.url}/workers/{later.instance_id}", timeout=WAIT)
+
+
+@pytest.mark.full
+def test_what_a_process_cannot_start_with_ends_all_with_one_error(cluster: Cluster) -> None:
+    (port := socket.socket()).bind(("127.0.0.1", 0))
+    with port, pytest.raises(UsageError, match="no tokenizer"):
+        empty = f"{cluster.model_dir}/empty"
+        os.makedirs(empty, exist_ok=True)
+        cluster.proxy(workers=2, tokenizer=empty)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 257])
+def test_a_number_of_processes_that_makes_no_sense(workers: int) -> None:
+    with pytest.raises(UsageError, match=f"--workers .* not {workers}"):
+        ProxyConfig(workers=workers).validate()
+
+
+# ---- the parts
+
+
+def registry(requests: int, up: int) -> CollectorRegistry:
+    """Metrics of one process."""
+    made = CollectorRegistry()
+    Counter("requests", "how many", ["path"], registry=made).labels('a "b"\n').inc(requests)
+    Gauge("running", "now", registry=made).set(requests)
+    Gauge("node_up", "usable", ["url"], registry=made).labels("n").set(up)
+    latency = Histogram("latency", "seconds", buckets=(0.1, 1), registry=made)
+    for _ in range(requests):
+        latency.observe(0.5)
+    return made
+
+
+def test_metrics_of_one_process_are_written_as_the_library_does() -> None:
+    made = registry(3, 1)
+    assert render(families_of(made)) == generate_latest(made)
+    assert render(merge([families_of(made)])) == generate_latest(made)
+
+
+def test_metrics_of_several_are_added_up_and_a_node_is_up_if_it_is_for_all() -> None:
+    text = render(merge(families_of(registry(n, up)) for n, up in ((3, 1), (4, 0)))).decode()
+    lines = text.splitlines()
+    assert 'requests_total{path="a \\"b\\"\\n"} 7.0' in lines
+    assert "running 7.0" in lines
+    assert 'node_up{url="n"} 0.0' in lines
+    assert 'latency_bucket{le="1.0"} 7.0' in lines
+    assert "latency_sum 3.5" in lines
+
+
+def test_an_ended_process_leaves_what_it_counted_and_no_state() -> None:
+    left = {family.name for family in counted(families_of(registry(3, 1)))}
+    assert left == {"requests", "latency"}
+
+
+def test_a_ledger_adds_up_rows_and_forgets_one() -> None:
+    memory = memoryview(bytearray(Ledger.size(3)))
+    rows = [Ledger(memory, row) for row in range(3)]
+    for number, ledger in enumerate(rows):
+        ledger.add(number + 1, 100)
+        ledger.set_closed(number)
+    assert {(ledger.prompts, ledger.tokens) for ledger in rows} == {(6, 300)}
+    rows[0].clear(2)
+    assert (rows[1].prompts, rows[1].tokens, rows[0].closed(1), rows[0].closed(2)) == (3, 200, 1, 0)
+    assert rows[0].is_shared
+    assert not Ledger().is_shared
+
+
+def test_claims_are_of_one_process_and_owner() -> None:
+    claims: Any = Claims()
+    assert claims.claim("first", "anna", ["a", "b"]) is None
+    assert claims.claim("second", "anna", ["c", "b"]) == "b"
+    assert claims.claim("second", "bert", ["b"]) is None
+    assert claims.claim("second", "anna", ["c"]) is None  # the refused claim took nothing
+    # A process refuses a second request of a name by itself, and the first one keeps it.
+    assert claims.claim("first", "anna", ["a"]) is None
+    claims.release("first", "anna", ["a"])
+    assert claims.claim("second", "anna", ["a"]) == "a"
+    claims.release("second", "anna", ["a"])
+    assert claims.claim("second", "anna", ["a"]) == "a"
+    claims.drop("first")
+    assert claims.claim("second", "anna", ["a", "b"]) is None
