@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import msgspec
+
 from pd.bootstrap.registry import Registry
 from pd.core.node_info import NodeInfo
 from pd.decode_node.receiving import ReceivingEnd
@@ -19,8 +21,10 @@ from pd.node.node import Node
 from pd.node.outbox import Outbox
 from pd.prefill_node.sending import SendingEnd
 from pd.radix import RadixCache
+from pd.scheduling.calibration import calibrate
 from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.core import NodeCore
+from pd.scheduling.cost_model import CostModel
 from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.events import Events
 from pd.scheduling.memory import Memory
@@ -40,12 +44,13 @@ from pd.unified_node.node import unified_node
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.node_info import Role
+    from pd.core.request import Request
     from pd.speculative.drafter import Drafter
     from pd.transfer.base import TransferManager
 
 
 class Assembled(NamedTuple):
-    """A node, not started yet; ``registry`` on prefill nodes only."""
+    """A node, not started yet; ``registry`` on nodes that send KV only."""
 
     node: Node
     registry: Registry | None
@@ -59,9 +64,11 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
     """
     draft = load_draft_model(config)
     engine = Engine.build(config, 0 if draft is None else draft.page_bytes)
-    control = ControlThread(instance_id, config.host, config.cluster_key)
+    control = ControlThread(instance_id, config.host, config.cluster_key, mutual=config.is_elastic)
     drafter = make_drafter(config, engine, draft)
     core = make_core(config, engine, instance_id, control, drafter)
+    if config.is_elastic:
+        return elastic_node(core, control, bootstrap_url)
     if config.role == "unified":
         return Assembled(unified_node(core, _introduce(core, control), control), None)
     transfer = _transfer(core)
@@ -93,9 +100,16 @@ def make_core(
         drafter=drafter,
         draft_lengths=draft_lengths(config, engine, drafter),
         grammars=make_grammars(config, engine),
+        costs=_measured_costs(config, engine) if config.is_elastic else None,
         post=control.post,
         wake=control.wake,
     )
+
+
+def _measured_costs(config: NodeConfig, engine: Engine) -> CostModel:
+    costs = CostModel()
+    calibrate(costs, engine, config)
+    return costs
 
 
 def make_grammars(config: NodeConfig, engine: Engine) -> Grammars:
@@ -117,11 +131,25 @@ def prefill_node(
     """A prefill scheduler and a sending end; queues: bootstrap (the decode node has not reserved)
     → waiting → running → in flight."""
 
+    waiting = WaitingQueue.of(core.config, core.memory.radix)
+    sending, registry = _sending_end(core, own, transfer, waiting)
+    prefill = PrefillScheduler(
+        core.engine, core.memory, waiting, will_leave=sending.will_leave, reclaim=sending.park
+    )
+    scheduler = CombinedScheduler(core, prefill, None, sending)
+    node = Node(core, own, control, scheduler, sending=sending, transfers=[transfer])
+    return Assembled(node, registry)
+
+
+def _sending_end(
+    core: NodeCore, own: NodeInfo, transfer: TransferManager, waiting: WaitingQueue
+) -> tuple[SendingEnd, Registry]:
+    """The sending end and the registry where its decode nodes introduce themselves."""
+
     def replaced(old: str) -> None:
         sending.drop_peer(old, "a new instance took its place")
 
     registry = Registry(own, connect=lambda peer: sending.add_peer(peer), on_replaced=replaced)
-    waiting = WaitingQueue.of(core.config, core.memory.radix)
     sending = SendingEnd(
         core,
         transfer,
@@ -129,12 +157,7 @@ def prefill_node(
         forget=registry.forget,
         digests=_digests(core),
     )
-    prefill = PrefillScheduler(
-        core.engine, core.memory, waiting, will_leave=sending.will_leave, reclaim=sending.park
-    )
-    scheduler = CombinedScheduler(core, prefill, None, sending)
-    node = Node(core, own, control, scheduler, sending=sending, transfer=transfer)
-    return Assembled(node, registry)
+    return sending, registry
 
 
 def decode_node(
@@ -145,7 +168,54 @@ def decode_node(
     decode = DecodeScheduler(core)
     receiving = ReceivingEnd(core, transfer, own, control, decode, _digests(core))
     scheduler = CombinedScheduler(core, None, decode)
-    return Node(core, own, control, scheduler, receiving=receiving, transfer=transfer)
+    return Node(core, own, control, scheduler, receiving=receiving, transfers=[transfer])
+
+
+def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> Assembled:
+    """A node with both schedulers and both ends over one pool. Each request says what of it is done
+    here; the role is only where the node starts.
+
+    A backend tells the two ends of a link apart by their roles, so each end has a manager of its
+    own, and introduces the node in its own role.
+    """
+    outward, inward = _transfer(core), _transfer(core)
+    own = _introduce(core, control, outward, bootstrap_url)
+    as_prefill = msgspec.structs.replace(own, role="prefill")
+    as_decode = msgspec.structs.replace(own, role="decode", transfers=inward.addresses())
+    waiting = WaitingQueue.of(core.config, core.memory.radix)
+    sending, registry = _sending_end(core, as_prefill, outward, waiting)
+    decode = DecodeScheduler(core)
+    receiving = ReceivingEnd(core, inward, as_decode, control, decode, _digests(core), sending)
+
+    def headroom(request: Request) -> int:
+        if decode.needs_memory and not (
+            # NOTE: a peer's answer may wait for this prompt, and memory here for that peer.
+            sending.will_leave(request) and receiving.transfer and not prefill.running
+        ):
+            return core.memory.num_pages
+        staying = [r.sequence for r in prefill.running if r.outgoing is None]
+        coming = [incoming.request.sequence for incoming in receiving.transfer]
+        return decode.headroom(request.sequence, [*staying, *coming])
+
+    prefill = PrefillScheduler(
+        core.engine,
+        core.memory,
+        waiting,
+        will_leave=sending.will_leave,
+        reclaim=sending.park,
+        headroom=headroom,
+    )
+    scheduler = CombinedScheduler(core, prefill, decode, sending)
+    node = Node(
+        core,
+        own,
+        control,
+        scheduler,
+        sending=sending,
+        receiving=receiving,
+        transfers=[outward, inward],
+    )
+    return Assembled(node, registry)
 
 
 def _digests(core: NodeCore) -> Digests | None:

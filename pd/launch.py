@@ -46,7 +46,7 @@ class NodeServer:
         apps = [(self._admin, admin_socket)]
         self.url = self._url(admin_socket)
         self.bootstrap_url = ""
-        if config.role == "prefill":
+        if config.hands_off and config.computes_prompts:
             try:
                 bootstrap_socket = bind(config.host, config.bootstrap_port, "--bootstrap-port")
             except BaseException:

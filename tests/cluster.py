@@ -31,12 +31,15 @@ from pd.core.messages import (
 )
 from pd.core.sampling_params import SamplingParams
 from pd.launch import NodeServer
+from pd.scheduling import calibration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 torch.set_num_threads(1)
+# Nodes of tests learn the time of their steps while they run.
+calibration.SECONDS = 0.05
 
 
 def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
@@ -132,8 +135,11 @@ class TokenClient:
         produced: Sequence[int] = (),
         **params: Any,
     ) -> Pending:
-        """Send one request to a pair (prefill, decode) or to one node. ``produced``: its output so
-        far, by other nodes."""
+        """Send one request to a pair (computes the prompt, generates) or to one node.
+
+        Args:
+            produced: its output so far, by other nodes.
+        """
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | params
         sampling = SamplingParams(**params)
         room = room or secrets.token_bytes(16)
@@ -161,7 +167,7 @@ class TokenClient:
                 priority=priority,
                 timeout=timeout,
                 peer=others[0].instance_id if others else "",
-                peer_bootstrap=others[0].bootstrap_url if others else "",
+                peer_bootstrap=nodes[0].bootstrap_url if node is not nodes[0] else "",
             )
             self._post(node, message)
         return pending

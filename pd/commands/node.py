@@ -100,7 +100,7 @@ def check_early(config: NodeConfig) -> None:
             EagleConfig.from_pretrained(config.speculative_draft_model, model)
         else:
             draft_config(config.speculative_draft_model, model)
-    if config.role != "unified":
+    if config.hands_off:
         check_backend(config.transfer_backend, config.fake_script, config.device, config.tp_size)
 
 

@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     _add_model(flags)
     _add_computing(flags)
     _add_network(flags, role)
-    _add_memory(flags, role)
+    _add_memory(flags)
     _add_scheduling(flags)
     _add_grammars(flags)
-    _add_backends(flags, role)
+    _add_backends(flags)
     _add_speculation(flags)
     _add_transfer(flags)
 
@@ -123,13 +123,16 @@ def _add_network(flags: ConfigFlags, role: str) -> None:
         default=_PORTS[role],
     )
     if role == "prefill":
-        flags.add(
-            "--bootstrap-port",
-            "port where decode nodes introduce themselves; 0 picks a free one",
-            type=types.port,
-            default=_BOOTSTRAP_PORT,
-            metavar="PORT",
-        )
+        where = "port where decode nodes introduce themselves; 0 picks a free one"
+    else:
+        where = "with --elastic auto: port where nodes introduce themselves that receive KV"
+    flags.add(
+        "--bootstrap-port",
+        where,
+        type=types.port,
+        default=_BOOTSTRAP_PORT if role == "prefill" else 0,
+        metavar="PORT",
+    )
     flags.add(
         "--cluster-key-file",
         "secret that all processes share; needed beyond loopback",
@@ -144,7 +147,7 @@ def _add_network(flags: ConfigFlags, role: str) -> None:
     )
 
 
-def _add_memory(flags: ConfigFlags, role: str) -> None:
+def _add_memory(flags: ConfigFlags) -> None:
     flags.start_group("KV cache")
     flags.add("--page-size", "tokens per page: 1, 2, 4, … 64", type=int, metavar="N")
     flags.add("--kv-cache-tokens", "size; wins over --mem-fraction", type=int, metavar="N")
@@ -159,23 +162,28 @@ def _add_memory(flags: ConfigFlags, role: str) -> None:
         "what leaves the prefix cache first",
         choices=choices.EVICTION_POLICIES,
     )
-    if role != "prefill":
-        flags.add(
-            "--reserved-decode-tokens",
-            "output to keep room for at most, per running request",
-            type=int,
-            metavar="N",
-        )
-        flags.add(
-            "--retraction-host-memory",
-            "host memory for the KV of requests that the pool had no room for",
-            type=types.size,
-            metavar="SIZE",
-        )
+    flags.add(
+        "--reserved-decode-tokens",
+        "output to keep room for at most, per running request",
+        type=int,
+        metavar="N",
+    )
+    flags.add(
+        "--retraction-host-memory",
+        "host memory for the KV of requests that the pool had no room for",
+        type=types.size,
+        metavar="SIZE",
+    )
 
 
 def _add_scheduling(flags: ConfigFlags) -> None:
     flags.start_group("scheduling")
+    flags.add(
+        "--elastic",
+        "auto: the node can compute prompts and generate tokens, whatever its role, and proxies "
+        "decide for each request; off: it does what its role says (default: %(default)s)",
+        choices=choices.ELASTIC,
+    )
     flags.add("--max-running-requests", "requests in one batch", type=int, metavar="N")
     flags.add("--chunked-prefill-size", "prompt tokens per step", type=int, metavar="N")
     flags.add(
@@ -224,7 +232,7 @@ def _add_grammars(flags: ConfigFlags) -> None:
     )
 
 
-def _add_backends(flags: ConfigFlags, role: str) -> None:
+def _add_backends(flags: ConfigFlags) -> None:
     flags.start_group("backends")
     flags.add(
         "--attention-backend",
@@ -236,14 +244,13 @@ def _add_backends(flags: ConfigFlags, role: str) -> None:
         "plan the next step while one is computed (default: %(default)s, on GPUs)",
         choices=choices.OVERLAP_SCHEDULES,
     )
-    if role != "prefill":
-        flags.add(
-            "--cuda-graph-batch-sizes",
-            "decode batches to capture as CUDA graphs; 0 for none "
-            "(default: a ladder up to --max-running-requests)",
-            type=types.batch_sizes,
-            metavar="N,N,…",
-        )
+    flags.add(
+        "--cuda-graph-batch-sizes",
+        "decode batches to capture as CUDA graphs; 0 for none "
+        "(default: a ladder up to --max-running-requests)",
+        type=types.batch_sizes,
+        metavar="N,N,…",
+    )
 
 
 def _add_speculation(flags: ConfigFlags) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pd.commands import parser as types
 from pd.commands.flags import ConfigFlags
 from pd.commands.ready import Ready, announce
-from pd.core.config import REASONING_PARSERS, ROUTING_POLICIES, TOOL_CALL_PARSERS
+from pd.core.config import ELASTIC, REASONING_PARSERS, ROUTING_POLICIES, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
 from pd.proxy.config import ON_OFF, ProxyConfig
 
@@ -150,6 +150,26 @@ def _add_keys(flags: ConfigFlags) -> None:
 def _add_requests(flags: ConfigFlags) -> None:
     flags.start_group("requests")
     flags.add("--policy", "how nodes are chosen", choices=ROUTING_POLICIES)
+    flags.add(
+        "--elastic",
+        "auto: of nodes with --elastic auto, those are chosen where a request is predicted to go "
+        "best, whatever their roles (policy cache_aware); off: by roles",
+        choices=ELASTIC,
+    )
+    flags.add(
+        "--slo-ttft-ms",
+        "objective of the time to the first token (default: it follows from the prompt and the "
+        "speed of the nodes)",
+        type=float,
+        metavar="MS",
+    )
+    flags.add(
+        "--slo-itl-ms",
+        "objective of the time between tokens, which elastic nodes keep while they compute prompts "
+        "(default: it follows from their speed)",
+        type=float,
+        metavar="MS",
+    )
     flags.add(
         "--max-queue",
         "prompts in the system at most; more are answered 429",

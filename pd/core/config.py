@@ -25,6 +25,7 @@ GRAMMAR_BACKENDS = ("xgrammar", "none")
 SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
 # Those that read a checkpoint of their own.
 _WITH_MODEL = ("draft", "eagle")
+ELASTIC = ("auto", "off")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
 # How models write tool calls and reasoning, for the proxy's parsers.
 TOOL_CALL_PARSERS = (
@@ -57,6 +58,7 @@ class NodeConfig:
         retraction_host_memory: in bytes; so are ``grammar_memory`` and ``grammar_cache``.
         cuda_graph_batch_sizes: None chooses them; a 0 among them is left out.
         trust_network: only hosts of this deployment reach the node's ports.
+        elastic: with auto, the node can do what every role does, and ``role`` is where it starts.
     """
 
     role: str
@@ -103,6 +105,7 @@ class NodeConfig:
     reserved_decode_tokens: int = 512
     retraction_host_memory: int = 4 << 30
     drain_timeout: float = 30.0
+    elastic: str = "off"
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -153,6 +156,26 @@ class NodeConfig:
             )
         if not 0.0 < self.mem_fraction <= 1.0:
             raise UsageError(f"--mem-fraction must be in (0, 1], not {self.mem_fraction}")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the node can do what every role does."""
+        return self.elastic == "auto"
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether the node has a prefill scheduler."""
+        return self.role != "decode" or self.is_elastic
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the node has a decode scheduler."""
+        return self.role != "prefill" or self.is_elastic
+
+    @property
+    def hands_off(self) -> bool:
+        """Whether KV travels between this node and others."""
+        return self.role != "unified" or self.is_elastic
 
     @property
     def public_host(self) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from pd.core.node_info import MAX_PLANES
+from pd.core.node_load import NodeLoad
 from pd.core.sampling_params import SamplingParams
 
 ROOM_BYTES = 16
@@ -110,11 +111,15 @@ class ProxyHeartbeat(Message):
             have met.
         meet: on a decode node: prefill nodes whose requests may come, instance id and
             ``http://host:port`` of the registry, so that the link is there when one does.
+        number: counts the heartbeats of the proxy to this node.
+        itl: seconds between tokens that the proxy wants (``--slo-itl-ms``); 0 if it was not told.
     """
 
     run_delay: TotalDelay = 0.0
     run_delays: Annotated[dict[str, TotalDelay], msgspec.Meta(max_length=4096)] = {}
     meet: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_MEETINGS)] = {}
+    number: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    itl: Duration = 0.0
 
 
 # ---- node to proxy
@@ -193,6 +198,9 @@ class NodeHeartbeat(Message):
             the proxy was silent. When the number grows, the proxy gives up what it has at the node.
         run_delay: run delay of the node in seconds (:mod:`pd.core.starvation`).
         linked: a decode node's prefill nodes whose link is made; None if the node has no links.
+        load: of an elastic node; None of others.
+        answers: ``number`` of the heartbeat that this answers: what was sent to the node before it
+            is in the load.
     """
 
     ready: bool
@@ -201,6 +209,8 @@ class NodeHeartbeat(Message):
     losses: int = 0
     run_delay: TotalDelay = 0.0
     linked: list[str] | None = None
+    load: NodeLoad | None = None
+    answers: int = 0
 
 
 # ---- decode node to prefill node and back (over P's message socket)

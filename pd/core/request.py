@@ -156,6 +156,8 @@ class PromptProgress:
         logprobs: log probabilities of the prompt's tokens, as far as they are wanted and computed.
         drafter_state: what the drafter of the node that decodes needs of the last prompt token.
         cached_tokens: leading tokens that were cached when the prompt was first admitted.
+        cached_on_arrival: leading tokens that were cached when the load of the node was first
+            asked for.
         overtaken: younger requests that were admitted before this one.
     """
 
@@ -164,6 +166,7 @@ class PromptProgress:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     drafter_state: bytes = b""
     cached_tokens: int = 0
+    cached_on_arrival: int | None = None
     overtaken: int = 0
 
 

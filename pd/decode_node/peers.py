@@ -15,6 +15,7 @@ from pd.transfer import contained
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pd.core.messages import Message
     from pd.core.node_info import NodeInfo
     from pd.scheduling.core import NodeCore
     from pd.transfer.base import TransferManager
@@ -30,6 +31,9 @@ class PeerSockets(Protocol):
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function on the control thread; any thread."""
+
+    def post_to_prefill(self, identity: bytes, message: Message) -> None:
+        """Send to a node that this one is connected to; any thread. Lost when it is gone."""
 
     def connect(self, identity: bytes, endpoint: str) -> None:
         """Connect to a node (control thread only). Raises HandshakeError."""
@@ -155,8 +159,11 @@ class PrefillPeers:
 
     def _beat(self, instance: str) -> None:
         own = self._core.instance_id
-        message = PeerHeartbeat(to=instance, sender=own, run_delay=RUN_DELAY.total)
-        self._core.post(instance.encode(), message)
+        self.send(PeerHeartbeat(to=instance, sender=own, run_delay=RUN_DELAY.total))
+
+    def send(self, message: Message) -> None:
+        """Send to the peer that the message names."""
+        self._sockets.post_to_prefill(message.to.encode(), message)
 
     def sweep(self, now: float) -> None:
         """Drop peers that were silent for a lease (control thread)."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pd.scheduling.core import NodeCore
     from pd.scheduling.decode import DecodeScheduler
     from pd.scheduling.handlers import Handlers
+    from pd.scheduling.transfer_end import PromptSender
     from pd.transfer.base import TransferManager
 
     IntArray = npt.NDArray[np.int32]
@@ -65,6 +66,7 @@ class ReceivingEnd(PromptReceiver):
         sockets: connect to prefill nodes.
         decode: gets the requests that are committed.
         digests: verifies the digests that commits carry; None without ``--kv-digest``.
+        sending: the end that sends KV from the same memory; None on a node that only receives.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class ReceivingEnd(PromptReceiver):
         sockets: PeerSockets,
         decode: DecodeScheduler,
         digests: Digests | None = None,
+        sending: PromptSender | None = None,
     ) -> None:
         self._core, self._rooms, self._memory = core, core.rooms, core.memory
-        self._transfer, self._decode = transfer, decode
+        self._transfer, self._decode, self._sending = transfer, decode, sending
         self._check = None if digests is None else DigestCheck(core, digests)
         self.prefill_peers = PrefillPeers(core, own, transfer, sockets, self._peer_dropped)
         self._broken = Seldom(logger)
@@ -111,6 +114,9 @@ class ReceivingEnd(PromptReceiver):
 
     def peers(self) -> list[NodeInfo]:
         return self.prefill_peers.infos()
+
+    def backend_of(self, instance: str) -> str:
+        return self._transfer.backend_of(instance)
 
     def heartbeat(self) -> None:
         self.prefill_peers.heartbeat()
@@ -159,7 +165,9 @@ class ReceivingEnd(PromptReceiver):
             return
         # NOTE: a copy, since requests that get memory, or fail for want of a receiver, leave it.
         for incoming in list(self.preallocation):
-            if self._may_reserve(incoming) and not self._reserve(incoming):
+            if not self._may_reserve(incoming):
+                continue
+            if self._exceeds_share(incoming) or not self._reserve(incoming):
                 return
 
     def _may_reserve(self, incoming: IncomingRoom) -> bool:
@@ -168,12 +176,27 @@ class ReceivingEnd(PromptReceiver):
         waiting = request.state is RequestState.PREALLOCATING and incoming.connected
         return waiting and self.prefill_peers.connected(request.peer)
 
+    def _exceeds_share(self, incoming: IncomingRoom) -> bool:
+        """Whether a reservation would leave too little memory for prompts that are computed here.
+
+        Two nodes that send KV to each other would otherwise wait for each other: each with its
+        memory promised to prompts that the other has no memory to compute.
+        """
+        if self._sending is None or not self.transfer:
+            return False
+        reserved = self._memory.counts()["reserved"]
+        wanted = self._memory.pages_for(len(incoming.request.prompt))
+        return reserved + wanted > self._memory.num_pages // 2
+
     def _reserve(self, incoming: IncomingRoom) -> bool:
         """Reserve pages for the prompt and send the reservation; False if memory is lacking."""
         request = incoming.request
         memory, sequence, length = self._memory, request.sequence, len(request.prompt)
         growth = self._decode.headroom(sequence, [i.request.sequence for i in self.transfer])
-        if memory.available < memory.missing(sequence, length, length) + growth:
+        needed = memory.missing(sequence, length, length) + growth
+        if memory.available < needed and self._sending is not None:
+            self._sending.park(needed)
+        if memory.available < needed:
             return False
         # NOTE: matching locks pages; every way out of here must release them.
         cached = memory.match(sequence, length)
@@ -215,7 +238,7 @@ class ReceivingEnd(PromptReceiver):
         if not incoming.sent and time.monotonic() >= incoming.send_at:
             assert incoming.reservation is not None
             incoming.sent = True
-            self._core.post(incoming.request.peer.encode(), incoming.reservation)
+            self.prefill_peers.send(incoming.reservation)
 
     # ---- transfer
 
@@ -320,8 +343,8 @@ class ReceivingEnd(PromptReceiver):
         metrics.transfers.observe(backend, incoming.num_bytes, found)
 
     def _acknowledge(self, peer: str, room: bytes, epoch: int) -> None:
-        message = CommitAck(to=peer, sender=self._core.instance_id, room=room, epoch=epoch)
-        self._core.post(peer.encode(), message)
+        own = self._core.instance_id
+        self.prefill_peers.send(CommitAck(to=peer, sender=own, room=room, epoch=epoch))
 
     # ---- the end of a room
 
@@ -378,7 +401,7 @@ class ReceivingEnd(PromptReceiver):
     def _post_abort(self, peer: str, room: bytes, epoch: int, error: ErrorInfo) -> None:
         own = self._core.instance_id
         message = AbortRoom(to=peer, sender=own, room=room, epoch=epoch, error=error)
-        self._core.post(peer.encode(), message)
+        self.prefill_peers.send(message)
 
     def _on_drained(self, identity: bytes, message: Drained) -> None:
         """Nothing of this epoch can land any more."""

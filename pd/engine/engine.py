@@ -146,7 +146,7 @@ class Engine:
                 extra_planes=extra_planes,
             )
             built = leader.wait_built()
-            if config.role != "unified":  # which has no transfers
+            if config.hands_off:
                 engine.pool.set_parts(leader.map_pools(built, engine.pool.sharded_memory))
         except BaseException as error:
             leader.close()
@@ -221,7 +221,7 @@ class Engine:
             model,
             pool,
             attention,
-            prompts=config.role != "decode",
+            prompts=config.computes_prompts,
             eagle=None if head is None else EagleWriter.of(head, model, pool, config),
         )
         graphs = 0
@@ -352,15 +352,14 @@ def _capture_graphs(
         runner.graphs, runner.verify_graphs = capture_steps(
             runner, recorder, config, sizes, context_length, progress=progress
         )
-    if config.role == "prefill" or (sizes and config.role == "unified"):
+    if config.computes_prompts and (sizes or not config.decodes):
         runner.chunk_graphs = ChunkGraphs(runner, recorder, max_context=context_length)
     return torch.cuda.memory_reserved(device) - reserved
 
 
 def _graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the batch sizes to capture as CUDA graphs; none on prefill nodes, which do not
-    decode."""
-    if device.type != "cuda" or config.role == "prefill":
+    """Return the batch sizes to capture as CUDA graphs; none on nodes that do not decode."""
+    if device.type != "cuda" or not config.decodes:
         return ()
     sizes = config.cuda_graph_batch_sizes
     if sizes is None:

@@ -64,7 +64,7 @@ def footprint(
     pool = KVPool(layout, len(pages), device)
     before = torch.cuda.memory_allocated(device)
     eagle = None if head is None else EagleWriter.of(head, model, pool, config)
-    runner = ModelRunner.build(model, pool, attention, prompts=config.role != "decode", eagle=eagle)
+    runner = ModelRunner.build(model, pool, attention, prompts=config.computes_prompts, eagle=eagle)
     lasting = torch.cuda.memory_allocated(device) - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

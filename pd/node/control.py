@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from socket import socketpair
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -34,14 +34,25 @@ _MESSAGES_PER_TURN = 256
 _MAX_STREAMS = 4096
 
 
+class Link(NamedTuple):
+    """A connection to another process, by its identity.
+
+    ``dialled``: this node opened the connection, so the process is a prefill node that sends KV
+    here. Two nodes that send KV to each other have a connection in each direction.
+    """
+
+    identity: bytes
+    dialled: bool
+
+
 class ControlHandler(Protocol):
     """Receives the calls of the control thread; no other thread calls these."""
 
-    def on_message(self, identity: bytes, message: AnyMessage) -> None:
-        """Handle a message from the process with this identity."""
+    def on_message(self, link: Link, message: AnyMessage) -> None:
+        """Handle a message that came by this link."""
 
-    def on_gap(self, identity: bytes) -> None:
-        """Note that messages of a process were lost before the one that is handled next."""
+    def on_gap(self, link: Link) -> None:
+        """Note that messages were lost before the one that comes next by this link."""
 
     def on_anew(self, identity: bytes) -> None:
         """Note that a process dropped everything that it had at this node and begins anew."""
@@ -80,7 +91,7 @@ class _Wakeup:
         self._writer.close()
 
 
-def _forget_some(streams: dict[bytes, _Stream]) -> None:
+def _forget_some(streams: dict[Link, _Stream]) -> None:
     """Make room for one more stream; the oldest are those of processes that left long ago."""
     while len(streams) >= _MAX_STREAMS:
         del streams[next(iter(streams))]
@@ -94,13 +105,17 @@ class ControlThread(threading.Thread):
 
     Args:
         own: instance id of this node.
+        mutual: prefill nodes that this node connects to may connect to it, too. Otherwise none may
+            speak in their name but through the connection to them.
     """
 
     _handler: ControlHandler
 
-    def __init__(self, own: str, host: str, cluster_key: bytes | None) -> None:
+    def __init__(
+        self, own: str, host: str, cluster_key: bytes | None, *, mutual: bool = False
+    ) -> None:
         super().__init__(name="control", daemon=True)
-        self._own = own
+        self._own, self._mutual = own, mutual
         self._cluster_key = cluster_key
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -114,9 +129,9 @@ class ControlThread(threading.Thread):
         except zmq.ZMQError as error:
             raise SetupError(f"cannot listen on {host}: {error}") from error
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
-        self._sent: dict[bytes, Sent] = {}
-        self._received: dict[bytes, Received] = {}
-        self._outbox: deque[tuple[bytes, bytes, bool]] = deque()
+        self._sent: dict[Link, Sent] = {}
+        self._received: dict[Link, Received] = {}
+        self._outbox: deque[tuple[Link, bytes, bool]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._wakeup = _Wakeup()
         self._poller = zmq.Poller()
@@ -154,14 +169,21 @@ class ControlThread(threading.Thread):
         self.start()
 
     def post(self, identity: bytes, message: Message) -> None:
-        """Send to a connected process. Lost when it is gone: leases find that out."""
+        """Send to a process that connected here. Lost when it is gone: leases find that out."""
+        self._queue(Link(identity, dialled=False), message)
+
+    def post_to_prefill(self, identity: bytes, message: Message) -> None:
+        """Send to a prefill node that this node connected to (:meth:`connect`)."""
+        self._queue(Link(identity, dialled=True), message)
+
+    def _queue(self, link: Link, message: Message) -> None:
         frame = encode(message)
         if len(frame) > MAX_MESSAGE_BYTES:
             # The receiver would close the connection. The gap tells it that something is missing.
             kind = type(message).__name__
-            logger.error("%s for %.64r is too large: %d bytes", kind, identity, len(frame))
+            logger.error("%s for %.64r is too large: %d bytes", kind, link.identity, len(frame))
             frame = b""
-        self._outbox.append((identity, frame, counts(message)))
+        self._outbox.append((link, frame, counts(message)))
         self._wakeup.send()
 
     def wake(self) -> None:
@@ -189,7 +211,8 @@ class ControlThread(threading.Thread):
             raise HandshakeError(f"cannot connect to endpoint {endpoint!r}: {error}") from error
         self._dealers[identity] = dealer
         # NOTE: the peer's own stream goes on; its messages to the last socket are not missed.
-        self._sent[identity], self._received[identity] = Sent(), Received(whole=False)
+        link = Link(identity, dialled=True)
+        self._sent[link], self._received[link] = Sent(), Received(whole=False)
         self._poller.register(dealer, zmq.POLLIN)
 
     def disconnect(self, identity: bytes) -> None:
@@ -198,8 +221,9 @@ class ControlThread(threading.Thread):
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close()
-            self._sent.pop(identity, None)
-            self._received.pop(identity, None)
+            link = Link(identity, dialled=True)
+            self._sent.pop(link, None)
+            self._received.pop(link, None)
 
     def stop(self) -> None:
         """End the thread and close its sockets; what was posted before is still sent."""
@@ -248,37 +272,41 @@ class ControlThread(threading.Thread):
             message = self._parse(frames)
             if message is None:
                 continue
-            identity = self._identity(socket, frames)
-            if identity is None or message.sender.encode() != identity:
-                logger.warning("dropped a message of %.64r that claims another sender", identity)
+            link = self._link(socket, frames)
+            if link is None or message.sender.encode() != link.identity:
+                name = None if link is None else link.identity
+                logger.warning("dropped a message of %.64r that claims another sender", name)
                 continue
             if len(frames) > 1 + (socket is self._router):
-                self._check(identity, frames[-2])
-            self._guarded(self._handler.on_message, identity, message)
+                self._check(link, frames[-2])
+            self._guarded(self._handler.on_message, link, message)
 
-    def _identity(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bytes | None:
-        """The sender of a message; None if it may not come through this socket."""
+    def _link(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Link | None:
+        """The link by which a message came; None if it may not come through this socket."""
         if socket is not self._router:
-            return next((name for name, dealer in self._dealers.items() if dealer is socket), None)
-        # A prefill node speaks through the socket that was opened to it, so this is not the one.
-        return None if frames[0] in self._dealers else frames[0]
+            names = (name for name, dealer in self._dealers.items() if dealer is socket)
+            name = next(names, None)
+            return None if name is None else Link(name, dialled=True)
+        if frames[0] in self._dealers and not self._mutual:
+            return None  # a prefill node speaks through the socket that was opened to it
+        return Link(frames[0], dialled=False)
 
-    def _check(self, identity: bytes, number: bytes) -> None:
+    def _check(self, link: Link, number: bytes) -> None:
         """Note the number of a message, and tell the handler of messages that are missing."""
-        received = self._received.get(identity)
+        received = self._received.get(link)
         if received is None:
             _forget_some(self._received)
-            received = self._received[identity] = Received(whole=True)
+            received = self._received[link] = Received(whole=True)
         began = received.began
         try:
             gap = received.missing(number)
         except ValueError as error:
-            logger.warning("%.64r: %s", identity, error)
+            logger.warning("%.64r: %s", link.identity, error)
             return
-        if received.began > began > 0:
-            self._guarded(self._handler.on_anew, identity)
+        if received.began > began > 0 and not link.dialled:
+            self._guarded(self._handler.on_anew, link.identity)
         if gap:
-            self._guarded(self._handler.on_gap, identity)
+            self._guarded(self._handler.on_gap, link)
 
     def _parse(self, frames: list[bytes]) -> AnyMessage | None:
         try:
@@ -291,24 +319,26 @@ class ControlThread(threading.Thread):
 
     def _flush(self) -> None:
         while self._outbox:
-            identity, frame, counting = self._outbox.popleft()
-            sent = self._sent.get(identity)
+            link, frame, counting = self._outbox.popleft()
+            dealer = self._dealers.get(link.identity)
+            if link.dialled and dealer is None:
+                continue  # the prefill node was dropped meanwhile
+            sent = self._sent.get(link)
             if sent is None:
                 _forget_some(self._sent)
-                sent = self._sent[identity] = Sent()
+                sent = self._sent[link] = Sent()
             frames = [sent.number(counts=counting), frame]
-            dealer = self._dealers.get(identity)
             try:
                 if not frame:
                     continue
-                if dealer is not None:
+                if link.dialled and dealer is not None:
                     dealer.send_multipart(frames, zmq.NOBLOCK)
                 else:
-                    self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+                    self._router.send_multipart([link.identity, *frames], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 # NOTE: the receiver left or does not read; its lease ends what concerns it, or the
                 # number of the next message tells it.
-                logger.debug("message to %.64r not sent: %s", identity, error)
+                logger.debug("message to %.64r not sent: %s", link.identity, error)
 
     def _close(self) -> None:
         if self._authenticator is not None:

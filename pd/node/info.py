@@ -14,21 +14,22 @@ def transfer_info(node: Node) -> dict[str, object]:
     """Transfer backends that are offered, the one of each peer, and one to sum it up: the one in
     use or, before the first peer, the one that this node prefers. Also the number of staging slots
     that wait for a lost link."""
-    if node.transfer is None:
+    if not node.transfers:
         return {
             "transfer_backend": "none",
             "transfer_backends": [],
             "peers": [],
             "staging": {"quarantined": 0},
         }
-    offered = list(node.transfer.addresses())
+    offered = list(node.transfers[0].addresses())
     peers = [
         {
             "instance_id": peer.instance_id,
             "role": peer.role,
-            "transfer_backend": node.transfer.backend_of(peer.instance_id),
+            "transfer_backend": end.backend_of(peer.instance_id),
         }
-        for peer in node.transfer_peers()
+        for end in node.ends
+        for peer in end.peers()
     ]
     used = {peer["transfer_backend"] for peer in peers}
     best = next((backend for backend in offered if backend in used), offered[0])
@@ -36,7 +37,7 @@ def transfer_info(node: Node) -> dict[str, object]:
         "transfer_backend": best,
         "transfer_backends": offered,
         "peers": peers,
-        "staging": {"quarantined": node.transfer.quarantined_slots},
+        "staging": {"quarantined": sum(each.quarantined_slots for each in node.transfers)},
     }
 
 
@@ -48,6 +49,7 @@ def server_info(node: Node) -> dict[str, object]:
     with node.core.events.lock:
         return {
             "role": node.role,
+            "elastic": config.is_elastic,
             "instance_id": node.instance_id,
             "version": __version__,
             "model": config.model_name,

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from pd.core.starvation import RUN_DELAY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pd.scheduling.core import NodeCore
     from pd.transfer.base import TransferManager
@@ -26,16 +26,16 @@ class NodeGauges(Collector):
 
     Args:
         queues: requests by queue; called with the node's lock held.
-        transfer: None on a node that exchanges no KV.
+        transfers: what moves the KV of each end of the node.
     """
 
     def __init__(
         self,
         core: NodeCore,
         queues: Callable[[], dict[str, int]],
-        transfer: TransferManager | None,
+        transfers: Sequence[TransferManager],
     ) -> None:
-        self._core, self._queues, self._transfer = core, queues, transfer
+        self._core, self._queues, self._transfers = core, queues, transfers
         core.metrics.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -44,7 +44,7 @@ class NodeGauges(Collector):
         with self._core.events.lock:
             pages, queues = memory.counts(), self._queues()
             del pages["total"]  # their sum
-            slots = self._transfer.quarantined_slots if self._transfer else 0
+            slots = sum(transfer.quarantined_slots for transfer in self._transfers)
             lookups = {"looked_up": memory.radix.lookup_tokens, "hit": memory.radix.hit_tokens}
         yield _gauge("pd_pages", "Pages by owner", "state", pages)
         yield GaugeMetricFamily(

@@ -18,6 +18,7 @@ from pd.core.messages import HEARTBEAT_INTERVAL, NodeHeartbeat, ProxyHeartbeat, 
 from pd.core.starvation import RUN_DELAY
 from pd.node.info import server_info
 from pd.node.intake import Intake
+from pd.node.load import node_load
 from pd.node.metrics import NodeGauges
 from pd.node.proxies import Proxies
 from pd.node.step_loop import StepLoop
@@ -25,13 +26,14 @@ from pd.scheduling.closing import check_queues
 from pd.scheduling.handlers import Handlers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pd.core.messages import AnyMessage
     from pd.core.node_info import NodeInfo, Role
-    from pd.core.request import Request, RequestState, Sequence
+    from pd.core.request import Request, RequestState
+    from pd.core.request import Sequence as TokenSequence
     from pd.engine.engine import Engine
-    from pd.node.control import ControlThread
+    from pd.node.control import ControlThread, Link
     from pd.scheduling.combined import CombinedScheduler
     from pd.scheduling.core import NodeCore
     from pd.scheduling.rooms import Rooms
@@ -62,7 +64,12 @@ class Node:
     Args:
         own: introduces the node to others.
         control: the node's message sockets; its thread is not started yet.
-        transfer: moves KV for both ends; None without them.
+        transfers: what moves the KV of each end.
+
+    Attributes:
+        handlers: of messages from processes that connected here: proxies, and decode nodes to which
+            this node sends.
+        prefill_handlers: of messages from prefill nodes that this node receives from.
     """
 
     def __init__(
@@ -74,9 +81,9 @@ class Node:
         *,
         sending: PromptSender | None = None,
         receiving: PromptReceiver | None = None,
-        transfer: TransferManager | None = None,
+        transfers: Sequence[TransferManager] = (),
     ) -> None:
-        self.core, self.own, self.control, self.transfer = core, own, control, transfer
+        self.core, self.own, self.control, self.transfers = core, own, control, tuple(transfers)
         self.scheduler, self.sending, self.receiving = scheduler, sending, receiving
         self.ends = tuple(end for end in (sending, receiving) if end is not None)
         self.draining = False
@@ -85,15 +92,17 @@ class Node:
         self._next_heartbeat = 0.0
         self.proxies = Proxies(core.rooms)
         self.step_loop = StepLoop(core, scheduler)
-        NodeGauges(core, self.queues, transfer)
-        self.handlers = Handlers()
+        NodeGauges(core, self.queues, self.transfers)
+        self.handlers, self.prefill_handlers = Handlers(), Handlers()
         self._intake = Intake(
             core, self.role, scheduler, sending, receiving, self.proxies, lambda: self.ready
         )
         self._intake.register(self.handlers)
         self.handlers.on(ProxyHeartbeat, self._on_proxy_heartbeat)
-        for end in self.ends:
-            end.register(self.handlers)
+        if sending is not None:
+            sending.register(self.handlers)
+        if receiving is not None:
+            receiving.register(self.prefill_handlers)
         core.rooms.when_ended(self._ended)
         core.events.settle = self._settle
 
@@ -190,8 +199,8 @@ class Node:
         self.control.stop()
         for end in self.ends:
             end.close()
-        if self.transfer is not None:
-            self.transfer.close()
+        for transfer in self.transfers:
+            transfer.close()
 
     def drain(self, *, to_end: bool = False) -> None:
         """Refuse new requests and finish those that are here. ``to_end``: for good, because the
@@ -221,30 +230,33 @@ class Node:
 
     # ---- control thread
 
-    def on_message(self, identity: bytes, message: AnyMessage) -> None:
+    def on_message(self, link: Link, message: AnyMessage) -> None:
         """Handle one message; those for another instance are dropped."""
+        handlers = self.prefill_handlers if link.dialled else self.handlers
         with self.core.events.event():
-            for end in self.ends:
-                end.note_message(identity.decode(errors="replace"))
+            if link.dialled and self.receiving is not None:
+                self.receiving.note_message(link.identity.decode(errors="replace"))
             if message.to != self.instance_id and not isinstance(message, ProxyHeartbeat):
                 logger.debug("dropped %s for instance %s", type(message).__name__, message.to)
-            elif message not in self.handlers:
+            elif message not in handlers:
                 logger.warning("dropped %s: not for a %s node", type(message).__name__, self.role)
             else:
-                self.handlers.handle(identity, message)
+                handlers.handle(link.identity, message)
 
     def _on_proxy_heartbeat(self, identity: bytes, message: ProxyHeartbeat) -> None:
         proxy = heartbeat_owner(identity)
         self.proxies.renew(proxy)
-        if self.transfer is not None:
-            patience = self.transfer.patience
-            patience.heard(proxy.decode(errors="replace"), message.run_delay)
+        for transfer in self.transfers:
+            transfer.patience.heard(proxy.decode(errors="replace"), message.run_delay)
             for node, run_delay in message.run_delays.items():
-                patience.heard(node, run_delay)
+                transfer.patience.heard(node, run_delay)
         if proxy != identity:
             return  # the sender is the proxy's thread that only keeps the lease
         if self.receiving is not None and self.ready:
             self.receiving.meet(message.meet)
+        self.proxies.note_objective(identity, message.itl)
+        if self.scheduler.slices is not None:
+            self.scheduler.slices.wanted = self.proxies.itl
         reply = NodeHeartbeat(
             to=message.sender,
             sender=self.instance_id,
@@ -254,16 +266,19 @@ class Node:
             losses=self.proxies.losses(identity),
             run_delay=RUN_DELAY.total,
             linked=None if self.receiving is None else self.receiving.linked(),
+            load=node_load(self.core, self.scheduler, self.receiving),
+            answers=message.number,
         )
         self.core.post(identity, reply)
 
-    def on_gap(self, identity: bytes) -> None:
+    def on_gap(self, link: Link) -> None:
         """Drop a process of which messages were lost: it may wait for answers to them."""
-        instance, why = identity.decode(errors="replace"), "messages from it were lost"
+        instance, why = link.identity.decode(errors="replace"), "messages from it were lost"
+        end = self.receiving if link.dialled else self.sending
         with self.core.events.event():
-            if not any([end.drop_peer(instance, why) for end in self.ends]):
-                logger.warning("messages of proxy %.64r were lost", identity)
-                self.proxies.messages_lost(identity)
+            if (end is None or not end.drop_peer(instance, why)) and not link.dialled:
+                logger.warning("messages of proxy %.64r were lost", link.identity)
+                self.proxies.messages_lost(link.identity)
 
     def on_anew(self, identity: bytes) -> None:
         """A proxy dropped all that it had here."""
@@ -348,7 +363,7 @@ class Node:
             self.core.memory.check(sequences, quarantined)
             check_queues(self.rooms, self.rooms.closing, self._queued())
 
-    def _queued(self) -> Iterator[Sequence]:
+    def _queued(self) -> Iterator[TokenSequence]:
         for request in self._intake.compiling:
             yield request.sequence
         yield from self.scheduler.queued()

@@ -22,10 +22,23 @@ class Proxies:
         self._rooms = rooms
         self._leases: Leases[bytes] = Leases()
         self._losses: dict[bytes, int] = {}
+        # Seconds between tokens that proxies asked for.
+        self._itl: dict[bytes, float] = {}
 
     def renew(self, proxy: bytes) -> None:
         """Renew the lease of a proxy of which a message came."""
         self._leases.renew(proxy)
+
+    def note_objective(self, proxy: bytes, itl: float) -> None:
+        """Note how many seconds between tokens a proxy wants; 0 if it does not say."""
+        self._itl.pop(proxy, None)
+        if itl > 0 and proxy in self._leases:
+            self._itl[proxy] = itl
+
+    @property
+    def itl(self) -> float:
+        """The least that any proxy asked for; 0 if none did."""
+        return min(self._itl.values(), default=0.0)
 
     def losses(self, proxy: bytes) -> int:
         """Number of times that requests were ended for which the proxy may still wait."""
@@ -45,6 +58,7 @@ class Proxies:
         """Drop proxies that were silent for a lease, and end their requests."""
         for proxy in self._leases.expired(now):
             self._leases.drop(proxy)
+            self._itl.pop(proxy, None)
             if self._abort_all(proxy, "its proxy is gone"):
                 # NOTE: if the proxy only stood still, its next heartbeat is told so.
                 self._count_loss(proxy)

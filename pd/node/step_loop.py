@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pd.core.errors import NodeFailedError
 from pd.core.exit import STUCK_PREFIX
 from pd.core.seldom import Seldom
+from pd.scheduling.cost_model import shape_of
 from pd.scheduling.step import LaunchedStep, Work, launch
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class StepLoop(threading.Thread):
         self._no_drafts = Seldom(logger)
         # When the steps that are under way began, or the older of them.
         self._busy_since: float | None = None
+        # When the last step was complete.
+        self._completed_at = 0.0
         self._stopping = False
         self._broken = False
 
@@ -188,6 +191,7 @@ class StepLoop(threading.Thread):
             logger.exception("a step failed")
             self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
             return
+        self._observe(step)
         self._core.metrics.steps.inc()
         if any(work.draft is not None for work in step.works):
             took = time.monotonic() - step.began - step.draft_seconds
@@ -198,6 +202,17 @@ class StepLoop(threading.Thread):
             else:
                 self._scheduler.process(step.works)
             self._rooms.closing.look_after_step()
+
+    def _observe(self, step: LaunchedStep) -> None:
+        """Compare the time of a complete step with its prediction. It counts from the end of the
+        step before, while which it may have been launched."""
+        now, last = time.monotonic(), self._completed_at
+        self._completed_at = now
+        costs = self._core.costs
+        if costs is not None:
+            with self._events.lock:
+                error = costs.observe(shape_of(step.works), now - max(step.began, last))
+            self._core.metrics.step_errors.observe(abs(error))
 
     def _step_failed(self, works: list[Work], error: NodeFailedError) -> None:
         """Fail the requests of a step that could not be computed; the node goes on."""

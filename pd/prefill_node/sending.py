@@ -121,6 +121,9 @@ class SendingEnd(PromptSender):
     def peers(self) -> list[NodeInfo]:
         return self.decode_peers.infos()
 
+    def backend_of(self, instance: str) -> str:
+        return self._transfer.backend_of(instance)
+
     def _on_peer_heartbeat(self, identity: bytes, message: PeerHeartbeat) -> None:
         self._patience.heard(message.sender, message.run_delay)
         if not self.decode_peers.renew(message.sender):
@@ -297,7 +300,7 @@ class SendingEnd(PromptSender):
             self._push(outgoing)
 
     def park(self, pages: int) -> None:
-        """Free pages of computed requests that have no reservation yet, youngest first.
+        """See :meth:`PromptSender.park`. The youngest are parked first.
 
         They would otherwise wait for the decode node's memory, while that waits for prefills that
         wait for theirs. Their KV stays cached as long as no other request needs the pages.

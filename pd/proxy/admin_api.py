@@ -80,7 +80,7 @@ class AdminAPI:
             raise UnavailableError("the proxy is shutting down")
         if not self._router.ready():
             raise UnavailableError(
-                "needs a prefill and a decode node that fit together, or a unified one"
+                "needs a prefill and a decode node that fit together, or a unified or elastic one"
                 + self._router.reasons()
             )
         return json_response(Status(status="ready"))

@@ -90,11 +90,6 @@ class Attempt:
         return [worker for worker in (self.first, self.decode) if worker is not None]
 
     @property
-    def needs_decode(self) -> bool:
-        """Whether a prefill node cannot serve it alone."""
-        return self.asked.params.max_tokens - self.asked.produced > 1
-
-    @property
     def prompt_computed(self) -> bool:
         """Whether the first token of every choice came from the node that computes the prompt."""
         return len(self._first_spoke) == len(self.choices)

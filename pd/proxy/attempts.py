@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError, UnavailableError
 from pd.core.messages import Abort, Generate, GenerateTogether
+from pd.proxy.prediction import Demand
 from pd.proxy.routing import Prompt
 
 if TYPE_CHECKING:
@@ -52,42 +53,43 @@ class Attempts:
             preferred: the node that computes the prompt, if it can.
         """
         generation, asked = attempt.generation, attempt.asked
-        prompt = Prompt(asked.token_ids, generation.spec.namespace)
-        route = self._route(attempt, prompt, preferred)
+        demand = Demand(
+            Prompt(asked.token_ids, generation.spec.namespace),
+            len(attempt.choices),
+            asked.params.max_tokens - asked.produced,
+        )
+        route = self._route(attempt, demand, preferred)
         attempt.first, attempt.decode = route.first, route.decode
         generation.holder = route.decode or route.first
-        cached = route.first.tree.match(*prompt) if route.first.tree else 0
+        cached = route.first.tree.match(*demand.prompt) if route.first.tree else 0
         attempt.uncached_tokens = len(asked.token_ids) - cached
         route.first.pending_tokens += attempt.uncached_tokens
         self._rooms[attempt.room] = attempt
+        if route.predicted is not None and not attempt.losses:
+            generation.predicted_ttft = route.predicted.ttft
+        route.sent(demand)
         for worker, reason in route.reasons:
             worker.active[attempt] = None
             self._metrics.routing.labels(worker.role, reason).inc()
-            self._router.policy.computed(worker, prompt)
+            self._router.policy.computed(worker, demand.prompt)
 
-    def _route(self, attempt: Attempt, prompt: Prompt, preferred: Worker | None) -> Route:
+    def _route(self, attempt: Attempt, demand: Demand, preferred: Worker | None) -> Route:
         """Choose nodes whose connections stand. A node that died a moment ago is found out here,
         before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
         while True:
-            route = self._choose(attempt, prompt, preferred)
+            route = self._choose(attempt, demand, preferred)
             nodes = [node for node in (route.first, route.decode) if node is not None]
             if all([node.can_be_reached(self._instance_id) for node in nodes]):
                 return route
 
-    def _choose(self, attempt: Attempt, prompt: Prompt, preferred: Worker | None) -> Route:
+    def _choose(self, attempt: Attempt, demand: Demand, preferred: Worker | None) -> Route:
         model = attempt.generation.spec.model
         try:
-            return self._router.route(
-                model,
-                prompt,
-                needs_decode=attempt.needs_decode,
-                preferred=preferred,
-                avoided=attempt.avoided,
-            )
+            return self._router.route(model, demand, preferred=preferred, avoided=attempt.avoided)
         except UnavailableError:
             if not attempt.asked.produced:
                 raise
-        return self._router.route_alone(model, prompt, attempt.avoided)
+        return self._router.route_alone(model, demand.prompt, attempt.avoided)
 
     def send(self, attempt: Attempt) -> Worker | None:
         """Send both nodes their part. Returns the node that could not be reached, if any."""

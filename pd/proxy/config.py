@@ -5,13 +5,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pd.core.config import REASONING_PARSERS, TOOL_CALL_PARSERS
+from pd.core.config import ELASTIC, REASONING_PARSERS, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
 from pd.proxy.api_keys import ApiKey
 
+if TYPE_CHECKING:
+    from pd.proxy.prediction import Predictor
+
 # Processes of one proxy; more than any host has cores for.
 MAX_PROCESSES = 256
+# An hour.
+MAX_OBJECTIVE_MS = 3.6e6
 
 ON_OFF = ("on", "off")
 MAX_FAILOVERS = 1000
@@ -41,6 +47,9 @@ class ProxyConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     policy: str = "cache_aware"
+    elastic: str = "auto"
+    slo_ttft_ms: float | None = None
+    slo_itl_ms: float | None = None
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
     api_keys: list[ApiKey] = field(default_factory=list, repr=False)
@@ -53,6 +62,19 @@ class ProxyConfig:
     workers: int = 1
     failover: str = "on"
     max_failovers: int = 2
+
+    @property
+    def itl(self) -> float:
+        """Seconds between tokens that nodes are asked to keep; 0 leaves it to them."""
+        return (self.slo_itl_ms or 0.0) / 1e3
+
+    def make_predictor(self) -> Predictor | None:
+        """What chooses among elastic nodes; None if roles and the policy do."""
+        if self.elastic == "off" or self.policy != "cache_aware":
+            return None
+        from pd.proxy.prediction import Predictor
+
+        return Predictor(None if self.slo_ttft_ms is None else self.slo_ttft_ms / 1e3)
 
     @property
     def all_keys(self) -> list[ApiKey]:
@@ -87,6 +109,16 @@ class ProxyConfig:
             raise UsageError(
                 f"--max-failovers must be between 0 and {MAX_FAILOVERS}, not {self.max_failovers}"
             )
+        if self.elastic not in ELASTIC:
+            raise UsageError(f"--elastic must be auto or off, not {self.elastic!r}")
+        for flag, objective in (
+            ("--slo-ttft-ms", self.slo_ttft_ms),
+            ("--slo-itl-ms", self.slo_itl_ms),
+        ):
+            if objective is not None and not 0 < objective <= MAX_OBJECTIVE_MS:
+                raise UsageError(
+                    f"{flag} must be above 0 and at most {MAX_OBJECTIVE_MS:g}, not {objective}"
+                )
         if self.max_queue < 1:
             raise UsageError(f"--max-queue must be at least 1, not {self.max_queue}")
         if self.request_timeout is not None and self.request_timeout <= 0:

@@ -234,6 +234,7 @@ class Generation:
             go before them.
         unannounced: choices whose end the job does not know yet.
         cached_tokens: as the first attempt that said so.
+        predicted_ttft: seconds until the first token by which the nodes were chosen, or None.
     """
 
     def __init__(self, spec: Spec, job: Job, vocab_size: int | None) -> None:
@@ -251,6 +252,7 @@ class Generation:
         self.cached_tokens = 0
         self.choices = [Choice(self, index) for index in range(spec.params.n)]
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.predicted_ttft: float | None = None
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
         self._reporting: Attempt | None = None

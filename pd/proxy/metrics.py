@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pd.proxy.worker import Worker
 
 _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _INTERVALS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
 
@@ -34,6 +35,12 @@ class Metrics:
         self.running = Gauge("pd_proxy_running_requests", "requests being served", registry=r)
         self.ttft = Histogram(
             "pd_proxy_ttft_seconds", "time to first token", buckets=_LATENCIES, registry=r
+        )
+        self.ttft_errors = Histogram(
+            "pd_proxy_ttft_prediction_error",
+            "by what part of itself the predicted time to first token was wrong",
+            buckets=_ERRORS,
+            registry=r,
         )
         self.itl = Histogram(
             "pd_proxy_itl_seconds", "time between tokens", buckets=_INTERVALS, registry=r
@@ -86,6 +93,9 @@ class Metrics:
         self.output_tokens.inc(added)
         if previous is None:
             self.ttft.observe(now - generation.created)
+            if generation.predicted_ttft:
+                error = (now - generation.created) / generation.predicted_ttft - 1
+                self.ttft_errors.observe(abs(error))
         else:
             self.itl.observe(now - previous)
 

@@ -55,6 +55,9 @@ _ROLES = ("prefill", "decode", "unified")
 class WorkerPool:
     """Polls ``/server_info``, exchanges heartbeats and holds leases.
 
+    Args:
+        itl: seconds between tokens that nodes are asked to keep; 0 leaves it to them.
+
     Callbacks: ``on_message(worker, message)`` for everything but heartbeats; ``on_lost(worker,
     reason)`` when the instance that requests were sent to is gone; ``on_change()`` when a worker
     became ready or not.
@@ -65,12 +68,14 @@ class WorkerPool:
         sockets: Sockets,
         *,
         cluster_key: bytes | None = None,
+        itl: float = 0.0,
         on_message: Callable[[Worker, AnyMessage], None],
         on_lost: Callable[[Worker, str], None],
         on_change: Callable[[], None],
     ) -> None:
         self.workers: list[Worker] = []
         self._sockets = sockets
+        self._itl = itl
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_change = on_change
@@ -119,7 +124,7 @@ class WorkerPool:
                 f"there are {len(self.workers)} workers, at most {MAX_WORKERS} may be; "
                 "remove one first"
             )
-        worker = Worker(role, url)
+        worker = Worker(role, url, self._itl)
         self.workers.append(worker)
         self._wake[worker] = asyncio.Event()
         self._watchers[worker] = asyncio.create_task(self._watch(worker))
@@ -191,7 +196,7 @@ class WorkerPool:
             if not worker.alive:
                 worker.problem = f"/server_info: {error}"
             return
-        if info.role != worker.role:
+        if info.role != worker.role and not info.elastic:
             worker.problem = f"was added as {worker.role} but is a {info.role} node"
             return
         if info.instance_id != worker.instance_id or worker.channel is None:
@@ -306,14 +311,15 @@ class WorkerPool:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     def _meetings(self, worker: Worker) -> dict[str, str]:
-        """Prefill nodes that a decode node should meet, by instance id and registry."""
+        """Nodes whose KV this one may receive, by instance id and registry."""
         own = worker.info
-        if worker.role != "decode" or own is None:
+        if not worker.receives or own is None:
             return {}
         found = {
             other.instance_id: other.info.endpoints.bootstrap
             for other in self.workers
-            if other.role == "prefill" and other.ready and other.info is not None
+            if other is not worker and other.ready and other.info is not None
+            if other.role == "prefill" or other.elastic
             if other.info.endpoints.bootstrap and other.info.difference(own) is None
         }
         return dict(itertools.islice(found.items(), MAX_MEETINGS))

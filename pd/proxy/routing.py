@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.sampling_params import SamplingDefaults
+    from pd.proxy.prediction import Demand, Predicted, Predictor
     from pd.proxy.worker import Worker
 
     IntArray = npt.NDArray[np.int32]
@@ -180,6 +181,13 @@ def make_policy(name: str) -> Policy:
     return _POLICIES[name]()
 
 
+def _fit(first: Worker, second: Worker) -> bool:
+    """Whether KV can travel from one node to the other, as far as can be seen from here."""
+    if first.info is None or second.info is None:
+        return False
+    return first.info.difference(second.info) is None
+
+
 class Limits(NamedTuple):
     """Limits of a model's requests.
 
@@ -221,24 +229,43 @@ class Limits(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The nodes of one attempt; ``decode`` None where the first does everything."""
+    """The nodes of one attempt; ``decode`` None where the first does everything.
+
+    ``predicted``: what elastic nodes were chosen by; None where the policy chose by roles.
+    """
 
     first: Worker
     decode: Worker | None
     reasons: list[tuple[Worker, str]]
+    predicted: Predicted | None = None
+
+    def sent(self, demand: Demand) -> None:
+        """Note at the nodes what they were sent."""
+        if self.predicted is not None:
+            self.first.load.prompt_sent(self.predicted.prefill)
+        if demand.output > 1:
+            (self.decode or self.first).load.stream_sent(demand.streams, demand.tokens)
 
 
-def _without(avoided: frozenset[Worker], workers: list[Worker]) -> list[Worker]:
+def _without(avoided: frozenset[Worker], workers: Sequence[Worker]) -> list[Worker]:
     """The workers that are not avoided; all of them if there are no others."""
-    return [worker for worker in workers if worker not in avoided] or workers
+    return [worker for worker in workers if worker not in avoided] or list(workers)
 
 
 class Router:
-    """Finds pairs that fit together and lets a policy choose."""
+    """Finds nodes that fit together and chooses among them: elastic ones by prediction, others by
+    their roles and a policy.
 
-    def __init__(self, policy: Policy, workers: Sequence[Worker]) -> None:
+    Args:
+        predictor: None without ``--elastic auto``, and for policies that do not look at loads.
+    """
+
+    def __init__(
+        self, policy: Policy, workers: Sequence[Worker], predictor: Predictor | None = None
+    ) -> None:
         self.policy = policy
         self._workers = workers
+        self._predictor = predictor
 
     def ready(self) -> bool:
         """Whether at least one pair (or unified node) can serve."""
@@ -258,7 +285,7 @@ class Router:
 
     def models(self) -> list[str]:
         """Served models, in the order in which nodes were named."""
-        firsts = [w.info for w in self._workers if w.info and w.role != "decode"]
+        firsts = [w.info for w in self._workers if w.info and w.computes_prompts]
         return list(dict.fromkeys(info.model for info in firsts))
 
     def limits(self, model: str | None) -> Limits:
@@ -285,9 +312,8 @@ class Router:
     def route(
         self,
         model: str,
-        prompt: Prompt,
+        demand: Demand,
         *,
-        needs_decode: bool,
         preferred: Worker | None = None,
         avoided: frozenset[Worker] = frozenset(),
     ) -> Route:
@@ -297,7 +323,7 @@ class Router:
             preferred: the node that computes the prompt, whatever the policy says, if it can.
             avoided: nodes that are taken only if there are no others.
         """
-        size = len(prompt.token_ids)
+        prompt, size, needs_decode = demand.prompt, demand.length, demand.output > 1
         firsts = [
             worker
             for worker in self._workers
@@ -310,15 +336,53 @@ class Router:
                 "no node can serve the request at present"
                 + (self.reasons() or f": those that are ready cannot take its {size} tokens")
             )
+        if preferred is None and (route := self._predicted(firsts, demand, avoided)) is not None:
+            return route
+        return self._by_roles(firsts, prompt, preferred, avoided, needs_decode=needs_decode)
+
+    def _predicted(
+        self, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
+    ) -> Route | None:
+        """The route with the best prediction; None where nodes do not report what that takes."""
+        elastic = _without(avoided, [worker for worker in firsts if worker.elastic])
+        if self._predictor is None or not elastic:
+            return None
+        seconds = []
+        if demand.output > 1:
+            found = [w for w in self._workers if w.elastic and w.can_take(demand.length)]
+            seconds = _without(avoided, found)
+        best = self._predictor.choose(elastic, seconds, demand, _fit)
+        if best is None:
+            return None
+        reasons = [(best.first, best.way)]
+        if best.decode is best.first:
+            return Route(best.first, None, reasons, best)
+        return Route(best.first, best.decode, [*reasons, (best.decode, best.way)], best)
+
+    def _by_roles(
+        self,
+        firsts: Sequence[Worker],
+        prompt: Prompt,
+        preferred: Worker | None,
+        avoided: frozenset[Worker],
+        *,
+        needs_decode: bool,
+    ) -> Route:
+        """The policy's choice among the nodes that have the roles, or else can do what they do."""
         if preferred is not None and preferred in firsts:
             first, reason = RouteChoice(preferred, SAME_REQUEST)
         else:
-            first, reason = self.policy.prefill(_without(avoided, firsts), prompt)
+            sound = _without(avoided, firsts)
+            in_role = [worker for worker in sound if worker.role != "decode"]
+            first, reason = self.policy.prefill(in_role or sound, prompt)
         reasons = [(first, reason)]
         if first.role == "unified" or not needs_decode:
             return Route(first, None, reasons)
-        partners = _without(avoided, self._partners(first, size))
-        decode, reason = self.policy.decode(partners, prompt)
+        partners = _without(avoided, self._partners(first, len(prompt.token_ids)))
+        in_role = [worker for worker in partners if worker.role == "decode"]
+        if not in_role and first.serves_alone:
+            return Route(first, None, reasons)
+        decode, reason = self.policy.decode(in_role or partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
 
     def route_alone(
@@ -339,26 +403,22 @@ class Router:
         return Route(worker, None, [(worker, reason)])
 
     def _can_start(self, worker: Worker, size: int, *, with_decode: bool) -> bool:
-        if worker.role == "decode" or not worker.can_take(size):
+        if not worker.computes_prompts or not worker.can_take(size):
             return False
-        return worker.role == "unified" or not with_decode or bool(self._partners(worker, size))
+        return worker.serves_alone or not with_decode or bool(self._partners(worker, size))
 
     def _partners(self, first: Worker, size: int) -> list[Worker]:
         return [d for d in self._matching(first) if d.can_take(size)]
 
     def _matching(self, first: Worker) -> list[Worker]:
-        """Decode nodes that can work with this prefill node."""
-        return [
-            d
-            for d in self._workers
-            if d.role == "decode" and d.info and first.info and not first.info.difference(d.info)
-        ]
+        """Nodes that can generate the answers to prompts of this one."""
+        return [d for d in self._workers if d is not first and d.receives and _fit(first, d)]
 
     def _limits_of(self, first: Worker, model: str) -> list[Limits]:
         info = first.info
-        if info is None or info.model != model or first.role == "decode":
+        if info is None or info.model != model or not first.computes_prompts:
             return []
-        partners = [] if first.role == "unified" else self._matching(first)
+        partners = [] if first.serves_alone else self._matching(first)
         groups = [[first, decode] for decode in partners] or [[first]]
         found = []
         for group in groups:

@@ -136,11 +136,13 @@ class Proxy:
         self._pool = WorkerPool(
             self._sockets,
             cluster_key=config.cluster_key,
+            itl=config.itl,
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_change=self._on_change,
         )
-        self._router = Router(make_policy(config.policy), self._pool.workers)
+        policy, predictor = make_policy(config.policy), config.make_predictor()
+        self._router = Router(policy, self._pool.workers, predictor)
         self._dispatcher = Dispatcher(
             self.instance_id,
             self._router,

@@ -11,6 +11,7 @@ from pd.core.messages import ProxyHeartbeat
 from pd.core.node_info import SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
+from pd.proxy.load_estimate import LoadEstimate
 
 if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat
@@ -55,6 +56,7 @@ class ServerInfo(msgspec.Struct):
     model_path: _Name | None = None
     model_id: _Name = ""
     dtype: _Name = ""
+    elastic: bool = False
     kv_digest: bool = False
     drafter: _Name = ""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
@@ -94,7 +96,11 @@ class ServerInfo(msgspec.Struct):
 class Worker:
     """One node at one URL, through restarts.
 
+    Args:
+        itl: seconds between tokens that the node is asked to keep; 0 leaves it to the node.
+
     Attributes:
+        role: what the node does; of an elastic node, what it does where nothing speaks against it.
         claimed: what answers at the URL says this about itself. Anybody can say anything, so it is
             good for opening a channel and no more.
         info: the same once heartbeats of that instance came over the channel, which with a cluster
@@ -111,12 +117,14 @@ class Worker:
         pending_tokens: prompt tokens sent here whose first output token has not come back.
         linked: prefill nodes to which this decode node has made its links; None if it does not say.
         tree: prefixes it presumably holds, kept by the cache-aware policy.
+        load: what requests would meet at an elastic node.
         problem: why it cannot be used, for people.
     """
 
-    def __init__(self, role: Role, url: str) -> None:
+    def __init__(self, role: Role, url: str, itl: float = 0.0) -> None:
         self.role = role
         self.url = url
+        self._itl = itl
         self.claimed: ServerInfo | None = None
         self.info: ServerInfo | None = None
         self.channel: NodeChannel | None = None
@@ -134,6 +142,7 @@ class Worker:
         self.pending_tokens = 0
         self.linked: list[str] | None = None
         self.tree: PrefixTree | None = None
+        self.load = LoadEstimate()
         self.problem = "not reached yet"
 
     @property
@@ -144,6 +153,26 @@ class Worker:
     def ready(self) -> bool:
         """Whether new requests may go there."""
         return self.alive and self.connected and self.accepting and not self.draining
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the node does what every role does."""
+        return self.info is not None and self.info.elastic
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether prompts may be computed there."""
+        return self.role != "decode" or self.elastic
+
+    @property
+    def receives(self) -> bool:
+        """Whether it may generate the answers to prompts that other nodes compute."""
+        return self.role == "decode" or self.elastic
+
+    @property
+    def serves_alone(self) -> bool:
+        """Whether it can serve a request from the prompt to the last token."""
+        return self.role == "unified" or self.elastic
 
     def can_take(self, prompt_tokens: int) -> bool:
         """Whether a new request with a prompt of this size may go there."""
@@ -173,10 +202,12 @@ class Worker:
         self.losses = heartbeat.losses
         self.run_delay = heartbeat.run_delay
         self.linked = heartbeat.linked
+        self.load.heard(heartbeat.load, heartbeat.answers)
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
     def lost(self, problem: str) -> None:
         self.alive = self.accepting = False
+        self.load = LoadEstimate()
         self.queued_tokens = self.running = self.pending_tokens = 0
         self.problem = problem
 
@@ -199,6 +230,8 @@ class Worker:
             run_delay=RUN_DELAY.total,
             run_delays=run_delays or {},
             meet=meet or {},
+            number=self.load.beat(),
+            itl=self._itl,
         )
         return self.send(heartbeat)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from pd.core.errors import PDError
 from pd.core.messages import FirstToken, Output, Stages
 from pd.core.request import RequestState
+from pd.scheduling.cost_model import shape_of
+from pd.scheduling.slices import PromptSlices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +30,10 @@ class CombinedScheduler:
 
     Args:
         sending: the end that hands KV to peers; None on a node that keeps all.
+
+    Attributes:
+        slices: chooses how many prompt tokens a step computes beside answers, on an elastic node;
+            None on others, where that follows from ``--chunked-prefill-size``.
     """
 
     def __init__(
@@ -40,17 +46,27 @@ class CombinedScheduler:
         assert prefill is not None or decode is not None
         self._core = core
         self.prefill, self.decode, self._sending = prefill, decode, sending
+        self.slices: PromptSlices | None = None
+        if core.costs is not None:
+            pool_tokens = core.memory.num_pages * core.memory.page_size
+            most = core.config.chunked_prefill_size
+            self.slices = PromptSlices(core.costs, most, pool_tokens)
 
     # ---- a step
 
     def plan(self) -> list[Work]:
         """The works of the next step; empty when there is nothing to compute."""
+        if self._sending is not None and self.decode is not None and self.decode.needs_memory:
+            self._sending.park(self._core.memory.num_pages)
         batch = [] if self.decode is None else self.decode.plan()
         if self.prefill is None:
             return batch
         config = self._core.config
         running = 0 if self.decode is None else len(self.decode.running)
-        budget = max(config.chunked_prefill_size - len(batch), 1)
+        if self.slices is None:
+            budget = max(config.chunked_prefill_size - len(batch), 1)
+        else:
+            budget = self.slices.tokens(shape_of(batch), self.prefill.next_position)
         chunks = self.prefill.plan(budget, config.max_running_requests - running)
         if self._sending is not None:
             for work in chunks:

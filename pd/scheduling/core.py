@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pd.core.request import Request
     from pd.engine.engine import Engine
     from pd.grammar.grammars import Grammars
+    from pd.scheduling.cost_model import CostModel
     from pd.scheduling.events import Events
     from pd.scheduling.memory import Memory
     from pd.scheduling.metrics import RequestMetrics
@@ -32,7 +33,8 @@ class NodeCore:
         drafter: drafts tokens for sequences that decode; None without speculation.
         draft_lengths: says how many.
         grammars: compiles the grammars of requests.
-        post: sends a message to the process with an identity; any thread.
+        costs: predicts how long steps take, on elastic nodes; None on others.
+        post: sends a message to the process with an identity, which connected here; any thread.
         wake: has transfers polled soon; any thread.
     """
 
@@ -46,6 +48,7 @@ class NodeCore:
     drafter: Drafter | None
     draft_lengths: DraftLengths
     grammars: Grammars
+    costs: CostModel | None
     post: Callable[[bytes, Message], None]
     wake: Callable[[], None]
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 _BUCKETS = tuple(0.001 * 2**power for power in range(18))
 _TRANSFER_BUCKETS = tuple(0.0001 * 2**power for power in range(20))
+_ERROR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _RATE_BUCKETS = tuple(0.0625 * 2**power for power in range(14))
 
 
@@ -150,6 +151,12 @@ class RequestMetrics:
         )
         self.transferred_bytes = Counter(
             "pd_transferred_bytes", "KV bytes of committed transfers", registry=self.registry
+        )
+        self.step_errors = Histogram(
+            "pd_step_prediction_error",
+            "By what part of itself the predicted time of a step was wrong",
+            buckets=_ERROR_BUCKETS,
+            registry=self.registry,
         )
         self.transfers = TransferMetrics(self.registry)
         self.speculation = SpeculationMetrics(self.registry)

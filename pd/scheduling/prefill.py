@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.request import Request, RequestState
+from pd.core.step_cost import chunk_pairs
 from pd.engine.sampling_state import SamplingState
 from pd.scheduling.step import Work
 from pd.scheduling.waiting_queue import WINDOW, reusable_tokens
@@ -65,7 +66,8 @@ class PrefillScheduler:
             release theirs soon. None if no request is like that.
         reclaim: called with a number of pages that such a request lacks; frees pages of others
             until so many are available, or as many as it can.
-        headroom: pages that must stay available after the admission of a request.
+        headroom: pages that must stay available after the admission of a request; all pages of the
+            pool if it may not be admitted.
     """
 
     def __init__(
@@ -105,6 +107,31 @@ class PrefillScheduler:
         """Prompt tokens that are still to be computed."""
         partial = sum(len(r.prompt) - r.sequence.num_computed for r in self.running)
         return partial + sum(len(request.prompt) for request in self.waiting)
+
+    def uncached(self) -> tuple[int, float]:
+        """Prompt tokens that are still to be computed, without those that are cached, and their
+        pairs of query and key."""
+        tokens, pairs = 0, 0.0
+        for request in self.running:
+            left = self._left(request)
+            tokens += left
+            pairs += chunk_pairs(len(request.prompt) - left, left)
+        for request in self.waiting:
+            progress = request.progress
+            if progress.cached_on_arrival is None:
+                cached = self._memory.cached(request.sequence, reusable_tokens(request))
+                progress.cached_on_arrival = cached
+            left = len(request.prompt) - progress.cached_on_arrival
+            tokens += left
+            pairs += chunk_pairs(progress.cached_on_arrival, left)
+        return tokens, pairs
+
+    @property
+    def next_position(self) -> int:
+        """Position of the first token of the prompt that is computed next, as far as that is
+        known."""
+        oldest = next((request for request in self.running if self._left(request)), None)
+        return 0 if oldest is None else len(oldest.prompt) - self._left(oldest)
 
     def plan(self, budget: int, max_running: int) -> list[Work]:
         """Chunks of at most ``budget`` tokens in all.
@@ -180,11 +207,12 @@ class PrefillScheduler:
         length, reusable = len(request.prompt), reusable_tokens(request)
         headroom = self._headroom(request)
         missing = memory.missing(sequence, length, reusable)
-        if missing + headroom > memory.available and not leaves:
+        fits = missing + headroom <= memory.available
+        if not fits and (not leaves or headroom >= memory.num_pages):
             return False
         memory.match(sequence, reusable)
-        if missing > memory.available and leaves:
-            self._reclaim(missing)
+        if not fits:
+            self._reclaim(missing + headroom)
         if missing + headroom > memory.available or not memory.grow(sequence, length):
             memory.release(sequence)
             return False

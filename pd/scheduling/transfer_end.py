@@ -68,10 +68,6 @@ class TransferEnd(ABC):
 
     # ---- peers
 
-    def note_message(self, instance: str) -> None:
-        """A message of any process came, before it is handled."""
-        return
-
     @abstractmethod
     def drop_peer(self, instance: str, why: str) -> bool:
         """Forget a peer, if it is known: requests that depend on it fail, everything else goes on.
@@ -80,6 +76,10 @@ class TransferEnd(ABC):
     @abstractmethod
     def peers(self) -> list[NodeInfo]:
         """The nodes that this end exchanges KV with at present."""
+
+    @abstractmethod
+    def backend_of(self, instance: str) -> str:
+        """Name of the backend by which the KV of a peer travels."""
 
     # ---- administration
 
@@ -123,9 +123,18 @@ class PromptSender(TransferEnd):
         """The whole prompt was computed and token 1 of each choice is known. May end the
         request."""
 
+    @abstractmethod
+    def park(self, pages: int) -> None:
+        """Free pages of computed prompts for which no peer has memory yet, until so many are
+        available, or as many as there are."""
+
 
 class PromptReceiver(TransferEnd):
     """Receives the KV of prompts that are decoded here."""
+
+    @abstractmethod
+    def note_message(self, instance: str) -> None:
+        """A message of a peer came, before it is handled."""
 
     @abstractmethod
     def pump(self) -> None:

@@ -23,7 +23,7 @@ def load_draft_model(config: NodeConfig) -> DraftModel | None:
     Raises:
         UsageError: its vocabulary is not that of the model, or it cannot be loaded.
     """
-    if config.speculative_algorithm != "draft" or config.role == "prefill":
+    if config.speculative_algorithm != "draft" or not config.decodes:
         return None
     assert config.speculative_draft_model is not None
     from pd.engine.draft_model import DraftModel
@@ -34,11 +34,11 @@ def load_draft_model(config: NodeConfig) -> DraftModel | None:
 def make_drafter(
     config: NodeConfig, engine: Engine, draft_model: DraftModel | None
 ) -> Drafter | None:
-    """Make the drafter; None without one, and on a prefill node, which decodes nothing. But an
-    EAGLE head is there, too, for what it needs of prompts."""
+    """Make the drafter; None without one, and on a node that does not decode. But an EAGLE head is
+    there, too, for what it needs of prompts."""
     if config.speculative_algorithm == "eagle":
         return _eagle_drafter(config, engine)
-    if config.speculative_algorithm == "none" or config.role == "prefill":
+    if config.speculative_algorithm == "none" or not config.decodes:
         return None
     if draft_model is not None:
         from pd.speculative.draft_model import ModelDrafter
@@ -115,6 +115,6 @@ def draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -
     from pd.speculative.costs import measure_costs
 
     shape = draft_shape(config)
-    if drafter is None or config.role == "prefill" or config.speculative_adaptive == "off":
+    if drafter is None or not config.decodes or config.speculative_adaptive == "off":
         return DraftLengths(None, shape)
     return DraftLengths(measure_costs(engine, drafter, config, shape), shape)

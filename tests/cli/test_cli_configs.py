@@ -86,8 +86,8 @@ def test_values_of_a_file_are_checked_like_flags(file: Path, capsys: pytest.Capt
 
 
 def test_a_key_of_another_command_is_unknown(file: Path) -> None:
-    file.write_text("bootstrap-port: 1\n")
-    with pytest.raises(UsageError, match="unknown key 'bootstrap-port'"):
+    file.write_text("max-queue: 1\n")
+    with pytest.raises(UsageError, match="unknown key 'max-queue'"):
         parsed("decode", "--config", file)
 
 

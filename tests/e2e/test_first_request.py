@@ -21,7 +21,7 @@ PROMPT = [7, 5, 3, 2] * 16
 
 def opened(node: NodeServer) -> int:
     """Connections for KV that a decode node has accepted since it started."""
-    transfer: Any = node.node.transfer
+    transfer: Any = node.node.transfers[0]
     counters = transfer.counters
     return int(counters.connections if transfer.name == "tcp" else counters.links)
 

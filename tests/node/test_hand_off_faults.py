@@ -59,7 +59,7 @@ def test_a_transfer_that_cannot_be_opened_fails_one_request(
 ) -> None:
     with tiny_cluster() as cluster:
         sent(cluster, max_tokens=2).tokens()
-        transfer = getattr(cluster, side)[0].node.transfer
+        transfer = getattr(cluster, side)[0].node.transfers[0]
         make = getattr(transfer, method)
 
         def once(*args: Any) -> Any:
@@ -67,7 +67,9 @@ def test_a_transfer_that_cannot_be_opened_fails_one_request(
             raise RuntimeError("no memory to pin")
 
         if late:  # then it is opened by another thread
-            monkeypatch.setattr(cluster.decode[0].node.transfer, "reservation_delay", lambda: 0.3)
+            monkeypatch.setattr(
+                cluster.decode[0].node.transfers[0], "reservation_delay", lambda: 0.3
+            )
         monkeypatch.setattr(transfer, method, once)
         request = sent(cluster, [*PROMPT, 1])
         assert request.done.wait(SOON)

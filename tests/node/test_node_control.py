@@ -24,7 +24,7 @@ from pd.core.messages import (
     StepOutputs,
     encode,
 )
-from pd.node.control import ControlThread
+from pd.node.control import ControlThread, Link
 from pd.scheduling.handlers import Handlers
 
 if TYPE_CHECKING:
@@ -133,8 +133,9 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
     heard: list[tuple[bytes, Any]] = []
 
     class Handler:
-        def on_message(self, identity: bytes, message: Any) -> None:
-            heard.append((identity, message))
+        def on_message(self, link: Link, message: Any) -> None:
+            assert link.dialled
+            heard.append((link.identity, message))
 
         def on_tick(self) -> None: ...
 
@@ -148,7 +149,7 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
         control.serve(Handler())
         endpoint = f"tcp://127.0.0.1:{port}"
         control.call(lambda: control.connect(b"prefill-1", endpoint))
-        control.post(b"prefill-1", ProxyHeartbeat(to="", sender="decode"))
+        control.post_to_prefill(b"prefill-1", ProxyHeartbeat(to="", sender="decode"))
         identity = router.recv_multipart()[0]
         for sender in ("prefill-2", "prefill-1"):
             message = Abort(to="decode", sender=sender, room=b"r" * 16)

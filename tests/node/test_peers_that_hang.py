@@ -46,7 +46,7 @@ class Held:
 
     def __init__(self, server: NodeServer, path: str) -> None:
         *owners, name = path.split(".")
-        transfer = server.node.transfer
+        transfer = server.node.transfers[0]
         owner = attrgetter(".".join(owners))(transfer) if owners else transfer
         self._method = getattr(owner, name)
         self._released = threading.Event()

@@ -98,14 +98,14 @@ def test_a_repeated_reservation_gets_no_word_of_a_drain_that_is_not_over(
     prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drained = []
-    make = prefill.node.transfer.sender
+    make = prefill.node.transfers[0].sender
 
     def stubborn(*args: Any) -> Any:
         sender = make(*args)
         monkeypatch.setattr(sender, "drained", lambda: bool(drained))
         return sender
 
-    monkeypatch.setattr(prefill.node.transfer, "sender", stubborn)
+    monkeypatch.setattr(prefill.node.transfers[0], "sender", stubborn)
     room = ask(proxy, prefill, decode)
     epoch, receiver = decode.reserve(room, len(PROMPT))
     decode.receive(Commit)

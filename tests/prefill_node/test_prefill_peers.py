@@ -96,7 +96,7 @@ def test_both_sides_hear_heartbeats(prefill: NodeServer, decode: DecodePeer) -> 
     assert beat.sender == prefill.instance_id
     assert beat.run_delay >= 0.0
     decode.send(PeerHeartbeat(to=prefill.instance_id, sender=decode.name, run_delay=4.0))
-    patience = prefill.node.transfer.patience
+    patience = prefill.node.transfers[0].patience
     wait_until(lambda: patience.total(decode.name) == 4.0, 5)
 
 
@@ -121,7 +121,7 @@ def test_a_sender_that_raises_fails_its_request_alone(
     method: str,
 ) -> None:
     bad, good = (f"{name} {method}".ljust(16).encode() for name in ("bad", "good"))
-    make = prefill.node.transfer.sender
+    make = prefill.node.transfers[0].sender
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("no idea")
@@ -132,7 +132,7 @@ def test_a_sender_that_raises_fails_its_request_alone(
             monkeypatch.setattr(made, method, broken)
         return made
 
-    monkeypatch.setattr(prefill.node.transfer, "sender", sender)
+    monkeypatch.setattr(prefill.node.transfers[0], "sender", sender)
     for room in (bad, good):
         decode.reserve(room, len(PROMPT))
     handled(decode)
@@ -182,13 +182,13 @@ def test_pages_wait_for_a_sender_that_raises_when_its_request_ends(
 def test_a_backend_that_cannot_disconnect_keeps_no_request_from_failing(
     prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disconnect = prefill.node.transfer.disconnect
+    disconnect = prefill.node.transfers[0].disconnect
 
     def broken(instance: str) -> None:
         disconnect(instance)
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr(prefill.node.transfer, "disconnect", broken)
+    monkeypatch.setattr(prefill.node.transfers[0], "disconnect", broken)
     room = ask(proxy, prefill, decode)
     wait_until(lambda: room in prefill.node.rooms, 5)
     assert prefill.node.sending.drop_peer(decode.name, "the test said so")

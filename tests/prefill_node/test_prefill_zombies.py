@@ -40,21 +40,21 @@ def test_pages_of_a_lost_peer_stay_locked_while_it_comes_back_and_works(
     prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drained = threading.Event()
-    make = prefill.node.transfer.sender
+    make = prefill.node.transfers[0].sender
 
     def stubborn(*args: Any) -> Any:
         sender = make(*args)
         monkeypatch.setattr(sender, "drained", drained.is_set)
         return sender
 
-    monkeypatch.setattr(prefill.node.transfer, "sender", stubborn)
+    monkeypatch.setattr(prefill.node.transfers[0], "sender", stubborn)
     room = ask(proxy, prefill, decode)
     decode.reserve(room, len(PROMPT))
     computed(proxy)
     decode.receive(Commit)
     prefill.node.sending.drop_peer(decode.name, "the test said so")
     assert proxy.receive(Failed).room == room
-    monkeypatch.setattr(prefill.node.transfer, "sender", make)
+    monkeypatch.setattr(prefill.node.transfers[0], "sender", make)
 
     def held() -> list[int]:
         prefill.node.check()

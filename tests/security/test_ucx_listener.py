@@ -91,7 +91,7 @@ def ports_of(server: Any) -> set[int]:
     """Those that a node opens itself; each asks for the cluster key, or is HTTP."""
     node = server.node
     urls = [server.url, node.endpoint, *([server.bootstrap_url] if server.bootstrap_url else [])]
-    data = [int(address["port"]) for address in node.transfer.addresses().values()]
+    data = [int(address["port"]) for address in node.transfers[0].addresses().values()]
     return {urlsplit(url).port or 0 for url in urls} | set(data)
 
 
@@ -101,7 +101,7 @@ def test_between_nodes_of_one_host_nixl_opens_no_port() -> None:
         cluster.client.generate(PROMPT, cluster.pair).tokens()
         for server in cluster.pair:
             (peer,) = server.node.transfer_peers()
-            assert server.node.transfer.backend_of(peer.instance_id) == "nixl"
+            assert server.node.transfers[0].backend_of(peer.instance_id) == "nixl"
         own = {port for server in cluster.pair for port in ports_of(server)}
         assert {port for _, port in listening() - before} == own
         cluster.wait_idle()

@@ -102,7 +102,7 @@ def _serve(channel: RankChannel) -> None:
         extra_planes=start.extra_planes,
     )
     handle, offset = b"", 0
-    if device.type == "cuda" and config.role != "unified":
+    if device.type == "cuda" and config.hands_off:
         handle, offset = CudaIpc(device.index).export(engine.pool.memory.data_ptr())
     channel.send(Built(handle, offset))
     saved: dict[int, list[torch.Tensor]] = {}

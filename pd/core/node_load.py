@@ -1,0 +1,42 @@
+"""What a node reports of its load, for proxies that predict how long a request would take there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from pd.core.step_cost import StepCost, StepShape
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+_Objective = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]
+
+
+class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Load of an elastic node at one moment.
+
+    Attributes:
+        cost: how long its steps take.
+        itl: seconds between tokens that the node keeps while it computes prompts beside answers.
+        queued_tokens: prompt tokens that wait or are computed, without those that are cached.
+        queue_seconds: predicted time until these are computed.
+        streams: sequences that are generated here, or will be as soon as their KV is here.
+        context: their tokens.
+        free_tokens: tokens whose KV new requests can have room for.
+        chunk: tokens of a step (``--chunked-prefill-size``).
+    """
+
+    cost: StepCost
+    itl: _Objective
+    queued_tokens: _Count = 0
+    queue_seconds: _Seconds = 0.0
+    streams: _Count = 0
+    context: _Count = 0
+    free_tokens: _Count = 0
+    chunk: _Count = 1
+
+    @property
+    def decoding(self) -> StepShape:
+        """A step of all the streams."""
+        return StepShape(streams=self.streams, context=self.context)

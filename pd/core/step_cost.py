@@ -1,0 +1,144 @@
+"""How long a node's steps take: a formula that a node fits and publishes, and a proxy evaluates."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+# New tokens of a step up to the first number cost little where a step reads all weights anyway;
+# between the two a kernel becomes efficient; beyond the second their cost is proportional.
+KNEES = (64, 512)
+
+# Prompts get on with so many tokens a step, whatever answers beside them lose, lest they starve.
+LEAST_SLICE = 64
+
+_Coefficient = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
+
+
+class StepShape(NamedTuple):
+    """What one step computes.
+
+    Attributes:
+        tokens: prompt tokens.
+        pairs: pairs of query and key of these tokens.
+        streams: tokens that continue answers, one for each sequence unless it drafts.
+        context: tokens that these sequences attend to, in all.
+    """
+
+    tokens: int = 0
+    pairs: float = 0.0
+    streams: int = 0
+    context: float = 0.0
+
+
+def chunk_pairs(start: int, tokens: int) -> float:
+    """Pairs of query and key of a chunk whose first token is at position ``start``."""
+    return tokens * (start + (tokens + 1) / 2)
+
+
+class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a step as a function of its shape, linear in each coefficient.
+
+    Attributes:
+        base: any step.
+        mixed: a step that computes prompt tokens, in addition.
+        first, middle, rest: a new token below, between and above :data:`KNEES`.
+        pair: a pair of query and key of prompt tokens.
+        context: a token that answers attend to.
+        stream: a row that is sampled.
+
+    Raises:
+        ValueError: a coefficient is not a finite number (a ValidationError of msgspec on decoding).
+    """
+
+    base: _Coefficient = 0.0
+    mixed: _Coefficient = 0.0
+    first: _Coefficient = 0.0
+    middle: _Coefficient = 0.0
+    rest: _Coefficient = 0.0
+    pair: _Coefficient = 0.0
+    context: _Coefficient = 0.0
+    stream: _Coefficient = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in zip(self.__struct_fields__, self.coefficients, strict=True):
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number of seconds, not {value}")
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The coefficients in the order of :func:`features`."""
+        return msgspec.structs.astuple(self)
+
+    def seconds(self, shape: StepShape) -> float:
+        """Predicted time of one step."""
+        pairs = zip(self.coefficients, features(shape), strict=True)
+        return sum(coefficient * feature for coefficient, feature in pairs)
+
+    def largest_chunk(self, limit: float, start: int, beside: StepShape, most: int) -> int:
+        """Most prompt tokens, ``most`` at most, with which a step takes no longer than ``limit``
+        seconds.
+
+        Args:
+            start: position of the first of the tokens.
+            beside: the answers that the step continues.
+        """
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(_with_chunk(beside, start, middle)) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def prefill_seconds(self, start: int, tokens: int, chunk: int, beside: StepShape) -> float:
+        """Predicted time in which ``tokens`` prompt tokens from position ``start`` on are computed
+        in chunks, every one of them beside the same answers."""
+        return self.queue_seconds(tokens, chunk_pairs(start, tokens), chunk, beside)
+
+    def queue_seconds(self, tokens: int, pairs: float, chunk: int, beside: StepShape) -> float:
+        """Predicted time of chunks with so many tokens and pairs in all."""
+        if tokens <= 0:
+            return 0.0
+        steps = -(-tokens // max(1, chunk))
+        each = beside._replace(tokens=-(-tokens // steps), pairs=pairs / steps)
+        return steps * self.seconds(each)
+
+
+def slice_tokens(cost: StepCost, limit: float, decoding: StepShape, start: int, most: int) -> int:
+    """Prompt tokens that a step computes beside answers.
+
+    Args:
+        limit: seconds that the step may take.
+        decoding: the answers that it continues.
+        start: position of the first prompt token.
+        most: tokens of a step.
+    """
+    if not decoding.streams:
+        return most
+    most = max(1, most - decoding.streams)
+    found = cost.largest_chunk(limit, start, decoding, most)
+    return max(found, min(LEAST_SLICE, most))
+
+
+def _with_chunk(shape: StepShape, start: int, tokens: int) -> StepShape:
+    return shape._replace(tokens=tokens, pairs=chunk_pairs(start, tokens))
+
+
+def features(shape: StepShape) -> tuple[float, ...]:
+    """What the coefficients of :class:`StepCost` are multiplied by."""
+    low, high = KNEES
+    rows = shape.tokens + shape.streams
+    return (
+        1.0,
+        1.0 if shape.tokens else 0.0,
+        min(rows, low),
+        min(max(rows - low, 0), high - low),
+        max(rows - high, 0),
+        shape.pairs,
+        shape.context,
+        shape.streams,
+    )

@@ -1,0 +1,39 @@
+"""The load that an elastic node reports to proxies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.node_load import NodeLoad
+from pd.core.step_cost import StepShape
+
+if TYPE_CHECKING:
+    from pd.scheduling.combined import CombinedScheduler
+    from pd.scheduling.core import NodeCore
+    from pd.scheduling.transfer_end import PromptReceiver
+
+
+def node_load(
+    core: NodeCore, scheduler: CombinedScheduler, receiving: PromptReceiver | None
+) -> NodeLoad | None:
+    """The load at present; None on a node that is not elastic. The caller holds the node's lock."""
+    slices, prefill, decode = scheduler.slices, scheduler.prefill, scheduler.decode
+    if core.costs is None or slices is None or prefill is None or decode is None:
+        return None
+    sequences = list(decode.queued())
+    if receiving is not None:
+        sequences += receiving.queued()
+    context = sum(sequence.num_tokens for sequence in sequences)
+    decoding = StepShape(streams=len(sequences), context=context)
+    tokens, pairs = prefill.uncached()
+    cost = core.costs.cost
+    return NodeLoad(
+        cost=cost,
+        itl=slices.itl,
+        queued_tokens=tokens,
+        queue_seconds=cost.queue_seconds(tokens, pairs, slices.tokens(decoding), decoding),
+        streams=len(sequences),
+        context=context,
+        free_tokens=core.memory.available * core.memory.page_size,
+        chunk=core.config.chunked_prefill_size,
+    )

@@ -1,0 +1,97 @@
+"""Load of an elastic node now: its last report, and what was sent there since."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.core.step_cost import StepShape, slice_tokens
+
+if TYPE_CHECKING:
+    from pd.core.node_load import NodeLoad
+
+# Heartbeats whose answers may be under way; older ones were lost.
+_MAX_MARKS = 64
+
+
+class _Sent(NamedTuple):
+    """What was sent to a node so far: seconds of prefill, streams, their tokens."""
+
+    seconds: float = 0.0
+    streams: int = 0
+    tokens: int = 0
+
+
+class LoadEstimate:
+    """Load of one node between its reports, which are half a second old at most.
+
+    Attributes:
+        reported: the last report; None before the first, and of a node that is not elastic.
+    """
+
+    def __init__(self) -> None:
+        self.reported: NodeLoad | None = None
+        self._reported_at = 0.0
+        self._sent = _Sent()
+        # What had been sent before the heartbeat that the report answers, and before later ones.
+        self._known = _Sent()
+        self._marks: dict[int, _Sent] = {}
+        self._beats = 0
+
+    def beat(self) -> int:
+        """A heartbeat is about to be sent; returns its number."""
+        self._beats += 1
+        self._marks[self._beats] = self._sent
+        if len(self._marks) > _MAX_MARKS:
+            del self._marks[next(iter(self._marks))]
+        return self._beats
+
+    def heard(self, load: NodeLoad | None, answers: int) -> None:
+        """Take the report that answers a heartbeat."""
+        self.reported, self._reported_at = load, time.monotonic()
+        self._known = self._marks.get(answers, self._known)
+        self._marks = {number: sent for number, sent in self._marks.items() if number > answers}
+
+    def prompt_sent(self, seconds: float) -> None:
+        """A prompt was sent there whose computation is expected to take so long."""
+        self._sent = self._sent._replace(seconds=self._sent.seconds + seconds)
+
+    def stream_sent(self, streams: int, tokens: int) -> None:
+        """A request was sent there, or announced, that will be generated there.
+
+        Args:
+            tokens: of all its streams.
+        """
+        now = self._sent
+        self._sent = now._replace(streams=now.streams + streams, tokens=now.tokens + tokens)
+
+    @property
+    def queue_seconds(self) -> float:
+        """Seconds until the prompts that were sent there are computed."""
+        if self.reported is None:
+            return 0.0
+        left = self.reported.queue_seconds - (time.monotonic() - self._reported_at)
+        return max(0.0, left) + self._sent.seconds - self._known.seconds
+
+    @property
+    def decoding(self) -> StepShape:
+        """A step of all streams there."""
+        if self.reported is None:
+            return StepShape()
+        streams = self.reported.streams + self._sent.streams - self._known.streams
+        context = self.reported.context + self._sent.tokens - self._known.tokens
+        return StepShape(streams=streams, context=context)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens for whose KV there is memory."""
+        if self.reported is None:
+            return 0
+        return self.reported.free_tokens - (self._sent.tokens - self._known.tokens)
+
+    def prefill_seconds(self, tokens: int, cached: int) -> float:
+        """Seconds from the first to the last step of a prompt with so many cached tokens."""
+        assert self.reported is not None
+        decoding, report = self.decoding, self.reported
+        chunk = slice_tokens(report.cost, report.itl, decoding, cached, report.chunk)
+        return report.cost.prefill_seconds(cached, tokens - cached, chunk, decoding)

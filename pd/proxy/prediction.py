@@ -1,0 +1,212 @@
+"""Chooses nodes of a request by what is predicted to happen at each of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.core.step_cost import LEAST_SLICE, StepShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pd.proxy.routing import Prompt
+    from pd.proxy.worker import Worker
+
+# Without an objective, a first token may take so many times as long as the prompt would alone on an
+# idle node, and as half a step of prompt tokens besides.
+_DEFAULT_TTFT_FACTOR = 4.0
+# Choices whose first token is predicted within this share of the best, or so much later, are equal.
+_EQUAL_SHARE = 1.15
+_EQUAL_SECONDS = 0.01
+# Output for which there should be memory where a request is generated.
+_EXPECTED_OUTPUT = 512
+# A prompt longer than this share of a pool is not handed off (see ReceivingEnd).
+_LARGEST_SHARE = 0.5
+_IDLE = StepShape()
+
+
+class Demand(NamedTuple):
+    """The properties of a request by which its outcome is predicted.
+
+    Attributes:
+        streams: answers that are wanted (``n``).
+        output: tokens of each of them, at most.
+    """
+
+    prompt: Prompt
+    streams: int = 1
+    output: int = _EXPECTED_OUTPUT
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which the streams should have memory."""
+        return self.length + self.streams * min(self.output, _EXPECTED_OUTPUT)
+
+
+class Predicted(NamedTuple):
+    """A choice of nodes and what is predicted of it.
+
+    Attributes:
+        decode: generates the answer; the same as ``first`` if KV does not travel.
+        ttft: seconds until the first token.
+        prefill: seconds of these in which the prompt is computed.
+        misses: streams, this one and others, that would miss an objective.
+    """
+
+    first: Worker
+    decode: Worker
+    ttft: float
+    prefill: float
+    misses: int
+
+    @property
+    def way(self) -> str:
+        """How the request goes, as a label of metrics."""
+        if self.first is self.decode:
+            return "whole"
+        swapped = self.first.role == "decode" or self.decode.role == "prefill"
+        return "swapped" if swapped else "split"
+
+    @property
+    def fits_roles(self) -> bool:
+        """Whether the nodes do what their roles say."""
+        if self.way == "whole":
+            return self.first.role == "unified"
+        return self.way == "split" and "unified" not in (self.first.role, self.decode.role)
+
+
+class _First(NamedTuple):
+    """A node that may compute the prompt, and what is predicted of that."""
+
+    worker: Worker
+    ttft: float
+    prefill: float
+    misses: int
+
+
+class _Second(NamedTuple):
+    """A node that may generate the answer: streams that would miss their objective, and seconds of
+    a step, less for a prefix that need not travel."""
+
+    worker: Worker
+    misses: int
+    step: float
+
+
+class Predictor:
+    """Predicts the time to the first token, and what streams lose, for each choice of nodes; takes
+    what keeps the objectives of most, and of choices that are about equal the split.
+
+    Args:
+        ttft: seconds until the first token that are promised (``--slo-ttft-ms``); None has them
+            follow from the prompt and the speed of the nodes.
+    """
+
+    def __init__(self, ttft: float | None = None) -> None:
+        self._ttft = ttft
+
+    def choose(
+        self,
+        firsts: Sequence[Worker],
+        seconds: Sequence[Worker],
+        demand: Demand,
+        fit: Callable[[Worker, Worker], bool],
+    ) -> Predicted | None:
+        """The best choice; None if some node has not reported its load.
+
+        Args:
+            firsts: nodes that may compute the prompt, all elastic.
+            seconds: nodes that may generate the answer, all elastic; empty if one token is wanted.
+            fit: whether KV can travel from the first to the second.
+        """
+        if not firsts or any(worker.load.reported is None for worker in (*firsts, *seconds)):
+            return None
+        ranked = [self._first(worker, demand) for worker in firsts]
+        joined = sorted((self._second(worker, demand) for worker in seconds), key=_by_second)
+        found = [choice for first in ranked for choice in _choices(first, joined, demand, fit)]
+        if not found:
+            return None
+        least = min(choice.misses for choice in found)
+        kept = [choice for choice in found if choice.misses == least]
+        fastest = min(choice.ttft for choice in kept)
+        limit = max(fastest * _EQUAL_SHARE, fastest + _EQUAL_SECONDS)
+        return min((c for c in kept if c.ttft <= limit), key=_by_preference)
+
+    def ttft_objective(self, worker: Worker, demand: Demand) -> float:
+        """Seconds in which the first token of a request should come."""
+        if self._ttft is not None:
+            return self._ttft
+        report = worker.load.reported
+        assert report is not None
+        alone = report.cost.prefill_seconds(0, demand.length, report.chunk, _IDLE)
+        half = report.cost.prefill_seconds(0, max(1, report.chunk // 2), report.chunk, _IDLE)
+        return _DEFAULT_TTFT_FACTOR * (alone + half)
+
+    def _first(self, worker: Worker, demand: Demand) -> _First:
+        load, length = worker.load, demand.length
+        assert load.reported is not None
+        cached = min(worker.tree.match(*demand.prompt) if worker.tree else 0, length - 1)
+        prefill = load.prefill_seconds(length, cached)
+        ttft = load.queue_seconds + prefill
+        misses = int(ttft > self.ttft_objective(worker, demand))
+        misses += length - cached > load.free_tokens  # it would wait for memory
+        decoding = load.decoding
+        if decoding.streams:
+            step = load.reported.cost.seconds(decoding._replace(tokens=LEAST_SLICE))
+            misses += decoding.streams * (step > load.reported.itl)
+        return _First(worker, ttft, prefill, misses)
+
+    def _second(self, worker: Worker, demand: Demand) -> _Second:
+        load = worker.load
+        assert load.reported is not None
+        decoding = load.decoding
+        streams = decoding.streams + demand.streams
+        context = decoding.context + demand.streams * demand.length
+        step = load.reported.cost.seconds(StepShape(streams=streams, context=context))
+        misses = streams * (step > load.reported.itl)
+        cached = worker.tree.match(*demand.prompt) if worker.tree else 0
+        if demand.tokens - cached > load.free_tokens:
+            misses += demand.streams  # they would wait for memory
+        return _Second(worker, misses, step * (1 - 0.2 * cached / demand.length))
+
+
+def _choices(
+    first: _First,
+    seconds: Sequence[_Second],
+    demand: Demand,
+    fit: Callable[[Worker, Worker], bool],
+) -> Iterator[Predicted]:
+    """With this node as the first: the whole request there, and the best other node to generate."""
+    worker = first.worker
+    if not seconds:
+        yield Predicted(worker, worker, first.ttft, first.prefill, first.misses)
+    others = True
+    for second in seconds:
+        other, misses = second.worker, first.misses + second.misses
+        if other is worker:
+            yield Predicted(worker, worker, first.ttft, first.prefill, misses)
+        elif others and _may_travel(worker, other, demand) and fit(worker, other):
+            yield Predicted(worker, other, first.ttft, first.prefill, misses)
+            others = False
+
+
+_RANKS = {"decode": 0, "unified": 1, "prefill": 2}
+
+
+def _by_second(second: _Second) -> tuple[int, int, float]:
+    return second.misses, _RANKS[second.worker.role], second.step
+
+
+def _by_preference(choice: Predicted) -> tuple[bool, float]:
+    return not choice.fits_roles, choice.ttft
+
+
+def _may_travel(first: Worker, second: Worker, demand: Demand) -> bool:
+    """Whether both nodes have room for the prompt beside what they send each other."""
+    pools = [worker.info.pool_tokens for worker in (first, second) if worker.info is not None]
+    return demand.length <= _LARGEST_SHARE * min(pools, default=0)

@@ -1,0 +1,53 @@
+"""How many prompt tokens a step computes beside answers, so that these keep their pace."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pd.core.step_cost import StepShape, slice_tokens
+
+if TYPE_CHECKING:
+    from pd.scheduling.cost_model import CostModel
+
+logger = logging.getLogger(__name__)
+
+# Without an objective, answers may take so many times as long as a step of a common batch: streams
+# stay several times faster than anybody reads, and most of a step is left for prompts.
+_DEFAULT_FACTOR = 3.0
+_COMMON_STREAMS, _COMMON_CONTEXT = 32, 2048
+
+
+class PromptSlices:
+    """Chooses the budget of prompt tokens of each step. The caller holds the node's lock.
+
+    Args:
+        most: tokens of a step (``--chunked-prefill-size``).
+        pool_tokens: tokens that the pool holds.
+
+    Attributes:
+        wanted: seconds between tokens that a proxy asked for; 0 if none did.
+    """
+
+    def __init__(self, costs: CostModel, most: int, pool_tokens: int) -> None:
+        self._costs, self._most = costs, most
+        context = min(_COMMON_STREAMS * _COMMON_CONTEXT, pool_tokens)
+        common = StepShape(streams=_COMMON_STREAMS, context=context)
+        # NOTE: of the speeds measured at the start, so that it does not follow the load.
+        self._default = max(1e-4, _DEFAULT_FACTOR * costs.cost.seconds(common))
+        self.wanted = 0.0
+        logger.info("without an objective, answers keep %.1f ms a token", 1e3 * self._default)
+
+    @property
+    def itl(self) -> float:
+        """Seconds between tokens of an answer that a step with prompt tokens keeps."""
+        return self.wanted or self._default
+
+    def tokens(self, decoding: StepShape, start: int = 0) -> int:
+        """Prompt tokens of the next step.
+
+        Args:
+            decoding: the answers that it continues.
+            start: position of the first prompt token.
+        """
+        return slice_tokens(self._costs.cost, self.itl, decoding, start, self._most)

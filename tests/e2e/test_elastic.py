@@ -1,0 +1,134 @@
+"""A proxy over elastic nodes: real HTTP, real nodes in this process."""
+
+from __future__ import annotations
+
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from cluster import random_prompts, wait_idle, wait_until
+from tiny import tiny_node
+
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.launch import NodeServer
+
+SAMPLING = {"max_new_tokens": 24, "temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
+
+
+class Deployment:
+    """A prefill and a decode node, both elastic, a proxy on them, and its client."""
+
+    def __init__(self, stack: ExitStack, **options: Any) -> None:
+        self._stack = stack
+        self.prefill, self.decode = self.node("prefill"), self.node("decode")
+        config = ProxyConfig(
+            port=0, prefill=[self.prefill.url], decode=[self.decode.url], **options
+        )
+        proxy = ProxyThread(config)
+        stack.callback(proxy.stop)
+        self.proxy = proxy.start(10.0)
+        self.client = stack.enter_context(httpx.Client(base_url=self.proxy.url, timeout=120))
+
+    def node(self, role: str) -> NodeServer:
+        made = tiny_node(role, elastic="auto", chunked_prefill_size=64)
+        self._stack.callback(made.stop)
+        return made
+
+    def ask(self, prompt: list[int], **sampling: Any) -> list[int]:
+        body = {"input_ids": prompt, "sampling_params": SAMPLING | sampling}
+        response = self.client.post("/generate", json=body)
+        assert response.status_code == 200, response.text
+        tokens: list[int] = response.json()["output_ids"]
+        return tokens
+
+    def ways(self) -> dict[str, float]:
+        """Requests by how they went: ``split``, ``whole``, ``swapped``."""
+        text = self.client.get("/metrics").text
+        found = re.findall(
+            r'^pd_proxy_routing_decisions_total{reason="(\w+)",role="\w+"} ([\d.]+)$', text, re.M
+        )
+        ways: dict[str, float] = {}
+        for reason, count in found:
+            ways[reason] = ways.get(reason, 0) + float(count)
+        return ways
+
+
+@pytest.fixture
+def deployment() -> Iterator[Deployment]:
+    with ExitStack() as stack:
+        yield Deployment(stack)
+
+
+def test_a_burst_uses_both_nodes_for_prompts_and_gives_the_same_tokens(
+    deployment: Deployment, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = list(random_prompts(seed, [rng.randrange(100, 400) for _ in range(16)]))
+    one_by_one = [deployment.ask(prompt) for prompt in prompts]
+    for server in (deployment.prefill, deployment.decode):
+        server.node.flush_cache()
+    before = deployment.ways()
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(deployment.ask, prompts)) == one_by_one, seed
+    after = deployment.ways()
+    assert after["whole"] > before.get("whole", 0), (before, after)
+    for server in (deployment.prefill, deployment.decode):
+        wait_idle(server)
+
+
+def test_predicted_first_tokens_are_compared_with_what_happened(deployment: Deployment) -> None:
+    deployment.ask(list(range(50)))
+    text = deployment.client.get("/metrics").text
+    assert re.search(r"^pd_proxy_ttft_prediction_error_count 1\.0$", text, re.M), text
+
+
+@pytest.mark.parametrize("gone", ["prefill", "decode"])
+def test_requests_are_served_while_all_nodes_of_a_role_are_gone(
+    deployment: Deployment, gone: str
+) -> None:
+    expected = deployment.ask(list(range(30)))
+    lost, left = deployment.prefill, deployment.decode
+    if gone == "decode":
+        lost, left = left, lost
+    lost.stop()
+    wait_until(lambda: len(ready(deployment)) == 1, 10)
+    assert deployment.client.get("/readiness").status_code == 200
+    assert deployment.ask(list(range(30))) == expected
+    back = deployment.node(gone)
+    body = {"role": gone, "url": back.url}
+    assert deployment.client.post("/workers", json=body).status_code == 200
+    wait_until(lambda: len(ready(deployment)) == 2, 10)
+    assert deployment.ask(list(range(30))) == expected
+    wait_idle(left)
+
+
+def ready(deployment: Deployment) -> list[Any]:
+    workers = deployment.client.get("/workers").json()["workers"]
+    return [worker for worker in workers if worker["ready"]]
+
+
+def test_prompts_that_arrive_while_answers_stream_lose_nothing(
+    deployment: Deployment, seed: int
+) -> None:
+    """Streams and prompts of all sizes, some of them longer than half of a pool."""
+    rng = random.Random(seed)
+    asked = [(rng.choice([5, 60, 300, 900]), rng.choice([1, 10, 100])) for _ in range(36)]
+    prompts = random_prompts(seed, [length for length, _ in asked])
+
+    def ask(prompt: list[int], count: int) -> int:
+        return len(deployment.ask(prompt, max_new_tokens=count))
+
+    counts = [count for _, count in asked]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, prompts, counts)) == counts, seed
+    for server in (deployment.prefill, deployment.decode):
+        wait_idle(server)

@@ -1,0 +1,252 @@
+"""Nodes with ``--elastic auto`` compute prompts and generate, whatever role they started in."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import Cluster, NodeServer, TokenClient, random_prompts, wait_idle, wait_until
+from raw_peer import RawPeer
+from requests_for_tests import make_request
+from tiny import TOKEN_BYTES, tiny_cluster, tiny_node
+
+from pd.core import step_cost
+from pd.core.messages import NodeHeartbeat, ProxyHeartbeat
+from pd.core.step_cost import StepCost, StepShape
+from pd.node.load import node_load
+from pd.scheduling.cost_model import shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd.core.node_load import NodeLoad
+    from pd.scheduling.step import Work
+
+SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "n": 2}
+ROLES = ("prefill", "decode", "unified")
+
+
+def elastic_cluster(**settings: Any) -> Cluster:
+    """A node of each role, each of which can do everything."""
+    return tiny_cluster(1, 1, 1, elastic="auto", chunked_prefill_size=48, **settings)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with elastic_cluster(kv_digest=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[list[list[int]]], list[list[list[int]]]]:
+    """What a single node with ``--elastic off`` answers."""
+
+    def answers(prompts: list[list[int]]) -> list[list[list[int]]]:
+        with tiny_cluster(0, 0, 1) as single:
+            sent = [single.client.generate(p, single.unified, **SAMPLED) for p in prompts]
+            return [request.result(60) for request in sent]
+
+    return answers
+
+
+def test_every_way_of_a_request_gives_the_same_tokens(
+    cluster: Cluster, expected: Callable[..., Any], seed: int
+) -> None:
+    """The ordinary split, the split the other way round, and whole requests on each node; all
+    together, so that every node computes prompts and generates in the same steps."""
+    prompts = list(random_prompts(seed, [1, 4, 33, 48, 100, 150]))
+    prompts += [prompts[4][:60] + prompts[2], prompts[5][:77] + prompts[0]]
+    ways = [(first,) for first in cluster.nodes]
+    ways += [(p, d) for p in cluster.nodes for d in cluster.nodes if p is not d]
+    random.Random(seed).shuffle(ways)
+    pending = [[cluster.client.generate(p, way, **SAMPLED) for p in prompts] for way in ways]
+    wanted = expected(prompts)
+    for way, requests in zip(ways, pending, strict=True):
+        roles = [server.node.role for server in way]
+        assert [request.result(60) for request in requests] == wanted, (roles, seed)
+    cluster.wait_idle()
+
+
+def test_a_decode_node_hands_a_prompt_to_a_prefill_node(cluster: Cluster) -> None:
+    (prompt,) = random_prompts(11, [80])
+    prefill, decode = cluster.pair
+    request = cluster.client.generate(prompt, (decode, prefill))
+    assert len(request.tokens()) == 16
+    assert request.transferred_bytes == 80 * TOKEN_BYTES
+    cached = cluster.client.generate([*prompt, 1], (prefill, decode))
+    cached.tokens()
+    assert cached.cached_tokens == 80, "the node that received the KV has it as a prefix"
+    assert cached.transferred_bytes == TOKEN_BYTES, "so has the one that computed it"
+
+
+def test_the_last_node_serves_alone(cluster: Cluster) -> None:
+    for server in cluster.nodes:
+        assert len(cluster.client.generate(range(20), (server,)).tokens()) == 16
+
+
+def test_a_step_computes_prompts_and_answers(cluster: Cluster) -> None:
+    decode = cluster.decode[0]
+    scheduler = decode.node.scheduler
+    process, mixed = scheduler.process, []
+
+    def watching(works: list[Work]) -> None:
+        mixed.append({work.sequence.decodes for work in works} == {True, False})
+        process(works)
+
+    scheduler.process = watching  # type: ignore[method-assign]
+    try:
+        stream = cluster.client.generate(range(9), cluster.pair, max_tokens=200)
+        wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
+        cluster.client.generate(range(9, 109), (decode, cluster.prefill[0])).tokens()
+        stream.tokens()
+    finally:
+        scheduler.process = process  # type: ignore[method-assign]
+    assert any(mixed)
+
+
+def test_the_node_says_that_it_is_elastic(cluster: Cluster) -> None:
+    for server, role in zip(cluster.nodes, ROLES, strict=True):
+        info: Any = server.node.server_info()
+        assert (info["role"], info["elastic"]) == (role, True)
+        assert info["endpoints"]["bootstrap"] == server.bootstrap_url
+        assert info["transfer_backends"] == ["tcp"]
+
+
+def test_nodes_whose_pools_are_full_of_each_others_prompts_get_on(seed: int) -> None:
+    """Every prompt takes nearly half of a pool; half of them go each way, while streams grow until
+    they are retracted."""
+    rng = random.Random(seed)
+    settings: dict[str, Any] = {"kv_cache_tokens": 256, "reserved_decode_tokens": 2}
+    with tiny_cluster(1, 1, elastic="auto", chunked_prefill_size=32, **settings) as cluster:
+        there, back = cluster.pair, cluster.pair[::-1]
+        prompts = list(random_prompts(seed, [rng.randrange(60, 125) for _ in range(24)]))
+        pending = [
+            cluster.client.generate(
+                prompt,
+                rng.choice([there, back, there[:1], back[:1]]),
+                max_tokens=rng.choice([1, 8, 60]),
+            )
+            for prompt in prompts
+        ]
+        for request in pending:
+            request.tokens()
+        cluster.wait_idle()
+
+
+def test_a_lost_node_takes_only_what_depends_on_it(seed: int) -> None:
+    with elastic_cluster() as cluster:
+        (prefill, decode), unified = cluster.pair, cluster.unified[0]
+        for way in ((decode, prefill), (prefill, decode), (prefill, unified)):
+            cluster.client.generate(range(30), way).tokens()
+        unaffected = cluster.client.generate(range(40), (prefill, unified), max_tokens=100)
+        decode.node.stop()
+        assert len(unaffected.tokens()) == 100
+        replacement = tiny_node("decode", elastic="auto")
+        client = TokenClient([prefill, unified, replacement])
+        try:
+            for way in ((prefill, replacement), (replacement, prefill), (replacement, unified)):
+                assert len(client.generate(range(30), way).tokens()) == 16
+        finally:
+            client.close()
+            replacement.stop()
+
+
+def two_ranks() -> tuple[NodeServer, NodeServer]:
+    return (
+        tiny_node("prefill", elastic="auto", tp_size=2),
+        tiny_node("decode", elastic="auto", page_size=8),
+    )
+
+
+def test_a_node_of_two_ranks_hands_prompts_over_and_receives_them(
+    expected: Callable[..., Any], seed: int
+) -> None:
+    prompts = list(random_prompts(seed, [5, 48, 150]))
+    wide, narrow = two_ranks()
+    client = TokenClient([wide, narrow])
+    try:
+        ways = [(wide, narrow), (narrow, wide), (wide,)]
+        pending = [[client.generate(p, way, **SAMPLED) for p in prompts] for way in ways]
+        wanted = expected(prompts)
+        for way, requests in zip(ways, pending, strict=True):
+            assert [r.result(60) for r in requests] == wanted, (len(way), seed)
+        for server in (wide, narrow):
+            wait_idle(server)
+    finally:
+        client.close()
+        wide.stop()
+        narrow.stop()
+
+
+def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> None:
+    decode = cluster.decode[0]
+    with RawPeer(decode.node.endpoint, "asking-proxy") as proxy:
+
+        def load(number: int) -> NodeLoad:
+            proxy.send(ProxyHeartbeat(to="", sender=proxy.name, number=number))
+            beat = proxy.receive(NodeHeartbeat)
+            assert beat.answers == number
+            return beat.load
+
+        idle = load(1)
+        assert (idle.queued_tokens, idle.queue_seconds, idle.streams) == (0, 0.0, 0)
+        assert idle.cost.seconds(StepShape(streams=1)) > 0
+        assert idle.free_tokens == 2048
+        stream = cluster.client.generate(range(9), (decode,), max_tokens=400)
+        wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
+        busy = load(2)
+        assert (busy.streams, busy.context > 9) == (1, True)
+        stream.tokens()
+        cluster.wait_idle()
+        with decode.node.core.events.lock:  # no step is planned meanwhile
+            for prompt in random_prompts(71, [200, 100]):
+                decode.node.scheduler.prefill.add(make_request(prompt))
+            decode.node.scheduler.prefill.add(make_request([*range(8), 99, 99]))
+            waiting = node_load(decode.node.core, decode.node.scheduler, decode.node.receiving)
+            for request in list(decode.node.scheduler.prefill.waiting):
+                decode.node.scheduler.prefill.remove(request)
+        assert waiting is not None
+        assert waiting.queued_tokens == 302, "of the last one, two pages are cached"
+        assert waiting.queue_seconds > idle.cost.seconds(StepShape(streams=1))
+
+
+def test_prompts_are_computed_in_slices_beside_answers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy asks for a pace that a step with more than 8 prompt tokens would miss."""
+    decode = cluster.decode[0]
+    slow = StepCost(base=1.0, first=0.1)
+    costs = decode.node.core.costs
+    monkeypatch.setattr(costs, "cost", slow)
+    monkeypatch.setattr(costs, "observe", lambda shape, seconds: 0.0)
+    monkeypatch.setattr(step_cost, "LEAST_SLICE", 1)
+    sizes: list[tuple[int, int]] = []
+    process = decode.node.scheduler.process
+
+    def watching(works: list[Work]) -> None:
+        shape = shape_of(works)
+        sizes.append((shape.streams, shape.tokens))
+        process(works)
+
+    monkeypatch.setattr(decode.node.scheduler, "process", watching)
+    with RawPeer(decode.node.endpoint, "patient-proxy") as proxy:
+        proxy.send(ProxyHeartbeat(to="", sender=proxy.name, itl=1.901))
+        proxy.receive(NodeHeartbeat)
+        stream = cluster.client.generate(range(9), (decode,), max_tokens=300)
+        wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
+        cluster.client.generate(range(100, 200), (decode,), max_tokens=1).tokens()
+        stream.tokens()
+    assert max(tokens for streams, tokens in sizes if streams == 1) == 8
+    cluster.client.generate(range(50, 250), (decode,), max_tokens=1).tokens()
+    assert max(tokens for streams, tokens in sizes if not streams) == 48
+
+
+def test_errors_of_predictions_are_a_metric(cluster: Cluster) -> None:
+    cluster.client.generate(range(20), cluster.pair).tokens()
+    text = cluster.decode[0].node.core.metrics.expose().decode()
+    steps = re.search(r"^pd_steps_total ([\d.]+)$", text, re.M)
+    errors = re.search(r"^pd_step_prediction_error_count ([\d.]+)$", text, re.M)
+    assert steps is not None and errors is not None
+    assert float(errors[1]) == float(steps[1]) > 0

@@ -1,0 +1,181 @@
+"""Nodes are chosen by what is predicted: the first token, and what streams lose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from pd.core.node_load import NodeLoad
+from pd.core.step_cost import StepCost, StepShape
+from pd.proxy.prediction import Demand, Predictor
+from pd.proxy.routing import CacheAware, Prompt, Router
+from pd.proxy.worker import Endpoints, Pages, ServerInfo, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# 40,000 prompt tokens a second, and 6 ms for a step of 20 streams.
+COST = StepCost(base=5e-3, mixed=1e-3, middle=2.5e-5, rest=2.5e-5, stream=5e-5)
+ITL = 0.02
+
+
+def worker(role: Any, name: str, **load: Any) -> Worker:
+    """An elastic node without a process."""
+    made = Worker(role, f"http://{name}")
+    made.claimed = made.info = ServerInfo(
+        role=role,
+        instance_id=name,
+        model="m",
+        page_size=4,
+        context_length=100_000,
+        endpoints=Endpoints("tcp://x:1", f"http://boot-{name}"),
+        pages=Pages(50_000),
+        elastic=True,
+    )
+    made.alive = made.accepting = True
+    report(made, **load)
+    return made
+
+
+def report(node: Worker, **load: Any) -> None:
+    fields = {"cost": COST, "itl": ITL, "free_tokens": 200_000, "chunk": 8192} | load
+    node.load.heard(NodeLoad(**fields), node.load.beat())
+
+
+def demand(length: int = 10_000, **fields: Any) -> Demand:
+    return Demand(Prompt(np.arange(length, dtype=np.int32), ""), **fields)
+
+
+def router(workers: Sequence[Worker], ttft: float | None = None) -> Router:
+    return Router(CacheAware(), workers, Predictor(ttft))
+
+
+def way(workers: Sequence[Worker], wanted: Demand | None = None, **options: Any) -> tuple[str, str]:
+    """Names of the node that computes the prompt and of the one that generates."""
+    route = router(workers, **options).route("m", wanted or demand())
+    return route.first.instance_id, (route.decode or route.first).instance_id
+
+
+def test_idle_nodes_split_the_request() -> None:
+    assert way([worker("decode", "d"), worker("prefill", "p")]) == ("p", "d")
+
+
+def test_a_long_queue_sends_the_prompt_to_the_decode_node() -> None:
+    p, d = worker("prefill", "p"), worker("decode", "d", streams=20, context=40_000)
+    assert way([p, d]) == ("p", "d")
+    report(p, queue_seconds=0.5)
+    assert way([p, d]) == ("d", "d")
+    report(d, streams=20, context=40_000, queue_seconds=1.0)
+    assert way([p, d]) == ("p", "d"), "the queue there is longer"
+
+
+def test_choices_that_are_about_equal_are_split() -> None:
+    p, d = worker("prefill", "p", queue_seconds=0.02), worker("decode", "d")
+    assert way([p, d]) == ("p", "d")
+
+
+def test_what_was_sent_since_the_last_report_counts() -> None:
+    workers = [worker("prefill", "p"), worker("decode", "d", streams=2)]
+    routes = router(workers)
+    ways = []
+    for _ in range(4):
+        wanted = demand()
+        route = routes.route("m", wanted)
+        route.sent(wanted)
+        ways.append(route.reasons[0][1])
+    assert set(ways) == {"split", "whole"}, "burst: both nodes compute prompts"
+    for node in workers:
+        report(node)
+    assert routes.route("m", demand()).reasons[0][1] == "split", "the reports say that it is over"
+
+
+def test_the_history_on_the_decode_node_makes_it_the_faster_one() -> None:
+    p, d = worker("prefill", "p"), worker("decode", "d", streams=1)
+    policy = CacheAware()
+    policy.computed(d, demand(9_900).prompt)
+    assert way([p, d]) == ("d", "d")
+    policy.computed(p, demand(9_900).prompt)
+    assert way([p, d]) == ("p", "d")
+
+
+def test_a_full_decode_node_leaves_the_answer_to_the_prefill_node() -> None:
+    p, d = worker("prefill", "p"), worker("decode", "d", free_tokens=5000)
+    assert way([p, d]) == ("p", "p")
+    report(d)
+    assert way([p, d]) == ("p", "d")
+
+
+def test_streams_that_would_miss_the_objective_weigh_more_than_a_first_token() -> None:
+    """A step of 400 streams takes longer than 20 ms: none joins them."""
+    p, d = worker("prefill", "p", queue_seconds=3.0), worker("decode", "d", streams=400)
+    assert way([p, d]) == ("p", "p")
+
+
+def test_any_node_alone_serves() -> None:
+    for role in ("prefill", "decode", "unified"):
+        assert way([worker(role, "only")]) == ("only", "only")
+        assert router([worker(role, "only")]).ready()
+
+
+def test_unified_nodes_keep_their_requests() -> None:
+    assert way([worker("unified", "a"), worker("unified", "b", queue_seconds=1)]) == ("a", "a")
+
+
+def test_a_prompt_that_needs_most_of_a_pool_does_not_travel() -> None:
+    """Two such prompts that cross would wait for each other's memory."""
+    p, d = worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")
+    assert way([p, d], demand(99_000)) == ("d", "d")
+    report(d, streams=400)
+    assert way([p, d], demand(99_000)) == ("p", "p")
+
+
+def test_a_single_token_is_generated_where_the_prompt_is() -> None:
+    route = router([worker("prefill", "p"), worker("decode", "d")]).route("m", demand(output=1))
+    assert (route.first.instance_id, route.decode) == ("p", None)
+
+
+def test_the_objective_of_a_first_token_follows_from_the_prompt_unless_it_is_given() -> None:
+    idle = worker("prefill", "p")
+    assert Predictor(ttft=2.0).ttft_objective(idle, demand()) == 2.0
+    alone = COST.prefill_seconds(0, 10_000, 8192, StepShape())
+    half = COST.prefill_seconds(0, 4096, 8192, StepShape())
+    assert Predictor().ttft_objective(idle, demand()) == pytest.approx(4 * (alone + half))
+
+
+def test_without_reports_roles_decide() -> None:
+    p, d = worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")
+    d.load.heard(None, 0)
+    assert way([p, d]) == ("p", "d")
+    p.alive = False
+    assert way([p, d]) == ("d", "d")
+
+
+def test_off_leaves_elastic_nodes_to_their_roles() -> None:
+    nodes = [worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")]
+    route = Router(CacheAware(), nodes).route("m", demand())
+    assert (route.first.instance_id, route.predicted) == ("p", None)
+    assert route.decode is not None
+    nodes[0].alive = False
+    assert Router(CacheAware(), nodes).route("m", demand()).first.instance_id == "d"
+
+
+def test_a_report_counts_only_what_was_sent_after_its_heartbeat() -> None:
+    load = worker("prefill", "p").load
+    first = load.beat()
+    load.prompt_sent(1.0)
+    second = load.beat()
+    load.prompt_sent(0.25)
+    fields: Any = {"cost": COST, "itl": ITL}
+    load.heard(NodeLoad(**fields), first)
+    assert load.queue_seconds == pytest.approx(1.25)
+    load.heard(NodeLoad(**fields, queue_seconds=0.9), second)
+    assert load.queue_seconds == pytest.approx(0.9 + 0.25, abs=0.05)
+
+
+def test_heartbeats_without_answers_take_no_memory() -> None:
+    load = worker("prefill", "p").load
+    for _ in range(1000):
+        load.beat()
+    assert len(load._marks) <= 64

@@ -1,0 +1,143 @@
+"""The time of steps: fitted to what was measured, published, and used to choose slices."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+
+from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs
+from pd.scheduling.cost_model import CostModel
+from pd.scheduling.slices import PromptSlices
+
+# About an 8B model on a large GPU, in seconds.
+DEVICE = StepCost(
+    base=5e-3, mixed=2e-3, middle=1.5e-5, rest=2.4e-5, pair=6e-10, context=2e-8, stream=2e-5
+)
+
+
+def random_shape(rng: random.Random) -> StepShape:
+    streams = rng.choice([0, 1, 8, 40, 120])
+    tokens = rng.choice([0, 0, 20, 300, 1000, 8000]) if streams else rng.choice([50, 500, 8000])
+    pairs = chunk_pairs(rng.randrange(20_000), tokens)
+    return StepShape(tokens, pairs, streams, streams * rng.randrange(100, 8000))
+
+
+def watch(
+    model: CostModel, device: StepCost, rng: random.Random, steps: int, noise: float = 0.05
+) -> None:
+    for _ in range(steps):
+        shape = random_shape(rng)
+        model.observe(shape, device.seconds(shape) * rng.uniform(1 - noise, 1 + noise))
+
+
+def worst_error(model: CostModel, device: StepCost, rng: random.Random) -> float:
+    shapes = [random_shape(rng) for _ in range(200)]
+    return max(abs(model.cost.seconds(s) / device.seconds(s) - 1) for s in shapes)
+
+
+def test_the_fit_predicts_steps_that_it_has_not_seen(seed: int) -> None:
+    rng, model = random.Random(seed), CostModel()
+    watch(model, DEVICE, rng, 1000)
+    assert worst_error(model, DEVICE, rng) < 0.15
+
+
+def test_the_fit_follows_a_device_that_becomes_slower(seed: int) -> None:
+    rng, model = random.Random(seed), CostModel()
+    watch(model, DEVICE, rng, 1000)
+    slower = StepCost(*(2 * c for c in DEVICE.coefficients))
+    watch(model, slower, rng, 3000)
+    assert worst_error(model, slower, rng) < 0.2
+
+
+def test_what_the_last_steps_do_not_tell_stays_known(seed: int) -> None:
+    """Hours of decode steps make no difference to what a prompt is expected to take."""
+    rng, model = random.Random(seed), CostModel()
+    watch(model, DEVICE, rng, 1000)
+    prompt = StepShape(8000, chunk_pairs(0, 8000))
+    before = model.cost.seconds(prompt)
+    for _ in range(20_000):
+        shape = StepShape(streams=8, context=8 * 500)
+        model.observe(shape, DEVICE.seconds(shape) * rng.uniform(0.95, 1.05))
+    assert model.cost.seconds(prompt) == pytest.approx(before, rel=0.2)
+
+
+def test_a_step_that_compiled_a_kernel_hardly_changes_the_fit(seed: int) -> None:
+    rng, model = random.Random(seed), CostModel()
+    watch(model, DEVICE, rng, 1000)
+    shape = StepShape(streams=8, context=4000)
+    error = model.observe(shape, 1000 * DEVICE.seconds(shape))
+    assert error > 100
+    watch(model, DEVICE, rng, 64)
+    assert worst_error(model, DEVICE, rng) < 0.2
+
+
+def test_a_published_cost_is_numbers_within_bounds() -> None:
+    sent = msgspec.msgpack.encode(DEVICE)
+    assert msgspec.msgpack.decode(sent, type=StepCost) == DEVICE
+    fields = msgspec.structs.asdict(DEVICE)
+    for wrong in (-1.0, math.nan, math.inf, 1e4, "1"):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(fields | {"pair": wrong}), type=StepCost)
+
+
+@pytest.mark.parametrize("start", [0, 5000])
+@pytest.mark.parametrize("streams", [1, 60])
+def test_the_largest_chunk_is_the_largest(start: int, streams: int) -> None:
+    beside = StepShape(streams=streams, context=streams * 3000)
+
+    def seconds(tokens: int) -> float:
+        return DEVICE.seconds(beside._replace(tokens=tokens, pairs=chunk_pairs(start, tokens)))
+
+    found = DEVICE.largest_chunk(0.02, start, beside, 8192)
+    assert seconds(found) <= 0.02 < seconds(found + 1)
+    assert DEVICE.largest_chunk(10.0, start, beside, 8192) == 8192
+    assert DEVICE.largest_chunk(1e-3, start, beside, 8192) == 0
+
+
+def test_a_prompt_takes_as_long_as_its_chunks() -> None:
+    beside = StepShape(streams=4, context=4000)
+    expected = 0.0
+    for start in range(1000, 5000, 500):
+        pairs = chunk_pairs(start, 500)
+        expected += DEVICE.seconds(beside._replace(tokens=500, pairs=pairs))
+    found = DEVICE.prefill_seconds(1000, 4000, 500, beside)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert DEVICE.prefill_seconds(1000, 0, 500, beside) == 0.0
+
+
+def slices(chunk: int = 8192) -> PromptSlices:
+    model = CostModel()
+    model.cost = DEVICE
+    return PromptSlices(model, chunk, pool_tokens=1 << 20)
+
+
+def test_a_slice_keeps_the_objective_beside_answers() -> None:
+    chosen = slices()
+    chosen.wanted = 0.02
+    sizes = []
+    for streams in (1, 20, 60, 100):
+        decoding = StepShape(streams=streams, context=streams * 3000)
+        tokens = chosen.tokens(decoding, start=2000)
+        step = decoding._replace(tokens=tokens, pairs=chunk_pairs(2000, tokens))
+        assert DEVICE.seconds(step) <= 0.02
+        sizes.append(tokens)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > KNEES[0]
+
+
+def test_without_answers_a_step_is_for_prompts_alone() -> None:
+    assert slices().tokens(StepShape()) == 8192
+
+
+def test_prompts_get_on_beside_answers_that_miss_the_objective_anyway() -> None:
+    chosen = slices()
+    chosen.wanted = 1e-3
+    assert chosen.tokens(StepShape(streams=100, context=300_000)) == 64
+    assert slices(chunk=32).tokens(StepShape(streams=100, context=300_000)) == 1
+
+
+def test_without_an_objective_it_follows_from_the_models_speed() -> None:
+    assert slices().itl == pytest.approx(3 * DEVICE.seconds(StepShape(0, 0, 32, 32 * 2048)))
