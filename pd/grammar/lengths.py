@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 _ANY_LENGTH = f"^{PLAIN_CHARACTER}*$"
 _BOUNDED = re.compile(re.escape(f"^{PLAIN_CHARACTER}") + r"\{(\d+),(\d*)\}\$")
 _KINDS = frozenset({"object", "array", "string", "number", "boolean", "null"})
+# Characters that are repeated together.
+_PIECE = 32
 # A character that stands in every string.
 _PROBE = "x"
 
 
 def split_lengths(schema: object) -> tuple[object, object] | None:
-    """A schema without the lengths of its strings, and one that has the lengths but may allow other
-    characters. What both allow is what the schema allows.
+    """A schema without the lengths of its strings, and one with them, written so that a grammar of
+    no tokens is compiled quickly.
 
     Args:
         schema: from :func:`pd.grammar.json_schemas.prepare`. It is not changed.
@@ -55,18 +57,25 @@ def split_lengths(schema: object) -> tuple[object, object] | None:
     if any("propertyNames" in part or not _is_clear(schema, part) for part in parts):
         return None
     free, counted = copy.deepcopy(schema), copy.deepcopy(schema)
-    for _, part in subschemas(free):
-        if isinstance(part, dict) and _BOUNDED.fullmatch(str(part.get("pattern"))):
-            part["pattern"] = _ANY_LENGTH
-    for _, part in subschemas(counted):
-        found = _BOUNDED.fullmatch(str(part.get("pattern"))) if isinstance(part, dict) else None
-        if found is not None:
-            del part["pattern"]
-            low, high = found.groups()
-            part["minLength"] = int(low)
-            if high:
-                part["maxLength"] = int(high)
+    for changed, pattern in ((free, lambda *_: _ANY_LENGTH), (counted, _in_pieces)):
+        for _, part in subschemas(changed):
+            found = _BOUNDED.fullmatch(str(part.get("pattern"))) if isinstance(part, dict) else None
+            if found is not None:
+                part["pattern"] = pattern(int(found[1]), int(found[2]) if found[2] else None)
     return free, counted
+
+
+def _in_pieces(low: int, high: int | None) -> str:
+    """Strings of so many characters. xgrammar takes time with the square of a repetition."""
+    needed = f"({PLAIN_CHARACTER}{{{_PIECE}}}){{{low // _PIECE}}}" if low >= _PIECE else ""
+    needed += f"{PLAIN_CHARACTER}{{{low % _PIECE}}}" if low % _PIECE else ""
+    if high is None:
+        return f"^{needed}{PLAIN_CHARACTER}*$"
+    # Whole pieces, and so many characters more that every length up to the last can be written.
+    pieces = max((high - low + 1) // _PIECE - 1, 0)
+    rest = f"{PLAIN_CHARACTER}{{0,{high - low - pieces * _PIECE}}}"
+    more = f"({PLAIN_CHARACTER}{{{_PIECE}}}){{0,{pieces}}}" if pieces else ""
+    return f"^{needed}{more}{rest}$"
 
 
 def _is_clear(root: object, part: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from pd.grammar.lengths import TokenCharacters, split_lengths
 from pd.grammar.rules import GrammarRules
 from pd.grammar.xgrammar_library import (
     Compiler,
+    allows,
     dump_compiled,
     load_compiled,
     token_characters,
@@ -46,6 +47,8 @@ COUNTED = {
     "at least": text(minLength=4),
     "exactly": text(minLength=3, maxLength=3),
     "more than 128": text(minLength=120, maxLength=140),
+    "many pieces": text(minLength=65, maxLength=191),
+    "no fewer than 128": text(minLength=130),
     "several": closed(a=text(maxLength=4), b=text(minLength=2, maxLength=9), c=text()),
     "optional": {"type": "object", "properties": {"a": text(maxLength=3), "b": text()}},
     "items": {"type": "array", "items": text(minLength=1, maxLength=2), "maxItems": 5},
@@ -159,3 +162,12 @@ def test_where_strings_cannot_be_told_apart_the_grammar_has_the_lengths(name: st
 )
 def test_grammars_that_keep_their_lengths_may_have_long_ones(kind: str, text: str) -> None:
     assert Compiler(info()).compile(kind, text).counted is None
+
+
+@pytest.mark.parametrize("low", [0, 1, 31, 32, 33, 64, 100])
+def test_every_length_within_the_bounds_can_be_written_and_no_other(low: int) -> None:
+    for high in (low, low + 1, low + 62, low + 63, low + 64, low + 95, low + 96):
+        schema = json.dumps(text(minLength=low, maxLength=high))
+        compiled = Compiler(info()).compile("json_schema", schema)
+        written = [n for n in range(high + 70) if allows(compiled, f'"{"é" * n}"')]
+        assert written == list(range(low, high + 1))
