@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from pd.core.errors import AbortedError, PDError
+from pd.core.errors import AbortedError, InvalidRequestError, PDError
 from pd.proxy.generation import FinishReason
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Job:
         ended_by: what ended all prompts, those too that no node has seen yet.
         error: what ended the request, if it failed.
         outcome: label of the metrics, once it is known.
+        grammar_field: the field that a structural tag of the proxy's own was made from.
         abort_is_result: an abort ends choices with what there was instead of failing the request.
         together: all prompts, of which each wants one token, go to the same node in one message,
             so that what they share is computed once and the rest in one batch.
@@ -67,6 +68,7 @@ class Job:
         self.ended_by: PDError | None = None
         self.error: PDError | None = None
         self.outcome: str | None = None
+        self.grammar_field: str | None = None
         self.writing = False
         self.on_overflow: Callable[[], None] | None = None
         self.write_news: Callable[[], bool] | None = None
@@ -119,8 +121,15 @@ class Job:
                     choice.end(FinishReason("abort"))
                     self.notify(choice, 0)
         elif self.error is None:
-            self.error = error
+            self.error = self._named(error)
         self._changed.set()
+
+    def _named(self, error: PDError) -> PDError:
+        """An error about a structural tag, which the client has not sent, by the client's field."""
+        field, tag = self.grammar_field, "structural_tag"
+        if field is None or error.param != tag or not isinstance(error, InvalidRequestError):
+            return error
+        return InvalidRequestError(field + error.message.removeprefix(tag), param=field)
 
     async def news(self) -> list[Choice]:
         """Wait for something new; the choices that changed (none if the request failed)."""
