@@ -10,7 +10,7 @@ and the second takes its bytes.
 Few tokens have to be tried. The two grammars differ only inside strings of bounded length, where
 one character counts as much as another: a probe finds out how many characters are left, and a table
 says which tokens have more. Only tokens that end a string, or begin inside a character, are tried
-one by one.
+one by one, and in a string only those of them that go on in a next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pd.core.json_schemas import referenced, subschemas
 from pd.grammar.patterns import PLAIN_CHARACTER
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import numpy.typing as npt
 
@@ -37,7 +37,7 @@ _KINDS = frozenset({"object", "array", "string", "number", "boolean", "null"})
 # Characters that are repeated together.
 _PIECE = 32
 # A character that stands in every string.
-_PROBE = "x"
+_PROBE, _QUOTE = "x", '"'
 
 
 def split_lengths(schema: object) -> tuple[object, object] | None:
@@ -117,18 +117,26 @@ class TokenCharacters:
 
     def __init__(self, tokens: Sequence[bytes], control: Collection[int]) -> None:
         self.tokens = tokens
-        counts = np.zeros(len(tokens), np.int32)
-        tried = np.zeros(len(tokens), bool)
+        counts, ends = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), bool)
+        tried, reopening = list[int](), list[int]()
         for token, text in enumerate(tokens):
-            counts[token] = sum(byte & 0xC0 != 0x80 for byte in text)
-            tried[token] = b'"' in text or (text != b"" and text[0] & 0xC0 == 0x80)
-        counts[tried] = 0
-        for token in control:
-            counts[token], tried[token] = 0, False
-        self._counts = counts
-        self._tried = _packed(tried)
+            if token in control or not text:
+                continue
+            ends[token] = b'"' in text
+            if ends[token] or text[0] & 0xC0 == 0x80:
+                tried.append(token)
+            if ends[token] and _reopens(text):
+                reopening.append(token)
+            else:
+                counts[token] = sum(byte & 0xC0 != 0x80 for byte in text.partition(b'"')[0])
+        ends[reopening] = False
+        # Characters of each token that are in the string that is being written, and whether its end
+        # is in the token; of those that have characters of a next string, none.
+        self._counts, self._ends = counts, ends
+        self._tried, self._reopening = _Places(tried), _Places(reopening)
         self._most = int(counts.max(initial=0))
         self._at_most: dict[int, IntArray] = {}
+        self._at_least: dict[int, IntArray] = {}
 
     def narrow(self, mask: IntArray, free: Any, counted: Any, passed: Collection[int]) -> None:
         """Take tokens out of a mask that would make a string too long, or end it too early.
@@ -139,11 +147,16 @@ class TokenCharacters:
             counted: matcher of the grammar with lengths.
             passed: tokens that stay, whatever their text.
         """
-        left = self._left(free, counted)
-        if left < self._most:
-            mask &= self._no_longer_than(left)
-        bits = np.unpackbits((mask & self._tried).view(np.uint8), bitorder="little")
-        for token in np.flatnonzero(bits).tolist():
+        tried = self._tried
+        if _takes(free, _PROBE * self._most):  # a string is being written
+            tried = self._reopening
+            left = _largest(lambda count: _takes(counted, _PROBE * count), self._most)
+            if not _takes(counted, _QUOTE):
+                short = _largest(lambda n: not _takes(counted, _PROBE * n + _QUOTE), left)
+                mask &= self._no_shorter(short + 1)
+            if left < self._most:
+                mask &= self._no_longer(left)
+        for token in tried.in_mask(mask):
             if token in passed:
                 continue
             if counted.accept_string(self.tokens[token]):
@@ -151,25 +164,53 @@ class TokenCharacters:
             else:
                 mask[token // 32] ^= np.array(1 << token % 32, np.uint32).view(np.int32)
 
-    def _left(self, free: Any, counted: Any) -> int:
-        """Characters that still have room in the string that is being written, up to the most that
-        a token has; that many, too, where no string of bounded length is being written."""
-        if _takes(counted, self._most) or not _takes(free, self._most):
-            return self._most
-        low, high = 0, self._most  # the first it takes, the second it does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if _takes(counted, middle) else (low, middle)
-        return low
-
-    def _no_longer_than(self, count: int) -> IntArray:
+    def _no_longer(self, count: int) -> IntArray:
+        """Tokens of at most so many characters."""
         if count not in self._at_most:
             self._at_most[count] = _packed(self._counts <= count)
         return self._at_most[count]
 
+    def _no_shorter(self, count: int) -> IntArray:
+        """Tokens that do not end a string in fewer characters."""
+        if count not in self._at_least:
+            self._at_least[count] = _packed(~self._ends | (self._counts >= count))
+        return self._at_least[count]
 
-def _takes(matcher: Any, count: int) -> bool:
-    if not matcher.accept_string(_PROBE * count):
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` for which something holds that does for 0 and, if for a
+    number, for all below it."""
+    if holds(most):
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+class _Places:
+    """Where some tokens are in a mask."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = np.array(tokens, np.int64)
+        self._words, self._shifts = self._tokens // 32, (self._tokens % 32).astype(np.int32)
+
+    def in_mask(self, mask: IntArray) -> list[int]:
+        """Those that a mask allows."""
+        allowed = (mask[self._words] >> self._shifts) & 1
+        found: list[int] = self._tokens[allowed.astype(bool)].tolist()
+        return found
+
+
+def _reopens(text: bytes) -> bool:
+    """Whether a token may end a string and have characters of a next one."""
+    quotes = text.count(b'"')
+    return quotes > 2 or (quotes == 2 and not text.endswith(b'"'))
+
+
+def _takes(matcher: Any, text: str) -> bool:
+    if not matcher.accept_string(text):
         return False
     matcher.rollback(1)
     return True
