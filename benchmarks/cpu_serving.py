@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--note", help="what else ran on the machine")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     busy = os.getloadavg()[0]
@@ -213,8 +214,10 @@ def main() -> int:
             shlex.join(["python", "benchmarks/cpu_serving.py", *sys.argv[1:]]),
             rows,
             measured=["pd", "benchmarks/cpu_serving.py"],
-            machine={"load_average_before": round(busy, 2)},
-            settings={k: v for k, v in vars(args).items() if k != "output"} | {"shape": SHAPE},
+            machine={"load_average_before": round(busy, 2)}
+            | ({"note": args.note} if args.note else {}),
+            settings={k: v for k, v in vars(args).items() if k not in ("output", "note")}
+            | {"shape": SHAPE},
         )
     return 0
 
