@@ -214,10 +214,10 @@ def main() -> int:
             shlex.join(["python", "benchmarks/cpu_serving.py", *sys.argv[1:]]),
             rows,
             measured=["pd", "benchmarks/cpu_serving.py"],
-            machine={"load_average_before": round(busy, 2)}
-            | ({"note": args.note} if args.note else {}),
+            machine={"load_average_before": round(busy, 2)},
             settings={k: v for k, v in vars(args).items() if k not in ("output", "note")}
             | {"shape": SHAPE},
+            note=args.note,
         )
     return 0
 
