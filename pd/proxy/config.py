@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pd.core.config import REASONING_PARSERS, TOOL_CALL_PARSERS
+from pd.core.config import MAX_STREAM_INTERVAL, REASONING_PARSERS, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
 from pd.proxy.api_keys import ApiKey
 
@@ -23,6 +23,7 @@ class ProxyConfig:
         port: 0 picks a free one.
         tokenizer: directory of the tokenizer's files; None takes that of the nodes.
         request_timeout, drain_timeout: in seconds.
+        stream_interval: tokens of an event at least, of requests which choose none.
         workers: processes that serve the port.
     """
 
@@ -45,6 +46,7 @@ class ProxyConfig:
     served_model_name: str | None = None
     cluster_key: bytes | None = field(default=None, repr=False)
     drain_timeout: float = 30.0
+    stream_interval: int = 1
     workers: int = 1
 
     @property
@@ -83,6 +85,11 @@ class ProxyConfig:
             raise UsageError(
                 f"--workers must be from 1 to {MAX_PROCESSES} (the host's cores at most make "
                 f"sense), not {self.workers}"
+            )
+        if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
+            raise UsageError(
+                f"--stream-interval must be from 1 to {MAX_STREAM_INTERVAL} tokens, not "
+                f"{self.stream_interval}"
             )
         if self.drain_timeout < 0:
             raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")

@@ -36,6 +36,8 @@ class Spec:
     Attributes:
         stop: stop strings; the nodes know nothing of them.
         skip_special_tokens: leave special tokens out of the text.
+        stream_interval: tokens that an event of a stream has at least, but for the first and the
+            last event.
         kept_special_tokens: special tokens that stay in the text all the same.
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
@@ -49,6 +51,7 @@ class Spec:
     stop: tuple[str, ...] = ()
     namespace: str = ""
     priority: int = 0
+    stream_interval: int = 1
     skip_special_tokens: bool = True
     kept_special_tokens: frozenset[str] = frozenset()
     discard_output: bool = False
@@ -114,6 +117,19 @@ class Choice:
     def text_length(self) -> int:
         """Characters of the text so far."""
         return self._text_length
+
+    @property
+    def untaken(self) -> int:
+        """Tokens that are new since the last delta."""
+        return len(self.output_ids) - self._taken_tokens
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what is new makes an event of a stream: the first token, the end, or as many
+        tokens as the request wants in one."""
+        if self.untaken >= self.generation.spec.stream_interval:
+            return True
+        return self.finish is not None or not self._taken
 
     @property
     def started(self) -> bool:

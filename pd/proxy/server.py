@@ -156,6 +156,7 @@ class Proxy:
             self._dispatcher,
             text_models,
             config.served_model_name,
+            config.stream_interval,
             self._background,
             Bodies(self._background, 1 if shared is None else shared.count),
             claims=None if shared is None else shared.claims,
