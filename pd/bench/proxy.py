@@ -5,9 +5,10 @@ model. Processor time is that of all the proxy's threads, as the kernel counts i
 
 `request`: prompts of 16 token ids that are answered with one token and not streamed, 8 at a time.
 `stream`: `--streams` streams get a token every `--step` milliseconds; each token is detokenized,
-searched for a stop string and sent as an event of its own. `added` is the time from when a node
+searched for a stop string and sent as an event of its own. Processor time counts from when all have
+begun, since `request` says what beginning costs. `added` is the time from when a node
 sent a token until its event's last byte had reached the client. `saturated`: the same with four
-times as many streams at a fifth of the step, more than one process can carry. `long text`: the
+times as many streams, longer ones, at a fifth of the step, more than one process can carry. `long text`: the
 streams while a text of 32k tokens arrives every half second.
 
 Beside it, in the same rounds: a bare FastAPI POST, uvicorn sending as many chunks through an ASGI
@@ -47,6 +48,7 @@ _CONNECTIONS = 8
 _PROMPT = list(range(100, 116))
 _LONG_TOKENS, _LONG_EVERY = 32_768, 0.5
 _START_SECONDS = 60.0
+_POLL_SECONDS = 0.002
 # What the answers consist of: prose, so that pieces of text are of the usual lengths.
 _PROSE = "The proxy routes each request to a prefill node, which hands its keys and values over. "
 _STOP = "never said"
@@ -101,7 +103,7 @@ def measure_round(streams: int, tokens: int, step: float, requests: int) -> list
         rows.append(_stream_row("stream", proxy, node, streams, tokens))
         rows.append(_stream_row("long text", proxy, node, streams, tokens, long_text=True))
     with proxy_in_front(step / 5) as (proxy, node):
-        rows.append(_stream_row("saturated", proxy, node, 4 * streams, tokens))
+        rows.append(_stream_row("saturated", proxy, node, 4 * streams, 4 * tokens))
     return rows
 
 
@@ -232,16 +234,17 @@ def _address(url: str) -> tuple[str, int]:
 
 
 class Streamed(msgspec.Struct):
-    """Answers to streams that ran at the same time, and what they cost."""
+    """Answers to streams that ran at the same time, and what they cost.
+
+    Attributes:
+        num_tokens: those of which ``cpu_seconds`` and ``seconds`` are.
+    """
 
     answers: list[BenchCompletion]
     names: list[str]
     cpu_seconds: float
     seconds: float
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(answer.num_tokens for answer in self.answers)
+    num_tokens: int
 
 
 async def run_streams(
@@ -252,8 +255,11 @@ async def run_streams(
     names = [f"stream-{time.monotonic_ns()}-{number}" for number in range(streams)]
     fields = {"stop": [_STOP], "return_token_ids": False}
     requests = [asked.request(_PROMPT, tokens, more=fields | {"rid": name}) for name in names]
-    cpu, began = server.cpu_seconds, time.perf_counter()
     receptions = await asyncio.gather(*(asked.start(request) for request in requests))
+    while not all(reception.events or reception.ended.done() for reception in receptions):
+        await asyncio.sleep(_POLL_SECONDS)
+    cpu, began = server.cpu_seconds, time.perf_counter()
+    events = sum(reception.events for reception in receptions)
     sender = asyncio.create_task(_send_long_texts(server.url)) if long_text else None
     await asyncio.gather(*(reception.ended for reception in receptions))
     seconds, cpu = time.perf_counter() - began, server.cpu_seconds - cpu
@@ -263,7 +269,8 @@ async def run_streams(
     for answer in answers:
         if answer.error is not None:
             raise NodeFailedError(answer.error)
-    return Streamed(answers, names, cpu, seconds)
+    tokens_after = sum(answer.num_tokens for answer in answers) - events
+    return Streamed(answers, names, cpu, seconds, max(1, tokens_after))
 
 
 async def _send_long_texts(url: str) -> None:

@@ -402,7 +402,9 @@ class Dispatcher:
 
     def _output(self, worker: Worker, output: Output) -> None:
         generation = self._rooms.get(output.room)
-        if generation is None or worker not in generation.nodes:
+        if generation is None or (
+            worker is not generation.first and worker is not generation.decode
+        ):
             return
         if not 0 <= output.index < len(generation.choices):
             log.warning(
@@ -422,7 +424,8 @@ class Dispatcher:
             self._fail(generation, PDError(INTERNAL))
             return
         if added:
-            self._metrics.tokens_arrived(generation, added, previous)
+            assert choice.last_token_at is not None
+            self._metrics.tokens_arrived(generation, added, choice.last_token_at, previous)
         if choice.finish is not None and not ended:
             self._choice_finished(generation, choice)
         elif added and (missing is None or generation.missing_prompt_logprobs is None):

@@ -108,6 +108,8 @@ class Choice:
         self._merger = TokenMerger(
             spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
         )
+        self._min_tokens = spec.params.min_tokens
+        self._with_logprobs = spec.params.logprobs
         # A grammar is about the whole text, so a special token that it allowed is a part of it.
         skips = spec.skip_special_tokens and spec.params.grammar is None
         self._detokenizer = new_detokenizer(spec.text_model, skips, spec.kept_special_tokens)
@@ -187,11 +189,12 @@ class Choice:
 
     def _append(self, new: NewTokens) -> int:
         count = len(new.token_ids)
+        hidden = count - 1 if _ends_with_token(new.finish) else count
         for i, token in enumerate(new.token_ids):
             self.output_ids.append(token)
-            if self.generation.spec.params.logprobs:
+            if self._with_logprobs:
                 self.logprobs.append(new.logprobs[i])
-            if not (i == count - 1 and _ends_with_token(new.finish)):
+            if i != hidden:
                 self._push(token)
             self.text_ends.append(self._text_length)
             if self._stops.matched is not None:
@@ -202,10 +205,11 @@ class Choice:
         return count
 
     def _push(self, token: int) -> None:
-        may_match = len(self.output_ids) > self.generation.spec.params.min_tokens
         text = self._detokenizer.push(token)
         self._text_length += len(text)
-        self._show(self._stops.push(text, may_match=may_match))
+        shown = self._stops.push(text, may_match=len(self.output_ids) > self._min_tokens)
+        if shown:
+            self._pieces.append(shown)
 
     def _show(self, text: str) -> None:
         if text:
