@@ -7,9 +7,9 @@ model. Processor time is that of all the proxy's threads, as the kernel counts i
 `stream`: `--streams` streams get a token every `--step` milliseconds; each token is detokenized,
 searched for a stop string and sent as an event of its own. Processor time counts from when all have
 begun, since `request` says what beginning costs. `added` is the time from when a node
-sent a token until its event's last byte had reached the client. `saturated`: the same with four
-times as many streams, longer ones, at a fifth of the step, more than one process can carry. `long text`: the
-streams while a text of 32k tokens arrives every half second.
+sent a token until its event's last byte had reached the client. `long text`: the streams while a
+text of 32k tokens arrives every half second. `saturated`: four times as many streams, four times as
+long, at a fifth of the step, which is more than one process can carry.
 
 Beside it, in the same rounds: a bare FastAPI POST, uvicorn sending as many chunks through an ASGI
 application, and bare transports writing them. Numbers are medians over the rounds.
