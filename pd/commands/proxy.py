@@ -177,6 +177,13 @@ def _add_requests(flags: ConfigFlags) -> None:
         metavar="N",
     )
     flags.add(
+        "--stream-interval",
+        "tokens that an event of a stream has at least, but for the first and the last one: more "
+        "cost less here and look less smooth; a request may choose (stream_interval)",
+        type=int,
+        metavar="TOKENS",
+    )
+    flags.add(
         "--request-timeout",
         "deadline of every request; later is answered 408 (default: none)",
         type=float,

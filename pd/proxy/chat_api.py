@@ -67,6 +67,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
         stop=asked.stop,
         namespace=asked.cache_salt,
         priority=asked.priority,
+        stream_interval=asked.stream_interval or model.stream_interval,
         skip_special_tokens=asked.skip_special_tokens,
         kept_special_tokens=plan.kept,
     )

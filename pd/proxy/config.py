@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd.core.config import ELASTIC, REASONING_PARSERS, TOOL_CALL_PARSERS
+from pd.core.config import (
+    ELASTIC,
+    MAX_STREAM_INTERVAL,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+)
 from pd.core.errors import UsageError
 from pd.proxy.api_keys import ApiKey
 
@@ -32,6 +37,7 @@ class ProxyConfig:
         port: 0 picks a free one.
         tokenizer: directory of the tokenizer's files; None takes that of the nodes.
         request_timeout, drain_timeout: in seconds.
+        stream_interval: tokens of an event at least, of requests which choose none.
         workers: processes that serve the port.
         failover: ``on`` or ``off``: whether requests go on elsewhere when nodes fail.
         max_failovers: how often a request does, at most.
@@ -59,6 +65,7 @@ class ProxyConfig:
     served_model_name: str | None = None
     cluster_key: bytes | None = field(default=None, repr=False)
     drain_timeout: float = 30.0
+    stream_interval: int = 1
     workers: int = 1
     failover: str = "on"
     max_failovers: int = 2
@@ -127,6 +134,11 @@ class ProxyConfig:
             raise UsageError(
                 f"--workers must be from 1 to {MAX_PROCESSES} (the host's cores at most make "
                 f"sense), not {self.workers}"
+            )
+        if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
+            raise UsageError(
+                f"--stream-interval must be from 1 to {MAX_STREAM_INTERVAL} tokens, not "
+                f"{self.stream_interval}"
             )
         if self.drain_timeout < 0:
             raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")

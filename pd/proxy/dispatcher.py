@@ -338,7 +338,7 @@ class Dispatcher:
 
     def _output(self, worker: Worker, output: Output) -> None:
         attempt = self._attempts.get(output.room)
-        if attempt is None or worker not in attempt.nodes:
+        if attempt is None or (worker is not attempt.first and worker is not attempt.decode):
             return
         if not 0 <= output.index < len(attempt.choices):
             log.warning("%s sent choice %d of %d", worker.url, output.index, len(attempt.choices))
@@ -356,7 +356,8 @@ class Dispatcher:
             self._fail(generation, PDError(INTERNAL))
             return
         if added:
-            self._metrics.tokens_arrived(generation, added, previous)
+            assert choice.last_token_at is not None
+            self._metrics.tokens_arrived(generation, added, choice.last_token_at, previous)
         if choice.finish is not None and not ended:
             self._choice_finished(attempt, choice)
         elif added and (missing is None or generation.missing_prompt_logprobs is None):

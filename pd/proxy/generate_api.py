@@ -124,6 +124,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         stop=sampling.stop,
         namespace=asked.cache_salt,
         priority=asked.priority,
+        stream_interval=sampling.stream_interval or model.stream_interval,
         skip_special_tokens=sampling.skip_special_tokens,
         discard_output=discard,
     )

@@ -36,6 +36,8 @@ class Spec:
     Attributes:
         stop: stop strings; the nodes know nothing of them.
         skip_special_tokens: leave special tokens out of the text.
+        stream_interval: tokens that an event of a stream has at least, but for the first and the
+            last event.
         kept_special_tokens: special tokens that stay in the text all the same.
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
@@ -49,6 +51,7 @@ class Spec:
     stop: tuple[str, ...] = ()
     namespace: str = ""
     priority: int = 0
+    stream_interval: int = 1
     skip_special_tokens: bool = True
     kept_special_tokens: frozenset[str] = frozenset()
     discard_output: bool = False
@@ -105,6 +108,8 @@ class Choice:
         self._merger = TokenMerger(
             spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
         )
+        self._min_tokens = spec.params.min_tokens
+        self._with_logprobs = spec.params.logprobs
         # A grammar is about the whole text, so a special token that it allowed is a part of it.
         skips = spec.skip_special_tokens and spec.params.grammar is None
         self._detokenizer = new_detokenizer(spec.text_model, skips, spec.kept_special_tokens)
@@ -114,6 +119,19 @@ class Choice:
     def text_length(self) -> int:
         """Characters of the text so far."""
         return self._text_length
+
+    @property
+    def untaken(self) -> int:
+        """Tokens that are new since the last delta."""
+        return len(self.output_ids) - self._taken_tokens
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what is new makes an event of a stream: the first token, the end, or as many
+        tokens as the request wants in one."""
+        if self.untaken >= self.generation.spec.stream_interval:
+            return True
+        return self.finish is not None or not self._taken
 
     @property
     def started(self) -> bool:
@@ -175,11 +193,12 @@ class Choice:
 
     def _append(self, new: NewTokens) -> int:
         count = len(new.token_ids)
+        hidden = count - 1 if _ends_with_token(new.finish) else count
         for i, token in enumerate(new.token_ids):
             self.output_ids.append(token)
-            if self.generation.spec.params.logprobs:
+            if self._with_logprobs:
                 self.logprobs.append(new.logprobs[i])
-            if not (i == count - 1 and _ends_with_token(new.finish)):
+            if i != hidden:
                 self._push(token)
             self.text_ends.append(self._text_length)
             if self._stops.matched is not None:
@@ -190,10 +209,11 @@ class Choice:
         return count
 
     def _push(self, token: int) -> None:
-        may_match = len(self.output_ids) > self.generation.spec.params.min_tokens
         text = self._detokenizer.push(token)
         self._text_length += len(text)
-        self._show(self._stops.push(text, may_match=may_match))
+        shown = self._stops.push(text, may_match=len(self.output_ids) > self._min_tokens)
+        if shown:
+            self._pieces.append(shown)
 
     def _show(self, text: str) -> None:
         if text:

@@ -98,8 +98,11 @@ class Job:
 
     def notify(self, choice: Choice, new_tokens: int) -> None:
         """A choice gained tokens or ended. :meth:`deliver` follows."""
-        if not choice.end_taken:
+        if not choice.end_taken and choice not in self._news:
+            if self.streaming and not choice.is_due:
+                return
             self._news[choice] = None
+            new_tokens = choice.untaken  # with those that were no news yet
         top = choice.generation.spec.params.top_logprobs
         self._unread_tokens += new_tokens
         self._unread_bytes += new_tokens * _TOKEN_BYTES * (1 + top)
@@ -139,8 +142,12 @@ class Job:
         return self.take_news()
 
     def take_news(self) -> list[Choice]:
-        """The choices that changed since the last call."""
+        """The choices that have news since the last call; when the request failed, all that
+        gained anything."""
         news, self._news = list(self._news), {}
+        if self.error is not None:
+            choices = [choice for generation in self.generations for choice in generation.choices]
+            news += [choice for choice in choices if choice.untaken and choice not in news]
         self._unread_tokens = self._unread_bytes = 0
         return news
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pd.proxy.metric_families import families_of
+from pd.proxy.token_metrics import TokenCounter, TokenHistogram
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +42,7 @@ class Metrics:
             buckets=_ERRORS,
             registry=r,
         )
-        self.itl = Histogram(
-            "pd_proxy_itl_seconds", "time between tokens", buckets=_INTERVALS, registry=r
-        )
+        self.itl = TokenHistogram("pd_proxy_itl_seconds", "time between tokens", _INTERVALS, r)
         self.e2e = Histogram(
             "pd_proxy_e2e_seconds", "request latency", buckets=_LATENCIES, registry=r
         )
@@ -59,7 +57,7 @@ class Metrics:
         self.cached_tokens = Counter(
             "pd_proxy_cached_tokens", "prompt tokens from prefix caches", registry=r
         )
-        self.output_tokens = Counter("pd_proxy_output_tokens", "generated tokens", registry=r)
+        self.output_tokens = TokenCounter("pd_proxy_output_tokens", "generated tokens", r)
         self.aborts = Counter("pd_proxy_aborts", "generations aborted", ["reason"], registry=r)
         self.routing = Counter(
             "pd_proxy_routing_decisions", "why nodes were chosen", ["role", "reason"], registry=r
@@ -87,10 +85,11 @@ class Metrics:
             self.worker_up.labels(worker.role, worker.url).set(worker.ready)
         return families_of(self.registry)
 
-    def tokens_arrived(self, generation: Generation, added: int, previous: float | None) -> None:
-        """Tokens came; ``previous`` is when the generation's last ones did."""
-        now = time.monotonic()
-        self.output_tokens.inc(added)
+    def tokens_arrived(
+        self, generation: Generation, added: int, now: float, previous: float | None
+    ) -> None:
+        """Tokens of a choice came ``now``; ``previous`` is when its last ones did."""
+        self.output_tokens.value += added
         if previous is None:
             self.ttft.observe(now - generation.created)
             if generation.predicted_ttft:

@@ -26,7 +26,7 @@ from pd.proxy.channel import Sockets
 from pd.proxy.compat_api import CompatAPI
 from pd.proxy.dispatcher import Dispatcher
 from pd.proxy.ledger import Ledger
-from pd.proxy.loop import new_loop
+from pd.proxy.loop import freeze_objects, new_loop
 from pd.proxy.metrics import Metrics
 from pd.proxy.pool import WorkerPool
 from pd.proxy.routing import Router, make_policy
@@ -159,6 +159,7 @@ class Proxy:
             self._dispatcher,
             text_models,
             config.served_model_name,
+            config.stream_interval,
             self._background,
             Bodies(self._background, 1 if shared is None else shared.count),
             claims=None if shared is None else shared.claims,
@@ -293,6 +294,7 @@ async def serve(proxy: Served, on_ready: Callable[[str, str], None]) -> None:
     await proxy.start()
     try:
         await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
+        freeze_objects()
         on_ready(proxy.url, proxy.instance_id)
         await proxy.stop_requested()
         await _first(proxy.drain(), proxy.hurry_requested())
