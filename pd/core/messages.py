@@ -176,10 +176,14 @@ class StepOutputs(Message):
 
 
 class Failed(Message):
-    """The room ended without success on this node."""
+    """The room ended without success on this node.
+
+    ``of_peer``: because the other node of the pair failed, as this one sees it.
+    """
 
     room: bytes
     error: ErrorInfo
+    of_peer: bool = False
 
 
 class NodeHeartbeat(Message):
@@ -193,6 +197,8 @@ class NodeHeartbeat(Message):
             the proxy was silent. When the number grows, the proxy gives up what it has at the node.
         run_delay: run delay of the node in seconds (:mod:`pd.core.starvation`).
         linked: a decode node's prefill nodes whose link is made; None if the node has no links.
+        leaving: asks to have its requests moved to other nodes.
+        stuck: a step is under way for far longer than steps take.
     """
 
     ready: bool
@@ -201,6 +207,8 @@ class NodeHeartbeat(Message):
     losses: int = 0
     run_delay: TotalDelay = 0.0
     linked: list[str] | None = None
+    leaving: bool = False
+    stuck: bool = False
 
 
 # ---- decode node to prefill node and back (over P's message socket)

@@ -27,6 +27,10 @@ class Proxies:
         """Renew the lease of a proxy of which a message came."""
         self._leases.renew(proxy)
 
+    def known(self) -> list[bytes]:
+        """The proxies whose leases stand."""
+        return list(self._leases)
+
     def losses(self, proxy: bytes) -> int:
         """Number of times that requests were ended for which the proxy may still wait."""
         return self._losses.get(proxy, 0)

@@ -62,6 +62,7 @@ class Attempts:
         self._rooms[attempt.room] = attempt
         for worker, reason in route.reasons:
             worker.active[attempt] = None
+            worker.breaker.began(attempt)
             self._metrics.routing.labels(worker.role, reason).inc()
             self._router.policy.computed(worker, prompt)
 
@@ -88,6 +89,15 @@ class Attempts:
             if not attempt.asked.produced:
                 raise
         return self._router.route_alone(model, prompt, attempt.avoided)
+
+    def have_nodes(self, attempt: Attempt) -> bool:
+        """Whether there are nodes that could take an attempt, or one that follows it."""
+        prompt = Prompt(attempt.asked.token_ids, attempt.generation.spec.namespace)
+        try:
+            self._choose(attempt, prompt, None)
+        except UnavailableError:
+            return False
+        return True
 
     def send(self, attempt: Attempt) -> Worker | None:
         """Send both nodes their part. Returns the node that could not be reached, if any."""
@@ -132,7 +142,7 @@ class Attempts:
             namespace=generation.spec.namespace,
             owner=job.owner[:_OWNER_CHARACTERS],
             priority=generation.spec.priority,
-            timeout=job.time_left if attempt.losses else job.timeout,
+            timeout=job.time_left if attempt.reason else job.timeout,
         )
 
     def prompt_done(self, attempt: Attempt) -> None:
@@ -168,6 +178,7 @@ class Attempts:
             self._uncount(attempt, attempt.first)
         for worker in attempt.nodes:
             worker.active.pop(attempt, None)
+            worker.breaker.ended(attempt)
             self._on_released(worker)
 
 

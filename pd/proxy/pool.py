@@ -56,8 +56,8 @@ class WorkerPool:
     """Polls ``/server_info``, exchanges heartbeats and holds leases.
 
     Callbacks: ``on_message(worker, message)`` for everything but heartbeats; ``on_lost(worker,
-    reason)`` when the instance that requests were sent to is gone; ``on_change()`` when a worker
-    became ready or not.
+    reason)`` when the instance that requests were sent to is gone; ``on_heartbeat(worker)`` when a
+    worker has told its state; ``on_change()`` when a worker became ready or not.
     """
 
     def __init__(
@@ -67,12 +67,14 @@ class WorkerPool:
         cluster_key: bytes | None = None,
         on_message: Callable[[Worker, AnyMessage], None],
         on_lost: Callable[[Worker, str], None],
+        on_heartbeat: Callable[[Worker], None],
         on_change: Callable[[], None],
     ) -> None:
         self.workers: list[Worker] = []
         self._sockets = sockets
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_heartbeat = on_heartbeat
         self._on_change = on_change
         self._http = NodeHttp(cluster_key)
         self._watchers: dict[Worker, asyncio.Task[None]] = {}
@@ -277,6 +279,7 @@ class WorkerPool:
             self._heartbeats.add(worker.instance_id, worker.claimed.endpoints.zmq)
         before = worker.ready
         worker.heard(message)
+        self._on_heartbeat(worker)
         if worker.ready != before:
             self._on_change()
 

@@ -122,6 +122,7 @@ class Proxy:
             cluster_key=config.cluster_key,
             on_message=self._on_message,
             on_lost=self._on_lost,
+            on_heartbeat=self._on_heartbeat,
             on_change=self._on_change,
         )
         self._router = Router(make_policy(config.policy), self._pool.workers)
@@ -199,6 +200,9 @@ class Proxy:
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         self._dispatcher.worker_lost(worker, reason)
+
+    def _on_heartbeat(self, worker: Worker) -> None:
+        self._dispatcher.heard_from(worker)
 
     def _on_change(self) -> None:
         self._dispatcher.nodes_changed()

@@ -11,6 +11,7 @@ from pd.core.messages import ProxyHeartbeat
 from pd.core.node_info import SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
+from pd.proxy.breaker import Breaker
 
 if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat
@@ -109,6 +110,8 @@ class Worker:
         run_delay: seconds that it was ready to run and got no CPU, see :mod:`pd.core.starvation`.
         active: attempts that need this node.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
+        leaving, stuck: as it says, see :class:`pd.core.messages.NodeHeartbeat`.
+        breaker: takes it out while it fails its requests.
         linked: prefill nodes to which this decode node has made its links; None if it does not say.
         tree: prefixes it presumably holds, kept by the cache-aware policy.
         problem: why it cannot be used, for people.
@@ -132,6 +135,8 @@ class Worker:
         self.run_delay = 0.0
         self.active: dict[Attempt, None] = {}
         self.pending_tokens = 0
+        self.leaving = self.stuck = False
+        self.breaker = Breaker()
         self.linked: list[str] | None = None
         self.tree: PrefixTree | None = None
         self.problem = "not reached yet"
@@ -143,7 +148,8 @@ class Worker:
     @property
     def ready(self) -> bool:
         """Whether new requests may go there."""
-        return self.alive and self.connected and self.accepting and not self.draining
+        is_there = self.alive and self.connected and self.accepting
+        return is_there and not self.draining and self.breaker.lets_in
 
     def can_take(self, prompt_tokens: int) -> bool:
         """Whether a new request with a prompt of this size may go there."""
@@ -173,10 +179,13 @@ class Worker:
         self.losses = heartbeat.losses
         self.run_delay = heartbeat.run_delay
         self.linked = heartbeat.linked
+        self.leaving = heartbeat.leaving
+        self.stuck = heartbeat.stuck
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
     def lost(self, problem: str) -> None:
-        self.alive = self.accepting = False
+        self.alive = self.accepting = self.leaving = self.stuck = False
+        self.breaker = Breaker()
         self.queued_tokens = self.running = self.pending_tokens = 0
         self.problem = problem
 
@@ -218,5 +227,7 @@ class Worker:
             "draining": self.draining,
             "running": self.decode_load,
             "queued_tokens": self.prefill_load,
-            "problem": self.problem or (None if self.connected else "it cannot be reached"),
+            "problem": self.problem
+            or self.breaker.problem
+            or (None if self.connected else "it cannot be reached"),
         }
