@@ -207,9 +207,7 @@ class Failovers:
                 self.died(attempt, worker, error)
         elif worker.leaving:
             for attempt in list(worker.active):
-                # A prompt that is computed leaves a prefill node by itself.
-                if attempt.is_computed_by(worker) or worker is attempt.decode:
-                    self._move(attempt, worker)
+                self._move(attempt, worker)
 
 
 def _successors(attempt: Attempt, history: _History) -> list[Attempt]:

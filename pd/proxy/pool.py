@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL = 1.0
 # A worker costs a poll a second, four heartbeats a second and two sockets.
 MAX_WORKERS = 256
-# A refused connection proves a death only together with silence: a node's HTTP side may restart.
+# A refused connection proves a death only together with silence, or if messages are refused, too: a
+# node's HTTP side may restart.
 SILENCE_SECONDS = 1.0
 CONNECT_TRIES = 50
 CONNECT_TRY_SECONDS = 0.01
@@ -184,7 +185,8 @@ class WorkerPool:
         try:
             info = await self._http.server_info(worker.url)
         except NotListeningError as error:
-            if worker.alive and time.monotonic() - worker.last_heard > SILENCE_SECONDS:
+            silence = time.monotonic() - worker.last_heard
+            if worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
                 self._lose(worker, "its port refuses connections and its heartbeats stopped")
             elif not worker.alive:
                 worker.problem = f"cannot connect: {error}"
@@ -300,7 +302,7 @@ class WorkerPool:
                 silence = time.monotonic() - worker.last_heard
                 if worker.alive and silence > LEASE_SECONDS:
                     self._lose(worker, f"no heartbeat for {silence:.1f} s")
-                elif worker.alive and silence > SILENCE_SECONDS:
+                elif worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
                     self._wake[worker].set()
                 elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
                     worker.problem = DEAF
