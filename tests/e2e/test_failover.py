@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from pd.prefill_node.outgoing import OutgoingRoom
 
-TOKENS = 240
+TOKENS = 120
 SAMPLED = {"temperature": 1.0, "sampling_seed": 11}
 # Each with sampling parameters and other fields of the request.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"temperature": 0}, {}),
     "seeded": (SAMPLED | {"top_p": 0.9, "top_k": 50}, {}),
     "penalties": (SAMPLED | {"repetition_penalty": 1.2, "frequency_penalty": 0.4}, {}),
-    "min tokens": (SAMPLED | {"min_new_tokens": 200, "ignore_eos": False}, {}),
+    "min tokens": (SAMPLED | {"min_new_tokens": 100, "ignore_eos": False}, {}),
     "three answers": (SAMPLED | {"n": 3}, {}),
     "log probabilities": (SAMPLED, {"return_logprob": True, "top_logprobs_num": 2}),
     "stop string": (SAMPLED, {}),  # one that the undisturbed text has near its end
@@ -121,7 +121,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def deployment(
     model: Path, held: HeldTransfers, request: pytest.FixtureRequest
 ) -> Iterator[FailoverDeployment]:
-    settings = {"load_format": "dummy", "kv_cache_tokens": 8192, "chunked_prefill_size": 16}
+    settings = {"load_format": "dummy", "kv_cache_tokens": 8192, "chunked_prefill_size": 32}
     if request.param == "ngram":
         settings |= {"speculative_algorithm": "ngram", "speculative_adaptive": "off"}
     with FailoverDeployment(model, **settings) as made:
