@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
-# A worker costs a poll a second, four heartbeats a second and two sockets.
+# A worker costs a poll a second, four heartbeats a second and three sockets.
 MAX_WORKERS = 256
 # A refused connection proves a death only together with silence, or if messages are refused, too: a
 # node's HTTP side may restart.
@@ -243,6 +243,7 @@ class WorkerPool:
                 info.instance_id,
                 lambda message: self._receive(worker, message),
                 lambda: self._lose(worker, "messages from it were lost"),
+                lambda: self._disconnected(worker),
             )
         except zmq.ZMQError as error:
             worker.problem = f"cannot connect to {info.endpoints.zmq}: {error}"
@@ -255,6 +256,11 @@ class WorkerPool:
             if worker.beat(self._sockets.instance_id):
                 return
             await asyncio.sleep(CONNECT_TRY_SECONDS)
+
+    def _disconnected(self, worker: Worker) -> None:
+        """The connection to a node has ended: see at once whether that was its process."""
+        if worker.alive and not worker.beat(self._sockets.instance_id):
+            self._wake[worker].set()
 
     def _receive(self, worker: Worker, message: AnyMessage) -> None:
         if message.sender != worker.instance_id:

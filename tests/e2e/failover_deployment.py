@@ -76,6 +76,9 @@ class Answer:
             with httpx.stream(
                 "POST", f"{self._url}/generate", json=self._body, timeout=120
             ) as response:
+                if response.status_code != 200:
+                    self.error = json.loads(response.read())["error"]
+                    return
                 for line in response.iter_lines():
                     if line:
                         self._take(line.removeprefix("data: "))
@@ -105,9 +108,14 @@ class Answer:
     def failovers(self) -> list[Any]:
         return next((m["failovers"] for m in self.meta.values() if "failovers" in m), [])
 
-    def join(self) -> Answer:
+    def wait_over(self) -> None:
+        """Wait for the end of the stream, whatever it is."""
         self._thread.join(90)
         assert not self._thread.is_alive(), "the stream did not end"
+
+    def join(self) -> Answer:
+        """Wait for the whole answer."""
+        self.wait_over()
         assert self.error is None and self.done, self.error
         return self
 
