@@ -207,6 +207,27 @@ def test_a_grammar_forces_behind_token_1_what_it_forced_before(cluster: Cluster)
     assert asked.result()["output_ids"] == TOKENS
 
 
+def test_options_of_a_choice_go_to_one_other_node(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    body = {"input_ids": PROMPT, "choices": [[30], [10], [20]]}
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(client.post("/generate", json=body)))
+    thread.start()
+    wait_until(lambda: any(len(node.generates) == 3 for node in nodes))
+    (first,) = (node for node in nodes if node.generates)
+    others = [node for node in nodes if node is not first]
+    for node in others:
+        node.auto = True
+    first.kill()
+    thread.join(20)
+    (answer,) = found
+    assert answer.status_code == 200
+    assert answer.json()["output_ids"] == [10]
+    assert [f["choice"] for f in answer.json()["meta_info"]["failovers"]] == [None] * 3
+    assert sorted(len(node.generates) for node in others) == [0, 3]
+
+
 def test_no_more_failovers_than_allowed(cluster: Cluster) -> None:
     asked = Asked(two_pairs(cluster, max_failovers=1), {})
     prefill, first = asked_of(cluster.prefill)
