@@ -76,8 +76,9 @@ class NodeServer:
         self._admin.app = make_admin_app(self.node)
 
     def drain(self) -> bool:
-        """Accept nothing more and wait for what runs; False when the time-out passed first."""
-        self.node.drain(to_end=True)
+        """Accept nothing more, have proxies move what runs to other nodes where there are any, and
+        wait for the rest; False when the time-out passed first."""
+        self.node.drain(to_end=True, migrate=True)
         deadline = time.monotonic() + self.config.drain_timeout
         drained = self._has_finished()
         while not drained and time.monotonic() < deadline:

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
     import httpx
 
-TEXT = "drain a node, let it serve again, drop its prefix cache or end its requests"
+TEXT = "drain a node, empty it, let it serve again, drop its prefix cache or end its requests"
 TIMEOUT_SECONDS = 10.0
 
 _EXAMPLES = """\
 examples:
   pd-launch admin drain http://127.0.0.1:30000
+  pd-launch admin migrate http://127.0.0.1:30000    # drain, and move its requests to other nodes
   pd-launch admin undrain http://10.0.0.1:30000 --cluster-key-file cluster.key
   pd-launch admin abort-all http://127.0.0.1:30100
 
@@ -35,6 +36,7 @@ class Action(NamedTuple):
 
 ACTIONS = {
     "drain": Action("/drain"),
+    "migrate": Action("/drain?migrate=1"),
     "undrain": Action("/undrain"),
     "flush-cache": Action("/flush_cache"),
     "abort-all": Action("/abort_request", b'{"abort_all": true}'),

@@ -99,6 +99,10 @@ class NodeFailedError(PDError):
     kind, status, type = "node_failed", 502, "node_failed_error"
 
 
+class PeerFailedError(NodeFailedError):
+    """A request failed on a node since its peer did; on the wire and for clients no other kind."""
+
+
 class UnavailableError(PDError):
     """No node can serve the request at present."""
 
@@ -156,3 +160,9 @@ _BY_KIND: dict[str, type[PDError]] = {
 def error_from_kind(kind: str, message: str, param: str | None = None) -> PDError:
     """Rebuild an error that arrived over the wire; unknown kinds become :class:`PDError`."""
     return _BY_KIND.get(kind, PDError)(message, param=param)
+
+
+def error_of_peer(kind: str, message: str) -> PDError:
+    """Rebuild an error for which a peer gave a room up."""
+    error = error_from_kind(kind, message)
+    return PeerFailedError(message) if type(error) is NodeFailedError else error

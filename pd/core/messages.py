@@ -181,10 +181,14 @@ class StepOutputs(Message):
 
 
 class Failed(Message):
-    """The room ended without success on this node."""
+    """The room ended without success on this node.
+
+    ``of_peer``: because the other node of the pair failed, as this one sees it.
+    """
 
     room: bytes
     error: ErrorInfo
+    of_peer: bool = False
 
 
 class NodeHeartbeat(Message):
@@ -201,6 +205,8 @@ class NodeHeartbeat(Message):
         load: of an elastic node; None of others.
         answers: ``number`` of the heartbeat that this answers: what was sent to the node before it
             is in the load.
+        leaving: asks to have its requests moved to other nodes.
+        stuck: a step is under way for far longer than steps take.
     """
 
     ready: bool
@@ -211,6 +217,8 @@ class NodeHeartbeat(Message):
     linked: list[str] | None = None
     load: NodeLoad | None = None
     answers: int = 0
+    leaving: bool = False
+    stuck: bool = False
 
 
 # ---- decode node to prefill node and back (over P's message socket)

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from pd.bootstrap.peers import PeerDirectory
-from pd.core.errors import HandshakeError, NodeFailedError, PDError
+from pd.core.errors import HandshakeError, PDError, PeerFailedError
 from pd.core.leases import Leases
 from pd.core.messages import LEASE_SECONDS, MAX_MEETINGS, PeerHeartbeat
 from pd.core.starvation import RUN_DELAY
@@ -180,7 +180,7 @@ class PrefillPeers:
         self._directory.forget(instance)
         self._sockets.disconnect(instance.encode())
         contained.disconnect(self._transfer, instance)
-        self._dropped(instance, NodeFailedError(f"prefill node {instance} failed: {why}"))
+        self._dropped(instance, PeerFailedError(f"prefill node {instance} failed: {why}"))
         return True
 
     def close(self) -> None:

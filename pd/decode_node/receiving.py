@@ -10,7 +10,13 @@ from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pd.core.errors import HandshakeError, NodeFailedError, PDError, TransferError, error_from_kind
+from pd.core.errors import (
+    HandshakeError,
+    PDError,
+    PeerFailedError,
+    TransferError,
+    error_of_peer,
+)
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
@@ -151,7 +157,7 @@ class ReceivingEnd(PromptReceiver):
                 self._tell_peer(incoming)  # there was no connection when the request ended
                 return
             if error is not None:
-                self._rooms.fail(request, NodeFailedError(error.message))
+                self._rooms.fail(request, PeerFailedError(error.message))
                 return
             incoming.connected = True
             self._core.events.want_pump()
@@ -365,7 +371,7 @@ class ReceivingEnd(PromptReceiver):
         if message.error.kind == "finished":
             self._rooms.finish(incoming.request)
             return
-        error = error_from_kind(message.error.kind, message.error.message)
+        error = error_of_peer(message.error.kind, message.error.message)
         self._rooms.fail(incoming.request, error, tell_proxy=message.error.kind != "aborted")
 
     def ended(self, request: Request, before: RequestState) -> None:
@@ -412,7 +418,7 @@ class ReceivingEnd(PromptReceiver):
             incoming.receiver.peer_drained()
         elif incoming.request.state is RequestState.RECEIVING:
             # The peer's abort was lost, its drain was not.
-            error = NodeFailedError(f"prefill node {message.sender} dropped the room")
+            error = PeerFailedError(f"prefill node {message.sender} dropped the room")
             self._rooms.fail(incoming.request, error)
 
     def may_release(self, request: Request) -> bool:

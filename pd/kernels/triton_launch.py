@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pd.core.compiling import COMPILING
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -115,7 +117,8 @@ def launch(
     with torch.cuda.device(device):
         compiled = _COMPILED.get(key)
         if compiled is None:
-            _COMPILED[key] = kernel[grid](*args, **settings)
+            with COMPILING:
+                _COMPILED[key] = kernel[grid](*args, **settings)
             return
         values = [x if isinstance(x, _AS_THEY_ARE) else x.data_ptr() for x in args]
         compiled[(*grid, 1, 1)[:3]](*values, *(settings[name] for name in names))

@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pd.core.brief import brief
 from pd.core.cluster_key import admin_key, server_info_key
 from pd.core.errors import (
     AuthenticationError,
@@ -51,7 +52,8 @@ _abort_decoder = msgspec.json.Decoder(AbortBody)
 
 
 def make_admin_app(node: Node) -> Starlette:
-    """``GET /health /metrics /server_info``, ``POST /flush_cache /drain /undrain /abort_request``.
+    """``GET /health /metrics /server_info``, ``POST /flush_cache /drain /undrain /abort_request``;
+    ``/drain?migrate=1`` also has proxies move the requests that are here.
 
     With a cluster key every POST must be signed with :func:`pd.core.cluster_key.admin_key` for this
     instance (:mod:`pd.core.signed_requests`), and its answer is signed too; ``/server_info`` is
@@ -67,7 +69,7 @@ def make_admin_app(node: Node) -> Starlette:
 
         return Route(path, checked)
 
-    def post(path: str, answer: Callable[[bytes], Awaitable[Response]]) -> Route:
+    def post(path: str, answer: Callable[[Request, bytes], Awaitable[Response]]) -> Route:
         async def checked(request: Request) -> Response:
             return await gate.let_in(request, answer)
 
@@ -110,18 +112,21 @@ class _Endpoints:
             response.headers[SIGNATURE_HEADER] = signature
         return response
 
-    async def flush_cache(self, body: bytes) -> Response:
+    async def flush_cache(self, request: Request, body: bytes) -> Response:
         return JSONResponse({"freed_pages": await run_in_threadpool(self._node.flush_cache)})
 
-    async def drain(self, body: bytes) -> Response:
-        await run_in_threadpool(self._node.drain)
+    async def drain(self, request: Request, body: bytes) -> Response:
+        migrate = request.query_params.get("migrate", "0")
+        if migrate not in ("0", "1"):
+            raise InvalidRequestError(f"migrate must be 0 or 1, not {brief(migrate)}")
+        await run_in_threadpool(self._node.drain, migrate=migrate == "1")
         return JSONResponse({"draining": True})
 
-    async def undrain(self, body: bytes) -> Response:
+    async def undrain(self, request: Request, body: bytes) -> Response:
         await run_in_threadpool(self._node.undrain)
         return JSONResponse({"draining": False})
 
-    async def abort_request(self, body: bytes) -> Response:
+    async def abort_request(self, request: Request, body: bytes) -> Response:
         asked = _abort_body(body)
         rid = None if asked.abort_all else asked.rid
         count = await run_in_threadpool(self._node.abort, rid)
@@ -152,17 +157,17 @@ class _Gate:
             check_origin(request.scope, (), _NO_KEY)
 
     async def let_in(
-        self, request: Request, answer: Callable[[bytes], Awaitable[Response]]
+        self, request: Request, answer: Callable[[Request, bytes], Awaitable[Response]]
     ) -> Response:
         """The answer, signed if the request was. Raises AuthenticationError, ForbiddenError or
         UnsupportedMediaTypeError for requests that are not let in."""
         if self._verifier is None:
             check_local(request.scope, self._names, _NO_KEY)
-            return await answer(await _read(request))
+            return await answer(request, await _read(request))
         body = await _read(request)
         nonce = self._verify(self._verifier, request, body)
         try:
-            response = await answer(body)
+            response = await answer(request, body)
         except PDError as error:
             response = await _error(request, error)
         content = bytes(response.body)

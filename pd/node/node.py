@@ -89,6 +89,8 @@ class Node:
         self.draining = False
         # Whether the node drains because the process is about to end.
         self._exiting = False
+        # Whether proxies are asked to move the requests that are here.
+        self._leaving = False
         self._next_heartbeat = 0.0
         self.proxies = Proxies(core.rooms)
         self.step_loop = StepLoop(core, scheduler)
@@ -202,19 +204,26 @@ class Node:
         for transfer in self.transfers:
             transfer.close()
 
-    def drain(self, *, to_end: bool = False) -> None:
-        """Refuse new requests and finish those that are here. ``to_end``: for good, because the
-        process ends then."""
+    def drain(self, *, to_end: bool = False, migrate: bool = False) -> None:
+        """Refuse new requests and finish those that are here.
+
+        Args:
+            to_end: for good, because the process ends then.
+            migrate: ask proxies to move the requests to other nodes, where there are any.
+        """
         with self.core.events.event():
             self.draining = True
             self._exiting = self._exiting or to_end
+            self._leaving = self._leaving or migrate
+            for proxy in self.proxies.known():
+                self._answer_heartbeat(proxy)
 
     def undrain(self) -> None:
         """Accept new requests again. Raises UnavailableError when the process is about to end."""
         with self.core.events.event():
             if self._exiting:
                 raise UnavailableError(f"{self.role} node {self.instance_id} is about to end")
-            self.draining = False
+            self.draining = self._leaving = False
 
     @property
     def idle(self) -> bool:
@@ -257,19 +266,25 @@ class Node:
         self.proxies.note_objective(identity, message.itl)
         if self.scheduler.slices is not None:
             self.scheduler.slices.wanted = self.proxies.itl
+        self._answer_heartbeat(identity, message.number)
+
+    def _answer_heartbeat(self, proxy: bytes, number: int = 0) -> None:
+        """``number``: of the proxy's heartbeat, if this answers one."""
         reply = NodeHeartbeat(
-            to=message.sender,
+            to=proxy.decode(errors="replace"),
             sender=self.instance_id,
             ready=self.ready,
             queued_tokens=self.queued_tokens,
             running=len(self.rooms),
-            losses=self.proxies.losses(identity),
+            losses=self.proxies.losses(proxy),
             run_delay=RUN_DELAY.total,
             linked=None if self.receiving is None else self.receiving.linked(),
             load=node_load(self.core, self.scheduler, self.receiving),
-            answers=message.number,
+            answers=number,
+            leaving=self._leaving,
+            stuck=self.step_loop.stuck,
         )
-        self.core.post(identity, reply)
+        self.core.post(proxy, reply)
 
     def on_gap(self, link: Link) -> None:
         """Drop a process of which messages were lost: it may wait for answers to them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from pd.core.errors import PeerFailedError
 from pd.core.messages import ErrorInfo, Failed, Output, StepOutputs
 
 if TYPE_CHECKING:
@@ -81,4 +82,6 @@ class Outbox:
         # NOTE: outputs collected before the failure go first, so that nothing comes after the end.
         self.flush()
         info = ErrorInfo(error.kind, error.message, error.param)
-        self._post(proxy, Failed(to=proxy.decode(), sender=self._sender, room=room, error=info))
+        of_peer = isinstance(error, PeerFailedError)
+        to, sender = proxy.decode(), self._sender
+        self._post(proxy, Failed(to=to, sender=sender, room=room, error=info, of_peer=of_peer))

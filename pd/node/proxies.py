@@ -40,6 +40,10 @@ class Proxies:
         """The least that any proxy asked for; 0 if none did."""
         return min(self._itl.values(), default=0.0)
 
+    def known(self) -> list[bytes]:
+        """The proxies whose leases stand."""
+        return list(self._leases)
+
     def losses(self, proxy: bytes) -> int:
         """Number of times that requests were ended for which the proxy may still wait."""
         return self._losses.get(proxy, 0)

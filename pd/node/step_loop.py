@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pd.core.errors import NodeFailedError
 from pd.core.exit import STUCK_PREFIX
 from pd.core.seldom import Seldom
+from pd.node.step_watch import StepWatch
 from pd.scheduling.cost_model import shape_of
 from pd.scheduling.step import LaunchedStep, Work, launch
 
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT = 0.05
 # Steps take fractions of a second, but for kernels that are compiled in one.
 STEP_LIMIT_SECONDS = 300.0
+
+
+def _num_tokens(works: list[Work]) -> int:
+    return sum(work.stop - work.start for work in works)
 
 
 class _Once:
@@ -54,10 +59,9 @@ class StepLoop(threading.Thread):
         self._overlap = core.engine.overlaps(core.config.overlap_schedule)
         self._launched: LaunchedStep | None = None
         self._no_drafts = Seldom(logger)
-        # When the steps that are under way began, or the older of them.
-        self._busy_since: float | None = None
         # When the last step was complete.
         self._completed_at = 0.0
+        self._watch = StepWatch()
         self._stopping = False
         self._broken = False
 
@@ -70,6 +74,11 @@ class StepLoop(threading.Thread):
     def broken(self) -> bool:
         """Whether nothing will be computed any more."""
         return self._broken
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a step is under way for far longer than steps take. Any thread."""
+        return self._watch.is_stuck(time.monotonic())
 
     def stop(self) -> None:
         """End after the present step, unless that may never end."""
@@ -97,7 +106,7 @@ class StepLoop(threading.Thread):
     def check_progress(self, now: float) -> None:
         """Fail all requests if a step has been under way for so long that it will not end. Any
         thread."""
-        since = self._busy_since
+        since = self._watch.since
         if since is not None and now - since > STEP_LIMIT_SECONDS and not self._broken:
             self.engine_failed(f"a step has not ended within {STEP_LIMIT_SECONDS:g} s")
 
@@ -131,21 +140,26 @@ class StepLoop(threading.Thread):
                 events.work_available.wait(_IDLE_WAIT)
             return
         began = time.monotonic()
-        self._busy_since = self._busy_since or began
+        under_way = works if last is None else [*last.works, *works]
+        self._watch.begin(self._watch.since or began, _num_tokens(under_way))
         if last is not None and not works:
             # The next step depends on this one, and a GPU waits for it.
             self._account(last)
             with events.event():
                 works = self._scheduler.plan()
             last, began = None, time.monotonic()
+            self._watch.begin(began, _num_tokens(works))
         accounted = _Once(partial(self._account, last)) if last is not None else None
         self._launched = self._launch(works, last, accounted) if works else None
         if accounted is not None:
             accounted()
-        self._busy_since = began if self._launched is not None else None
         if self._launched is not None and not self._overlap:
             self._account(self._launched)
-            self._launched = self._busy_since = None
+            self._launched = None
+        if self._launched is not None:
+            self._watch.begin(began, _num_tokens(works))
+        else:
+            self._watch.end()
         with events.event():
             self._rooms.outputs.flush()
 
@@ -193,6 +207,7 @@ class StepLoop(threading.Thread):
             return
         self._observe(step)
         self._core.metrics.steps.inc()
+        self._watch.observe(time.monotonic() - step.began, _num_tokens(step.works))
         if any(work.draft is not None for work in step.works):
             took = time.monotonic() - step.began - step.draft_seconds
             self._core.metrics.speculation.observe_step(step.draft_seconds, took)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import (
     HandshakeError,
-    NodeFailedError,
+    PeerFailedError,
     TransferError,
-    error_from_kind,
+    error_of_peer,
 )
 from pd.core.messages import (
     LEASE_SECONDS,
@@ -110,7 +110,7 @@ class SendingEnd(PromptSender):
             self._forget(instance)
             contained.disconnect(self._transfer, instance)
             self._early = {key: early for key, early in self._early.items() if key[1] != instance}
-            error = NodeFailedError(f"decode node {instance} failed: {why}")
+            error = PeerFailedError(f"decode node {instance} failed: {why}")
             for outgoing in self._outgoing():
                 if outgoing.request.peer == instance:
                     self._rooms.fail(outgoing.request, error)
@@ -338,7 +338,7 @@ class SendingEnd(PromptSender):
         if reservation is not None and reservation.epoch != message.epoch:
             logger.warning("dropped an abort of room %s: wrong epoch", message.room.hex())
             return
-        error = error_from_kind(message.error.kind, message.error.message)
+        error = error_of_peer(message.error.kind, message.error.message)
         self._rooms.fail(outgoing.request, error, tell_proxy=message.error.kind != "aborted")
 
     def ended(self, request: Request, before: RequestState) -> None:
@@ -389,7 +389,7 @@ class SendingEnd(PromptSender):
             if request.peer not in self.decode_peers and self._patience.is_over(
                 request.times.arrived, LEASE_SECONDS
             ):
-                error = NodeFailedError(f"decode node {request.peer} did not shake hands")
+                error = PeerFailedError(f"decode node {request.peer} did not shake hands")
                 self._rooms.fail(request, error)
 
     # ---- administration

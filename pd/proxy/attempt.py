@@ -50,7 +50,9 @@ class Attempt:
         decode: the node that generates the rest, if another one.
         asked: what the nodes are to compute.
         losses: attempts that were lost before this one.
-        reason: why the last of these was lost.
+        reason: why the last of these was lost, or moved.
+        died_at: tokens that there were when a node died in a step of an attempt before this one;
+            None if none has.
         avoided: nodes on which attempts before this one were lost.
         uncached_tokens: tokens counted in ``first.pending_tokens``; 0 once computed.
         progress: grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
@@ -65,6 +67,7 @@ class Attempt:
         is_whole: bool = True,
         losses: int = 0,
         reason: str = "",
+        died_at: int | None = None,
         avoided: frozenset[Worker] = frozenset(),
     ) -> None:
         """``is_whole``: the choices are all of the generation's, from the prompt on."""
@@ -77,6 +80,7 @@ class Attempt:
         self.asked = _all_choices(generation) if is_whole else _one_choice(generation, choices[0])
         self.losses = losses
         self.reason = reason
+        self.died_at = died_at
         self.avoided = avoided
         self.uncached_tokens = 0
         self.progress = 0
@@ -98,6 +102,17 @@ class Attempt:
     def needs_first(self) -> bool:
         """Whether the death of the first node would still matter."""
         return self.decode is None or not (self.prompt_computed and self.decode_spoke)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that its choices have."""
+        return sum(len(choice.output_ids) for choice in self.choices)
+
+    def is_computed_by(self, worker: Worker) -> bool:
+        """Whether a node's steps may have the attempt in them."""
+        if worker is self.decode:
+            return self.decode_spoke
+        return self.decode is None or not self.prompt_computed
 
     @property
     def finished(self) -> bool:
@@ -134,7 +149,7 @@ class Attempt:
     def _note_tokens(self, choice: Choice) -> None:
         """Note when tokens came and, if they are the first, for how long the client waited."""
         generation, now = self.generation, time.monotonic()
-        if self.losses and not self._has_added:
+        if self.reason and not self._has_added:
             number = None if self.is_whole else choice.index
             pause = now - (choice.last_token_at or generation.created)
             failover = Failover(self._begins_at, number, self.reason, pause)

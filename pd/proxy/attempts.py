@@ -53,11 +53,7 @@ class Attempts:
             preferred: the node that computes the prompt, if it can.
         """
         generation, asked = attempt.generation, attempt.asked
-        demand = Demand(
-            Prompt(asked.token_ids, generation.spec.namespace),
-            len(attempt.choices),
-            asked.params.max_tokens - asked.produced,
-        )
+        demand = _demand(attempt)
         route = self._route(attempt, demand, preferred)
         attempt.first, attempt.decode = route.first, route.decode
         generation.holder = route.decode or route.first
@@ -70,6 +66,7 @@ class Attempts:
         route.sent(demand)
         for worker, reason in route.reasons:
             worker.active[attempt] = None
+            worker.breaker.began(attempt)
             self._metrics.routing.labels(worker.role, reason).inc()
             self._router.policy.computed(worker, demand.prompt)
 
@@ -90,6 +87,14 @@ class Attempts:
             if not attempt.asked.produced:
                 raise
         return self._router.route_alone(model, demand.prompt, attempt.avoided)
+
+    def have_nodes(self, attempt: Attempt) -> bool:
+        """Whether there are nodes that could take an attempt, or one that follows it."""
+        try:
+            self._choose(attempt, _demand(attempt), None)
+        except UnavailableError:
+            return False
+        return True
 
     def send(self, attempt: Attempt) -> Worker | None:
         """Send both nodes their part. Returns the node that could not be reached, if any."""
@@ -134,7 +139,7 @@ class Attempts:
             namespace=generation.spec.namespace,
             owner=job.owner[:_OWNER_CHARACTERS],
             priority=generation.spec.priority,
-            timeout=job.time_left if attempt.losses else job.timeout,
+            timeout=job.time_left if attempt.reason else job.timeout,
         )
 
     def prompt_done(self, attempt: Attempt) -> None:
@@ -170,9 +175,16 @@ class Attempts:
             self._uncount(attempt, attempt.first)
         for worker in attempt.nodes:
             worker.active.pop(attempt, None)
+            worker.breaker.ended(attempt)
             self._on_released(worker)
 
 
 def connection_lost(node: Worker) -> NodeFailedError:
     """The error of an attempt that could not be sent."""
     return NodeFailedError(f"the connection to {node.role} node {node.instance_id} was lost")
+
+
+def _demand(attempt: Attempt) -> Demand:
+    asked = attempt.asked
+    prompt = Prompt(asked.token_ids, attempt.generation.spec.namespace)
+    return Demand(prompt, len(attempt.choices), asked.params.max_tokens - asked.produced)

@@ -38,16 +38,18 @@ class Sockets:
         node: str,
         on_message: Callable[[AnyMessage], None],
         on_gap: Callable[[], None],
+        on_disconnect: Callable[[], None],
     ) -> NodeChannel:
         """Connect to a node's ROUTER. Raises zmq.ZMQError for an endpoint that makes no sense.
 
         ``node``: its instance id. With a cluster key no other node's ROUTER takes the connection,
         so whoever names a foreign endpoint cannot have this proxy's stream there replaced.
 
-        ``on_gap``: called before a message when others before it were lost.
+        ``on_gap``: called before a message when others before it were lost. ``on_disconnect``:
+        called when a connection ends; it is made again if the node lives.
         """
         socket = self.connect(self._context, self.instance_id, endpoint, node)
-        return NodeChannel(socket, self.instance_id, on_message, on_gap)
+        return NodeChannel(socket, self.instance_id, on_message, on_gap, on_disconnect)
 
     def connect(self, context: zmq.Context[S], identity: str, endpoint: str, node: str) -> S:
         """A socket of ``context`` that is (or will be) connected to the ROUTER of ``node``.
@@ -91,14 +93,17 @@ class NodeChannel:
         identity: str,
         on_message: Callable[[AnyMessage], None],
         on_gap: Callable[[], None],
+        on_disconnect: Callable[[], None],
     ) -> None:
         self._socket = socket
-        self._on_gap = on_gap
+        self._on_gap, self._on_disconnect = on_gap, on_disconnect
         # The node's stream began with an earlier channel, maybe.
         self._sent, self._received = Sent(), Received(whole=False)
         self._on_message = on_message
         self._identity = identity
         self._reader = asyncio.create_task(self._read())
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._watcher = asyncio.create_task(self._watch())
 
     def send(self, message: Message) -> bool:
         """Whether the message was taken; not if the node is not connected or does not read."""
@@ -112,8 +117,18 @@ class NodeChannel:
         return False
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
         self._reader.cancel()
+        self._watcher.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._monitor.recv_multipart()
+            self._on_disconnect()
 
     async def _read(self) -> None:
         while True:

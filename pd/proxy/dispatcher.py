@@ -75,7 +75,7 @@ class Dispatcher:
         self._max_queue = max_queue
         self._request_timeout = request_timeout
         self._attempts = Attempts(instance_id, router, metrics, on_released)
-        self._failovers = Failovers(self._attempts, max_failovers, self._fail)
+        self._failovers = Failovers(self._attempts, metrics, max_failovers, self._fail)
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
         # Jobs with news in the message that is being taken; None between messages.
@@ -259,7 +259,11 @@ class Dispatcher:
             elif attempt.generation.finished:
                 self._settle(attempt.generation)
             else:
-                self._failovers.lost(attempt, NodeFailedError(message), worker)
+                self._failovers.died(attempt, worker, NodeFailedError(message))
+
+    def heard_from(self, worker: Worker) -> None:
+        """A node has told its state."""
+        self._failovers.heard_from(worker)
 
     def nodes_changed(self) -> None:
         """A node became ready, or is no more."""
@@ -308,7 +312,8 @@ class Dispatcher:
                 self._settle(attempt.generation)
             return
         info = message.error
-        self._failovers.lost(attempt, error_from_kind(info.kind, info.message, info.param))
+        error = error_from_kind(info.kind, info.message, info.param)
+        self._failovers.failed(attempt, worker, error, of_peer=message.of_peer)
 
     def _skip(self, spec: Spec, job: Job, error: PDError) -> None:
         """The job was ended before this prompt of it was sent anywhere."""
@@ -349,12 +354,13 @@ class Dispatcher:
         try:
             added = attempt.accept(worker, output)
         except NodeFailedError as error:
-            self._failovers.lost(attempt, error, worker)
+            self._failovers.failed(attempt, worker, error)
             return
         except Exception:  # a fault of ours must not leave the client waiting
             log.exception("cannot take the output of %s", worker.url)
             self._fail(generation, PDError(INTERNAL))
             return
+        worker.breaker.succeeded(attempt)
         if added:
             assert choice.last_token_at is not None
             self._metrics.tokens_arrived(generation, added, choice.last_token_at, previous)

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
-# A worker costs a poll a second, four heartbeats a second and two sockets.
+# A worker costs a poll a second, four heartbeats a second and three sockets.
 MAX_WORKERS = 256
-# A refused connection proves a death only together with silence: a node's HTTP side may restart.
+# A refused connection proves a death only together with silence, or if messages are refused, too: a
+# node's HTTP side may restart.
 SILENCE_SECONDS = 1.0
 CONNECT_TRIES = 50
 CONNECT_TRY_SECONDS = 0.01
@@ -59,8 +60,8 @@ class WorkerPool:
         itl: seconds between tokens that nodes are asked to keep; 0 leaves it to them.
 
     Callbacks: ``on_message(worker, message)`` for everything but heartbeats; ``on_lost(worker,
-    reason)`` when the instance that requests were sent to is gone; ``on_change()`` when a worker
-    became ready or not.
+    reason)`` when the instance that requests were sent to is gone; ``on_heartbeat(worker)`` when a
+    worker has told its state; ``on_change()`` when a worker became ready or not.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class WorkerPool:
         itl: float = 0.0,
         on_message: Callable[[Worker, AnyMessage], None],
         on_lost: Callable[[Worker, str], None],
+        on_heartbeat: Callable[[Worker], None],
         on_change: Callable[[], None],
     ) -> None:
         self.workers: list[Worker] = []
@@ -78,6 +80,7 @@ class WorkerPool:
         self._itl = itl
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_heartbeat = on_heartbeat
         self._on_change = on_change
         self._http = NodeHttp(cluster_key)
         self._watchers: dict[Worker, asyncio.Task[None]] = {}
@@ -187,7 +190,8 @@ class WorkerPool:
         try:
             info = await self._http.server_info(worker.url)
         except NotListeningError as error:
-            if worker.alive and time.monotonic() - worker.last_heard > SILENCE_SECONDS:
+            silence = time.monotonic() - worker.last_heard
+            if worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
                 self._lose(worker, "its port refuses connections and its heartbeats stopped")
             elif not worker.alive:
                 worker.problem = f"cannot connect: {error}"
@@ -244,6 +248,7 @@ class WorkerPool:
                 info.instance_id,
                 lambda message: self._receive(worker, message),
                 lambda: self._lose(worker, "messages from it were lost"),
+                lambda: self._disconnected(worker),
             )
         except zmq.ZMQError as error:
             worker.problem = f"cannot connect to {info.endpoints.zmq}: {error}"
@@ -256,6 +261,11 @@ class WorkerPool:
             if worker.beat(self._sockets.instance_id):
                 return
             await asyncio.sleep(CONNECT_TRY_SECONDS)
+
+    def _disconnected(self, worker: Worker) -> None:
+        """The connection to a node has ended: see at once whether that was its process."""
+        if worker.alive and not worker.beat(self._sockets.instance_id):
+            self._wake[worker].set()
 
     def _receive(self, worker: Worker, message: AnyMessage) -> None:
         if message.sender != worker.instance_id:
@@ -282,6 +292,7 @@ class WorkerPool:
             self._heartbeats.add(worker.instance_id, worker.claimed.endpoints.zmq)
         before = worker.ready
         worker.heard(message)
+        self._on_heartbeat(worker)
         if worker.ready != before:
             self._on_change()
 
@@ -302,7 +313,7 @@ class WorkerPool:
                 silence = time.monotonic() - worker.last_heard
                 if worker.alive and silence > LEASE_SECONDS:
                     self._lose(worker, f"no heartbeat for {silence:.1f} s")
-                elif worker.alive and silence > SILENCE_SECONDS:
+                elif worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
                     self._wake[worker].set()
                 elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
                     worker.problem = DEAF

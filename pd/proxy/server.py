@@ -139,6 +139,7 @@ class Proxy:
             itl=config.itl,
             on_message=self._on_message,
             on_lost=self._on_lost,
+            on_heartbeat=self._on_heartbeat,
             on_change=self._on_change,
         )
         policy, predictor = make_policy(config.policy), config.make_predictor()
@@ -236,6 +237,9 @@ class Proxy:
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         self._dispatcher.worker_lost(worker, reason)
+
+    def _on_heartbeat(self, worker: Worker) -> None:
+        self._dispatcher.heard_from(worker)
 
     def _on_change(self) -> None:
         self._dispatcher.nodes_changed()

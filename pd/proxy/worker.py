@@ -11,6 +11,7 @@ from pd.core.messages import ProxyHeartbeat
 from pd.core.node_info import SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
+from pd.proxy.breaker import Breaker
 from pd.proxy.load_estimate import LoadEstimate
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ class Worker:
         run_delay: seconds that it was ready to run and got no CPU, see :mod:`pd.core.starvation`.
         active: attempts that need this node.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
+        leaving, stuck: as it says, see :class:`pd.core.messages.NodeHeartbeat`.
+        breaker: takes it out while it fails its requests.
         linked: prefill nodes to which this decode node has made its links; None if it does not say.
         tree: prefixes it presumably holds, kept by the cache-aware policy.
         load: what requests would meet at an elastic node.
@@ -140,6 +143,8 @@ class Worker:
         self.run_delay = 0.0
         self.active: dict[Attempt, None] = {}
         self.pending_tokens = 0
+        self.leaving = self.stuck = False
+        self.breaker = Breaker()
         self.linked: list[str] | None = None
         self.tree: PrefixTree | None = None
         self.load = LoadEstimate()
@@ -152,7 +157,8 @@ class Worker:
     @property
     def ready(self) -> bool:
         """Whether new requests may go there."""
-        return self.alive and self.connected and self.accepting and not self.draining
+        is_there = self.alive and self.connected and self.accepting
+        return is_there and not self.draining and self.breaker.lets_in
 
     @property
     def elastic(self) -> bool:
@@ -202,11 +208,14 @@ class Worker:
         self.losses = heartbeat.losses
         self.run_delay = heartbeat.run_delay
         self.linked = heartbeat.linked
+        self.leaving = heartbeat.leaving
+        self.stuck = heartbeat.stuck
         self.load.heard(heartbeat.load, heartbeat.answers)
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
     def lost(self, problem: str) -> None:
-        self.alive = self.accepting = False
+        self.alive = self.accepting = self.leaving = self.stuck = False
+        self.breaker = Breaker()
         self.load = LoadEstimate()
         self.queued_tokens = self.running = self.pending_tokens = 0
         self.problem = problem
@@ -251,5 +260,7 @@ class Worker:
             "draining": self.draining,
             "running": self.decode_load,
             "queued_tokens": self.prefill_load,
-            "problem": self.problem or (None if self.connected else "it cannot be reached"),
+            "problem": self.problem
+            or self.breaker.problem
+            or (None if self.connected else "it cannot be reached"),
         }

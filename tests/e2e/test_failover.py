@@ -1,46 +1,213 @@
-"""A stream survives its nodes: whatever is killed, it goes on with the same tokens."""
+"""A stream survives its nodes: whatever happens to which of them and when, it equals the
+undisturbed one token by token and byte by byte."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import itertools
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import held_transfers
 import pytest
-from processes import deployment, wait_until
+from cluster import random_prompts, wait_until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
+
+from failover_deployment import FailoverDeployment
+from grammar_model import make_model
+from grammar_nodes import JSON, share_grammars
+
+from pd.prefill_node.sending import SendingEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-    from processes import Deployment
+    from failover_deployment import Answer, Place
+
+    from pd.prefill_node.outgoing import OutgoingRoom
+
+TOKENS = 120
+SAMPLED = {"temperature": 1.0, "sampling_seed": 11}
+# Each with sampling parameters and other fields of the request.
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"temperature": 0}, {}),
+    "seeded": (SAMPLED | {"top_p": 0.9, "top_k": 50}, {}),
+    "penalties": (SAMPLED | {"repetition_penalty": 1.2, "frequency_penalty": 0.4}, {}),
+    "min tokens": (SAMPLED | {"min_new_tokens": 100, "ignore_eos": False}, {}),
+    "three answers": (SAMPLED | {"n": 3}, {}),
+    "log probabilities": (SAMPLED, {"return_logprob": True, "top_logprobs_num": 2}),
+    "stop string": (SAMPLED, {}),  # one that the undisturbed text has near its end
+    "grammar": (SAMPLED | {"json_schema": JSON.text, "ignore_eos": False}, {}),
+}
+# What each moment waits for, and the length of its prompts; held_transfers holds two of them.
+LENGTHS = {
+    "prompt": 333,
+    "before the transfer": held_transfers.BEFORE_TOKENS,
+    "in the transfer": held_transfers.DURING_TOKENS,
+    "decode": 40,
+}
+FACTORS: dict[str, tuple[str, ...]] = {
+    "fault": ("vanishes", "stands still", "is emptied"),
+    "role": ("prefill", "decode"),
+    "moment": tuple(LENGTHS),
+    "feature": tuple(FEATURES),
+    "speculation": ("none", "ngram"),
+}
+CELLS = list(itertools.product(*FACTORS.values()))
 
 
-def prompt(number: int, length: int = 40) -> list[int]:
-    return [(number * 31 + i * 7) % 256 for i in range(length)]
+def pairwise(rng: random.Random) -> list[tuple[str, ...]]:
+    """Cells in which every two values of different factors occur together."""
+
+    def pairs(cell: tuple[str, ...]) -> set[tuple[int, str, int, str]]:
+        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(cell), 2)}
+
+    missing = set().union(*map(pairs, CELLS))
+    found = []
+    while missing:
+        some = rng.sample(CELLS, 60)
+        best = max(some, key=lambda cell: len(pairs(cell) & missing))
+        if pairs(best) & missing:
+            found.append(best)
+            missing -= pairs(best)
+    return found
+
+
+SAMPLE = pairwise(random.Random(3))
+
+
+class HeldTransfers:
+    """Stops the transfer of the next prompt of a length that says so, and of no other."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self._rooms: set[bytes] = set()
+
+    def open(self, sending: SendingEnd, outgoing: OutgoingRoom) -> None:
+        """Takes the place of ``SendingEnd._open``."""
+        room, length = outgoing.request.room, len(outgoing.request.prompt)
+        if self.armed and length in held_transfers.HELD.values():
+            self.armed = False
+            self._rooms.add(room)
+        if room not in self._rooms:
+            held_transfers._open(sending, outgoing)
+        elif length == held_transfers.DURING_TOKENS:
+            make = sending._transfer.sender
+            half = functools.partial(held_transfers._make_half, make)
+            sending._transfer.sender = half  # type: ignore[method-assign]
+            held_transfers._open(sending, outgoing)
+            sending._transfer.sender = make  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
-def running(
-    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
-    logs = tmp_path_factory.mktemp("failover")
-    with deployment(
-        checkpoint("qwen3"), logs, prefill=2, decode=2, proxy_flags=["--policy", "round_robin"]
-    ) as started:
-        yield started
+def held() -> Iterator[HeldTransfers]:
+    transfers = HeldTransfers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SendingEnd, "_open", lambda *args: transfers.open(*args))
+        yield transfers
 
 
-def test_decode_killed_while_streaming(running: Deployment) -> None:
-    running.wait_ready()
-    plain = [running.stream(prompt(i), 400).join() for i in range(4)]
-    assert all(stream.succeeded() for stream in plain)
-    streams = [running.stream(prompt(i), 400) for i in range(4)]
-    for stream in streams:
-        wait_until(lambda s=stream: len(s.output) > 3, 30)
-    victim = running.decode[0]
-    victim.kill()
-    for stream, expected in zip(streams, plain, strict=True):
-        stream.join()
-        assert stream.succeeded_as(expected.output), (stream, stream.error)
-    victim.restart()
-    running.wait_ready()
-    running.wait_idle()
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = make_model(tmp_path_factory.mktemp("model"))
+    with share_grammars(directory):
+        yield directory
+
+
+@pytest.fixture(scope="module", params=FACTORS["speculation"])
+def deployment(
+    model: Path, held: HeldTransfers, request: pytest.FixtureRequest
+) -> Iterator[FailoverDeployment]:
+    settings = {"load_format": "dummy", "kv_cache_tokens": 8192, "chunked_prefill_size": 32}
+    if request.param == "ngram":
+        settings |= {"speculative_algorithm": "ngram", "speculative_adaptive": "off"}
+    with FailoverDeployment(model, **settings) as made:
+        made.wait_whole()
+        yield made
+
+
+def body_of(feature: str, length: int, stop: str = "") -> dict[str, Any]:
+    params, fields = FEATURES[feature]
+    (prompt,) = random_prompts(length, [length], vocab=400)
+    params = {"max_new_tokens": TOKENS, "ignore_eos": True} | params
+    if stop:
+        params |= {"stop": stop}
+    return {"input_ids": prompt, "sampling_params": params} | fields
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> Iterator[Callable[[str, int], tuple[dict[str, Any], Answer]]]:
+    """Bodies of requests with their answers by a node that nothing happens to."""
+    known: dict[tuple[str, int], tuple[dict[str, Any], Answer]] = {}
+    settings = {"load_format": "dummy", "kv_cache_tokens": 8192}
+    with FailoverDeployment(model, (0, 0, 1), **settings) as calm:
+
+        def answer(feature: str, length: int) -> tuple[dict[str, Any], Answer]:
+            if (feature, length) not in known:
+                body = body_of(feature, length)
+                found = calm.ask(body).join()
+                if feature == "stop string":
+                    body = body_of(feature, length, stop=found.texts[0][-40:-36])
+                    found = calm.ask(body).join()
+                    assert found.meta[0]["finish_reason"]["type"] == "stop"
+                known[feature, length] = body, found
+            return known[feature, length]
+
+        yield answer
+
+
+def strike(answer: Answer, fault: str, victim: Place) -> None:
+    """Have something happen to a node, and make up for it when the answer is there."""
+    if fault == "stands still":
+        with victim.standing_still():
+            answer.join()
+        return
+    if fault == "vanishes":
+        victim.vanish()
+    else:
+        victim.server.node.drain(migrate=True)
+    try:
+        answer.join()
+    finally:
+        if fault == "vanishes":
+            victim.restart()
+        else:
+            victim.server.node.undrain()
+
+
+def wait_for(deployment: FailoverDeployment, answer: Answer, moment: str) -> None:
+    if moment == "prompt":
+        wait_until(lambda: deployment.busy("prefill").busy, 20)
+    elif moment == "decode":
+        wait_until(lambda: answer.num_tokens > 5, 20)
+    else:
+        wait_until(lambda: answer.num_tokens, 20)
+        wait_until(lambda: any(p.server.node.queues()["transfer"] for p in deployment.decode), 20)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell[:-1], id=", ".join(cell[:-1])) for cell in CELLS if cell[-1] == "none"],
+)
+@pytest.mark.sample(cells=lambda params: (*params["cell"], params["deployment"]) in set(SAMPLE))
+def test_a_stream_survives(
+    deployment: FailoverDeployment,
+    held: HeldTransfers,
+    undisturbed: Callable[[str, int], tuple[dict[str, Any], Answer]],
+    cell: tuple[str, str, str, str],
+) -> None:
+    fault, role, moment, feature = cell
+    body, expected = undisturbed(feature, LENGTHS[moment])
+    for place in deployment.places:
+        place.server.node.flush_cache()
+    held.armed = "transfer" in moment
+    answer = deployment.ask(body)
+    wait_for(deployment, answer, moment)
+    strike(answer, fault, deployment.busy(role))
+    answer.assert_same(expected)
+    if moment != "prompt" and (role, moment) != ("prefill", "decode"):
+        assert answer.failovers
+    deployment.wait_whole()

@@ -113,6 +113,15 @@ class Hosts:
         failover = ["--failover", "off"]
         return self._process(name, (), "proxy", *port, *workers, *failover, *self._secured)
 
+    def proxy_of_all(self) -> Process:
+        """A proxy with failover whose first request goes over the link."""
+        workers = ["--prefill", self.prefill.url, "--prefill", self.beside.url]
+        workers += ["--decode", self.decode.url, "--policy", "round_robin"]
+        port = ["--port", str(free_port())]
+        proxy = self._process("all", (), "proxy", *port, *workers, *self._secured)
+        wait_ready(proxy, self.nodes)
+        return proxy
+
     def _process(self, name: str, prefix: Sequence[str], *command: str) -> Process:
         log = self._logs / f"{name}.log"
         process = Process(*command, log=log, prefix=prefix, env=self._env)
@@ -219,7 +228,10 @@ def assert_failed(stream: Stream, by: float, extension: Callable[[], float] = la
 
 
 def stopped_in_the_middle(
-    hosts: Hosts, prompt: list[int], stop: Callable[[Stream], None]
+    hosts: Hosts,
+    prompt: list[int],
+    stop: Callable[[Stream], None],
+    proxy: Process | None = None,
 ) -> tuple[Stream, float]:
     """Start a long transfer on the slow link and end it when a third has passed.
 
@@ -227,7 +239,7 @@ def stopped_in_the_middle(
     """
     size = len(prompt) * TOKEN_BYTES
     before = hosts.net.bytes_sent()
-    stream = Stream(hosts.far.url, prompt, SHORT_OUTPUT)
+    stream = Stream((proxy or hosts.far).url, prompt, SHORT_OUTPUT)
     wait_until(lambda: hosts.net.bytes_sent() - before > size / 3, 30)
     assert hosts.net.bytes_sent() - before < size * 0.8, "the transfer was nearly over"
     stop(stream)
@@ -287,6 +299,26 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     wait_until(hosts.idle, 60, hosts.describe)
     assert hosts.instances() == instances, "a node was restarted"
     assert all(node.child.poll() is None for node in hosts.nodes)
+
+
+@pytest.mark.full
+@over(ACROSS_HOSTS)
+@pytest.mark.timeout(280)
+def test_a_stream_goes_on_when_the_link_of_its_pair_is_cut(
+    hosts: Hosts, backend: Backend, model: Path, seed: int
+) -> None:
+    """With failover, by the prefill node beside the decode node."""
+    (prompt,) = prompts(seed, 1, LONG_PROMPT)
+    (expected,) = reference_generate(model, [prompt], SHORT_OUTPUT)
+    proxy = hosts.proxy_of_all()
+    hosts.net.slow(MEGABITS)
+    stream, cut_at = stopped_in_the_middle(hosts, prompt, lambda _: hosts.net.cut(), proxy)
+    assert stream.join().succeeded() and stream.output == expected, stream
+    assert stream.ended_at is not None
+    print(f"{backend}: the answer ended {stream.ended_at - cut_at:.2f} s after the cut")
+    hosts.net.restore()
+    hosts.net.fast()
+    wait_until(hosts.idle, 60, hosts.describe)
 
 
 @pytest.mark.full

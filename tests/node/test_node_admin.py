@@ -17,7 +17,7 @@ from tiny import tiny_cluster, tiny_model, tiny_node
 from pd.core.cluster_key import admin_key, server_info_key
 from pd.core.config import NodeConfig
 from pd.core.errors import NodeFailedError, SetupError, UsageError
-from pd.core.messages import Failed, StepOutputs
+from pd.core.messages import Failed, NodeHeartbeat, StepOutputs
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.signed_requests import (
     NONCE_HEADER,
@@ -266,6 +266,26 @@ def test_undrain_takes_requests_again_unless_the_process_is_ending() -> None:
         assert answer.status_code == 503
         assert "about to end" in answer.json()["error"]["message"]
         assert httpx.get(f"{node.url}/health").status_code == 503
+    finally:
+        node.stop()
+
+
+def test_a_node_that_is_to_be_emptied_tells_its_proxies_at_once() -> None:
+    node = tiny_node("unified")
+    try:
+        answer = httpx.post(f"{node.url}/drain?migrate=2")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "migrate must be 0 or 1, not '2'"
+        with proxy_of(node) as proxy:
+            proxy.beat()
+            assert not proxy.receive(NodeHeartbeat).leaving
+            assert httpx.post(f"{node.url}/drain?migrate=1").json() == {"draining": True}
+            told = proxy.receive(NodeHeartbeat)
+            assert (told.ready, told.leaving) == (False, True)
+            httpx.post(f"{node.url}/undrain")
+            proxy.beat()
+            told = proxy.receive(NodeHeartbeat)
+            assert (told.ready, told.leaving) == (True, False)
     finally:
         node.stop()
 

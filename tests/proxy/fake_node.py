@@ -97,6 +97,7 @@ class FakeNode:
         self.http_port = 0
         self.http_requests: list[tuple[str, EmailMessage]] = []
         self.silent = False
+        self.leaving = self.stuck = False
         self.start()
 
     # ---- life
@@ -377,6 +378,8 @@ class FakeNode:
                     losses=self.losses,
                     run_delay=self.run_delay,
                     linked=self.linked,
+                    leaving=self.leaving,
+                    stuck=self.stuck,
                 )
                 self.send(proxy, beat)
             return

@@ -13,6 +13,7 @@ from fake_node import EOS, wait_until
 
 from pd.core.messages import Finish, Stages
 from pd.core.sampling_params import choice_seed
+from pd.proxy.breaker import FAILURES
 
 if TYPE_CHECKING:
     import httpx
@@ -206,6 +207,27 @@ def test_a_grammar_forces_behind_token_1_what_it_forced_before(cluster: Cluster)
     assert asked.result()["output_ids"] == TOKENS
 
 
+def test_options_of_a_choice_go_to_one_other_node(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    body = {"input_ids": PROMPT, "choices": [[30], [10], [20]]}
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(client.post("/generate", json=body)))
+    thread.start()
+    wait_until(lambda: any(len(node.generates) == 3 for node in nodes))
+    (first,) = (node for node in nodes if node.generates)
+    others = [node for node in nodes if node is not first]
+    for node in others:
+        node.auto = True
+    first.kill()
+    thread.join(20)
+    (answer,) = found
+    assert answer.status_code == 200
+    assert answer.json()["output_ids"] == [10]
+    assert [f["choice"] for f in answer.json()["meta_info"]["failovers"]] == [None] * 3
+    assert sorted(len(node.generates) for node in others) == [0, 3]
+
+
 def test_no_more_failovers_than_allowed(cluster: Cluster) -> None:
     asked = Asked(two_pairs(cluster, max_failovers=1), {})
     prefill, first = asked_of(cluster.prefill)
@@ -256,3 +278,112 @@ def test_a_decode_node_goes_on_alone_where_no_other_can(cluster: Cluster) -> Non
     assert (second.peer, second.peer_bootstrap, second.produced) == ("", "", 1)
     decode.say(second, TOKENS[1:], position=1, finish=Finish("length"))
     assert asked.result()["output_ids"] == TOKENS
+
+
+def test_a_request_that_two_nodes_died_of_is_not_given_a_third(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=9)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.say(request, TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    first.kill()
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    second = next(node for node in nodes if node is not first and node.generates)
+    second.say(second.generates[-1], TOKENS[1:2], position=1)
+    asked.wait_tokens(2)
+    second.kill()
+    assert "in the step in which a node died, twice" in asked.error()["message"]
+    assert sum(len(node.generates) for node in nodes) == 2
+
+
+def test_an_answer_that_gets_on_between_deaths_is_given_more_nodes(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    asked = Asked(client, {"max_new_tokens": 20})
+    tokens, used = list(range(10, 30)), set[int]()
+    for position in (0, 6, 12):
+        wait_until(lambda: sum(len(node.generates) for node in nodes) == len(used) + 1)
+        (number,) = {i for i, node in enumerate(nodes) if node.generates} - used
+        used.add(number)
+        node, end = nodes[number], position + 6
+        finish = None if end < 18 else Finish("length")
+        part = tokens[position : end if finish is None else 20]
+        node.say(node.generates[0], part, position=position, finish=finish)
+        if finish is None:
+            asked.wait_tokens(end)
+            node.kill()
+    assert asked.result()["output_ids"] == tokens
+
+
+@pytest.mark.parametrize("sign", ["leaving", "stuck"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_streams_leave_a_node_that_is_to_be_empty_or_gets_stuck(
+    cluster: Cluster, role: str, sign: str
+) -> None:
+    asked = Asked(two_pairs(cluster, max_failovers=1), {})
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    count = 2 if role == "decode" else 0
+    if count:
+        prefill.say(first, TOKENS[:1], cached_tokens=0)
+        decode.say(first, TOKENS[:count])
+        asked.wait_tokens(count)
+    node = prefill if role == "prefill" else decode
+    node.ready = sign != "leaving"
+    setattr(node, sign, True)
+    peers = cluster.prefill if role == "prefill" else cluster.decode
+    _, second = next_of(peers, node)
+    wait_until(lambda: sum(len(d.generates) for d in cluster.decode) == 2)
+    assert ids_of(second) == PROMPT + TOKENS[:count]
+    prefill.wait_abort(first.room)
+    decode.wait_abort(first.room)
+    for last in cluster.decode:
+        if any(request.room == second.room for request in last.generates):
+            last.say(second, TOKENS[count:], position=count, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    asked = Asked(cluster.client(failover="on", text=False), {})
+    request = node.wait_generate()
+    node.say(request, TOKENS[:1], cached_tokens=0)
+    node.ready, node.leaving = False, True
+    beats = sum(node.heartbeats.values())
+    wait_until(lambda: sum(node.heartbeats.values()) > beats + 3)
+    node.say(request, TOKENS[1:], position=1, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+    assert (len(node.generates), node.aborts) == (1, [])
+
+
+def test_a_node_that_fails_its_requests_is_taken_out_and_let_back_in(cluster: Cluster) -> None:
+    """Its heartbeats come all the time."""
+    bad, good = (cluster.node("unified", auto=False) for _ in range(2))
+    good.auto = True
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+
+    def ask(count: int) -> None:
+        for _ in range(count):
+            assert client.post("/generate", json=body).status_code == 200
+
+    def fail_all(until: int) -> None:
+        for number in range(1, until + 1):
+            bad.fail(bad.wait_generate(number), "node_failed")
+
+    failing = threading.Thread(target=fail_all, args=(FAILURES,))
+    failing.start()
+    ask(2 * FAILURES)
+    failing.join()
+    (worker,) = (w for w in client.get("/workers").json()["workers"] if w["url"] == bad.url)
+    assert not worker["ready"] and "taken out after 5 failures" in worker["problem"]
+    bad.auto = True
+
+    def was_probed() -> bool:
+        ask(1)
+        return len(bad.generates) > FAILURES
+
+    wait_until(was_probed)
+    workers = client.get("/workers").json()["workers"]
+    assert all(worker["ready"] and not worker["problem"] for worker in workers)

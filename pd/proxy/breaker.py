@@ -1,0 +1,82 @@
+"""Takes a node out that lives but fails its requests, and lets it back in when it works."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Requests that fail one after the other, with no output of the node in between.
+FAILURES = 5
+# How long a node is out before one request probes it; doubled each time that the probe fails.
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 30.0
+STUCK = "its step takes far longer than steps take"
+
+
+class Breaker:
+    """Decides whether new requests may go to one node.
+
+    After :data:`FAILURES` in a row the node is out for a pause. Then one request at a time may go
+    there: output of it lets the node back in, a failure starts a longer pause.
+
+    Attributes:
+        stuck: the node says that its step does not end; it is out until it does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stuck = False
+        self._clock = clock
+        self._failures = 0
+        self._last_failure = ""
+        self._pause = FIRST_PAUSE
+        # When the next request may probe the node; None while it is in.
+        self._out_until: float | None = None
+        self._probe: object | None = None
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether a new request may go to the node."""
+        if self._out_until is None:
+            return not self.stuck
+        return not self.stuck and self._probe is None and self._clock() >= self._out_until
+
+    @property
+    def problem(self) -> str:
+        """Why the node is out, for people; empty while it is in."""
+        if self.stuck:
+            return STUCK
+        if self._out_until is None:
+            return ""
+        return f"taken out after {self._failures} failures in a row, the last: {self._last_failure}"
+
+    def began(self, attempt: object) -> None:
+        """A request was sent to the node."""
+        if self._out_until is not None:
+            self._probe = attempt
+
+    def ended(self, attempt: object) -> None:
+        """A request does not need the node any more."""
+        if self._probe is attempt:
+            self._probe = None
+
+    def failed(self, attempt: object, reason: str) -> None:
+        """A request failed by the node's fault."""
+        self._failures += 1
+        self._last_failure = reason
+        if self._out_until is not None:
+            if attempt is not self._probe:
+                return
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        elif self._failures < FAILURES:
+            return
+        self._out_until = self._clock() + self._pause
+
+    def succeeded(self, attempt: object) -> None:
+        """The node has sent output of a request."""
+        if self._failures and (self._out_until is None or attempt is self._probe):
+            self._failures = 0
+            self._pause = FIRST_PAUSE
+            self._out_until = self._probe = None

@@ -1,0 +1,195 @@
+"""Two prefill and two decode nodes in this process behind a proxy. They can vanish, stand still and
+be emptied, and come back on the same ports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from cluster import start_node, wait_idle, wait_until
+from processes import free_port
+
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pd.launch import NodeServer
+
+
+class Place:
+    """A node on fixed ports."""
+
+    def __init__(self, role: str, model: Path, **settings: Any) -> None:
+        self.role = role
+        self._model = model
+        self._settings = settings | {"port": free_port(), "bootstrap_port": free_port()}
+        self.restart()
+
+    def restart(self) -> None:
+        self.server: NodeServer = start_node(self.role, self._model, **self._settings)
+
+    def vanish(self) -> None:
+        """End without a word, as a process that is killed."""
+        server, node = self.server, self.server.node
+        node.control.stop()
+        server._http.stop()
+        node.step_loop.stop()
+        for end in node.ends:
+            end.close()
+        if node.transfer is not None:
+            node.transfer.close()
+        node.engine.close()
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Hear and say nothing, as a process that is stopped."""
+        with self.server.node.core.events.lock:
+            yield
+
+    @property
+    def busy(self) -> bool:
+        return any(True for _ in self.server.node.rooms.live())
+
+
+class Answer:
+    """A streamed request to ``/generate``, read by a thread of its own."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self.texts: dict[int, str] = {}
+        self.output_ids: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[Any]] = {}
+        self.meta: dict[int, dict[str, Any]] = {}
+        self.error: Any = None
+        self.done = False
+        self._url, self._body = url, body | {"stream": True, "incremental": True}
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream(
+                "POST", f"{self._url}/generate", json=self._body, timeout=120
+            ) as response:
+                if response.status_code != 200:
+                    self.error = json.loads(response.read())["error"]
+                    return
+                for line in response.iter_lines():
+                    if line:
+                        self._take(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            self.error = repr(error)
+
+    def _take(self, data: str) -> None:
+        if data == "[DONE]":
+            self.done = True
+            return
+        event = json.loads(data)
+        if "error" in event:
+            self.error = event["error"]
+            return
+        index = event.get("index", 0)
+        self.texts[index] = self.texts.get(index, "") + event["text"]
+        self.output_ids.setdefault(index, []).extend(event["output_ids"])
+        self.meta[index] = event["meta_info"]
+        entries = event["meta_info"].get("output_token_logprobs", [])
+        self.logprobs.setdefault(index, []).extend(entries)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.output_ids.values()))
+
+    @property
+    def failovers(self) -> list[Any]:
+        return next((m["failovers"] for m in self.meta.values() if "failovers" in m), [])
+
+    def wait_over(self) -> None:
+        """Wait for the end of the stream, whatever it is."""
+        self._thread.join(90)
+        assert not self._thread.is_alive(), "the stream did not end"
+
+    def join(self) -> Answer:
+        """Wait for the whole answer."""
+        self.wait_over()
+        assert self.error is None and self.done, self.error
+        return self
+
+    def assert_same(self, expected: Answer) -> None:
+        """Equal to an undisturbed answer: tokens, text, reasons, counts; log probabilities but for
+        rounding."""
+        assert self.output_ids == expected.output_ids
+        assert self.texts == expected.texts
+        for index, meta in self.meta.items():
+            other = expected.meta[index]
+            for name in ("finish_reason", "prompt_tokens", "completion_tokens"):
+                assert meta[name] == other[name], name
+        for index, entries in self.logprobs.items():
+            for (found, *rest), (right, *others) in zip(
+                entries, expected.logprobs[index], strict=True
+            ):
+                assert rest == others
+                assert abs(found - right) < 1e-4
+
+
+class FailoverDeployment:
+    """Nodes and the proxy before them. ``counts``: of prefill, decode and unified nodes."""
+
+    def __init__(
+        self, model: Path, counts: tuple[int, int, int] = (2, 2, 0), **settings: Any
+    ) -> None:
+        roles = ("prefill", "decode", "unified")
+        made = [
+            [Place(role, model, **settings) for _ in range(count)]
+            for role, count in zip(roles, counts, strict=True)
+        ]
+        self.prefill, self.decode, self.unified = made
+        urls = {
+            role: [place.server.url for place in places]
+            for role, places in zip(roles, made, strict=True)
+        }
+        config = ProxyConfig(**urls, tokenizer=str(model), policy="round_robin", port=0)
+        self._proxy = ProxyThread(config).start()
+
+    @property
+    def places(self) -> list[Place]:
+        return [*self.prefill, *self.decode, *self.unified]
+
+    @property
+    def url(self) -> str:
+        return self._proxy.url
+
+    def ask(self, body: dict[str, Any]) -> Answer:
+        return Answer(self.url, body)
+
+    def busy(self, role: str) -> Place:
+        """The node of a role that works on something; any if none does."""
+        places = self.prefill if role == "prefill" else self.decode
+        return next((place for place in places if place.busy), places[0])
+
+    def wait_whole(self) -> None:
+        """Wait until every node is used, nothing is anywhere, and no page is lost."""
+        instances = {place.server.instance_id for place in self.places}
+
+        def all_ready() -> bool:
+            workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
+            return {w["instance_id"] for w in workers if w["ready"]} == instances
+
+        wait_until(all_ready, 30, lambda: httpx.get(f"{self.url}/workers").text)
+        for place in self.places:
+            wait_idle(place.server, 30)
+
+    def close(self) -> None:
+        self._proxy.stop()
+        for place in self.places:
+            place.server.stop()
+
+    def __enter__(self) -> FailoverDeployment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,85 @@
+"""The breaker of one node, on a clock of the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd.proxy.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(clock)
+
+
+def fail(breaker: Breaker, times: int) -> None:
+    for number in range(times):
+        breaker.failed(f"request {number}", "why")
+
+
+def test_failures_with_output_in_between_take_no_node_out(breaker: Breaker) -> None:
+    for _ in range(10):
+        fail(breaker, FAILURES - 1)
+        breaker.succeeded("another")
+    assert breaker.lets_in and not breaker.problem
+
+
+def test_a_node_is_out_for_a_pause_then_probed_by_one_request(
+    breaker: Breaker, clock: Clock
+) -> None:
+    fail(breaker, FAILURES)
+    assert not breaker.lets_in
+    assert breaker.problem == f"taken out after {FAILURES} failures in a row, the last: why"
+    clock.now += FIRST_PAUSE
+    assert breaker.lets_in
+    breaker.began("probe")
+    assert not breaker.lets_in
+    breaker.succeeded("one that was there before")
+    assert not breaker.lets_in
+    breaker.succeeded("probe")
+    assert breaker.lets_in and not breaker.problem
+
+
+def test_each_probe_that_fails_doubles_the_pause(breaker: Breaker, clock: Clock) -> None:
+    fail(breaker, FAILURES)
+    pause = FIRST_PAUSE
+    for number in range(8):
+        clock.now += pause
+        breaker.began(number)
+        breaker.failed("one that was there before", "why")
+        breaker.failed(number, "why")
+        breaker.ended(number)
+        pause = min(2 * pause, LONGEST_PAUSE)
+        clock.now += pause - 0.01
+        assert not breaker.lets_in
+        clock.now += 0.01
+        assert breaker.lets_in
+        clock.now -= pause
+
+
+def test_a_probe_whose_client_leaves_makes_room_for_another(breaker: Breaker, clock: Clock) -> None:
+    fail(breaker, FAILURES)
+    clock.now += FIRST_PAUSE
+    breaker.began("probe")
+    breaker.ended("probe")
+    assert breaker.lets_in
+
+
+def test_a_stuck_node_is_out_until_its_step_ends(breaker: Breaker, clock: Clock) -> None:
+    breaker.stuck = True
+    clock.now += 1000
+    assert not breaker.lets_in and breaker.problem
+    breaker.stuck = False
+    assert breaker.lets_in
