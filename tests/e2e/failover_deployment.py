@@ -42,8 +42,8 @@ class Place:
         node.step_loop.stop()
         for end in node.ends:
             end.close()
-        if node.transfer is not None:
-            node.transfer.close()
+        for transfer in node.transfers:
+            transfer.close()
         node.engine.close()
 
     @contextlib.contextmanager
