@@ -101,6 +101,7 @@ class Worker:
 
     Attributes:
         role: what the node does; of an elastic node, what it does where nothing speaks against it.
+        role_is_fixed: an administrator set it.
         claimed: what answers at the URL says this about itself. Anybody can say anything, so it is
             good for opening a channel and no more.
         info: the same once heartbeats of that instance came over the channel, which with a cluster
@@ -123,6 +124,7 @@ class Worker:
 
     def __init__(self, role: Role, url: str, itl: float = 0.0) -> None:
         self.role = role
+        self.role_is_fixed = False
         self.url = url
         self._itl = itl
         self.claimed: ServerInfo | None = None

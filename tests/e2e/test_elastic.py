@@ -132,3 +132,25 @@ def test_prompts_that_arrive_while_answers_stream_lose_nothing(
         assert list(pool.map(ask, prompts, counts)) == counts, seed
     for server in (deployment.prefill, deployment.decode):
         wait_idle(server)
+
+
+def test_a_role_changes_under_load_without_a_trace(deployment: Deployment, seed: int) -> None:
+    """Answers go on, nothing fails, and what is cached stays."""
+    prompts = list(random_prompts(seed, [200] * 8))
+    expected = [deployment.ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        pending = [pool.submit(deployment.ask, prompt) for prompt in prompts]
+        for server, role in ((deployment.prefill, "decode"), (deployment.decode, "prefill")):
+            changed = deployment.client.post(f"/workers/{server.instance_id}", json={"role": role})
+            assert changed.status_code == 200, changed.text
+        assert [request.result() for request in pending] == expected
+    roles = [worker["role"] for worker in ready(deployment)]
+    assert roles == ["decode", "prefill"]
+    found = hit_tokens(deployment)
+    assert [deployment.ask(prompt) for prompt in prompts] == expected
+    assert hit_tokens(deployment) >= found + len(prompts) * 196, "whichever node computes them"
+
+
+def hit_tokens(deployment: Deployment) -> int:
+    nodes = (deployment.prefill, deployment.decode)
+    return sum(server.node.core.memory.radix.hit_tokens for server in nodes)
