@@ -335,6 +335,7 @@ class Dispatcher:
         generation.first, generation.decode = route.first, route.decode
         cached = route.first.tree.match(*prompt) if route.first.tree else 0
         generation.uncached_tokens = len(spec.token_ids) - cached
+        generation.predicted_cached = cached
         route.first.pending_tokens += generation.uncached_tokens
         self._rooms[generation.room] = generation
         generation.predicted_ttft = None if route.predicted is None else route.predicted.ttft

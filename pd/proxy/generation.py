@@ -213,6 +213,7 @@ class Generation:
             go before them.
         unannounced: choices whose end the job does not know yet.
         uncached_tokens: prompt tokens counted in ``first.pending_tokens``; 0 once computed.
+        predicted_cached: leading tokens that the first node was expected to have cached.
         predicted_ttft: seconds until the first token by which the nodes were chosen, or None.
     """
 
@@ -234,6 +235,7 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.uncached_tokens = 0
         self.predicted_ttft: float | None = None
+        self.predicted_cached = 0
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
         # Grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.

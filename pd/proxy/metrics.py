@@ -64,6 +64,12 @@ class Metrics:
         self.routing = Counter(
             "pd_proxy_routing_decisions", "why nodes were chosen", ["role", "reason"], registry=r
         )
+        self.prefixes = Counter(
+            "pd_proxy_prefix_predictions",
+            "cached tokens of prompts as they were expected, compared with what the node had",
+            ["outcome"],
+            registry=r,
+        )
         self.worker_up = Gauge(
             "pd_proxy_worker_up", "1 if the node can take requests", ["role", "url"], registry=r
         )
@@ -87,10 +93,23 @@ class Metrics:
         else:
             self.itl.observe(now - previous)
 
+    def _count_prefix(self, generation: Generation) -> None:
+        """Compare the prefix that was expected at the first node with the one that it had."""
+        length = len(generation.spec.token_ids)
+        info = None if generation.first is None else generation.first.info
+        if info is None or generation.spec.params.prompt_logprobs_start is not None:
+            return
+        # The last token is computed in any case.
+        usable = (length - 1) // info.page_size * info.page_size
+        error = generation.cached_tokens - min(generation.predicted_cached, usable)
+        outcome = "right" if error == 0 else "too_few" if error > 0 else "too_many"
+        self.prefixes.labels(outcome).inc()
+
     def generation_ended(self, generation: Generation) -> None:
         self.prompt_tokens.inc(len(generation.spec.token_ids))
         self.cached_tokens.inc(generation.cached_tokens)
-        if generation.finished:
+        if generation.finished and generation.first is not None:
+            self._count_prefix(generation)
             for stage, seconds in generation.stages().items():
                 self.stages.labels(stage).observe(seconds)
 

@@ -19,6 +19,7 @@ from pd.core.messages import (
     MAX_MEETINGS,
     AnyMessage,
     NodeHeartbeat,
+    PrefixEvents,
 )
 from pd.core.node_url import check_node_url
 from pd.proxy.heartbeats import HeartbeatThread, LoopWatch
@@ -281,6 +282,9 @@ class WorkerPool:
         if message.sender != worker.instance_id:
             # Another process answers at this endpoint; /server_info will say which.
             self._wake[worker].set()
+            return
+        if isinstance(message, PrefixEvents):
+            worker.take_prefixes(message)
             return
         if not isinstance(message, NodeHeartbeat):
             worker.last_heard = time.monotonic()

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from pd.core.messages import ProxyHeartbeat
+from pd.core.messages import PREFIXES_UNKNOWN, PREFIXES_UNWANTED, ProxyHeartbeat
 from pd.core.node_info import SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
 from pd.proxy.load_estimate import LoadEstimate
+from pd.proxy.reported_prefixes import ReportedPrefixes
 
 if TYPE_CHECKING:
-    from pd.core.messages import Message, NodeHeartbeat
+    from pd.core.messages import Message, NodeHeartbeat, PrefixEvents
     from pd.proxy.channel import NodeChannel
     from pd.proxy.generation import Generation
     from pd.proxy.prefix_tree import PrefixTree
@@ -117,7 +118,8 @@ class Worker:
         active: generations that need this node.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
         linked: prefill nodes to which this decode node has made its links; None if it does not say.
-        tree: prefixes it presumably holds, kept by the cache-aware policy.
+        tree: prefixes that it presumably holds, kept by the cache-aware policy; of an elastic node
+            those that it reports.
         load: what requests would meet at an elastic node.
         problem: why it cannot be used, for people.
     """
@@ -143,7 +145,7 @@ class Worker:
         self.active: dict[Generation, None] = {}
         self.pending_tokens = 0
         self.linked: list[str] | None = None
-        self.tree: PrefixTree | None = None
+        self.tree: PrefixTree | ReportedPrefixes | None = None
         self.load = LoadEstimate()
         self.problem = "not reached yet"
 
@@ -155,6 +157,21 @@ class Worker:
     def ready(self) -> bool:
         """Whether new requests may go there."""
         return self.alive and self.connected and self.accepting and not self.draining
+
+    @property
+    def _prefixes_known(self) -> int:
+        """Number of the last report of prefixes, or what asks for none or for all."""
+        if isinstance(self.tree, ReportedPrefixes):
+            return self.tree.number
+        return PREFIXES_UNKNOWN if self.elastic else PREFIXES_UNWANTED
+
+    def take_prefixes(self, events: PrefixEvents) -> None:
+        """Take a report of what is cached at an elastic node."""
+        if self.info is None or not self.elastic:
+            return
+        if not isinstance(self.tree, ReportedPrefixes):
+            self.tree = ReportedPrefixes(self.info.page_size, self.info.pages.total)
+        self.tree.apply(events)
 
     @property
     def elastic(self) -> bool:
@@ -234,6 +251,7 @@ class Worker:
             meet=meet or {},
             number=self.load.beat(),
             itl=self._itl,
+            prefixes=self._prefixes_known,
         )
         return self.send(heartbeat)
 
