@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=20, help="at least")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--note", help="what else ran on the machine")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     check_backend(BACKENDS[args.backend].flag)
@@ -63,7 +64,7 @@ def main() -> int:
     if args.output is not None:
         command = shlex.join(["python", "benchmarks/churn.py", *sys.argv[1:]])
         measured = ["pd", "benchmarks/churn.py", "tests/e2e/churn.py"]
-        write_report(args.output, command, [row], measured=measured)
+        write_report(args.output, command, [row], measured=measured, note=args.note)
     failed = outcome.faults or outcome.grown or outcome.summary["kills"] < args.kills
     return 1 if failed else 0
 

@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--note", help="what else ran on the machine")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     busy = os.getloadavg()[0]
@@ -214,7 +215,9 @@ def main() -> int:
             rows,
             measured=["pd", "benchmarks/cpu_serving.py"],
             machine={"load_average_before": round(busy, 2)},
-            settings={k: v for k, v in vars(args).items() if k != "output"} | {"shape": SHAPE},
+            settings={k: v for k, v in vars(args).items() if k not in ("output", "note")}
+            | {"shape": SHAPE},
+            note=args.note,
         )
     return 0
 

@@ -83,8 +83,8 @@ def main() -> int:
         shlex.join(["python", "benchmarks/trace_layouts.py", *sys.argv[1:]]),
         rows,
         measured=["pd", "benchmarks/trace_layouts.py"],
-        machine={"load_average_before": round(busy, 2)}
-        | ({"note": args.note} if args.note else {}),
+        machine={"load_average_before": round(busy, 2)},
+        note=args.note,
     )
     return 0
 

@@ -89,13 +89,19 @@ class Pending:
     transferred_bytes: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     ended_at: float | None = None
+    produced: Sequence[int] = ()
 
     def result(self, timeout: float = 120.0) -> list[list[int]]:
-        """Token ids of every choice; raises what the nodes said."""
+        """Token ids of every choice, with those that were produced before; raises what the nodes
+        said."""
         assert self.done.wait(timeout), f"{self.rid} did not end within {timeout} s"
         if self.error is not None:
             raise self.error
-        return [[s.tokens[i] for i in range(len(s.tokens))] for s in self.choices]
+        known = len(self.produced)
+        return [
+            [*self.produced, *(s.tokens[known + i] for i in range(len(s.tokens)))]
+            for s in self.choices
+        ]
 
     def tokens(self, timeout: float = 120.0) -> list[int]:
         """Token ids of the only choice."""
@@ -128,9 +134,14 @@ class TokenClient:
         priority: int = 0,
         timeout: float | None = None,
         room: bytes | None = None,
+        produced: Sequence[int] = (),
         **params: Any,
     ) -> Pending:
-        """Send one request to a pair (computes the prompt, generates) or to one node."""
+        """Send one request to a pair (computes the prompt, generates) or to one node.
+
+        Args:
+            produced: its output so far, by other nodes.
+        """
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | params
         sampling = SamplingParams(**params)
         room = room or secrets.token_bytes(16)
@@ -140,6 +151,7 @@ class TokenClient:
             list(nodes),
             [Stream() for _ in range(sampling.n)],
             time.monotonic(),
+            produced=produced,
         )
         with self._lock:
             self._rooms[room] = pending
@@ -150,7 +162,8 @@ class TokenClient:
                 sender=self.instance,
                 rid=pending.rid,
                 room=room,
-                token_ids=np.asarray(prompt, dtype="<i4").tobytes(),
+                token_ids=np.asarray([*prompt, *produced], dtype="<i4").tobytes(),
+                produced=len(produced),
                 params=sampling,
                 namespace=namespace,
                 priority=priority,

@@ -5,13 +5,16 @@ model. Processor time is that of all the proxy's threads, as the kernel counts i
 
 `request`: prompts of 16 token ids that are answered with one token and not streamed, 8 at a time.
 `stream`: `--streams` streams get a token every `--step` milliseconds; each token is detokenized,
-searched for a stop string and sent as an event of its own. `added` is the time from when a node
-sent a token until its event's last byte had reached the client. `saturated`: the same with four
-times as many streams at a fifth of the step, more than one process can carry. `long text`: the
-streams while a text of 32k tokens arrives every half second.
+searched for a stop string and sent as an event of its own. Processor time counts from when all have
+begun, since `request` says what beginning costs. `added` is the time from when a node
+sent a token until its event's last byte had reached the client. `long text`: the streams while a
+text of 32k tokens arrives every half second. `saturated`: four times as many streams, four times as
+long, at a fifth of the step, which is more than one process can carry, with their beginning.
 
 Beside it, in the same rounds: a bare FastAPI POST, uvicorn sending as many chunks through an ASGI
-application, and bare transports writing them. Numbers are medians over the rounds.
+application, and bare transports writing them; and SGLang's router, if there is one (`pip install
+sglang-router`), which passes bytes on from the first and the last of these and neither tokenizes
+nor detokenizes. Numbers are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -43,10 +48,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+Fields = dict[str, Any]
+
 _CONNECTIONS = 8
 _PROMPT = list(range(100, 116))
+# Further fields of a request. The router takes no token ids, and wants a model's name.
+NO_FIELDS: Fields = {}
+_ROUTED: Fields = {"prompt": "a prompt of sixteen tokens or so, as a text", "model": "floor"}
 _LONG_TOKENS, _LONG_EVERY = 32_768, 0.5
 _START_SECONDS = 60.0
+_POLL_SECONDS = 0.002
 # What the answers consist of: prose, so that pieces of text are of the usual lengths.
 _PROSE = "The proxy routes each request to a prefill node, which hands its keys and values over. "
 _STOP = "never said"
@@ -65,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=float, default=20.0, metavar="MS", help="between two tokens of a stream")
     add("--requests", type=int, default=400, metavar="N", help="requests that are not streamed")
     add("--rounds", type=int, default=5, metavar="N", help="medians are over so many")
+    add(
+        "--router",
+        default=shutil.which("sglang-router"),
+        metavar="PROGRAM",
+        help="SGLang's router (default: sglang-router, if it is on the path)",
+    )
     add_output(parser)
 
 
@@ -77,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     rounds: list[list[Row]] = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
-        rounds.append(measure_round(args.streams, args.tokens, step, args.requests))
+        rounds.append(measure_round(args.streams, args.tokens, step, args.requests, args.router))
     rows = [_median_row(rows) for rows in zip(*rounds, strict=True)]
     show(rows)
     if args.output is not None:
@@ -86,21 +103,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_round(streams: int, tokens: int, step: float, requests: int) -> list[Row]:
-    """Rows of one round: the floors and the proxy."""
+def measure_round(
+    streams: int, tokens: int, step: float, requests: int, router: str | None = None
+) -> list[Row]:
+    """Rows of one round: the floors, the router if there is one, and the proxy."""
     rows: list[Row] = []
+    routed: Row = {"system": "sglang-router"}
     with started("pd.bench.proxy_floors", "fastapi", "0") as floor:
         rows.append({"work": "request", "system": "fastapi"} | measure_requests(floor, requests))
+        if router is not None:
+            with router_in_front(router, floor) as front:
+                found = measure_requests(front, requests, _ROUTED)
+                rows.append({"work": "request"} | routed | found)
     for kind in KINDS[1:]:
         with started("pd.bench.proxy_floors", kind, str(step)) as floor:
-            found = asyncio.run(run_streams(floor, streams, tokens))
-            rows.append({"work": "stream", "system": kind} | _cost(found))
+            streamed = asyncio.run(run_streams(floor, streams, tokens))
+            rows.append({"work": "stream", "system": kind} | _cost(streamed))
+            if router is not None and kind == "transport":
+                with router_in_front(router, floor) as front:
+                    streamed = asyncio.run(run_streams(front, streams, tokens, more=_ROUTED))
+                    rows.append({"work": "stream"} | routed | _cost(streamed))
     with proxy_in_front(step) as (proxy, node):
         rows.append({"work": "request", "system": "pd"} | measure_requests(proxy, requests))
         rows.append(_stream_row("stream", proxy, node, streams, tokens))
         rows.append(_stream_row("long text", proxy, node, streams, tokens, long_text=True))
-    with proxy_in_front(step / 5) as (proxy, node):
-        rows.append(_stream_row("saturated", proxy, node, 4 * streams, tokens))
+    with proxy_in_front(step / 5) as (proxy, _):
+        streamed = asyncio.run(run_streams(proxy, 4 * streams, 4 * tokens, warm=False))
+        rows.append({"work": "saturated", "system": "pd"} | _cost(streamed))
     return rows
 
 
@@ -108,16 +137,11 @@ def measure_round(streams: int, tokens: int, step: float, requests: int) -> list
 
 
 class Running:
-    """A process that said where it listens."""
+    """A process that listens."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
-        line = process.stdout.readline()
-        if not line:
-            process.wait()
-            raise SetupError(f"{shlex.join(map(str, process.args))} did not start")  # type: ignore[arg-type]
-        self.url = str(json.loads(line)["url"])
+        self.url = url
 
     @property
     def cpu_seconds(self) -> float:
@@ -152,10 +176,45 @@ def started(module: str, *arguments: str, first_line: str = "") -> Iterator[Runn
             assert process.stdin is not None
             process.stdin.write(first_line + "\n")
             process.stdin.flush()
-        yield Running(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SetupError(f"{module} {shlex.join(arguments)} did not start")
+        yield Running(process, str(json.loads(line)["url"]))
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def router_in_front(program: str, worker: Running) -> Iterator[Running]:
+    """SGLang's router before a server. Raises SetupError if it does not serve."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [program, "launch", "--worker-urls", worker.url, "--host", "127.0.0.1"]
+    command += ["--port", port, "--policy", "round_robin", "--log-level", "error"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        running = Running(process, f"http://127.0.0.1:{port}")
+        _wait_until_ready(f"{running.url}/readiness", program)
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_ready(url: str, name: str) -> None:
+    """Wait for an answer of status 200. Raises SetupError if none comes in time."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(url).status_code == 200:
+                return
+        if time.monotonic() > deadline:
+            raise SetupError(f"{name} was not ready within {_START_SECONDS:g} s")
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -178,30 +237,26 @@ def proxy_in_front(step: float) -> Iterator[tuple[Running, Running]]:
         node = stack.enter_context(started("pd.bench.proxy_nodes", first_line=line))
         flags = ["proxy", "--port", "0", "--unified", node.url, "--log-level", "error"]
         proxy = stack.enter_context(started("pd.cli", *flags))
-        deadline = time.monotonic() + _START_SECONDS
-        while httpx.get(f"{proxy.url}/readiness").status_code != 200:
-            if time.monotonic() > deadline:
-                raise SetupError(f"the proxy was not ready within {_START_SECONDS:g} s")
-            time.sleep(0.05)
+        _wait_until_ready(f"{proxy.url}/readiness", "the proxy")
         yield proxy, node
 
 
 # ---- requests
 
 
-def measure_requests(server: Running, count: int) -> Row:
+def measure_requests(server: Running, count: int, more: Fields = NO_FIELDS) -> Row:
     """Processor time and rate of requests that are not streamed."""
-    asyncio.run(_ask_all(server.url, count // 10 + 1))  # warms up
+    asyncio.run(_ask_all(server.url, count // 10 + 1, more))  # warms up
     cpu, began = server.cpu_seconds, time.perf_counter()
-    asyncio.run(_ask_all(server.url, count))
+    asyncio.run(_ask_all(server.url, count, more))
     took, cpu = time.perf_counter() - began, server.cpu_seconds - cpu
     return {"cpu_us": cpu / count * 1e6, "requests_per_s": count / took}
 
 
-async def _ask_all(url: str, count: int) -> None:
+async def _ask_all(url: str, count: int, more: Fields) -> None:
     """Ask ``count`` times over a few connections that are kept."""
     host, port = _address(url)
-    body = json.dumps({"prompt": _PROMPT, "max_tokens": 1, "temperature": 0}).encode()
+    body = json.dumps({"prompt": _PROMPT, "max_tokens": 1, "temperature": 0} | more).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -231,28 +286,44 @@ def _address(url: str) -> tuple[str, int]:
 
 
 class Streamed(msgspec.Struct):
-    """Answers to streams that ran at the same time, and what they cost."""
+    """Answers to streams that ran at the same time, and what they cost.
+
+    Attributes:
+        num_tokens: those of which ``cpu_seconds`` and ``seconds`` are.
+    """
 
     answers: list[BenchCompletion]
     names: list[str]
     cpu_seconds: float
     seconds: float
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(answer.num_tokens for answer in self.answers)
+    num_tokens: int
 
 
 async def run_streams(
-    server: Running, streams: int, tokens: int, *, long_text: bool = False
+    server: Running,
+    streams: int,
+    tokens: int,
+    *,
+    long_text: bool = False,
+    warm: bool = True,
+    more: Fields = NO_FIELDS,
 ) -> Streamed:
-    """Streams that begin together, and what they cost. Raises PDError if one fails."""
+    """Streams that begin together, and what they cost. Raises PDError if one fails.
+
+    ``warm``: from when all have begun.
+    """
     asked = Server(server.url, None)
     names = [f"stream-{time.monotonic_ns()}-{number}" for number in range(streams)]
-    fields = {"stop": [_STOP], "return_token_ids": False}
+    fields = {"stop": [_STOP], "return_token_ids": False} | more
     requests = [asked.request(_PROMPT, tokens, more=fields | {"rid": name}) for name in names]
-    cpu, began = server.cpu_seconds, time.perf_counter()
+    cpu, began, before = server.cpu_seconds, time.perf_counter(), 0
     receptions = await asyncio.gather(*(asked.start(request) for request in requests))
+    if warm:
+        while not all(reception.events or reception.ended.done() for reception in receptions):
+            await asyncio.sleep(_POLL_SECONDS)
+        cpu, began = server.cpu_seconds, time.perf_counter()
+        # Until now every event has had one token.
+        before = sum(reception.events for reception in receptions)
     sender = asyncio.create_task(_send_long_texts(server.url)) if long_text else None
     await asyncio.gather(*(reception.ended for reception in receptions))
     seconds, cpu = time.perf_counter() - began, server.cpu_seconds - cpu
@@ -262,7 +333,7 @@ async def run_streams(
     for answer in answers:
         if answer.error is not None:
             raise NodeFailedError(answer.error)
-    return Streamed(answers, names, cpu, seconds)
+    return Streamed(answers, names, cpu, seconds, max(1, streams * tokens - before))
 
 
 async def _send_long_texts(url: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -19,6 +19,8 @@ _HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
     b"Connection: close\r\n\r\n"
 )
+# What SGLang's router asks a server for.
+ABOUT = {"status": "ok", "model_path": "floor", "served_model_name": "floor"}
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -53,7 +55,7 @@ def fastapi_app() -> Any:
     from pydantic import BaseModel
 
     class Asked(BaseModel):
-        prompt: list[int]
+        prompt: list[int] | str
         max_tokens: int
         temperature: float = 1.0
         model: str | None = None
@@ -65,7 +67,12 @@ def fastapi_app() -> Any:
         usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": asked.max_tokens}
         return {"id": "cmpl-0", "model": "floor", "choices": [choice], "usage": usage}
 
+    async def about() -> dict[str, str]:
+        return ABOUT
+
     complete.__annotations__["asked"] = Asked
+    for path in ("/health", "/model_info", "/server_info"):
+        app.get(path)(about)
     app.post("/v1/completions")(complete)
     return app
 
@@ -117,17 +124,30 @@ class _BareStream(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports have another base.
+        self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._data += data
+        if data.startswith(b"GET "):
+            self._tell_about()
+            return
         head, blank, body = self._data.partition(b"\r\n\r\n")
         length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
         if blank and len(body) >= int(length or 0) and self.transport is not None:
             self.left = _wanted(body)
             self.transport.write(_HEAD)
             self._streams.add(self)
+
+    def _tell_about(self) -> None:
+        assert self.transport is not None
+        body = json.dumps(ABOUT).encode()
+        head = (
+            "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._streams.discard(self)

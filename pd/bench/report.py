@@ -49,6 +49,7 @@ def write_report(
     measured: Sequence[str],
     machine: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
+    note: str | None = None,
 ) -> None:
     """Write one result file.
 
@@ -58,6 +59,7 @@ def write_report(
         measured: paths below the repository whose uncommitted changes make the commit "-dirty".
         machine: facts beyond those of :func:`describe_machine`.
         settings: what the command does not say.
+        note: for readers, such as what else ran on the machine.
     """
     report: dict[str, object] = {
         "command": command,
@@ -67,6 +69,8 @@ def write_report(
     }
     if settings:
         report["settings"] = settings
+    if note:
+        report["note"] = note
     report["results"] = list(results)
     path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -12,7 +12,7 @@ from pd.commands.flags import ConfigFlags
 from pd.commands.ready import Ready, announce
 from pd.core.config import ELASTIC, REASONING_PARSERS, ROUTING_POLICIES, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
-from pd.proxy.config import ProxyConfig
+from pd.proxy.config import ON_OFF, ProxyConfig
 
 if TYPE_CHECKING:
     import argparse
@@ -177,10 +177,29 @@ def _add_requests(flags: ConfigFlags) -> None:
         metavar="N",
     )
     flags.add(
+        "--stream-interval",
+        "tokens that an event of a stream has at least, but for the first and the last one: more "
+        "cost less here and look less smooth; a request may choose (stream_interval)",
+        type=int,
+        metavar="TOKENS",
+    )
+    flags.add(
         "--request-timeout",
         "deadline of every request; later is answered 408 (default: none)",
         type=float,
         metavar="SECONDS",
+    )
+    flags.add(
+        "--failover",
+        "on: requests of a node that fails go on elsewhere, where they stand; off: they end with "
+        "502",
+        choices=ON_OFF,
+    )
+    flags.add(
+        "--max-failovers",
+        "how often a request goes on elsewhere before it ends with 502",
+        type=int,
+        metavar="N",
     )
 
 

@@ -27,6 +27,8 @@ SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
 _WITH_MODEL = ("draft", "eagle")
 ELASTIC = ("auto", "off")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
+# Tokens that a stream may hold back for larger events; fewer than those a client may leave unread.
+MAX_STREAM_INTERVAL = 512
 # How models write tool calls and reasoning, for the proxy's parsers.
 TOOL_CALL_PARSERS = (
     "auto",

@@ -61,7 +61,10 @@ class Generate(Message):
     Attributes:
         rid: the client's name for the request.
         room: 16 random bytes, minted by the proxy for each attempt.
-        token_ids: the prompt, int32.
+        token_ids: the prompt, int32; in a resumed request followed by the output so far.
+        produced: how many of ``token_ids``, at their end, other nodes have output before. The next
+            token is output at this position. Only with one choice, and without log probabilities of
+            the prompt.
         namespace: separates cached prefixes (``cache_salt``).
         owner: tells the keys apart with which clients came, without telling what they are.
         timeout: seconds until the deadline, or None.
@@ -73,6 +76,7 @@ class Generate(Message):
     room: bytes
     token_ids: bytes
     params: SamplingParams
+    produced: Annotated[int, msgspec.Meta(ge=0)] = 0
     namespace: str = ""
     owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
     priority: int = 0

@@ -107,6 +107,11 @@ class Sequence:
         self.num_tokens += 1
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the output so far, with those of other nodes."""
+        return self.num_tokens - len(self.request.client_prompt)
+
+    @property
     def decodes(self) -> bool:
         """Whether the sequence is beyond its prompt: token 1 is known."""
         return self.sampling is not None
@@ -173,6 +178,9 @@ class Request:
     are forked from it when token 1 is known.
 
     Attributes:
+        prompt: int32; of a resumed request with the output so far, which is computed like a prompt.
+        num_produced: how many tokens at the end of ``prompt`` are output of other nodes.
+        resumed: sampling state of a resumed request, which has observed these tokens; else None.
         owner: tells the keys of clients apart; grammars are compiled for them in turn.
         peer: instance id of the other node of the hand-off, or empty.
         peer_bootstrap: on a node that receives the KV, URL of the peer's registry, or empty.
@@ -187,6 +195,8 @@ class Request:
     proxy: bytes
     prompt: IntArray
     params: SamplingParams
+    num_produced: int = 0
+    resumed: SamplingState | None = None
     namespace: str = ""
     owner: str = ""
     priority: int = 0
@@ -214,6 +224,7 @@ class Request:
             proxy=proxy,
             prompt=prompt,
             params=message.params,
+            num_produced=message.produced,
             namespace=message.namespace,
             owner=message.owner,
             priority=message.priority,
@@ -223,6 +234,16 @@ class Request:
         )
         request.sequences.append(Sequence(request, 0, prompt, len(prompt)))
         return request
+
+    @property
+    def client_prompt(self) -> IntArray:
+        """The prompt without output of other nodes."""
+        return self.prompt[: len(self.prompt) - self.num_produced]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that may be output from here on."""
+        return self.params.max_tokens - self.num_produced
 
     @property
     def sequence(self) -> Sequence:

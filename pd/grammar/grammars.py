@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pd.core.grammar import Grammar
     from pd.engine.token_rules import TokenRules
     from pd.grammar.child import Result, Vocabulary
+    from pd.grammar.lengths import TokenCharacters
+    from pd.grammar.xgrammar_library import Compiled
 
     MakeRules = Callable[[Collection[int]], TokenRules]
     Done = Callable[["MakeRules | PDError"], None]
@@ -87,7 +89,7 @@ class Grammars:
         self.compile_seconds, self.num_compiled = 0.0, 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._compiled: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[Compiled, int]] = OrderedDict()
         self._refused: OrderedDict[Grammar, PDError] = OrderedDict()
         self._bytes = 0
         self._wanted: dict[Grammar, _Wanted] = {}
@@ -97,6 +99,7 @@ class Grammars:
         self._closed = False
         self._info: Any = None
         self._own: Any = None
+        self._characters: TokenCharacters | None = None
         self._retokenizer: Retokenizer | None = None
         self._jump_forward = jump_forward
         self._info_lock = threading.Lock()
@@ -239,8 +242,13 @@ class Grammars:
                     return None
                 self._changed.wait()
 
-    def _load(self, result: Result, grammar: Grammar, tokens: bytes) -> Any:
-        from pd.grammar.xgrammar_library import Compiler, load_compiled, load_info
+    def _load(self, result: Result, grammar: Grammar, tokens: bytes) -> Compiled:
+        from pd.grammar.xgrammar_library import (
+            Compiler,
+            load_compiled,
+            load_info,
+            token_characters,
+        )
 
         with self._info_lock:
             if self._own is None:
@@ -250,9 +258,14 @@ class Grammars:
                     assert self._vocabulary is not None
                     self._retokenizer = Retokenizer(self._vocabulary.tokenizer)
         if result.compiled:
-            return load_compiled(result.compiled, self._info)
-        # A process has compiled it within the limits, in less time than it takes to hand it over.
-        return self._own.compile(grammar.kind, grammar.text)
+            compiled = load_compiled(result.compiled, self._info)
+        else:
+            # A process did it within the limits, in less time than it takes to hand it over.
+            compiled = self._own.compile(grammar.kind, grammar.text)
+        with self._info_lock:
+            if compiled.counted is not None and self._characters is None:
+                self._characters = token_characters(self._info)
+        return compiled
 
     def _learn(self, result: Result, grammar: Grammar) -> None:
         """Compile what took a process longer, for the parts of it that others will have, too."""
@@ -263,15 +276,16 @@ class Grammars:
         except Exception:
             logger.exception("a grammar could not be compiled a second time")
 
-    def _make_rules(self, compiled: Any) -> MakeRules:
-        return partial(GrammarRules, compiled, self._retokenizer)
+    def _make_rules(self, compiled: Compiled) -> MakeRules:
+        characters = None if compiled.counted is None else self._characters
+        return partial(GrammarRules, compiled, characters, self._retokenizer)
 
     def _remember_refusal(self, grammar: Grammar, error: PDError) -> None:
         self._refused[grammar] = error
         if len(self._refused) > _MAX_REFUSED:
             self._refused.popitem(last=False)
 
-    def _keep(self, grammar: Grammar, compiled: Any) -> None:
+    def _keep(self, grammar: Grammar, compiled: Compiled) -> None:
         size = int(compiled.memory_size_bytes) + len(grammar.text)
         self._compiled[grammar] = compiled, size
         self._bytes += size

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.grammar.jump_forward import Retokenizer
+    from pd.grammar.lengths import TokenCharacters
+    from pd.grammar.xgrammar_library import Compiled
 
     IntArray = npt.NDArray[np.int32]
 
@@ -24,19 +26,25 @@ class GrammarRules:
     """See :class:`pd.engine.token_rules.TokenRules`.
 
     Args:
-        compiled: a compiled grammar of xgrammar.
+        compiled: a compiled grammar.
+        characters: of all tokens, if the grammar counts them.
         retokenizer: for jump-forward; None without.
         stop_ids: tokens that end the output where the grammar allows it to end.
     """
 
     def __init__(
-        self, compiled: Any, retokenizer: Retokenizer | None, stop_ids: Collection[int]
+        self,
+        compiled: Compiled,
+        characters: TokenCharacters | None,
+        retokenizer: Retokenizer | None,
+        stop_ids: Collection[int],
     ) -> None:
         from pd.grammar.xgrammar_library import matcher
 
         self._compiled, self._stop_ids = compiled, list(stop_ids)
-        self._retokenizer = retokenizer
-        self._matcher = matcher(compiled, self._stop_ids)
+        self._characters, self._retokenizer = characters, retokenizer
+        self._matcher = matcher(compiled.free, self._stop_ids)
+        self._counted: Any = None if compiled.counted is None else matcher(compiled.counted)
 
     @property
     def ended(self) -> bool:
@@ -45,11 +53,12 @@ class GrammarRules:
 
     def fresh(self) -> GrammarRules:
         """See :class:`pd.engine.token_rules.TokenRules`."""
-        return GrammarRules(self._compiled, self._retokenizer, self._stop_ids)
+        return GrammarRules(self._compiled, self._characters, self._retokenizer, self._stop_ids)
 
     def fill_mask(self, mask: IntArray) -> None:
         """See :class:`pd.engine.token_rules.TokenRules`."""
         self._matcher.fill_next_token_bitmask(torch.from_numpy(mask)[None], 0)
+        self._narrow(mask)
 
     @staticmethod
     def fill_together(rules: Sequence[GrammarRules], masks: IntArray, rows: Sequence[int]) -> None:
@@ -59,15 +68,33 @@ class GrammarRules:
         matchers = [each._matcher for each in rules]
         together = batch_matcher()
         together.batch_fill_next_token_bitmask(matchers, torch.from_numpy(masks), list(rows))
+        for each, row in zip(rules, rows, strict=True):
+            each._narrow(masks[row])
+
+    def _narrow(self, mask: IntArray) -> None:
+        if self._characters is not None:
+            self._characters.narrow(mask, self._matcher, self._counted, self._stop_ids)
 
     def advance(self, token: int) -> bool:
         """See :class:`pd.engine.token_rules.TokenRules`."""
-        return bool(self._matcher.accept_token(token))
+        if not self._matcher.accept_token(token):
+            return False
+        # The token that ends an output is no text.
+        if self._characters is None or self.ended:
+            return True
+        if self._counted.accept_string(self._characters.tokens[token]):
+            return True
+        self._matcher.rollback(1)
+        return False
 
     def rollback(self, count: int) -> None:
         """See :class:`pd.engine.token_rules.TokenRules`."""
-        if count:
-            self._matcher.rollback(count)
+        if not count:
+            return
+        texts = count - self.ended
+        self._matcher.rollback(count)
+        if self._counted is not None and texts:
+            self._counted.rollback(texts)
 
     def forced(self, ids: IntArray) -> list[int]:
         """See :class:`pd.engine.token_rules.TokenRules`."""
@@ -77,7 +104,7 @@ class GrammarRules:
         if len(text) <= LEAST_TOKENS:  # of at least a character each, and the last is left out
             return []
         tokens = self._retokenizer.tokens(ids[-CONTEXT_TOKENS:].tolist(), text)
-        allowed = list(takewhile(self._matcher.accept_token, tokens))
+        allowed = list(takewhile(self.advance, tokens))
         self.rollback(len(allowed))
         return allowed if len(allowed) >= LEAST_TOKENS else []
 

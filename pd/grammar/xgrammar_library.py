@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import xgrammar
 
 from pd.grammar.json_schemas import prepare, prepare_tags
+from pd.grammar.lengths import TokenCharacters, split_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +39,22 @@ def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
     )
 
 
+class Compiled(NamedTuple):
+    """A compiled grammar.
+
+    Attributes:
+        free: knows all tokens, but not the lengths of strings if ``counted`` does.
+        counted: knows lengths and no tokens; see :mod:`pd.grammar.lengths`.
+    """
+
+    free: xgrammar.CompiledGrammar
+    counted: xgrammar.CompiledGrammar | None = None
+
+    @property
+    def memory_size_bytes(self) -> int:
+        return sum(int(each.memory_size_bytes) for each in self if each is not None)
+
+
 class Compiler:
     """Compiles on the thread that asks; several may."""
 
@@ -44,33 +62,69 @@ class Compiler:
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=1, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
         )
+        # xgrammar 0.2.8 has no key for a part that repeats more than 128 times.
+        self._without_cache = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._of_no_tokens = xgrammar.GrammarCompiler(
+            _no_tokens(), max_threads=1, cache_enabled=False
+        )
 
-    def compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
+    def compile(self, kind: str, text: str) -> Compiled:
         """Compile a grammar.
 
         Raises:
             ValueError: it is none.
             MemoryError: there is not enough.
         """
-        compiler: Any = self._compiler
-        if kind in ("json_schema", "structural_tag"):
-            text = _prepared(text, prepare if kind == "json_schema" else prepare_tags)
-        compile_kind = {
-            # Whitespace between tokens without end would let a model write nothing else.
-            "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
-            "regex": compiler.compile_regex,
-            "ebnf": compiler.compile_grammar,
-            "structural_tag": compiler.compile_structural_tag,
-        }[kind]
+        if kind != "json_schema":
+            if kind == "structural_tag":
+                text = json.dumps(_prepared(text, prepare_tags))
+            return Compiled(self._compile(kind, text))
+        schema = _prepared(text, prepare)
+        split = split_lengths(schema)
+        if split is None:
+            return Compiled(self._compile(kind, json.dumps(schema)))
+        free, counted = map(json.dumps, split)
+        return Compiled(
+            self._compile(kind, free), _compiled_with(self._of_no_tokens, kind, counted)
+        )
+
+    def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         try:
-            compiled: xgrammar.CompiledGrammar = compile_kind(text)
-            return compiled
-        except MemoryError:
-            raise
-        except Exception as error:
-            if "bad_alloc" in str(error):
-                raise MemoryError from error
-            raise ValueError(_reason(error)) from error
+            return _compiled_with(self._compiler, kind, text)
+        except ValueError as error:
+            if _NO_KEY not in str(error):
+                raise
+            return _compiled_with(self._without_cache, kind, text)
+
+
+_NO_KEY = "per_rule_fsm_hashes"
+
+
+def _no_tokens() -> xgrammar.TokenizerInfo:
+    """A vocabulary for grammars that are only asked whether they take a text."""
+    return xgrammar.TokenizerInfo(["x", "</s>"], stop_token_ids=[1])
+
+
+def _compiled_with(
+    compiler: xgrammar.GrammarCompiler, kind: str, text: str
+) -> xgrammar.CompiledGrammar:
+    """Raises ValueError and MemoryError."""
+    compile_kind: Any = {
+        # Whitespace between tokens without end would let a model write nothing else.
+        "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
+        "regex": compiler.compile_regex,
+        "ebnf": compiler.compile_grammar,
+        "structural_tag": compiler.compile_structural_tag,
+    }[kind]
+    try:
+        compiled: xgrammar.CompiledGrammar = compile_kind(text)
+        return compiled
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
+        raise ValueError(_reason(error)) from error
 
 
 def dump_info(info: xgrammar.TokenizerInfo) -> bytes:
@@ -84,18 +138,27 @@ def load_info(dumped: bytes) -> xgrammar.TokenizerInfo:
     return xgrammar.TokenizerInfo.deserialize_json(dumped.decode())
 
 
-def dump_compiled(compiled: xgrammar.CompiledGrammar) -> bytes:
+def token_characters(info: xgrammar.TokenizerInfo) -> TokenCharacters:
+    """The table of all tokens."""
+    control = [*info.special_token_ids, *info.stop_token_ids]
+    return TokenCharacters(info.decoded_vocab, control)
+
+
+def dump_compiled(compiled: Compiled) -> bytes:
     """A compiled grammar without its vocabulary, for another process."""
-    serialized: str = compiled.serialize_json()
-    return serialized.encode()
+    return msgspec.msgpack.encode([each and each.serialize_json() for each in compiled])
 
 
-def load_compiled(compiled: bytes, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
+def load_compiled(dumped: bytes, info: xgrammar.TokenizerInfo) -> Compiled:
     """What :func:`dump_compiled` returned, for use with a vocabulary."""
-    return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), info)
+    free, counted = msgspec.msgpack.decode(dumped, type=tuple[str, str | None])
+    load = xgrammar.CompiledGrammar.deserialize_json
+    return Compiled(load(free, info), None if counted is None else load(counted, _no_tokens()))
 
 
-def matcher(compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int]) -> xgrammar.GrammarMatcher:
+def matcher(
+    compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int] = ()
+) -> xgrammar.GrammarMatcher:
     """The state of an output that is empty so far and ends with one of ``stop_ids``."""
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
 
@@ -108,10 +171,20 @@ def batch_matcher() -> xgrammar.BatchGrammarMatcher:
     return xgrammar.BatchGrammarMatcher(max_threads=max(1, min(_MASK_THREADS, cores // 2)))
 
 
-def _prepared(text: str, change: Callable[[object], object]) -> str:
-    """A text with its schemas as xgrammar needs them. Raises ValueError."""
+def allows(compiled: Compiled, text: str | bytes) -> bool:
+    """Whether a text is a whole output."""
+    for each in compiled:
+        if each is not None:
+            whole = xgrammar.GrammarMatcher(each, terminate_without_stop_token=True)
+            if not whole.accept_string(text) or not whole.is_completed():
+                return False
+    return True
+
+
+def _prepared(text: str, change: Callable[[object], object]) -> object:
+    """What a text of JSON says, with its schemas as xgrammar needs them. Raises ValueError."""
     try:
-        return json.dumps(change(json.loads(text)))
+        return change(json.loads(text))
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     except (TypeError, AttributeError) as error:

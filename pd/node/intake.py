@@ -11,6 +11,7 @@ from pd.core.errors import AbortedError, InvalidRequestError, PDError, Unavailab
 from pd.core.messages import Abort, Generate, GenerateTogether
 from pd.core.request import RequestState
 from pd.node.validation import check_length, request_from
+from pd.scheduling.resumed import restore_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,8 @@ class Intake:
 
     The request and the parts of the node decide where a request begins. One that names a registry
     receives its KV from a peer, where there is a receiving end. Any other is computed here; if it
-    names a peer, its KV is sent there, where there is a sending end.
+    names a peer, its KV is sent there, where there is a sending end. A decode node computes resumed
+    requests alone.
 
     Args:
         ready: whether the node accepts requests.
@@ -117,15 +119,21 @@ class Intake:
 
     def _admit(self, request: Request) -> None:
         """Queue a request that lacks nothing but its turn."""
+        model = self._core.engine.model_config
+        try:
+            restore_sampling(request, model.eos_token_ids, model.vocab_size)
+        except PDError as error:
+            self._core.rooms.fail(request, error)
+            return
         self._accept(request)
-        continues = self._decodes(request) and request.params.max_tokens > 1
+        continues = self._decodes(request) and request.max_new_tokens > 1
         if self._core.drafter is not None and continues and not request.state.terminal:
             self._core.drafter.expect(request.sequence)
         self._core.events.work_available.set()
 
     def _receives(self, request: Request) -> bool:
         """Whether the request's KV comes from a peer."""
-        if self._receiving is None:
+        if self._receiving is None or (request.num_produced and not request.peer):
             return False
         return self._scheduler.prefill is None or bool(request.peer_bootstrap)
 
@@ -140,13 +148,12 @@ class Intake:
     def _check(self, request: Request) -> None:
         """Raise InvalidRequestError for a request that could never be served here."""
         sends, decodes = self._sends(request), self._decodes(request)
-        max_tokens = request.params.max_tokens
         # The last token is generated, but its KV is never needed.
-        needed = len(request.prompt) + (max_tokens - 1 if decodes else 0)
+        needed = len(request.prompt) + (request.max_new_tokens - 1 if decodes else 0)
         memory = self._core.memory
         pool = memory.num_pages * memory.page_size
         check_length(request, needed, self._core.engine.context_length, pool, self._role)
-        if not (sends or decodes) and max_tokens > 1:
+        if not (sends or decodes) and request.max_new_tokens > 1:
             raise InvalidRequestError("more than one token needs a decode node")
         if self._receives(request) and not (request.peer and request.peer_bootstrap):
             raise InvalidRequestError("a decode node needs the prefill node's address")
@@ -159,9 +166,13 @@ class Intake:
         request.state = RequestState.WAITING
         if self._sending is not None and self._sends(request):
             self._sending.accept(request)
-        if not request.state.terminal:
-            assert self._scheduler.prefill is not None
+        if request.state.terminal:
+            return
+        if self._scheduler.prefill is not None:
             self._scheduler.prefill.add(request)
+        else:
+            assert self._scheduler.decode is not None
+            self._scheduler.decode.resume(request)
 
     def _on_abort(self, identity: bytes, message: Abort) -> None:
         rooms = self._core.rooms

@@ -25,6 +25,7 @@ def request_from(message: Generate, proxy: bytes, vocab_size: int) -> Request:
     if message.timeout is not None and not math.isfinite(message.timeout):
         raise InvalidRequestError(f"timeout must be a number of seconds, not {message.timeout}")
     message.params.validate(vocab_size)
+    _check_produced(message)
     request = Request.from_message(message, proxy)
     low, high = int(request.prompt.min()), int(request.prompt.max())
     if low < 0 or high >= vocab_size:
@@ -33,6 +34,24 @@ def request_from(message: Generate, proxy: bytes, vocab_size: int) -> Request:
             f"token id {bad} is outside the vocabulary of {vocab_size}", param="prompt"
         )
     return request
+
+
+def _check_produced(message: Generate) -> None:
+    """Raise InvalidRequestError if the output so far cannot be that of this request."""
+    produced, params = message.produced, message.params
+    if not produced:
+        return
+    length = len(message.token_ids) // 4
+    if not produced < min(length, params.max_tokens):
+        raise InvalidRequestError(
+            f"produced must be below the {length} tokens of prompt and output and below max_tokens "
+            f"({params.max_tokens}), not {produced}"
+        )
+    if params.n > 1 or params.prompt_logprobs_start is not None:
+        raise InvalidRequestError(
+            "a request with output so far has one choice and no log probabilities of its prompt, "
+            f"not n={params.n} and prompt_logprobs_start={params.prompt_logprobs_start}"
+        )
 
 
 def check_length(request: Request, num_tokens: int, context: int, pool: int, role: str) -> None:

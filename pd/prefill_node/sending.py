@@ -215,7 +215,7 @@ class SendingEnd(PromptSender):
     def will_leave(self, request: Request) -> bool:
         """Whether a request, once computed, waits for no memory of another node."""
         if request.outgoing is None:
-            return request.params.max_tokens <= 1
+            return request.max_new_tokens <= 1
         return request.outgoing.reservation is not None
 
     # ---- sending

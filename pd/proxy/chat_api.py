@@ -41,6 +41,7 @@ class ChatAPI:
         spec, plan = await body_of(request.scope).run(_prepare, asked, names.rid, model)
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
+        job.grammar_field = plan.grammar_field
         renderer = _ChatRenderer(job, asked, names.shown, model, plan)
         return self._service.respond(job, [spec], renderer, asked.timeout)
 
@@ -66,6 +67,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
         stop=asked.stop,
         namespace=asked.cache_salt,
         priority=asked.priority,
+        stream_interval=asked.stream_interval or model.stream_interval,
         skip_special_tokens=asked.skip_special_tokens,
         kept_special_tokens=plan.kept,
     )

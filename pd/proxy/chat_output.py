@@ -33,12 +33,14 @@ class OutputPlan(NamedTuple):
     """How answers to a request are constrained and read.
 
     Attributes:
+        grammar_field: the field of the request that a structural tag was made from.
         kept: special tokens that the parser needs to see.
         new_parser: makes the parser of one answer; None where all of it is content.
         calls_end: an answer that ends after calls ends because of them (``tool_calls``).
     """
 
     grammar: Grammar | None
+    grammar_field: str
     kept: frozenset[str] = frozenset()
     new_parser: Callable[[], OutputParser] | None = None
     calls_end: bool = True
@@ -59,6 +61,7 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: Prompt) -> OutputPl
         kept |= {reasoning.open, reasoning.close}
     return OutputPlan(
         grammar=_grammar(asked, family, reasoning, stage),
+        grammar_field="response_format" if family is None else _field_of_tools(asked),
         kept=frozenset(kept),
         new_parser=partial(_ChatParser, reasoning, stage, new_calls, asked.separate_reasoning)
         if reasoning or new_calls
@@ -80,6 +83,17 @@ def _grammar(
     if reasoning is not None:
         content = reasoning.then(stage, content)
     return tags.grammar_of(content, "response_format" if family is None else "tools")
+
+
+def _field_of_tools(asked: ChatRequest) -> str:
+    """The parameters of the only function whose arguments are constrained; else all functions."""
+    assert asked.tools is not None
+    functions = list(enumerate(asked.tools.functions))
+    if asked.choice.mode == "required":
+        constrained = [i for i, f in functions if asked.choice.name in (None, f.name)]
+    else:
+        constrained = [i for i, f in functions if f.strict]
+    return f"tools[{constrained[0]}].function.parameters" if len(constrained) == 1 else "tools"
 
 
 def _family(asked: ChatRequest, text: TextModel, template: ChatTemplate) -> ToolFamily | None:

@@ -288,4 +288,7 @@ class _ChoicesRenderer:
             "choices_method": self._method,
             "choices": scored,
         }
+        failovers = [told for g in generations for told in g.told_failovers()]
+        if failovers:
+            meta["failovers"] = failovers
         return {"text": text, "output_ids": output_ids, "meta_info": meta}

@@ -73,6 +73,7 @@ def _prepare(
             stop=asked.stop,
             namespace=asked.cache_salt,
             priority=asked.priority,
+            stream_interval=asked.stream_interval or model.stream_interval,
             skip_special_tokens=asked.skip_special_tokens,
             discard_output=discard,
         )

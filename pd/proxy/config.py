@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd.core.config import ELASTIC, REASONING_PARSERS, TOOL_CALL_PARSERS
+from pd.core.config import (
+    ELASTIC,
+    MAX_STREAM_INTERVAL,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+)
 from pd.core.errors import UsageError
 from pd.proxy.api_keys import ApiKey
 
@@ -19,6 +24,9 @@ MAX_PROCESSES = 256
 # An hour.
 MAX_OBJECTIVE_MS = 3.6e6
 
+ON_OFF = ("on", "off")
+MAX_FAILOVERS = 1000
+
 
 @dataclass(kw_only=True)
 class ProxyConfig:
@@ -29,7 +37,10 @@ class ProxyConfig:
         port: 0 picks a free one.
         tokenizer: directory of the tokenizer's files; None takes that of the nodes.
         request_timeout, drain_timeout: in seconds.
+        stream_interval: tokens of an event at least, of requests which choose none.
         workers: processes that serve the port.
+        failover: ``on`` or ``off``: whether requests go on elsewhere when nodes fail.
+        max_failovers: how often a request does, at most.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -54,7 +65,10 @@ class ProxyConfig:
     served_model_name: str | None = None
     cluster_key: bytes | None = field(default=None, repr=False)
     drain_timeout: float = 30.0
+    stream_interval: int = 1
     workers: int = 1
+    failover: str = "on"
+    max_failovers: int = 2
 
     @property
     def itl(self) -> float:
@@ -94,9 +108,14 @@ class ProxyConfig:
         for flag, value, known in (
             ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
             ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+            ("--failover", self.failover, ON_OFF),
         ):
             if value not in known:
                 raise UsageError(f"{flag} must be one of {', '.join(known)}, not {value!r}")
+        if not 0 <= self.max_failovers <= MAX_FAILOVERS:
+            raise UsageError(
+                f"--max-failovers must be between 0 and {MAX_FAILOVERS}, not {self.max_failovers}"
+            )
         if self.elastic not in ELASTIC:
             raise UsageError(f"--elastic must be auto or off, not {self.elastic!r}")
         for flag, objective in (
@@ -115,6 +134,11 @@ class ProxyConfig:
             raise UsageError(
                 f"--workers must be from 1 to {MAX_PROCESSES} (the host's cores at most make "
                 f"sense), not {self.workers}"
+            )
+        if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
+            raise UsageError(
+                f"--stream-interval must be from 1 to {MAX_STREAM_INTERVAL} tokens, not "
+                f"{self.stream_interval}"
             )
         if self.drain_timeout < 0:
             raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")

@@ -21,17 +21,11 @@ from pd.core.errors import (
     UnavailableError,
     error_from_kind,
 )
-from pd.core.messages import (
-    Abort,
-    AnyMessage,
-    Failed,
-    Generate,
-    GenerateTogether,
-    Output,
-    StepOutputs,
-)
+from pd.core.messages import AnyMessage, Failed, Output, StepOutputs
+from pd.proxy.attempt import Attempt
+from pd.proxy.attempts import Attempts, connection_lost
+from pd.proxy.failover import Failovers
 from pd.proxy.generation import Generation, Spec
-from pd.proxy.prediction import Asked
 from pd.proxy.routing import Prompt, Router
 
 if TYPE_CHECKING:
@@ -41,7 +35,6 @@ if TYPE_CHECKING:
     from pd.proxy.job import Job
     from pd.proxy.ledger import Ledger
     from pd.proxy.metrics import Metrics
-    from pd.proxy.routing import Route
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -55,8 +48,6 @@ MAX_TOKENS = 1 << 27
 # A batch is handed to the nodes in parts, between which the event loop turns.
 _START_PROMPTS = 16
 _START_TOKENS = 1 << 15
-# Nodes are told so much of the hash of a key, enough to tell keys apart.
-_OWNER_CHARACTERS = 16
 
 
 class Dispatcher:
@@ -71,19 +62,20 @@ class Dispatcher:
         max_queue: int,
         request_timeout: float | None,
         ledger: Ledger,
+        max_failovers: int,
         on_released: Callable[[Worker], None],
     ) -> None:
+        """``max_failovers``: see :class:`pd.proxy.failover.Failovers`."""
         self.jobs: set[Job] = set()
         self.draining = False
         # When a node last sent output, in time.monotonic().
         self.last_output = 0.0
-        self._instance_id = instance_id
         self._router = router
         self._metrics = metrics
         self._max_queue = max_queue
         self._request_timeout = request_timeout
-        self._on_released = on_released
-        self._rooms: dict[bytes, Generation] = {}
+        self._attempts = Attempts(instance_id, router, metrics, on_released)
+        self._failovers = Failovers(self._attempts, max_failovers, self._fail)
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
         # Jobs with news in the message that is being taken; None between messages.
@@ -163,7 +155,7 @@ class Dispatcher:
         try:
             if deadline is not None:
                 timer = asyncio.get_running_loop().call_later(deadline, self._expire, job, deadline)
-                job.timeout = deadline
+                job.timeout, job.started = deadline, started
             yield job
         except PDError as error:
             job.error = job.error or error
@@ -259,15 +251,19 @@ class Dispatcher:
         await self._idle.wait()
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
-        """Fail what depended on a node that died or was restarted."""
+        """Have others take over what depended on a node that died or was restarted."""
         message = f"{worker.role} node {worker.instance_id} at {worker.url} was lost: {reason}"
-        for generation in list(worker.active):
-            if worker is generation.first and not generation.needs_first:
-                worker.active.pop(generation, None)
-            elif generation.finished:
-                self._settle(generation)
+        for attempt in list(worker.active):
+            if worker is attempt.first and not attempt.needs_first:
+                worker.active.pop(attempt, None)
+            elif attempt.generation.finished:
+                self._settle(attempt.generation)
             else:
-                self._fail(generation, NodeFailedError(message))
+                self._failovers.lost(attempt, NodeFailedError(message), worker)
+
+    def nodes_changed(self) -> None:
+        """A node became ready, or is no more."""
+        self._failovers.nodes_changed()
 
     def receive(self, worker: Worker, message: AnyMessage) -> None:
         """Take a message of a node. What concerns no present request is ignored."""
@@ -303,160 +299,100 @@ class Dispatcher:
             self.end(job, PDError(INTERNAL), "internal")
 
     def _failed(self, worker: Worker, message: Failed) -> None:
-        generation = self._rooms.get(message.room)
-        if generation is None or worker not in generation.nodes:
+        attempt = self._attempts.get(message.room)
+        if attempt is None or worker not in attempt.nodes:
             return
-        if generation.finished:
+        if attempt.generation.finished:
             # The answer is complete; all that can be lost is what the first node still had to say.
-            if worker is generation.first:
-                self._settle(generation)
+            if worker is attempt.first:
+                self._settle(attempt.generation)
             return
         info = message.error
-        self._fail(generation, error_from_kind(info.kind, info.message, info.param))
+        self._failovers.lost(attempt, error_from_kind(info.kind, info.message, info.param))
 
     def _skip(self, spec: Spec, job: Job, error: PDError) -> None:
         """The job was ended before this prompt of it was sent anywhere."""
         generation = Generation(spec, job, None)
         job.generations.append(generation)
-        self._uncount(spec)
         self._fail(generation, error)
 
     def _uncount(self, spec: Spec) -> None:
         self._ledger.add(-spec.params.n, -len(spec.token_ids))
 
     def _start(self, spec: Spec, job: Job) -> None:
-        prompt = Prompt(spec.token_ids, spec.namespace)
-        asked = Asked(prompt, spec.params.n, spec.params.max_tokens)
-        sibling = job.generations[0].first if job.together and job.generations else None
-        route = self._route(spec.model, asked, sibling)
-        assert route.first.info is not None
-        generation = Generation(spec, job, route.first.info.vocab_size)
+        generation = Generation(spec, job, self._router.vocab_size(spec.model))
+        attempt = Attempt(generation, generation.choices)
+        sibling = job.generations[0].holder if job.together and job.generations else None
+        self._attempts.open(attempt, sibling)
+        generation.attempts.append(attempt)
         job.generations.append(generation)
-        generation.first, generation.decode = route.first, route.decode
-        cached = route.first.tree.match(*prompt) if route.first.tree else 0
-        generation.uncached_tokens = len(spec.token_ids) - cached
-        generation.predicted_cached = cached
-        route.first.pending_tokens += generation.uncached_tokens
-        self._rooms[generation.room] = generation
-        generation.predicted_ttft = None if route.predicted is None else route.predicted.ttft
-        route.sent(asked)
-        for worker, reason in route.reasons:
-            worker.active[generation] = None
-            self._metrics.routing.labels(worker.role, reason).inc()
-            self._router.policy.computed(worker, prompt)
         if not job.together:
-            self._send(generation, route)
-
-    def _route(self, model: str, asked: Asked, preferred: Worker | None) -> Route:
-        """Choose nodes whose connections stand. A node that died a moment ago is found out here,
-        before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
-        while True:
-            route = self._router.route(model, asked, preferred=preferred)
-            nodes = [node for node in (route.first, route.decode) if node is not None]
-            if all([node.can_be_reached(self._instance_id) for node in nodes]):
-                return route
-
-    def _send(self, generation: Generation, route: Route) -> None:
-        first, decode = route.first, route.decode
-        assert first.info is not None
-        message = self._message(generation, first)
-        message.peer = decode.instance_id if decode else ""
-        node, sent = first, first.send(message)
-        if sent and decode is not None:
-            node = decode
-            message.to, message.peer = decode.instance_id, first.instance_id
-            message.peer_bootstrap = first.info.endpoints.bootstrap or ""
-            sent = decode.send(message)
-        if not sent:
-            self._fail(generation, _connection_lost(node))
+            unreached = self._attempts.send(attempt)
+            if unreached is not None:
+                self._failovers.lost(attempt, connection_lost(unreached), unreached)
 
     def _send_together(self, generations: list[Generation]) -> None:
-        """Send each node its prompts of a job. That is one node, unless it began to drain."""
-        by_node: dict[Worker, list[Generation]] = {}
-        for generation in generations:
-            if generation.first is not None and not generation.done:
-                assert generation.decode is None
-                by_node.setdefault(generation.first, []).append(generation)
-        for node, found in by_node.items():
-            requests = [self._message(generation, node) for generation in found]
-            to, sender = node.instance_id, self._instance_id
-            if not node.send(GenerateTogether(to=to, sender=sender, requests=requests)):
-                for generation in found:
-                    self._fail(generation, _connection_lost(node))
-
-    def _message(self, generation: Generation, node: Worker) -> Generate:
-        """The part of a node that needs no other."""
-        spec = generation.spec
-        return Generate(
-            to=node.instance_id,
-            sender=self._instance_id,
-            rid=spec.rid,
-            room=generation.room,
-            token_ids=spec.token_ids.astype("<i4", copy=False).tobytes(),
-            params=spec.params,
-            namespace=spec.namespace,
-            owner=generation.job.owner[:_OWNER_CHARACTERS],
-            priority=spec.priority,
-            timeout=generation.job.timeout,
-        )
+        found = [a for g in generations for a in g.attempts if a.first is not None]
+        for attempt, node in self._attempts.send_together(found):
+            self._failovers.lost(attempt, connection_lost(node), node)
 
     def _output(self, worker: Worker, output: Output) -> None:
-        generation = self._rooms.get(output.room)
-        if generation is None or worker not in generation.nodes:
+        attempt = self._attempts.get(output.room)
+        if attempt is None or (worker is not attempt.first and worker is not attempt.decode):
             return
-        if not 0 <= output.index < len(generation.choices):
-            log.warning(
-                "%s sent choice %d of %d", worker.url, output.index, len(generation.choices)
-            )
+        if not 0 <= output.index < len(attempt.choices):
+            log.warning("%s sent choice %d of %d", worker.url, output.index, len(attempt.choices))
             return
-        choice = generation.choices[output.index]
+        generation, choice = attempt.generation, attempt.choices[output.index]
         previous, ended = choice.last_token_at, choice.finish is not None
-        progress, missing = generation.progress, generation.missing_prompt_logprobs
+        progress, missing = attempt.progress, generation.missing_prompt_logprobs
         try:
-            added = generation.accept(worker, output)
+            added = attempt.accept(worker, output)
         except NodeFailedError as error:
-            self._fail(generation, error)
+            self._failovers.lost(attempt, error, worker)
             return
         except Exception:  # a fault of ours must not leave the client waiting
             log.exception("cannot take the output of %s", worker.url)
             self._fail(generation, PDError(INTERNAL))
             return
         if added:
-            self._metrics.tokens_arrived(generation, added, previous)
+            assert choice.last_token_at is not None
+            self._metrics.tokens_arrived(generation, added, choice.last_token_at, previous)
         if choice.finish is not None and not ended:
-            self._choice_finished(generation, choice)
+            self._choice_finished(attempt, choice)
         elif added and (missing is None or generation.missing_prompt_logprobs is None):
             self._notify(generation, choice, added)
         elif added:
             generation.held[choice] = generation.held.get(choice, 0) + added
-        changed = generation.progress != progress or missing is not None
-        if (changed or choice.finish is not None) and generation.prompt_computed:
-            self._prompt_done(generation)
+        changed = attempt.progress != progress or missing is not None
+        if changed and attempt.prompt_computed:
+            self._attempts.prompt_done(attempt)
+        if (changed or choice.finish is not None) and not generation.awaits_first:
+            self._deliver_held(generation)
+        if not attempt.is_whole and attempt.finished and attempt in generation.attempts:
+            self._attempts.close(attempt)
 
-    def _choice_finished(self, generation: Generation, choice: Choice) -> None:
+    def _choice_finished(self, attempt: Attempt, choice: Choice) -> None:
+        generation = attempt.generation
         assert choice.finish is not None
         if isinstance(choice.finish.matched, str):
             # Only the proxy sees stop strings; for the nodes the choice would go on.
-            self._abort_nodes(generation, choice.index, "a stop string was found")
+            index = attempt.choices.index(choice)
+            self._attempts.abort(attempt, "a stop string was found", index)
             self._metrics.aborts.labels("stop_string").inc()
         generation.unannounced.append(choice)
-        if generation.finished and not generation.prompt_computed:
+        if generation.finished and generation.awaits_first:
             # The decode node was faster than what the first node said long before (two connections
             # have no common order), and that is still needed for usage and log probabilities.
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._settle, generation)
 
-    def _prompt_done(self, generation: Generation) -> None:
-        """The first node has done its part: its queue is shorter, its death no matter any more."""
-        first = generation.first
-        assert first is not None
-        first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)
-        generation.uncached_tokens = 0
+    def _deliver_held(self, generation: Generation) -> None:
+        """What only the first node knows is there, or is not waited for: pass on what waits for
+        it."""
         if generation.held and generation.missing_prompt_logprobs is None:
             for choice, added in generation.held.items():
                 self._notify(generation, choice, added)
             generation.held.clear()
-        if not generation.needs_first:
-            first.active.pop(generation, None)
         if generation.finished:
             self._settle(generation)
         else:
@@ -472,7 +408,8 @@ class Dispatcher:
         if generation.done:
             return
         if (missing := generation.missing_prompt_logprobs) is not None:
-            self._fail(generation, NodeFailedError(missing))
+            for attempt in list(generation.attempts):
+                self._failovers.lost(attempt, NodeFailedError(missing))
             return
         self._remember(generation)
         self._close(generation)
@@ -480,9 +417,8 @@ class Dispatcher:
 
     def _remember(self, generation: Generation) -> None:
         """Tell the policy where the conversation's KV is now."""
-        holder = generation.decode or generation.first
-        assert holder is not None
-        if not holder.alive:
+        holder = generation.holder
+        if holder is None or not holder.alive:
             return
         spec = generation.spec
         for choice in generation.choices:
@@ -495,7 +431,8 @@ class Dispatcher:
         """End a generation without success; the first error wins."""
         if generation.done:
             return
-        self._abort_nodes(generation, None, error.message)
+        for attempt in generation.attempts:
+            self._attempts.abort(attempt, error.message)
         self._close(generation)
         self._announce(generation)
         generation.job.fail(generation, error)
@@ -504,32 +441,11 @@ class Dispatcher:
         """Remove a generation from the records; no other method does."""
         generation.done = True
         generation.finished_at = time.monotonic()
-        if self._rooms.pop(generation.room, None) is not None:
-            self._uncount(generation.spec)
-        first = generation.first
-        if first is not None:
-            first.pending_tokens = max(0, first.pending_tokens - generation.uncached_tokens)
-        for worker in generation.nodes:
-            worker.active.pop(generation, None)
-            self._on_released(worker)
+        self._uncount(generation.spec)
+        for attempt in list(generation.attempts):
+            self._attempts.close(attempt)
         self._metrics.generation_ended(generation)
-
-    def _abort_nodes(self, generation: Generation, index: int | None, reason: str) -> None:
-        for worker in generation.nodes:
-            worker.send(
-                Abort(
-                    to=worker.instance_id,
-                    sender=self._instance_id,
-                    room=generation.room,
-                    index=index,
-                    reason=reason,
-                )
-            )
 
     def _expire(self, job: Job, timeout: float) -> None:
         message = f"the request did not finish within {timeout:g} s"
         self.end(job, DeadlineExceededError(message), "deadline")
-
-
-def _connection_lost(node: Worker) -> NodeFailedError:
-    return NodeFailedError(f"the connection to {node.role} node {node.instance_id} was lost")

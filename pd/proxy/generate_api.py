@@ -124,6 +124,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         stop=sampling.stop,
         namespace=asked.cache_salt,
         priority=asked.priority,
+        stream_interval=sampling.stream_interval or model.stream_interval,
         skip_special_tokens=sampling.skip_special_tokens,
         discard_output=discard,
     )
@@ -214,6 +215,7 @@ class _GenerateRenderer:
             finish = {"type": delta.finish.type}
             if delta.finish.matched is not None:
                 finish["matched"] = delta.finish.matched
+        failovers = {"failovers": generation.told_failovers()} if generation.failovers else {}
         return {
             "id": self._id(choice),
             "finish_reason": finish,
@@ -222,6 +224,7 @@ class _GenerateRenderer:
             "cached_tokens": generation.cached_tokens,
             "e2e_latency": ended - generation.created,
             "stages": generation.stages(),
+            **failovers,
         }
 
     def _id(self, choice: Choice) -> str:

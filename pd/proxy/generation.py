@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from msgspec.structs import astuple
 
 from pd.core.errors import NodeFailedError
-from pd.core.messages import ROOM_BYTES, Stages
+from pd.core.messages import Stages
 from pd.proxy.positions import TokenMerger
 from pd.proxy.stop_strings import StopMatcher
 from pd.proxy.tokenizer import new_detokenizer
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Finish, Output, TokenLogprobs
     from pd.core.sampling_params import SamplingParams
+    from pd.proxy.attempt import Attempt
     from pd.proxy.job import Job
     from pd.proxy.positions import NewTokens
     from pd.proxy.tokenizer import TextModel
@@ -36,6 +36,8 @@ class Spec:
     Attributes:
         stop: stop strings; the nodes know nothing of them.
         skip_special_tokens: leave special tokens out of the text.
+        stream_interval: tokens that an event of a stream has at least, but for the first and the
+            last event.
         kept_special_tokens: special tokens that stay in the text all the same.
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
@@ -49,6 +51,7 @@ class Spec:
     stop: tuple[str, ...] = ()
     namespace: str = ""
     priority: int = 0
+    stream_interval: int = 1
     skip_special_tokens: bool = True
     kept_special_tokens: frozenset[str] = frozenset()
     discard_output: bool = False
@@ -105,6 +108,8 @@ class Choice:
         self._merger = TokenMerger(
             spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
         )
+        self._min_tokens = spec.params.min_tokens
+        self._with_logprobs = spec.params.logprobs
         # A grammar is about the whole text, so a special token that it allowed is a part of it.
         skips = spec.skip_special_tokens and spec.params.grammar is None
         self._detokenizer = new_detokenizer(spec.text_model, skips, spec.kept_special_tokens)
@@ -114,6 +119,19 @@ class Choice:
     def text_length(self) -> int:
         """Characters of the text so far."""
         return self._text_length
+
+    @property
+    def untaken(self) -> int:
+        """Tokens that are new since the last delta."""
+        return len(self.output_ids) - self._taken_tokens
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what is new makes an event of a stream: the first token, the end, or as many
+        tokens as the request wants in one."""
+        if self.untaken >= self.generation.spec.stream_interval:
+            return True
+        return self.finish is not None or not self._taken
 
     @property
     def started(self) -> bool:
@@ -131,6 +149,10 @@ class Choice:
             if self.finish is not None:
                 break
         return added
+
+    def go_on_elsewhere(self) -> None:
+        """Other nodes go on behind the tokens that are there."""
+        self._merger.forget_early()
 
     def take(self) -> Delta:
         """Take the part of the choice that is new since the last call."""
@@ -171,11 +193,12 @@ class Choice:
 
     def _append(self, new: NewTokens) -> int:
         count = len(new.token_ids)
+        hidden = count - 1 if _ends_with_token(new.finish) else count
         for i, token in enumerate(new.token_ids):
             self.output_ids.append(token)
-            if self.generation.spec.params.logprobs:
+            if self._with_logprobs:
                 self.logprobs.append(new.logprobs[i])
-            if not (i == count - 1 and _ends_with_token(new.finish)):
+            if i != hidden:
                 self._push(token)
             self.text_ends.append(self._text_length)
             if self._stops.matched is not None:
@@ -186,10 +209,11 @@ class Choice:
         return count
 
     def _push(self, token: int) -> None:
-        may_match = len(self.output_ids) > self.generation.spec.params.min_tokens
         text = self._detokenizer.push(token)
         self._text_length += len(text)
-        self._show(self._stops.push(text, may_match=may_match))
+        shown = self._stops.push(text, may_match=len(self.output_ids) > self._min_tokens)
+        if shown:
+            self._pieces.append(shown)
 
     def _show(self, text: str) -> None:
         if text:
@@ -201,62 +225,71 @@ def _ends_with_token(finish: Finish | None) -> bool:
     return finish is not None and finish.type == "stop" and finish.matched is not None
 
 
+class Failover(NamedTuple):
+    """A choice, or several, went on elsewhere.
+
+    Attributes:
+        position: tokens that the choice had.
+        choice: its number; None for all, of which nothing had been delivered.
+        reason: why it could not go on where it was.
+        pause: seconds between its tokens before and after, or since the request came.
+    """
+
+    position: int
+    choice: int | None
+    reason: str
+    pause: float
+
+
 class Generation:
-    """One prompt under way: its room, its nodes, its choices.
+    """One prompt under way: its choices, and the attempts of nodes to compute them.
 
     Attributes:
         number: which prompt of its job this is.
-        first: the node that computes the prompt (prefill or unified).
-        decode: the node that generates the rest, if another one.
+        attempts: those that are not over.
+        holder: the node with the most KV of it, as far as is known.
+        failovers: times that choices went on elsewhere, once they did.
         first_token_at: when the first token of any choice came, on the monotonic clock.
         held: new tokens that the job does not know of yet, since log probabilities of the prompt
             go before them.
         unannounced: choices whose end the job does not know yet.
-        uncached_tokens: prompt tokens counted in ``first.pending_tokens``; 0 once computed.
-        predicted_cached: leading tokens that the first node was expected to have cached.
+        cached_tokens: as the first attempt that said so.
+        predicted_cached: leading tokens that the first node was expected to have cached, or None.
         predicted_ttft: seconds until the first token by which the nodes were chosen, or None.
     """
 
     def __init__(self, spec: Spec, job: Job, vocab_size: int | None) -> None:
         self.spec = spec
         self.job = job
-        self.number = len(job.generations)
         self.vocab_size = vocab_size
-        self.room = secrets.token_bytes(ROOM_BYTES)
-        self.first: Worker | None = None
-        self.decode: Worker | None = None
-        self.choices = [Choice(self, index) for index in range(spec.params.n)]
+        self.number = len(job.generations)
+        self.attempts: list[Attempt] = []
+        self.holder: Worker | None = None
+        self.failovers: list[Failover] = []
         self.done = False
         self.created = time.monotonic()
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self.cached_tokens = 0
-        self.transferred_bytes = 0
+        self.choices = [Choice(self, index) for index in range(spec.params.n)]
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.uncached_tokens = 0
         self.predicted_ttft: float | None = None
-        self.predicted_cached = 0
+        self.predicted_cached: int | None = None
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
-        # Grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
-        self.progress = 0
-        self._first_spoke: set[int] = set()
-        self._decode_spoke = False
+        self._reporting: Attempt | None = None
         self._stages: dict[str, Stages] = {}
 
     @property
-    def nodes(self) -> list[Worker]:
-        return [worker for worker in (self.first, self.decode) if worker is not None]
+    def has_output(self) -> bool:
+        """Whether the client may know of any token."""
+        started = any(choice.output_ids for choice in self.choices)
+        return started and self.missing_prompt_logprobs is None
 
     @property
-    def prompt_computed(self) -> bool:
-        """Whether token 1 of every choice came from the node that computes the prompt."""
-        return len(self._first_spoke) == len(self.choices)
-
-    @property
-    def needs_first(self) -> bool:
-        """Whether the death of the first node would still matter."""
-        return self.decode is None or not (self.prompt_computed and self._decode_spoke)
+    def awaits_first(self) -> bool:
+        """Whether the node that computes the prompt has still to say what only it knows."""
+        return any(attempt.is_whole and not attempt.prompt_computed for attempt in self.attempts)
 
     @property
     def finished(self) -> bool:
@@ -279,41 +312,32 @@ class Generation:
     def completion_tokens(self) -> int:
         return 0 if self.spec.discard_output else sum(len(c.output_ids) for c in self.choices)
 
-    def accept(self, worker: Worker, output: Output) -> int:
-        """Take one output of one of its nodes; returns the number of new tokens.
+    def told_failovers(self) -> list[dict[str, object]]:
+        """The failovers as clients are told of them."""
+        return [failover._asdict() for failover in self.failovers]
 
-        Raises NodeFailedError if the output makes no sense here.
-        """
-        from_first = worker is self.first
-        choice = self.choices[output.index]
-        if from_first:
-            if output.prompt_logprobs is not None:
-                self._add_prompt_logprobs(output.prompt_logprobs)
-                if not output.token_ids:
-                    return 0  # the rest and token 1 follow
-            if output.index not in self._first_spoke:
-                self._first_spoke.add(output.index)
-                self.progress += 1
-            if output.cached_tokens is not None:
-                self.cached_tokens = output.cached_tokens
-        else:
-            self.progress += not self._decode_spoke
-            self._decode_spoke = True
-            self.transferred_bytes += output.transferred_bytes or 0
+    def begin_again(self) -> None:
+        """Forget what came, of which the client knows nothing."""
+        self.choices = [Choice(self, index) for index in range(self.spec.params.n)]
+        self.prompt_logprobs.clear()
+        self.unannounced.clear()
+        self.held.clear()
+
+    def note_facts(self, attempt: Attempt, output: Output, *, from_first: bool) -> None:
+        """Keep what the first attempt that has output says beside tokens."""
+        if self._reporting is None:
+            self._reporting = attempt
+        if attempt is not self._reporting:
+            return
+        if from_first and output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
         if output.stages is not None:
             node = "first" if from_first else "decode"
             self._stages[node] = _merged(self._stages.get(node, Stages()), output.stages)
-        if choice.finish is not None:
-            return 0
-        first_may_come = not from_first and output.index not in self._first_spoke
-        added = choice.accept(output, first_may_come=first_may_come)
-        if added:
-            choice.last_token_at = time.monotonic()
-            if self.first_token_at is None:
-                self.first_token_at = choice.last_token_at
-        return added
 
-    def _add_prompt_logprobs(self, more: list[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, more: list[TokenLogprobs]) -> None:
+        """Add log probabilities of the prompt's next tokens. Raises NodeFailedError for too
+        many."""
         self.prompt_logprobs += more
         if len(self.prompt_logprobs) > len(self.spec.token_ids):
             raise NodeFailedError("the prefill node sent log probabilities of too many tokens")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
-from pd.core.errors import AbortedError, PDError
+from pd.core.errors import AbortedError, InvalidRequestError, PDError
 from pd.proxy.generation import FinishReason
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ class Job:
         owner: whose key it came with; only they may abort it by name.
         is_named: whether the client chose a name, of the request or of a prompt.
         num_prompts: generations that there will be.
-        timeout: seconds until the request is given up.
+        timeout: seconds until the request is given up, from its start; None: never.
         ended_by: what ended all prompts, those too that no node has seen yet.
         error: what ended the request, if it failed.
         outcome: label of the metrics, once it is known.
+        grammar_field: the field that a structural tag of the proxy's own was made from.
         abort_is_result: an abort ends choices with what there was instead of failing the request.
         together: all prompts, of which each wants one token, go to the same node in one message,
             so that what they share is computed once and the rest in one batch.
@@ -62,9 +64,11 @@ class Job:
         self.generations: list[Generation] = []
         self.num_prompts = 0
         self.timeout: float | None = None
+        self.started = time.monotonic()
         self.ended_by: PDError | None = None
         self.error: PDError | None = None
         self.outcome: str | None = None
+        self.grammar_field: str | None = None
         self.writing = False
         self.on_overflow: Callable[[], None] | None = None
         self.write_news: Callable[[], bool] | None = None
@@ -72,6 +76,13 @@ class Job:
         self._news: dict[Choice, None] = {}
         self._unread_tokens = 0
         self._unread_bytes = 0
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds until the request is given up, or None."""
+        if self.timeout is None:
+            return None
+        return max(0.0, self.started + self.timeout - time.monotonic())
 
     @property
     def done(self) -> bool:
@@ -87,8 +98,11 @@ class Job:
 
     def notify(self, choice: Choice, new_tokens: int) -> None:
         """A choice gained tokens or ended. :meth:`deliver` follows."""
-        if not choice.end_taken:
+        if not choice.end_taken and choice not in self._news:
+            if self.streaming and not choice.is_due:
+                return
             self._news[choice] = None
+            new_tokens = choice.untaken  # with those that were no news yet
         top = choice.generation.spec.params.top_logprobs
         self._unread_tokens += new_tokens
         self._unread_bytes += new_tokens * _TOKEN_BYTES * (1 + top)
@@ -110,8 +124,15 @@ class Job:
                     choice.end(FinishReason("abort"))
                     self.notify(choice, 0)
         elif self.error is None:
-            self.error = error
+            self.error = self._named(error)
         self._changed.set()
+
+    def _named(self, error: PDError) -> PDError:
+        """An error about a structural tag, which the client has not sent, by the client's field."""
+        field, tag = self.grammar_field, "structural_tag"
+        if field is None or error.param != tag or not isinstance(error, InvalidRequestError):
+            return error
+        return InvalidRequestError(field + error.message.removeprefix(tag), param=field)
 
     async def news(self) -> list[Choice]:
         """Wait for something new; the choices that changed (none if the request failed)."""
@@ -121,8 +142,12 @@ class Job:
         return self.take_news()
 
     def take_news(self) -> list[Choice]:
-        """The choices that changed since the last call."""
+        """The choices that have news since the last call; when the request failed, all that
+        gained anything."""
         news, self._news = list(self._news), {}
+        if self.error is not None:
+            choices = [choice for generation in self.generations for choice in generation.choices]
+            news += [choice for choice in choices if choice.untaken and choice not in news]
         self._unread_tokens = self._unread_bytes = 0
         return news
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pd.proxy.metric_families import families_of
+from pd.proxy.token_metrics import TokenCounter, TokenHistogram
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +42,7 @@ class Metrics:
             buckets=_ERRORS,
             registry=r,
         )
-        self.itl = Histogram(
-            "pd_proxy_itl_seconds", "time between tokens", buckets=_INTERVALS, registry=r
-        )
+        self.itl = TokenHistogram("pd_proxy_itl_seconds", "time between tokens", _INTERVALS, r)
         self.e2e = Histogram(
             "pd_proxy_e2e_seconds", "request latency", buckets=_LATENCIES, registry=r
         )
@@ -59,7 +57,7 @@ class Metrics:
         self.cached_tokens = Counter(
             "pd_proxy_cached_tokens", "prompt tokens from prefix caches", registry=r
         )
-        self.output_tokens = Counter("pd_proxy_output_tokens", "generated tokens", registry=r)
+        self.output_tokens = TokenCounter("pd_proxy_output_tokens", "generated tokens", r)
         self.aborts = Counter("pd_proxy_aborts", "generations aborted", ["reason"], registry=r)
         self.routing = Counter(
             "pd_proxy_routing_decisions", "why nodes were chosen", ["role", "reason"], registry=r
@@ -68,6 +66,18 @@ class Metrics:
             "pd_proxy_prefix_predictions",
             "cached tokens of prompts as they were expected, compared with what the node had",
             ["outcome"],
+            registry=r,
+        )
+        self.failovers = Counter(
+            "pd_proxy_failovers",
+            "times that an answer went on elsewhere, or could not",
+            ["outcome"],
+            registry=r,
+        )
+        self.failover_pause = Histogram(
+            "pd_proxy_failover_pause_seconds",
+            "time without a token of answers that went on elsewhere",
+            buckets=_LATENCIES,
             registry=r,
         )
         self.worker_up = Gauge(
@@ -81,10 +91,11 @@ class Metrics:
             self.worker_up.labels(worker.role, worker.url).set(worker.ready)
         return families_of(self.registry)
 
-    def tokens_arrived(self, generation: Generation, added: int, previous: float | None) -> None:
-        """Tokens came; ``previous`` is when the generation's last ones did."""
-        now = time.monotonic()
-        self.output_tokens.inc(added)
+    def tokens_arrived(
+        self, generation: Generation, added: int, now: float, previous: float | None
+    ) -> None:
+        """Tokens of a choice came ``now``; ``previous`` is when its last ones did."""
+        self.output_tokens.value += added
         if previous is None:
             self.ttft.observe(now - generation.created)
             if generation.predicted_ttft:
@@ -95,20 +106,18 @@ class Metrics:
 
     def _count_prefix(self, generation: Generation) -> None:
         """Compare the prefix that was expected at the first node with the one that it had."""
-        length = len(generation.spec.token_ids)
-        info = None if generation.first is None else generation.first.info
-        if info is None or generation.spec.params.prompt_logprobs_start is not None:
+        if generation.predicted_cached is None:
             return
-        # The last token is computed in any case.
-        usable = (length - 1) // info.page_size * info.page_size
-        error = generation.cached_tokens - min(generation.predicted_cached, usable)
+        error = generation.cached_tokens - generation.predicted_cached
         outcome = "right" if error == 0 else "too_few" if error > 0 else "too_many"
         self.prefixes.labels(outcome).inc()
 
     def generation_ended(self, generation: Generation) -> None:
         self.prompt_tokens.inc(len(generation.spec.token_ids))
         self.cached_tokens.inc(generation.cached_tokens)
-        if generation.finished and generation.first is not None:
+        for failover in generation.failovers:
+            self.failover_pause.observe(failover.pause)
+        if generation.finished:
             self._count_prefix(generation)
             for stage, seconds in generation.stages().items():
                 self.stages.labels(stage).observe(seconds)

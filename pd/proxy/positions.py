@@ -61,6 +61,11 @@ class TokenMerger:
             found += [self._append(held) for held in early]
         return [tokens for tokens in found if tokens.token_ids or tokens.finish]
 
+    def forget_early(self) -> None:
+        """Forget tokens behind a gap, which other nodes will send again."""
+        self._early.clear()
+        self._early_end = 1
+
     def _append(self, output: Output) -> NewTokens:
         known = len(self.token_ids) - output.position
         if known < 0:

@@ -25,7 +25,7 @@ _LARGEST_SHARE = 0.5
 _IDLE = StepShape()
 
 
-class Asked(NamedTuple):
+class Demand(NamedTuple):
     """The properties of a request by which its outcome is predicted.
 
     Attributes:
@@ -114,7 +114,7 @@ class Predictor:
         self,
         firsts: Sequence[Worker],
         seconds: Sequence[Worker],
-        asked: Asked,
+        demand: Demand,
         fit: Callable[[Worker, Worker], bool],
     ) -> Predicted | None:
         """The best choice; None if some node has not reported its load.
@@ -126,9 +126,9 @@ class Predictor:
         """
         if not firsts or any(worker.load.reported is None for worker in (*firsts, *seconds)):
             return None
-        ranked = [self._first(worker, asked) for worker in firsts]
-        joined = sorted((self._second(worker, asked) for worker in seconds), key=_by_second)
-        found = [choice for first in ranked for choice in _choices(first, joined, asked, fit)]
+        ranked = [self._first(worker, demand) for worker in firsts]
+        joined = sorted((self._second(worker, demand) for worker in seconds), key=_by_second)
+        found = [choice for first in ranked for choice in _choices(first, joined, demand, fit)]
         if not found:
             return None
         least = min(choice.misses for choice in found)
@@ -137,23 +137,23 @@ class Predictor:
         limit = max(fastest * _EQUAL_SHARE, fastest + _EQUAL_SECONDS)
         return min((c for c in kept if c.ttft <= limit), key=_by_preference)
 
-    def ttft_objective(self, worker: Worker, asked: Asked) -> float:
+    def ttft_objective(self, worker: Worker, demand: Demand) -> float:
         """Seconds in which the first token of a request should come."""
         if self._ttft is not None:
             return self._ttft
         report = worker.load.reported
         assert report is not None
-        alone = report.cost.prefill_seconds(0, asked.length, report.chunk, _IDLE)
+        alone = report.cost.prefill_seconds(0, demand.length, report.chunk, _IDLE)
         half = report.cost.prefill_seconds(0, max(1, report.chunk // 2), report.chunk, _IDLE)
         return _DEFAULT_TTFT_FACTOR * (alone + half)
 
-    def _first(self, worker: Worker, asked: Asked) -> _First:
-        load, length = worker.load, asked.length
+    def _first(self, worker: Worker, demand: Demand) -> _First:
+        load, length = worker.load, demand.length
         assert load.reported is not None
-        cached = min(worker.tree.match(*asked.prompt) if worker.tree else 0, length - 1)
+        cached = min(worker.tree.match(*demand.prompt) if worker.tree else 0, length - 1)
         prefill = load.prefill_seconds(length, cached)
         ttft = load.queue_seconds + prefill
-        misses = int(ttft > self.ttft_objective(worker, asked))
+        misses = int(ttft > self.ttft_objective(worker, demand))
         misses += length - cached > load.free_tokens  # it would wait for memory
         decoding = load.decoding
         if decoding.streams:
@@ -161,24 +161,24 @@ class Predictor:
             misses += decoding.streams * (step > load.reported.itl)
         return _First(worker, ttft, prefill, misses)
 
-    def _second(self, worker: Worker, asked: Asked) -> _Second:
+    def _second(self, worker: Worker, demand: Demand) -> _Second:
         load = worker.load
         assert load.reported is not None
         decoding = load.decoding
-        streams = decoding.streams + asked.streams
-        context = decoding.context + asked.streams * asked.length
+        streams = decoding.streams + demand.streams
+        context = decoding.context + demand.streams * demand.length
         step = load.reported.cost.seconds(StepShape(streams=streams, context=context))
         misses = streams * (step > load.reported.itl)
-        cached = worker.tree.match(*asked.prompt) if worker.tree else 0
-        if asked.tokens - cached > load.free_tokens:
-            misses += asked.streams  # they would wait for memory
-        return _Second(worker, misses, step * (1 - 0.2 * cached / asked.length))
+        cached = worker.tree.match(*demand.prompt) if worker.tree else 0
+        if demand.tokens - cached > load.free_tokens:
+            misses += demand.streams  # they would wait for memory
+        return _Second(worker, misses, step * (1 - 0.2 * cached / demand.length))
 
 
 def _choices(
     first: _First,
     seconds: Sequence[_Second],
-    asked: Asked,
+    demand: Demand,
     fit: Callable[[Worker, Worker], bool],
 ) -> Iterator[Predicted]:
     """With this node as the first: the whole request there, and the best other node to generate."""
@@ -190,7 +190,7 @@ def _choices(
         other, misses = second.worker, first.misses + second.misses
         if other is worker:
             yield Predicted(worker, worker, first.ttft, first.prefill, misses)
-        elif others and _may_travel(worker, other, asked) and fit(worker, other):
+        elif others and _may_travel(worker, other, demand) and fit(worker, other):
             yield Predicted(worker, other, first.ttft, first.prefill, misses)
             others = False
 
@@ -206,7 +206,7 @@ def _by_preference(choice: Predicted) -> tuple[bool, float]:
     return not choice.fits_roles, choice.ttft
 
 
-def _may_travel(first: Worker, second: Worker, asked: Asked) -> bool:
+def _may_travel(first: Worker, second: Worker, demand: Demand) -> bool:
     """Whether both nodes have room for the prompt beside what they send each other."""
     pools = [worker.info.pool_tokens for worker in (first, second) if worker.info is not None]
-    return asked.length <= _LARGEST_SHARE * min(pools, default=0)
+    return demand.length <= _LARGEST_SHARE * min(pools, default=0)

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from pd.core.config import MAX_STREAM_INTERVAL
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from pd.core.node_info import Role
@@ -201,6 +202,11 @@ class SamplingFields(RequestModel):
         False, description="Goes on after the model's own end-of-sequence tokens."
     )
     skip_special_tokens: bool = Field(True, description="Leaves special tokens out of the text.")
+    stream_interval: Annotated[Integer, Bounds(1, MAX_STREAM_INTERVAL)] | None = Field(
+        None,
+        description="Tokens that an event of a stream has at least, but for the first and the last "
+        "one. Unless given, `--stream-interval` of the proxy.",
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of SamplingParams: those that the client chose."""
@@ -212,7 +218,11 @@ class SamplingFields(RequestModel):
         return 0 if value == -1 else value
 
 
-_ARGUMENTS = SamplingFields.model_fields.keys() - {"stop", "skip_special_tokens"}
+_ARGUMENTS = SamplingFields.model_fields.keys() - {
+    "stop",
+    "skip_special_tokens",
+    "stream_interval",
+}
 
 
 def _check_rids(value: object) -> object:

@@ -255,6 +255,17 @@ class ScoredOption(TypedDict):
     ]
 
 
+class NativeFailover(TypedDict):
+    """A node failed or left, and the answer went on elsewhere."""
+
+    position: Annotated[int, Field(description="Tokens that the answer had.")]
+    choice: Annotated[
+        int | None, Field(description="Number of the answer; null for all, before any token.")
+    ]
+    reason: str
+    pause: Annotated[float, Field(description="Seconds without a token.")]
+
+
 class MetaInfo(TypedDict):
     """Facts about an answer."""
 
@@ -271,6 +282,7 @@ class MetaInfo(TypedDict):
             "the nodes measured them; stages overlap."
         ),
     ]
+    failovers: NotRequired[list[NativeFailover]]
     input_token_logprobs: NotRequired[list[LogprobTriple]]
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     output_token_logprobs: NotRequired[list[LogprobTriple]]

@@ -26,7 +26,7 @@ _LONG_QUEUE, _SHORT_QUEUE = 1.0, 0.1
 _FULL, _IDLE = 0.9, 0.5
 
 
-class _Demand(NamedTuple):
+class _RoleLoads(NamedTuple):
     """Load of the nodes of each role: seconds for which prompts wait, on average, and the share of
     pace or memory, whichever is more, that answers take."""
 
@@ -49,11 +49,11 @@ class RoleBalancer:
         prefill, decode = self._nodes("prefill"), self._nodes("decode")
         if not prefill or not decode:
             return
-        demand = _Demand(
+        loads = _RoleLoads(
             sum(worker.load.queue_seconds for worker in prefill) / len(prefill),
             sum(_decode_share(worker) for worker in decode) / len(decode),
         )
-        wanted = self._lacking(demand)
+        wanted = self._lacking(loads)
         if wanted != self._wanted:
             self._wanted, self._since = wanted, now
         if wanted is None or now < max(self._since + _HOLD_SECONDS, self._next):
@@ -65,7 +65,7 @@ class RoleBalancer:
         log.info(
             "%s node %s is a %s node from now on: prompts wait for %.2f s on average, and decode "
             "nodes are at %.0f %% of their pace or memory",
-            *(chosen.role, chosen.url, wanted, demand.queue, 100 * demand.decode),
+            *(chosen.role, chosen.url, wanted, loads.queue, 100 * loads.decode),
         )
         chosen.role = wanted
         self._next, self._wanted = now + _PAUSE_SECONDS, None
@@ -78,11 +78,11 @@ class RoleBalancer:
         ]
 
     @staticmethod
-    def _lacking(demand: _Demand) -> Role | None:
+    def _lacking(loads: _RoleLoads) -> Role | None:
         """The role that lacks nodes while the other has more than it needs."""
-        if demand.queue > _LONG_QUEUE and demand.decode < _IDLE:
+        if loads.queue > _LONG_QUEUE and loads.decode < _IDLE:
             return "prefill"
-        if demand.decode > _FULL and demand.queue < _SHORT_QUEUE:
+        if loads.decode > _FULL and loads.queue < _SHORT_QUEUE:
             return "decode"
         return None
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.sampling_params import SamplingDefaults
-    from pd.proxy.prediction import Asked, Predicted, Predictor
+    from pd.proxy.prediction import Demand, Predicted, Predictor
     from pd.proxy.worker import Worker
 
     IntArray = npt.NDArray[np.int32]
@@ -239,12 +239,17 @@ class Route(NamedTuple):
     reasons: list[tuple[Worker, str]]
     predicted: Predicted | None = None
 
-    def sent(self, asked: Asked) -> None:
+    def sent(self, demand: Demand) -> None:
         """Note at the nodes what they were sent."""
         if self.predicted is not None:
             self.first.load.prompt_sent(self.predicted.prefill)
-        if asked.output > 1:
-            (self.decode or self.first).load.stream_sent(asked.streams, asked.tokens)
+        if demand.output > 1:
+            (self.decode or self.first).load.stream_sent(demand.streams, demand.tokens)
+
+
+def _without(avoided: frozenset[Worker], workers: Sequence[Worker]) -> list[Worker]:
+    """The workers that are not avoided; all of them if there are no others."""
+    return [worker for worker in workers if worker not in avoided] or list(workers)
 
 
 class Router:
@@ -299,13 +304,26 @@ class Router:
         found = [limits for w in self._workers for limits in self._limits_of(w, name)]
         return max(found, key=lambda limits: (limits.context_length, limits.pool_tokens))
 
-    def route(self, model: str, asked: Asked, *, preferred: Worker | None = None) -> Route:
+    def vocab_size(self, model: str) -> int | None:
+        """The size of a model's vocabulary, if its nodes say so."""
+        infos = (worker.info for worker in self._workers)
+        return next((info.vocab_size for info in infos if info and info.model == model), None)
+
+    def route(
+        self,
+        model: str,
+        demand: Demand,
+        *,
+        preferred: Worker | None = None,
+        avoided: frozenset[Worker] = frozenset(),
+    ) -> Route:
         """Choose nodes. Raises UnavailableError if none can serve this now.
 
         Args:
             preferred: the node that computes the prompt, whatever the policy says, if it can.
+            avoided: nodes that are taken only if there are no others.
         """
-        prompt, size, needs_decode = asked.prompt, asked.length, asked.output > 1
+        prompt, size, needs_decode = demand.prompt, demand.length, demand.output > 1
         firsts = [
             worker
             for worker in self._workers
@@ -318,31 +336,35 @@ class Router:
                 "no node can serve the request at present"
                 + (self.reasons() or f": those that are ready cannot take its {size} tokens")
             )
-        if preferred is None and (route := self._predicted(firsts, asked)) is not None:
+        if preferred is None and (route := self._predicted(firsts, demand, avoided)) is not None:
             return route
-        return self._by_roles(firsts, prompt, preferred, needs_decode=needs_decode)
+        return self._by_roles(firsts, prompt, preferred, avoided, needs_decode=needs_decode)
 
-    def _predicted(self, firsts: Sequence[Worker], asked: Asked) -> Route | None:
+    def _predicted(
+        self, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
+    ) -> Route | None:
         """The route with the best prediction; None where nodes do not report what that takes."""
-        elastic = [worker for worker in firsts if worker.elastic]
+        elastic = _without(avoided, [worker for worker in firsts if worker.elastic])
         if self._predictor is None or not elastic:
             return None
         seconds = []
-        if asked.output > 1:
-            seconds = [w for w in self._workers if w.elastic and w.can_take(asked.length)]
-        found = self._predictor.choose(elastic, seconds, asked, _fit)
-        if found is None:
+        if demand.output > 1:
+            found = [w for w in self._workers if w.elastic and w.can_take(demand.length)]
+            seconds = _without(avoided, found)
+        best = self._predictor.choose(elastic, seconds, demand, _fit)
+        if best is None:
             return None
-        reasons = [(found.first, found.way)]
-        if found.decode is found.first:
-            return Route(found.first, None, reasons, found)
-        return Route(found.first, found.decode, [*reasons, (found.decode, found.way)], found)
+        reasons = [(best.first, best.way)]
+        if best.decode is best.first:
+            return Route(best.first, None, reasons, best)
+        return Route(best.first, best.decode, [*reasons, (best.decode, best.way)], best)
 
     def _by_roles(
         self,
         firsts: Sequence[Worker],
         prompt: Prompt,
         preferred: Worker | None,
+        avoided: frozenset[Worker],
         *,
         needs_decode: bool,
     ) -> Route:
@@ -350,17 +372,35 @@ class Router:
         if preferred is not None and preferred in firsts:
             first, reason = RouteChoice(preferred, SAME_REQUEST)
         else:
-            in_role = [worker for worker in firsts if worker.role != "decode"]
-            first, reason = self.policy.prefill(in_role or firsts, prompt)
+            sound = _without(avoided, firsts)
+            in_role = [worker for worker in sound if worker.role != "decode"]
+            first, reason = self.policy.prefill(in_role or sound, prompt)
         reasons = [(first, reason)]
         if first.role == "unified" or not needs_decode:
             return Route(first, None, reasons)
-        partners = self._partners(first, len(prompt.token_ids))
+        partners = _without(avoided, self._partners(first, len(prompt.token_ids)))
         in_role = [worker for worker in partners if worker.role == "decode"]
         if not in_role and first.serves_alone:
             return Route(first, None, reasons)
         decode, reason = self.policy.decode(in_role or partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
+
+    def route_alone(
+        self, model: str, prompt: Prompt, avoided: frozenset[Worker] = frozenset()
+    ) -> Route:
+        """Choose a decode node that computes a resumed request by itself, where no node of another
+        role can. Raises UnavailableError if there is none."""
+        size = len(prompt.token_ids)
+        found = [
+            worker
+            for worker in self._workers
+            if worker.role == "decode" and worker.info and worker.info.model == model
+            if worker.can_take(size)
+        ]
+        if not found:
+            raise UnavailableError("no node can go on with the request" + self.reasons())
+        worker, reason = self.policy.decode(_without(avoided, found), prompt)
+        return Route(worker, None, [(worker, reason)])
 
     def _can_start(self, worker: Worker, size: int, *, with_decode: bool) -> bool:
         if not worker.computes_prompts or not worker.can_take(size):

@@ -26,7 +26,7 @@ from pd.proxy.channel import Sockets
 from pd.proxy.compat_api import CompatAPI
 from pd.proxy.dispatcher import Dispatcher
 from pd.proxy.ledger import Ledger
-from pd.proxy.loop import new_loop
+from pd.proxy.loop import freeze_objects, new_loop
 from pd.proxy.metrics import Metrics
 from pd.proxy.pool import WorkerPool
 from pd.proxy.routing import Router, make_policy
@@ -151,6 +151,7 @@ class Proxy:
             max_queue=config.max_queue,
             request_timeout=config.request_timeout,
             ledger=Ledger() if shared is None else shared.ledger,
+            max_failovers=config.max_failovers if config.failover == "on" else 0,
             on_released=self._pool.release,
         )
         self._background = Background()
@@ -159,6 +160,7 @@ class Proxy:
             self._dispatcher,
             text_models,
             config.served_model_name,
+            config.stream_interval,
             self._background,
             Bodies(self._background, 1 if shared is None else shared.count),
             claims=None if shared is None else shared.claims,
@@ -237,6 +239,7 @@ class Proxy:
         self._dispatcher.worker_lost(worker, reason)
 
     def _on_change(self) -> None:
+        self._dispatcher.nodes_changed()
         new = set(self._router.models()) - self._prepared
         if self._router.ready() and new:
             self._prepared |= new
@@ -292,6 +295,7 @@ async def serve(proxy: Served, on_ready: Callable[[str, str], None]) -> None:
     await proxy.start()
     try:
         await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
+        freeze_objects()
         on_ready(proxy.url, proxy.instance_id)
         await proxy.stop_requested()
         await _first(proxy.drain(), proxy.hurry_requested())

@@ -47,10 +47,15 @@ NO_TOKENIZER = (
 
 
 class ModelView(NamedTuple):
-    """A model as one request sees it."""
+    """A model as one request sees it.
+
+    Attributes:
+        stream_interval: that of requests which choose none.
+    """
 
     limits: Limits
     text: TextModel | None
+    stream_interval: int
 
     @property
     def name(self) -> str:
@@ -72,6 +77,7 @@ class Service:
         dispatcher: Dispatcher,
         text_models: TextModels,
         served_model_name: str | None,
+        stream_interval: int,
         background: Background,
         bodies: Bodies,
         claims: RidClaims | None = None,
@@ -81,6 +87,7 @@ class Service:
         self._dispatcher = dispatcher
         self._text_models = text_models
         self._alias = served_model_name
+        self._stream_interval = stream_interval
         self._background = background
         self.bodies = bodies
         self._claims = claims
@@ -92,7 +99,8 @@ class Service:
     async def model(self, name: str | None) -> ModelView:
         """Raises NotFoundError for an unknown model, UnavailableError before any node is known."""
         limits = self._router.limits(None if name == self._alias else name)
-        return ModelView(limits, await self._text_models.get(limits.model_path))
+        text = await self._text_models.get(limits.model_path)
+        return ModelView(limits, text, self._stream_interval)
 
     def admit(self, num_prompts: int) -> None:
         """Refuse early what would be refused later anyway."""

@@ -18,7 +18,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
-        self._firsts = tuple({stop[0] for stop in stops})
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -56,7 +56,7 @@ class StopMatcher:
     def _open_suffix(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""
         tail = text[max(0, len(text) - self._longest + 1) :]
-        if not any(first in tail for first in self._firsts):
+        if self._firsts.isdisjoint(tail):
             return 0
         for length in range(len(tail), 0, -1):
             tail = text[-length:]

@@ -16,8 +16,8 @@ from pd.proxy.reported_prefixes import ReportedPrefixes
 
 if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat, PrefixEvents
+    from pd.proxy.attempt import Attempt
     from pd.proxy.channel import NodeChannel
-    from pd.proxy.generation import Generation
     from pd.proxy.prefix_tree import PrefixTree
     from pd.proxy.responses import WorkerEntry
 
@@ -115,7 +115,7 @@ class Worker:
         draining: removed by the operator; it only finishes what it has.
         losses: how often it gave up requests of this proxy; None before it said so.
         run_delay: seconds that it was ready to run and got no CPU, see :mod:`pd.core.starvation`.
-        active: generations that need this node.
+        active: attempts that need this node.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
         linked: prefill nodes to which this decode node has made its links; None if it does not say.
         tree: prefixes that it presumably holds, kept by the cache-aware policy; of an elastic node
@@ -142,7 +142,7 @@ class Worker:
         self.running = 0
         self.losses: int | None = None
         self.run_delay = 0.0
-        self.active: dict[Generation, None] = {}
+        self.active: dict[Attempt, None] = {}
         self.pending_tokens = 0
         self.linked: list[str] | None = None
         self.tree: PrefixTree | ReportedPrefixes | None = None

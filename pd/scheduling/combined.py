@@ -151,7 +151,7 @@ class CombinedScheduler:
             output = Output(
                 room=request.room,
                 index=index,
-                position=0,
+                position=request.num_produced,
                 token_ids=[sampled.token_id],
                 finish=finish,
                 logprobs=None if sampled.logprobs is None else [sampled.logprobs],

@@ -123,9 +123,19 @@ class DecodeScheduler:
             request.sequences = [prompt_sequence]
             self._rooms.finish(request)
 
+    def resume(self, request: Request) -> None:
+        """Take a resumed request whose KV no peer sends: it is computed here, as that of a
+        retracted sequence."""
+        sequence = request.sequence
+        sequence.sampling = request.resumed
+        request.times.committed = time.monotonic()
+        self.waiting.append(sequence)
+
     def _begin(self, sequence: Sequence, token: FirstToken, repeat: bool) -> None:
         request = sequence.request
-        if request.sequences:
+        if request.resumed is not None:
+            sampling = request.resumed
+        elif request.sequences:
             sampling = request.sequences[0].choice.fork(token.index)
         else:
             sampling = SamplingState(
@@ -137,7 +147,9 @@ class DecodeScheduler:
                 make_rules=request.make_rules,
             )
         sequence.sampling = sampling
-        sampling.observe(token.token_id)
+        # The state of a resumed request has drawn the token, if that was here.
+        if sampling.num_output_tokens == sequence.num_output_tokens:
+            sampling.observe(token.token_id)
         sequence.append(token.token_id)
         request.sequences.append(sequence)
         self.waiting.append(sequence)
@@ -410,13 +422,14 @@ class DecodeScheduler:
         output = Output(
             room=request.room,
             index=sequence.index,
-            position=sequence.num_tokens - len(request.prompt) - len(taken),
+            position=sequence.num_output_tokens - len(taken),
             token_ids=[sampled.token_id for sampled in taken],
             finish=finish,
             logprobs=logprobs or None,
         )
         times = request.times
-        if times.reserved is not None and output.position == 0 and times.committed is not None:
+        is_first = output.position == request.num_produced
+        if times.reserved is not None and is_first and times.committed is not None:
             if sequence is request.sequences[0] and request.incoming is not None:
                 # The choices share one transfer.
                 output.transferred_bytes = request.incoming.num_bytes
@@ -434,7 +447,7 @@ class DecodeScheduler:
         """A choice is complete: its KV stays cached for the next turn."""
         sequence.finished = True
         sequence.ahead = sequence.carried = None
-        self.reserve.finished(sequence.num_tokens - len(sequence.request.prompt))
+        self.reserve.finished(sequence.num_output_tokens)
         self._drop(sequence)
         self._memory.cache(sequence)
         self._memory.release(sequence)

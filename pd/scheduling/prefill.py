@@ -227,6 +227,9 @@ class PrefillScheduler:
         return True
 
     def _make_choices(self, request: Request) -> None:
+        if request.resumed is not None:
+            request.progress.choices = [request.resumed]
+            return
         first = SamplingState(
             request.params,
             request.prompt,

@@ -40,7 +40,6 @@ class DecodeReserve:
         """Pages that the sequences are expected to take still."""
         pages = 0
         for sequence in sequences:
-            produced = sequence.num_tokens - len(sequence.request.prompt)
             goal = min(sequence.request.params.max_tokens, self.expected)
-            pages += -(-int(max(goal - produced, 1)) // page_size)
+            pages += -(-int(max(goal - sequence.num_output_tokens, 1)) // page_size)
         return pages

@@ -39,7 +39,7 @@ def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_tokens_of_one_event_were_sent_one_after_the_other() -> None:
     answer = BenchCompletion(0.0, times=[1.0, 3.0], counts=[1, 2])
-    found = Streamed([answer], ["r"], 0.0, 1.0)
+    found = Streamed([answer], ["r"], 0.0, 1.0, 3)
     assert added_seconds(found, {"r_0": [0.5, 1.5, 2.75]}) == [0.5, 1.5, 0.25]
 
 

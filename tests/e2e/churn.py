@@ -340,7 +340,7 @@ def run_churn(
         decode=2,
         devices=devices,
         node_flags=["--transfer-backend", backend.flag, *node_flags],
-        proxy_flags=["--policy", "round_robin"],
+        proxy_flags=["--policy", "round_robin", "--failover", "off"],
         env=backend.env,
     ) as running:
         _calm_round(running, cases)

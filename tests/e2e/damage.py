@@ -55,7 +55,7 @@ def check_damage(
     devices: Sequence[str] = ("auto",),
     node_flags: Sequence[str] = (),
 ) -> None:
-    """1P1D with ``--kv-digest``: the damaged request fails, and nothing else."""
+    """1P1D with ``--kv-digest``, without failover: the damaged request fails, and nothing else."""
     flags = ["--transfer-backend", backend.flag, "--kv-digest", *node_flags]
     with deployment(
         model,
@@ -64,6 +64,7 @@ def check_damage(
         prefill_flags=["--device", devices[0]],
         decode_flags=["--device", devices[-1]],
         decode_program=[damaged_decode.__file__],
+        proxy_flags=["--failover", "off"],
         env=backend.env,
     ) as running:
         lives = [node.server_info()["instance_id"] for node in running.nodes]

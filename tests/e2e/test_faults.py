@@ -1,5 +1,6 @@
-"""Whoever dies: requests concerned end with an error within 5 s, others go on, survivors stay
-healthy, the restarted process is used again, and no page is lost. Real processes throughout.
+"""Whoever dies, without failover: requests concerned end with an error within 5 s, others go on,
+survivors stay healthy, the restarted process is used again, and no page is lost. Real processes
+throughout.
 
 Partitions, which need two hosts, are in ``test_hosts.py``.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from backends import Backend
     from processes import Process
 
+NO_FAILOVER = ["--failover", "off"]
 LONG = 1200
 # For requests that have to finish; still far longer than a node needs to be killed meanwhile.
 WHOLE = 400
@@ -54,7 +56,7 @@ def pair_of_decoders(
         decode=2,
         node_flags=["--transfer-backend", backend.flag, "--chunked-prefill-size", "128"],
         prefill_program=[held_transfers.__file__],
-        proxy_flags=["--policy", "round_robin"],
+        proxy_flags=["--policy", "round_robin", *NO_FAILOVER],
         env=backend.env,
     ) as running:
         yield running

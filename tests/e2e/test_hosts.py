@@ -110,7 +110,8 @@ class Hosts:
     def _proxy(self, name: str, prefill: Process) -> Process:
         workers = ["--prefill", prefill.url, "--decode", self.decode.url]
         port = ["--port", str(free_port())]
-        return self._process(name, (), "proxy", *port, *workers, *self._secured)
+        failover = ["--failover", "off"]
+        return self._process(name, (), "proxy", *port, *workers, *failover, *self._secured)
 
     def _process(self, name: str, prefix: Sequence[str], *command: str) -> Process:
         log = self._logs / f"{name}.log"

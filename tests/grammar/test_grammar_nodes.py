@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from grammar_model import EOS, make_model
 from grammar_nodes import (
+    DRAFTERS,
     FEATURES,
     JSON,
     PROMPTS,
@@ -97,6 +98,29 @@ def test_every_deployment_gives_the_same(
     settings: dict[str, Any],
 ) -> None:
     check_answers(monkeypatch, model, plain, kind, drafter, settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [("split", "ngram"), pytest.param("unified", "tree", marks=pytest.mark.full)],
+)
+def test_a_request_goes_on_after_any_token(
+    model: Path, plain: Answers, kind: str, drafter: str
+) -> None:
+    """The state of the grammar is that after the output of other nodes."""
+    with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
+        asked = [
+            (ask(cluster, PROMPTS[0], produced=tokens[:cut], **params), tokens)
+            for name, params in FEATURES.items()
+            if params.get("n", 1) == 1
+            for tokens in plain[name][0]
+            for cut in sorted({1, len(tokens) // 2, len(tokens) - 1})
+            if 0 < cut < len(tokens)
+        ]
+        assert len(asked) > 20
+        for pending, tokens in asked:
+            assert pending.tokens() == tokens
+        cluster.wait_idle(30.0)
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:

@@ -220,7 +220,7 @@ def test_what_took_a_process_longer_is_handed_over_and_then_learned() -> None:
         assert not isinstance(rules, PDError)
         rules([2]).fill_mask(mask)
         again = mask.copy()
-        GrammarRules(made._own.compile(slow.kind, slow.text), None, [2]).fill_mask(again)
+        GrammarRules(made._own.compile(slow.kind, slow.text), None, None, [2]).fill_mask(again)
         assert (mask == again).all()
         assert mask.any()
     finally:

@@ -97,6 +97,20 @@ def test_every_deployment_gives_the_same(
     check_answers(monkeypatch, model, plain, kind, drafter, settings)
 
 
+def test_a_request_goes_on_where_a_message_ended(model: Path, plain: Answers) -> None:
+    """Forced tokens come in one message with the token before them, so that no resumed request
+    begins between the two."""
+    with cluster_of(model, "unified") as first, cluster_of(model, "split") as second:
+        whole = ask(first, PROMPTS[0], **FEATURES["seeded"])
+        (tokens,) = whole.result()
+        assert tokens == plain["seeded"][0][0]
+        ends = {output.position + len(output.token_ids) for output in whole.outputs}
+        for cut in sorted(ends - {len(tokens)}):
+            resumed = ask(second, PROMPTS[0], produced=tokens[:cut], **FEATURES["seeded"])
+            assert resumed.tokens() == tokens, cut
+        second.wait_idle(30.0)
+
+
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
     """A step that was launched before its row's tokens were forced has a sample too many."""
     with cluster_of(model, "unified", overlap_schedule="on") as cluster:

@@ -103,7 +103,7 @@ def test_both_nodes_count_bytes_and_times_of_each_transfer() -> None:
 
 
 def test_a_slow_wire_shows_as_exposed_time_and_a_slow_reservation_as_wait(tmp_path: Path) -> None:
-    slow = {"do": "delay_write", "seconds": 0.3}, {"do": "delay_reservation", "seconds": 0.2}
+    slow = {"do": "delay_write", "seconds": 0.3}, {"do": "delay_reservation", "seconds": 0.6}
     with scripted_cluster(tmp_path, *slow) as cluster:
         cluster.client.generate(PROMPT, cluster.pair).tokens()
         cluster.wait_idle()

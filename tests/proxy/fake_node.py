@@ -264,8 +264,14 @@ class FakeNode:
         """Begin to measure anew for how long no proxy was heard."""
         self._heard, self.longest_silence = None, 0.0
 
-    def fail(self, request: Generate, kind: str, message: str = "as scripted") -> None:
-        error = ErrorInfo(kind=kind, message=message)
+    def fail(
+        self,
+        request: Generate,
+        kind: str,
+        message: str = "as scripted",
+        param: str | None = None,
+    ) -> None:
+        error = ErrorInfo(kind=kind, message=message, param=param)
         self.send(request.sender, Failed(to="", sender="", room=request.room, error=error))
 
     def send(self, proxy: str, message: Message) -> None:

@@ -40,7 +40,9 @@ class Cluster:
         return self.node("prefill", *args, **options), self.node("decode", *args, **options)
 
     def proxy(self, *, wait_ready: float = 10.0, text: bool = True, **options: Any) -> ProxyThread:
-        """A proxy on all nodes made so far."""
+        """A proxy on all nodes made so far. Clients hear of failures of nodes unless a test turns
+        failover on."""
+        options.setdefault("failover", "off")
         options.setdefault("tokenizer", self.model_dir if text else None)
         for role in ("prefill", "decode", "unified"):
             options.setdefault(role, [node.url for node in getattr(self, role)])

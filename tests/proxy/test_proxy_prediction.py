@@ -10,7 +10,7 @@ from elastic_workers import COST, ITL, report, worker
 
 from pd.core.node_load import NodeLoad
 from pd.core.step_cost import StepShape
-from pd.proxy.prediction import Asked, Predictor
+from pd.proxy.prediction import Demand, Predictor
 from pd.proxy.routing import CacheAware, Prompt, Router
 
 if TYPE_CHECKING:
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from pd.proxy.worker import Worker
 
 
-def asked(length: int = 10_000, **fields: Any) -> Asked:
-    return Asked(Prompt(np.arange(length, dtype=np.int32), ""), **fields)
+def demand(length: int = 10_000, **fields: Any) -> Demand:
+    return Demand(Prompt(np.arange(length, dtype=np.int32), ""), **fields)
 
 
 def router(workers: Sequence[Worker], ttft: float | None = None) -> Router:
     return Router(CacheAware(), workers, Predictor(ttft))
 
 
-def way(workers: Sequence[Worker], wanted: Asked | None = None, **options: Any) -> tuple[str, str]:
+def way(workers: Sequence[Worker], wanted: Demand | None = None, **options: Any) -> tuple[str, str]:
     """Names of the node that computes the prompt and of the one that generates."""
-    route = router(workers, **options).route("m", wanted or asked())
+    route = router(workers, **options).route("m", wanted or demand())
     return route.first.instance_id, (route.decode or route.first).instance_id
 
 
@@ -56,22 +56,22 @@ def test_what_was_sent_since_the_last_report_counts() -> None:
     routes = router(workers)
     ways = []
     for _ in range(4):
-        wanted = asked()
+        wanted = demand()
         route = routes.route("m", wanted)
         route.sent(wanted)
         ways.append(route.reasons[0][1])
     assert set(ways) == {"split", "whole"}, "burst: both nodes compute prompts"
     for node in workers:
         report(node)
-    assert routes.route("m", asked()).reasons[0][1] == "split", "the reports say that it is over"
+    assert routes.route("m", demand()).reasons[0][1] == "split", "the reports say that it is over"
 
 
 def test_the_history_on_the_decode_node_makes_it_the_faster_one() -> None:
     p, d = worker("prefill", "p"), worker("decode", "d", streams=1)
     policy = CacheAware()
-    policy.computed(d, asked(9_900).prompt)
+    policy.computed(d, demand(9_900).prompt)
     assert way([p, d]) == ("d", "d")
-    policy.computed(p, asked(9_900).prompt)
+    policy.computed(p, demand(9_900).prompt)
     assert way([p, d]) == ("p", "d")
 
 
@@ -101,22 +101,22 @@ def test_unified_nodes_keep_their_requests() -> None:
 def test_a_prompt_that_needs_most_of_a_pool_does_not_travel() -> None:
     """Two such prompts that cross would wait for each other's memory."""
     p, d = worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")
-    assert way([p, d], asked(99_000)) == ("d", "d")
+    assert way([p, d], demand(99_000)) == ("d", "d")
     report(d, streams=400)
-    assert way([p, d], asked(99_000)) == ("p", "p")
+    assert way([p, d], demand(99_000)) == ("p", "p")
 
 
 def test_a_single_token_is_generated_where_the_prompt_is() -> None:
-    route = router([worker("prefill", "p"), worker("decode", "d")]).route("m", asked(output=1))
+    route = router([worker("prefill", "p"), worker("decode", "d")]).route("m", demand(output=1))
     assert (route.first.instance_id, route.decode) == ("p", None)
 
 
 def test_the_objective_of_a_first_token_follows_from_the_prompt_unless_it_is_given() -> None:
     idle = worker("prefill", "p")
-    assert Predictor(ttft=2.0).ttft_objective(idle, asked()) == 2.0
+    assert Predictor(ttft=2.0).ttft_objective(idle, demand()) == 2.0
     alone = COST.prefill_seconds(0, 10_000, 8192, StepShape())
     half = COST.prefill_seconds(0, 4096, 8192, StepShape())
-    assert Predictor().ttft_objective(idle, asked()) == pytest.approx(4 * (alone + half))
+    assert Predictor().ttft_objective(idle, demand()) == pytest.approx(4 * (alone + half))
 
 
 def test_without_reports_roles_decide() -> None:
@@ -129,11 +129,11 @@ def test_without_reports_roles_decide() -> None:
 
 def test_off_leaves_elastic_nodes_to_their_roles() -> None:
     nodes = [worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")]
-    route = Router(CacheAware(), nodes).route("m", asked())
+    route = Router(CacheAware(), nodes).route("m", demand())
     assert (route.first.instance_id, route.predicted) == ("p", None)
     assert route.decode is not None
     nodes[0].alive = False
-    assert Router(CacheAware(), nodes).route("m", asked()).first.instance_id == "d"
+    assert Router(CacheAware(), nodes).route("m", demand()).first.instance_id == "d"
 
 
 def test_a_report_counts_only_what_was_sent_after_its_heartbeat() -> None:

@@ -15,7 +15,7 @@ from fake_node import wait_until
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from proxy_cluster import Cluster, read_events
 
-from pd.core.errors import UsageError
+from pd.core.errors import SetupError, UsageError
 from pd.core.messages import Finish
 from pd.proxy.config import ProxyConfig
 from pd.proxy.ledger import Ledger
@@ -196,6 +196,15 @@ def test_what_a_process_cannot_start_with_ends_all_with_one_error(cluster: Clust
         empty = f"{cluster.model_dir}/empty"
         os.makedirs(empty, exist_ok=True)
         cluster.proxy(workers=2, tokenizer=empty)
+
+
+@pytest.mark.full
+def test_processes_that_end_before_they_serve_end_the_start(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.processes.process._MODULE", "pd.proxy.processes.nowhere")
+    with pytest.raises(SetupError, match="status 1 before it served"):
+        cluster.proxy(workers=2)
 
 
 @pytest.mark.parametrize("workers", [0, -1, 257])

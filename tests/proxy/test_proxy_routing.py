@@ -11,7 +11,7 @@ import pytest
 from fake_node import wait_until
 
 from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
-from pd.proxy.prediction import Asked
+from pd.proxy.prediction import Demand
 from pd.proxy.prefix_tree import PrefixTree
 from pd.proxy.routing import (
     IMBALANCE_REQUESTS,
@@ -156,7 +156,7 @@ class TestRouter:
             worker("decode", "d2", transfer_backend="nixl"),
         )
         for _ in range(4):
-            route = router.route("m", Asked(LONG))
+            route = router.route("m", Demand(LONG))
             assert (route.first.instance_id, route.decode and route.decode.instance_id) == (
                 "p2",
                 "d2",
@@ -170,19 +170,19 @@ class TestRouter:
             worker("decode", "d2", transfer_backend="nixl", transfer_backends=["nixl", "tcp"]),
         )
         for _ in range(4):
-            decode = router.route("m", Asked(LONG)).decode
+            decode = router.route("m", Demand(LONG)).decode
             assert decode is not None and decode.instance_id == "d2"
 
     def test_unified_nodes_need_no_partner(self) -> None:
         router = self.router(worker("unified", "u"), worker("decode", "d"))
         assert router.ready()
-        assert router.route("m", Asked(LONG)).decode is None
+        assert router.route("m", Demand(LONG)).decode is None
 
     def test_a_prompt_goes_only_where_it_fits(self) -> None:
         small = worker("decode", "small", pages=Pages(10))
         router = self.router(worker("prefill", "p"), small, worker("decode", "large"))
         for _ in range(3):
-            decode = router.route("m", Asked(LONG)).decode
+            decode = router.route("m", Demand(LONG)).decode
             assert decode is not None
             assert decode.instance_id == "large"
         # What a client may ask is bounded by the pair that can do most.
@@ -192,7 +192,7 @@ class TestRouter:
         lonely = self.router(worker("prefill", "p"))
         assert not lonely.ready()
         with pytest.raises(UnavailableError):
-            lonely.route("m", Asked(LONG))
+            lonely.route("m", Demand(LONG))
         with pytest.raises(UnavailableError):
             self.router().limits(None)
         with pytest.raises(NotFoundError, match="served: m"):

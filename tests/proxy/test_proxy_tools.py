@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import openai
 import pytest
 from fake_node import EOS
 from tool_models import MISTRAL, PLAIN, QWEN, tokenizer, write_model
+
+from pd.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,6 +236,30 @@ NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 def strict(tool: Any, value: bool = True) -> Any:
     return tool | {"function": tool["function"] | {"strict": value}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"tools": [CLOCK, strict(WEATHER)]}, "tools[1].function.parameters"),
+        ({"tools": [strict(CLOCK), strict(WEATHER)]}, "tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_parameters_that_do_not_compile_are_named(model: Scripted, asked: Any, named: str) -> None:
+    """A node knows only the structural tag that the proxy has made of them."""
+    node, tag = model.node, "structural_tag"
+    node.auto = False
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(model.ask, **asked)
+        request = node.wait_generate()
+        node.fail(request, InvalidRequestError.kind, f"{tag}: it is too large", tag)
+        with pytest.raises(openai.BadRequestError, match=re.escape(f"{named}: it is")) as refused:
+            answer.result(20)
+    assert refused.value.param == named
 
 
 def test_strict_functions_are_constrained_where_the_model_chooses(model: Scripted) -> None:

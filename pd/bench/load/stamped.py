@@ -15,6 +15,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from pd.bench.load.clocks import unix_minus_counter
+
 if TYPE_CHECKING:
     from pd.bench.load.reception import Reception
 
@@ -111,7 +113,7 @@ def _received_at(ancillary: list[tuple[int, int, bytes]]) -> float:
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS) and len(data) == _TIMESPEC.size:
             seconds, nanoseconds = _TIMESPEC.unpack(data)
-            age: float = time.time() - seconds - nanoseconds * 1e-9
-            if 0 <= age < _MAX_AGE_SECONDS:
-                return now - age
+            received: float = seconds + nanoseconds * 1e-9 - unix_minus_counter()
+            if 0 <= now - received < _MAX_AGE_SECONDS:
+                return received
     return now

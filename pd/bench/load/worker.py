@@ -30,6 +30,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pd import __version__
+from pd.bench.load.clocks import unix_minus_counter
 from pd.bench.load.plan import Plan
 from pd.bench.load.runner import Runner
 from pd.bench.load.workload import Session
@@ -109,7 +110,7 @@ def _agreed_start(messages: Iterator[dict[str, Any]]) -> float | None:
         if "clock" in message:
             _send(now=time.time())
         elif "start" in message:
-            return time.perf_counter() + float(message["start"]) - time.time()
+            return float(message["start"]) - unix_minus_counter()
         else:
             break
     return None

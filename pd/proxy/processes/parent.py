@@ -164,6 +164,9 @@ class ProxyProcesses:
             child = self.children[number] = ChildProcess(number, workers, memory, self._handle)
             level = logging.getLogger().getEffectiveLevel()
             status = await child.run(Start(self._config, self._address, level))
+            if self._starting and self._failed is None:
+                text = f"a proxy process ended with status {status} before it served; see its log"
+                self._failed = Failed(text, SetupError.exit_status)
             self._forget(child)
             if self._stopping.is_set() or self._failed is not None:
                 return

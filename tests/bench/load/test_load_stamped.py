@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pd.bench.load import clocks
 from pd.bench.load.target import Target
 
 if TYPE_CHECKING:
@@ -84,3 +85,21 @@ def test_a_server_that_hangs_up_ends_the_answer() -> None:
         return reception.pieces
 
     assert asyncio.run(ask()) == []
+
+
+@pytest.mark.parametrize("lost_at", [1, 2])
+def test_a_processor_lost_between_two_clocks_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, lost_at: int
+) -> None:
+    elapsed, readings = 0.0, 0
+
+    def passed() -> float:
+        """A microsecond goes by with each reading, and once the process waits for 20 ms."""
+        nonlocal elapsed, readings
+        elapsed += 0.02 if readings == lost_at else 1e-6
+        readings += 1
+        return elapsed
+
+    monkeypatch.setattr(clocks.time, "perf_counter", passed)
+    monkeypatch.setattr(clocks.time, "time", lambda: 1e9 + passed())
+    assert clocks.unix_minus_counter() == pytest.approx(1e9, abs=3e-6)

@@ -1,0 +1,168 @@
+"""One try of nodes at a prompt, or at one choice of it that other nodes began."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from pd.core.messages import ROOM_BYTES
+from pd.core.sampling_params import choice_seed
+from pd.proxy.generation import Failover
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from pd.core.messages import Output
+    from pd.core.sampling_params import SamplingParams
+    from pd.proxy.generation import Choice, Generation
+    from pd.proxy.worker import Worker
+
+    IntArray = npt.NDArray[np.int32]
+
+
+class Asked(NamedTuple):
+    """The part of a node's message that says what to compute.
+
+    Attributes:
+        token_ids: the prompt, followed by ``produced`` tokens of output.
+    """
+
+    token_ids: IntArray
+    params: SamplingParams
+    produced: int
+
+
+class Attempt:
+    """A room on one or two nodes, in which choices of a generation are computed.
+
+    The first attempt computes all choices from the prompt on. One that follows a lost attempt does
+    so too as long as nothing was delivered; else it computes one choice from where that stands.
+
+    Attributes:
+        choices: in the order in which the nodes number them.
+        room: identifies the attempt on its nodes.
+        first: the node that computes the prompt (prefill or unified), or a decode node that
+            computes a resumed request alone; None until nodes are chosen.
+        decode: the node that generates the rest, if another one.
+        asked: what the nodes are to compute.
+        losses: attempts that were lost before this one.
+        reason: why the last of these was lost.
+        avoided: nodes on which attempts before this one were lost.
+        uncached_tokens: tokens counted in ``first.pending_tokens``; 0 once computed.
+        progress: grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
+        decode_spoke: whether the decode node has sent output, so that it has all of the KV.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        choices: list[Choice],
+        *,
+        is_whole: bool = True,
+        losses: int = 0,
+        reason: str = "",
+        avoided: frozenset[Worker] = frozenset(),
+    ) -> None:
+        """``is_whole``: the choices are all of the generation's, from the prompt on."""
+        self.generation = generation
+        self.choices = choices
+        self.room = secrets.token_bytes(ROOM_BYTES)
+        self.first: Worker | None = None
+        self.decode: Worker | None = None
+        self.is_whole = is_whole
+        self.asked = _all_choices(generation) if is_whole else _one_choice(generation, choices[0])
+        self.losses = losses
+        self.reason = reason
+        self.avoided = avoided
+        self.uncached_tokens = 0
+        self.progress = 0
+        self.decode_spoke = False
+        self._first_spoke: set[int] = set()
+        self._begins_at = 0 if is_whole else len(choices[0].output_ids)
+        self._has_added = False
+
+    @property
+    def nodes(self) -> list[Worker]:
+        return [worker for worker in (self.first, self.decode) if worker is not None]
+
+    @property
+    def prompt_computed(self) -> bool:
+        """Whether the first token of every choice came from the node that computes the prompt."""
+        return len(self._first_spoke) == len(self.choices)
+
+    @property
+    def needs_first(self) -> bool:
+        """Whether the death of the first node would still matter."""
+        return self.decode is None or not (self.prompt_computed and self.decode_spoke)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its choices have ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def accept(self, worker: Worker, output: Output) -> int:
+        """Take one output of one of its nodes; returns the number of new tokens.
+
+        Raises NodeFailedError if the output makes no sense here.
+        """
+        generation, from_first = self.generation, worker is self.first
+        choice = self.choices[output.index]
+        if from_first:
+            if output.prompt_logprobs is not None and self.is_whole:
+                generation.add_prompt_logprobs(output.prompt_logprobs)
+                if not output.token_ids:
+                    return 0  # the rest and token 1 follow
+            if output.index not in self._first_spoke:
+                self._first_spoke.add(output.index)
+                self.progress += 1
+        else:
+            self.progress += not self.decode_spoke
+            self.decode_spoke = True
+        generation.note_facts(self, output, from_first=from_first)
+        if choice.finish is not None:
+            return 0
+        first_may_come = not from_first and output.index not in self._first_spoke
+        added = choice.accept(output, first_may_come=first_may_come)
+        if added:
+            self._note_tokens(choice)
+        return added
+
+    def _note_tokens(self, choice: Choice) -> None:
+        """Note when tokens came and, if they are the first, for how long the client waited."""
+        generation, now = self.generation, time.monotonic()
+        if self.losses and not self._has_added:
+            number = None if self.is_whole else choice.index
+            pause = now - (choice.last_token_at or generation.created)
+            failover = Failover(self._begins_at, number, self.reason, pause)
+            generation.failovers.append(failover)
+        self._has_added = True
+        choice.last_token_at = now
+        if generation.first_token_at is None:
+            generation.first_token_at = now
+
+
+def _all_choices(generation: Generation) -> Asked:
+    return Asked(generation.spec.token_ids, generation.spec.params, 0)
+
+
+def _one_choice(generation: Generation, choice: Choice) -> Asked:
+    """What continues one choice: with its own seed, behind the tokens that it has."""
+    spec = generation.spec
+    params = replace(
+        spec.params,
+        n=1,
+        seed=choice_seed(spec.params.seed, choice.index),
+        prompt_logprobs_start=None,
+    )
+    output = choice.output_ids
+    # NOTE: a grammar may force tokens after token 1, which the decode node adds when it gets that
+    # from a prefill node. A resumed request would sample them. Later tokens come with what is
+    # forced behind them.
+    if spec.params.grammar is not None and len(output) == 1:
+        output = []
+    token_ids = np.concatenate([spec.token_ids, np.array(output, np.int32)])
+    return Asked(token_ids, params, len(output))

@@ -1,0 +1,186 @@
+"""Sends attempts to nodes, and knows which are under way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.errors import NodeFailedError, UnavailableError
+from pd.core.messages import Abort, Generate, GenerateTogether
+from pd.proxy.prediction import Demand
+from pd.proxy.routing import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pd.proxy.attempt import Attempt
+    from pd.proxy.metrics import Metrics
+    from pd.proxy.routing import Route, Router
+    from pd.proxy.worker import Worker
+
+# Nodes are told so much of the hash of a key, enough to tell keys apart.
+_OWNER_CHARACTERS = 16
+
+
+class Attempts:
+    """The attempts that nodes work on, by room. Everything runs on the event loop.
+
+    Args:
+        on_released: called with each node that an attempt does not need any more.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        router: Router,
+        metrics: Metrics,
+        on_released: Callable[[Worker], None],
+    ) -> None:
+        self._instance_id = instance_id
+        self._router = router
+        self._metrics = metrics
+        self._on_released = on_released
+        self._rooms: dict[bytes, Attempt] = {}
+
+    def get(self, room: bytes) -> Attempt | None:
+        """The attempt with this room, if it is under way."""
+        return self._rooms.get(room)
+
+    def open(self, attempt: Attempt, preferred: Worker | None = None) -> None:
+        """Choose nodes for an attempt, which is then to be sent. Raises UnavailableError without
+        any.
+
+        Args:
+            preferred: the node that computes the prompt, if it can.
+        """
+        generation, asked = attempt.generation, attempt.asked
+        demand = Demand(
+            Prompt(asked.token_ids, generation.spec.namespace),
+            len(attempt.choices),
+            asked.params.max_tokens - asked.produced,
+        )
+        route = self._route(attempt, demand, preferred)
+        attempt.first, attempt.decode = route.first, route.decode
+        generation.holder = route.decode or route.first
+        cached = route.first.tree.match(*demand.prompt) if route.first.tree else 0
+        attempt.uncached_tokens = len(asked.token_ids) - cached
+        route.first.pending_tokens += attempt.uncached_tokens
+        self._rooms[attempt.room] = attempt
+        if not attempt.losses and generation.spec.params.prompt_logprobs_start is None:
+            generation.predicted_cached = _usable(route.first, cached, len(asked.token_ids))
+        if route.predicted is not None and not attempt.losses:
+            generation.predicted_ttft = route.predicted.ttft
+        route.sent(demand)
+        for worker, reason in route.reasons:
+            worker.active[attempt] = None
+            self._metrics.routing.labels(worker.role, reason).inc()
+            self._router.policy.computed(worker, demand.prompt)
+
+    def _route(self, attempt: Attempt, demand: Demand, preferred: Worker | None) -> Route:
+        """Choose nodes whose connections stand. A node that died a moment ago is found out here,
+        before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
+        while True:
+            route = self._choose(attempt, demand, preferred)
+            nodes = [node for node in (route.first, route.decode) if node is not None]
+            if all([node.can_be_reached(self._instance_id) for node in nodes]):
+                return route
+
+    def _choose(self, attempt: Attempt, demand: Demand, preferred: Worker | None) -> Route:
+        model = attempt.generation.spec.model
+        try:
+            return self._router.route(model, demand, preferred=preferred, avoided=attempt.avoided)
+        except UnavailableError:
+            if not attempt.asked.produced:
+                raise
+        return self._router.route_alone(model, demand.prompt, attempt.avoided)
+
+    def send(self, attempt: Attempt) -> Worker | None:
+        """Send both nodes their part. Returns the node that could not be reached, if any."""
+        first, decode = attempt.first, attempt.decode
+        assert first is not None and first.info is not None
+        message = self._message(attempt, first)
+        message.peer = decode.instance_id if decode else ""
+        if not first.send(message):
+            return first
+        if decode is None:
+            return None
+        message.to, message.peer = decode.instance_id, first.instance_id
+        message.peer_bootstrap = first.info.endpoints.bootstrap or ""
+        return None if decode.send(message) else decode
+
+    def send_together(self, attempts: Iterable[Attempt]) -> list[tuple[Attempt, Worker]]:
+        """Send each node its attempts in one message. That is one node, unless it began to drain.
+        Returns those that could not be sent, each with its node."""
+        by_node: dict[Worker, list[Attempt]] = {}
+        for attempt in attempts:
+            assert attempt.first is not None and attempt.decode is None
+            by_node.setdefault(attempt.first, []).append(attempt)
+        unsent = []
+        for node, found in by_node.items():
+            requests = [self._message(attempt, node) for attempt in found]
+            to, sender = node.instance_id, self._instance_id
+            if not node.send(GenerateTogether(to=to, sender=sender, requests=requests)):
+                unsent += [(attempt, node) for attempt in found]
+        return unsent
+
+    def _message(self, attempt: Attempt, node: Worker) -> Generate:
+        """The part of a node that needs no other."""
+        generation, asked, job = attempt.generation, attempt.asked, attempt.generation.job
+        return Generate(
+            to=node.instance_id,
+            sender=self._instance_id,
+            rid=generation.spec.rid,
+            room=attempt.room,
+            token_ids=asked.token_ids.astype("<i4", copy=False).tobytes(),
+            params=asked.params,
+            produced=asked.produced,
+            namespace=generation.spec.namespace,
+            owner=job.owner[:_OWNER_CHARACTERS],
+            priority=generation.spec.priority,
+            timeout=job.time_left if attempt.losses else job.timeout,
+        )
+
+    def prompt_done(self, attempt: Attempt) -> None:
+        """The first node has done its part: its queue is shorter, its death maybe no matter."""
+        first = attempt.first
+        assert first is not None
+        self._uncount(attempt, first)
+        if not attempt.needs_first:
+            first.active.pop(attempt, None)
+
+    @staticmethod
+    def _uncount(attempt: Attempt, first: Worker) -> None:
+        first.pending_tokens = max(0, first.pending_tokens - attempt.uncached_tokens)
+        attempt.uncached_tokens = 0
+
+    def abort(self, attempt: Attempt, reason: str, index: int | None = None) -> None:
+        """Tell both nodes to end an attempt, or one of its choices."""
+        for worker in attempt.nodes:
+            message = Abort(
+                to=worker.instance_id,
+                sender=self._instance_id,
+                room=attempt.room,
+                index=index,
+                reason=reason,
+            )
+            worker.send(message)
+
+    def close(self, attempt: Attempt) -> None:
+        """Forget an attempt: what its nodes still send is ignored."""
+        attempt.generation.attempts.remove(attempt)
+        self._rooms.pop(attempt.room, None)
+        if attempt.first is not None:
+            self._uncount(attempt, attempt.first)
+        for worker in attempt.nodes:
+            worker.active.pop(attempt, None)
+            self._on_released(worker)
+
+
+def _usable(node: Worker, cached: int, length: int) -> int:
+    """Tokens that a node takes from its cache: whole pages, and never the last of the prompt."""
+    assert node.info is not None
+    return min(cached, (length - 1) // node.info.page_size * node.info.page_size)
+
+
+def connection_lost(node: Worker) -> NodeFailedError:
+    """The error of an attempt that could not be sent."""
+    return NodeFailedError(f"the connection to {node.role} node {node.instance_id} was lost")

@@ -1,0 +1,258 @@
+"""What the proxy does when scripted nodes fail: which tokens it sends to whom, and what clients
+see."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from fake_node import EOS, wait_until
+
+from pd.core.messages import Finish, Stages
+from pd.core.sampling_params import choice_seed
+
+if TYPE_CHECKING:
+    import httpx
+    from fake_node import FakeNode
+    from proxy_cluster import Cluster
+
+    from pd.core.messages import Generate
+
+PROMPT = [5, 6, 7, 8, 9]
+TOKENS = [10, 11, 12, 13, 14, 15]
+
+
+class Asked:
+    """A streamed request of a client, read by a thread of its own."""
+
+    def __init__(self, client: httpx.Client, params: dict[str, Any], **fields: Any) -> None:
+        sampling = {"max_new_tokens": len(TOKENS), "ignore_eos": True} | params
+        self._body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True} | fields
+        self._client, self.events = client, list[Any]()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._client.stream("POST", "/generate", json=self._body) as response:
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if data:
+                    self.events.append("DONE" if data == "[DONE]" else json.loads(data))
+
+    def wait_tokens(self, count: int, index: int = 0) -> None:
+        """Wait until the client has so many tokens of an answer."""
+
+        def has() -> bool:
+            events = [e for e in self.events if e != "DONE" and e.get("index", 0) == index]
+            return bool(events) and len(events[-1]["output_ids"]) >= count
+
+        wait_until(has)
+
+    def result(self) -> Any:
+        """The last event, which has the whole answer."""
+        self._thread.join(20)
+        assert self.events[-1] == "DONE", self.events
+        return self.events[-2]
+
+    def error(self) -> Any:
+        self._thread.join(20)
+        return self.events[-1]["error"]
+
+
+def two_pairs(cluster: Cluster, **options: Any) -> httpx.Client:
+    for _ in range(2):
+        cluster.pair(auto=False)
+    options = {"failover": "on", "policy": "round_robin", "text": False} | options
+    return cluster.client(**options)
+
+
+def asked_of(nodes: list[FakeNode], count: int = 1) -> tuple[FakeNode, Generate]:
+    """The node that got a request, among those that got ``count`` in all, and the last of them."""
+    wait_until(lambda: sum(len(node.generates) for node in nodes) >= count)
+    node = max(nodes, key=lambda node: len(node.generates))
+    return node, node.generates[-1]
+
+
+def next_of(nodes: list[FakeNode], before: FakeNode) -> tuple[FakeNode, Generate]:
+    """The other node, once it was asked."""
+    (other,) = (node for node in nodes if node is not before)
+    return other, other.wait_generate()
+
+
+def ids_of(request: Generate) -> list[int]:
+    return np.frombuffer(request.token_ids, "<i4").tolist()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_before_token_1_the_same_request_goes_to_other_nodes(cluster: Cluster, role: str) -> None:
+    asked = Asked(two_pairs(cluster), {"sampling_seed": 3})
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    (prefill if role == "prefill" else decode).fail(first, "node_failed")
+    other, second = next_of(cluster.prefill, prefill)
+    assert (second.room != first.room, second.produced) == (True, 0)
+    assert (second.token_ids, second.params) == (first.token_ids, first.params)
+    # Both halves of the first attempt end together.
+    prefill.wait_abort(first.room)
+    decode.wait_abort(first.room)
+    last, _ = next_of(cluster.decode, decode)
+    other.say(second, TOKENS[:1], cached_tokens=0)
+    last.say(second, TOKENS, finish=Finish("length"))
+    result = asked.result()
+    assert result["output_ids"] == TOKENS
+    (failover,) = result["meta_info"]["failovers"]
+    assert (failover["position"], failover["choice"]) == (0, None)
+
+
+def test_a_stream_goes_on_behind_the_tokens_that_the_client_has(cluster: Cluster) -> None:
+    asked = Asked(two_pairs(cluster), {"sampling_seed": 3, "presence_penalty": 1.0})
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    stages = Stages(queue=1.0, prefill=2.0)
+    prefill.say(first, TOKENS[:1], cached_tokens=4, stages=stages)
+    asked.wait_tokens(1)
+    decode.say(first, TOKENS[:3], stages=Stages(bootstrap=0.5, transfer=0.25))
+    decode.fail(first, "transfer")
+    other, second = next_of(cluster.prefill, prefill)
+    last, also = next_of(cluster.decode, decode)
+    for resumed in (second, also):
+        assert ids_of(resumed) == PROMPT + TOKENS[:3]
+        assert (resumed.produced, resumed.params) == (3, first.params)
+    # Late words of the first attempt are ignored.
+    decode.say(first, [99], position=3)
+    other.say(second, TOKENS[3:4], position=3, cached_tokens=8, stages=Stages(queue=9.0))
+    last.say(second, TOKENS[3:], position=3, finish=Finish("length"), stages=Stages(transfer=9.0))
+    result = asked.result()
+    meta = result["meta_info"]
+    assert result["output_ids"] == TOKENS
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), len(TOKENS))
+    assert meta["cached_tokens"] == 4
+    assert (meta["stages"]["queue"], meta["stages"]["transfer"]) == (1.0, 0.25)
+    (failover,) = meta["failovers"]
+    assert (failover["position"], failover["choice"]) == (3, 0)
+    assert "as scripted" in failover["reason"]
+
+
+def test_every_answer_to_a_prompt_goes_on_where_it_stands(cluster: Cluster) -> None:
+    """One has ended, one has tokens, one has none."""
+    asked = Asked(two_pairs(cluster), {"sampling_seed": 3, "n": 3, "ignore_eos": False})
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    prefill.say(first, [EOS], index=0, finish=Finish("stop", EOS), cached_tokens=0)
+    prefill.say(first, [20], index=1, cached_tokens=0)
+    prefill.say(first, [30], index=2, cached_tokens=0)
+    for index in range(3):
+        asked.wait_tokens(1, index)
+    decode.say(first, [20, 21], index=1)
+    decode.fail(first, "node_failed")
+    other, _ = next_of(cluster.prefill, prefill)
+    other.wait_generate(2)
+    last, _ = next_of(cluster.decode, decode)
+    by_length = sorted(other.generates, key=lambda request: -request.produced)
+    for request, number, output in zip(by_length, (1, 2), ([20, 21], [30]), strict=True):
+        assert (request.params.n, ids_of(request)) == (1, PROMPT + output)
+        assert request.params.seed == choice_seed(3, number)
+        rest = [10 * (number + 1) + i for i in range(len(output), len(TOKENS))]
+        last.say(request, rest, position=len(output), finish=Finish("length"))
+    asked.result()
+    found = {}
+    for event in asked.events[:-1]:
+        found[event["index"]] = event["output_ids"]
+    assert found == {0: [EOS], 1: [20, 21, 22, 23, 24, 25], 2: [30, 31, 32, 33, 34, 35]}
+
+
+def test_what_the_client_has_not_seen_begins_again(cluster: Cluster) -> None:
+    """Tokens wait for the log probabilities of the prompt, which nodes send with the first one."""
+    fields = {"return_logprob": True, "logprob_start_len": 0}
+    asked = Asked(two_pairs(cluster), {}, **fields)
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    decode.say(first, TOKENS[:2], logprobs=decode.logprobs(TOKENS[:2], 0))
+    decode.fail(first, "node_failed")
+    other, second = next_of(cluster.prefill, prefill)
+    wait_until(lambda: sum(len(node.generates) for node in cluster.decode) == 2)
+    assert (ids_of(second), second.produced) == (PROMPT, 0)
+    assert second.params.prompt_logprobs_start == 0
+    for node in cluster.decode:
+        for request in node.generates:
+            if request.room == second.room:
+                other.reply(second)
+                node.reply(request)
+    meta = asked.result()["meta_info"]
+    assert len(meta["input_token_logprobs"]) == len(PROMPT)
+    assert len(meta["output_token_logprobs"]) == len(TOKENS)
+
+
+def test_a_grammar_forces_behind_token_1_what_it_forced_before(cluster: Cluster) -> None:
+    """The decode node adds forced tokens when it has token 1, so that one is asked for again."""
+    asked = Asked(two_pairs(cluster), {"regex": "a*"})
+    prefill, first = asked_of(cluster.prefill)
+    prefill.say(first, TOKENS[:1], cached_tokens=0)
+    prefill.fail(first, "node_failed")
+    other, second = next_of(cluster.prefill, prefill)
+    assert (ids_of(second), second.produced) == (PROMPT, 0)
+    other.say(second, TOKENS[:1])
+    wait_until(lambda: sum(len(node.generates) for node in cluster.decode) == 2)
+    (node,) = (n for n in cluster.decode if any(g.room == second.room for g in n.generates))
+    node.say(second, TOKENS[:5])
+    node.fail(second, "node_failed")
+    wait_until(lambda: sum(len(node.generates) for node in cluster.prefill) == 3)
+    third = prefill.generates[-1]
+    assert (ids_of(third), third.produced) == (PROMPT + TOKENS[:5], 5)
+    prefill.say(third, TOKENS[5:], position=5, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_no_more_failovers_than_allowed(cluster: Cluster) -> None:
+    asked = Asked(two_pairs(cluster, max_failovers=1), {})
+    prefill, first = asked_of(cluster.prefill)
+    prefill.say(first, TOKENS[:1], cached_tokens=0)
+    prefill.fail(first, "node_failed", "the first")
+    other, second = next_of(cluster.prefill, prefill)
+    other.fail(second, "node_failed", "the second")
+    assert asked.error()["message"] == "the second"
+
+
+@pytest.mark.parametrize("kind", ["invalid_request", "deadline", "aborted"])
+def test_what_no_other_node_could_do_better_is_not_tried_again(cluster: Cluster, kind: str) -> None:
+    client = two_pairs(cluster)
+    body = {"input_ids": PROMPT}
+    thread = threading.Thread(
+        target=lambda: asked_of(cluster.prefill)[0].fail(asked_of(cluster.prefill)[1], kind)
+    )
+    thread.start()
+    response = client.post("/generate", json=body)
+    thread.join()
+    assert response.status_code in (400, 408, 200)
+    assert sum(len(node.generates) for node in cluster.prefill) == 1
+
+
+def test_a_request_waits_for_a_node_that_is_started_again(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(failover="on", text=False)
+    asked = Asked(client, {})
+    first = node.wait_generate()
+    node.say(first, TOKENS[:2], cached_tokens=0)
+    asked.wait_tokens(2)
+    node.restart()
+    second = node.wait_generate()
+    assert (ids_of(second), second.produced) == (PROMPT + TOKENS[:2], 2)
+    node.say(second, TOKENS[2:], position=2, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_a_decode_node_goes_on_alone_where_no_other_can(cluster: Cluster) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    client = cluster.client(failover="on", text=False)
+    asked = Asked(client, {})
+    first = prefill.wait_generate()
+    prefill.say(first, TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    prefill.kill()
+    second = decode.wait_generate(2)
+    assert (second.peer, second.peer_bootstrap, second.produced) == ("", "", 1)
+    decode.say(second, TOKENS[1:], position=1, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS

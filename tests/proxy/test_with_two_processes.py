@@ -1,0 +1,38 @@
+"""Tests of the proxy once more with two processes behind its port. They are those that look at it
+from outside only: a test that patches the proxy, or looks into it, has it in its own process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "file",
+    [
+        "proxy/test_proxy_lifecycle.py",
+        "proxy/test_proxy_completions.py",
+        "proxy/test_proxy_openai_client.py",
+        "security/test_rids.py",
+    ],
+)
+def test_with_two_processes(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += ["-rs", "-m", "not full", str(TESTS / file)]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PD_TEST_PROXY_WORKERS": "2"},
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout, done.stdout
