@@ -52,6 +52,8 @@ def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
     settings.setdefault("overlap_schedule", os.environ.get("PD_TEST_OVERLAP", "auto"))
     # PD_TEST_SPECULATION=ngram runs them with drafts.
     settings.setdefault("speculative_algorithm", os.environ.get("PD_TEST_SPECULATION", "none"))
+    # PD_TEST_ELASTIC=auto runs them with nodes that can do what every role does.
+    settings.setdefault("elastic", os.environ.get("PD_TEST_ELASTIC", "off"))
     # What a node chooses by itself depends on what is installed here.
     settings.setdefault("transfer_backend", "tcp")
     # Answers are compared with transformers' under the sampling that a test asks for.

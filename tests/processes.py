@@ -149,6 +149,7 @@ class Deployment:
         common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
         # What a node chooses by itself depends on what is installed here.
         common += ["--transfer-backend", "tcp", "--generation-config", "none"]
+        common += ["--elastic", os.environ.get("PD_TEST_ELASTIC", "off")]
         common += node_flags
         self._logs, self._env = logs, env
         logs.mkdir(parents=True, exist_ok=True)

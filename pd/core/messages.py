@@ -23,6 +23,10 @@ LEASE_SECONDS = 3.5
 # their first request.
 MAX_MEETINGS = 64
 
+# Instead of the number of a batch of prefix events: none was taken yet, and none is wanted.
+PREFIXES_UNKNOWN, PREFIXES_UNWANTED = -1, -2
+
+PageHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 # A hidden state: 16,384 numbers of four bytes, and some room.
 DrafterState = Annotated[bytes, msgspec.Meta(max_length=256 << 10)]
@@ -113,6 +117,7 @@ class ProxyHeartbeat(Message):
             ``http://host:port`` of the registry, so that the link is there when one does.
         number: counts the heartbeats of the proxy to this node.
         itl: seconds between tokens that the proxy wants (``--slo-itl-ms``); 0 if it was not told.
+        prefixes: number of the last batch of :class:`PrefixEvents` that the proxy has taken.
     """
 
     run_delay: TotalDelay = 0.0
@@ -120,6 +125,7 @@ class ProxyHeartbeat(Message):
     meet: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_MEETINGS)] = {}
     number: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     itl: Duration = 0.0
+    prefixes: Annotated[int, msgspec.Meta(ge=-2, le=1 << 62)] = PREFIXES_UNWANTED
 
 
 # ---- node to proxy
@@ -221,6 +227,25 @@ class NodeHeartbeat(Message):
     stuck: bool = False
 
 
+class PrefixEvents(Message):
+    """A batch of changes of an elastic node's prefix cache, by the hashes of pages
+    (:mod:`pd.radix.prefix_hashes`), joined.
+
+    Attributes:
+        number: of the batch; a snapshot has that of the last one.
+        snapshot: ``stored`` is all that is cached.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    stored: PageHashes = b""
+    removed: PageHashes = b""
+    snapshot: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.stored) % 8 or len(self.removed) % 8:
+            raise ValueError("hashes of pages have 8 bytes")
+
+
 # ---- decode node to prefill node and back (over P's message socket)
 
 
@@ -309,6 +334,7 @@ AnyMessage: TypeAlias = (
     | StepOutputs
     | Failed
     | NodeHeartbeat
+    | PrefixEvents
     | PeerHeartbeat
     | Reservation
     | Commit
@@ -317,14 +343,15 @@ AnyMessage: TypeAlias = (
     | Drained
 )
 
-# Messages that are sent twice a second, so that the loss of one has no consequence.
-_HEARTBEATS = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat)
+# Messages whose loss has no consequence: heartbeats come twice a second, and prefix events have
+# numbers of their own.
+_UNCOUNTED = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat, PrefixEvents)
 
 
 def counts(message: Message) -> bool:
     """Whether the loss of a message has consequences, so that it is numbered
     (:mod:`pd.core.numbering`)."""
-    return not isinstance(message, _HEARTBEATS)
+    return not isinstance(message, _UNCOUNTED)
 
 
 _HEARTBEAT_SUFFIX = "/heartbeat"

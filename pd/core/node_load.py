@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -9,8 +10,10 @@ import msgspec
 from pd.core.step_cost import StepCost, StepShape
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
-_Objective = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]
+# A proxy drops a report with more.
+MAX_SECONDS = 1e6
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
+_Objective = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_SECONDS)]
 
 
 class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +37,12 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     streams: _Count = 0
     context: _Count = 0
     free_tokens: _Count = 0
-    chunk: _Count = 1
+    chunk: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1
+
+    def __post_init__(self) -> None:
+        for name in ("itl", "queue_seconds"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number of seconds")
 
     @property
     def decoding(self) -> StepShape:

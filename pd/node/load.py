@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd.core.node_load import NodeLoad
+from pd.core.node_load import MAX_SECONDS, NodeLoad
 from pd.core.step_cost import StepShape
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ def node_load(
     decoding = StepShape(streams=len(sequences), context=context)
     tokens, pairs = prefill.uncached()
     cost = core.costs.cost
+    queue = cost.queue_seconds(tokens, pairs, slices.tokens(decoding), decoding)
     return NodeLoad(
         cost=cost,
-        itl=slices.itl,
+        itl=min(slices.itl, MAX_SECONDS),
         queued_tokens=tokens,
-        queue_seconds=cost.queue_seconds(tokens, pairs, slices.tokens(decoding), decoding),
+        queue_seconds=min(queue, MAX_SECONDS),
         streams=len(sequences),
         context=context,
         free_tokens=core.memory.available * core.memory.page_size,

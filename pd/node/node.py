@@ -20,6 +20,7 @@ from pd.node.info import server_info
 from pd.node.intake import Intake
 from pd.node.load import node_load
 from pd.node.metrics import NodeGauges
+from pd.node.prefixes import PrefixReports
 from pd.node.proxies import Proxies
 from pd.node.step_loop import StepLoop
 from pd.scheduling.closing import check_queues
@@ -93,6 +94,7 @@ class Node:
         self._leaving = False
         self._next_heartbeat = 0.0
         self.proxies = Proxies(core.rooms)
+        self.prefixes = PrefixReports(core)
         self.step_loop = StepLoop(core, scheduler)
         NodeGauges(core, self.queues, self.transfers)
         self.handlers, self.prefill_handlers = Handlers(), Handlers()
@@ -263,6 +265,7 @@ class Node:
             return  # the sender is the proxy's thread that only keeps the lease
         if self.receiving is not None and self.ready:
             self.receiving.meet(message.meet)
+        self.prefixes.wanted(identity, message.prefixes)
         self.proxies.note_objective(identity, message.itl)
         if self.scheduler.slices is not None:
             self.scheduler.slices.wanted = self.proxies.itl
@@ -318,6 +321,7 @@ class Node:
                 if is_beat:
                     end.heartbeat()
                 end.sweep(now)
+            self.prefixes.flush(now)
             self.rooms.closing.look_at_transfers()
 
     def on_poll(self) -> bool:

@@ -29,6 +29,14 @@ class RemoveWorker(msgspec.Struct, tag=True):
     url: str
 
 
+class SetRole(msgspec.Struct, tag=True):
+    """Have the elastic node of this URL prefer a role; gives its entry, or None where it is not
+    known."""
+
+    url: str
+    role: str
+
+
 class ListWorkers(msgspec.Struct, tag=True):
     """Gives the entries of all nodes."""
 
@@ -54,7 +62,16 @@ class ReadMetrics(msgspec.Struct, tag=True):
     """Gives the metrics as a list of :class:`pd.proxy.metrics.Family`."""
 
 
-Action = AddWorker | RemoveWorker | ListWorkers | ForgetCaches | AbortRid | AbortAll | ReadMetrics
+Action = (
+    AddWorker
+    | RemoveWorker
+    | SetRole
+    | ListWorkers
+    | ForgetCaches
+    | AbortRid
+    | AbortAll
+    | ReadMetrics
+)
 
 
 class Outcome(msgspec.Struct, omit_defaults=True):
@@ -89,6 +106,8 @@ class Performer:
                 return self._pool.add(known, url).describe()
             case RemoveWorker(url):
                 return self._remove_worker(url)
+            case SetRole(url, role):
+                return self._set_role(url, role)
             case ListWorkers():
                 return [worker.describe() for worker in self._pool.workers]
             case ForgetCaches(urls):
@@ -113,6 +132,14 @@ class Performer:
     async def alone(self, action: Action) -> list[object]:
         """:class:`Everywhere` of a proxy that has one process."""
         return [self.perform(action)]
+
+    def _set_role(self, url: str, role: str) -> object:
+        for worker in self._pool.workers:
+            if worker.url == url:
+                # The pool refuses what is no role.
+                self._pool.set_role(worker, role)  # type: ignore[arg-type]
+                return worker.describe()
+        return None
 
     def _remove_worker(self, url: str) -> object:
         for worker in self._pool.workers:

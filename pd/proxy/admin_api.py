@@ -23,9 +23,10 @@ from pd.proxy.actions import (
     ListWorkers,
     ReadMetrics,
     RemoveWorker,
+    SetRole,
 )
 from pd.proxy.metric_families import Family
-from pd.proxy.requests import AbortRequest, WorkerRequest
+from pd.proxy.requests import AbortRequest, RoleRequest, WorkerRequest
 from pd.proxy.responses import (
     AbortResult,
     FlushResult,
@@ -104,6 +105,15 @@ class AdminAPI:
         """Begins to use a node, or takes one that was removed back into use."""
         added, *_ = await self._everywhere(AddWorker(asked.role, asked.url))
         return json_response(added)
+
+    async def set_role(self, request: Request, instance_id: str, asked: RoleRequest) -> Response:
+        """Has an elastic node prefer another role. Streams go on, caches stay.
+
+        The node is named by instance id, `host:port` or URL.
+        """
+        url = self._pool.find(instance_id).url
+        changed, *_ = await self._everywhere(SetRole(url, asked.role))
+        return json_response(changed)
 
     async def remove_worker(self, request: Request, instance_id: str) -> Response:
         """Sends a node nothing new, and forgets it when it has finished what it has.

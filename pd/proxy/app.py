@@ -150,6 +150,13 @@ def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_En
         endpoint("GET", "/workers", admin.workers, WorkerList, for_admins=True),
         endpoint("POST", "/workers", admin.add_worker, WorkerEntry, for_admins=True),
         endpoint(
+            "POST",
+            "/workers/{instance_id:path}",
+            admin.set_role,
+            WorkerEntry,
+            for_admins=True,
+        ),
+        endpoint(
             "DELETE",
             "/workers/{instance_id:path}",
             admin.remove_worker,

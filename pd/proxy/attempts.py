@@ -61,6 +61,8 @@ class Attempts:
         attempt.uncached_tokens = len(asked.token_ids) - cached
         route.first.pending_tokens += attempt.uncached_tokens
         self._rooms[attempt.room] = attempt
+        if not attempt.losses and generation.spec.params.prompt_logprobs_start is None:
+            generation.predicted_cached = _usable(route.first, cached, len(asked.token_ids))
         if route.predicted is not None and not attempt.losses:
             generation.predicted_ttft = route.predicted.ttft
         route.sent(demand)
@@ -177,6 +179,12 @@ class Attempts:
             worker.active.pop(attempt, None)
             worker.breaker.ended(attempt)
             self._on_released(worker)
+
+
+def _usable(node: Worker, cached: int, length: int) -> int:
+    """Tokens that a node takes from its cache: whole pages, and never the last of the prompt."""
+    assert node.info is not None
+    return min(cached, (length - 1) // node.info.page_size * node.info.page_size)
 
 
 def connection_lost(node: Worker) -> NodeFailedError:

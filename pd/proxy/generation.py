@@ -254,6 +254,7 @@ class Generation:
             go before them.
         unannounced: choices whose end the job does not know yet.
         cached_tokens: as the first attempt that said so.
+        predicted_cached: leading tokens that the first node was expected to have cached, or None.
         predicted_ttft: seconds until the first token by which the nodes were chosen, or None.
     """
 
@@ -273,6 +274,7 @@ class Generation:
         self.choices = [Choice(self, index) for index in range(spec.params.n)]
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.predicted_ttft: float | None = None
+        self.predicted_cached: int | None = None
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
         self._reporting: Attempt | None = None

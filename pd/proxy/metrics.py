@@ -62,6 +62,12 @@ class Metrics:
         self.routing = Counter(
             "pd_proxy_routing_decisions", "why nodes were chosen", ["role", "reason"], registry=r
         )
+        self.prefixes = Counter(
+            "pd_proxy_prefix_predictions",
+            "cached tokens of prompts as they were expected, compared with what the node had",
+            ["outcome"],
+            registry=r,
+        )
         self.failovers = Counter(
             "pd_proxy_failovers",
             "times that an answer went on elsewhere, or could not",
@@ -98,12 +104,21 @@ class Metrics:
         else:
             self.itl.observe(now - previous)
 
+    def _count_prefix(self, generation: Generation) -> None:
+        """Compare the prefix that was expected at the first node with the one that it had."""
+        if generation.predicted_cached is None:
+            return
+        error = generation.cached_tokens - generation.predicted_cached
+        outcome = "right" if error == 0 else "too_few" if error > 0 else "too_many"
+        self.prefixes.labels(outcome).inc()
+
     def generation_ended(self, generation: Generation) -> None:
         self.prompt_tokens.inc(len(generation.spec.token_ids))
         self.cached_tokens.inc(generation.cached_tokens)
         for failover in generation.failovers:
             self.failover_pause.observe(failover.pause)
         if generation.finished:
+            self._count_prefix(generation)
             for stage, seconds in generation.stages().items():
                 self.stages.labels(stage).observe(seconds)
 

@@ -19,10 +19,12 @@ from pd.core.messages import (
     MAX_MEETINGS,
     AnyMessage,
     NodeHeartbeat,
+    PrefixEvents,
 )
 from pd.core.node_url import check_node_url
 from pd.proxy.heartbeats import HeartbeatThread, LoopWatch
 from pd.proxy.node_http import NodeHttp, NodeHttpError, NotListeningError
+from pd.proxy.roles import RoleBalancer
 from pd.proxy.worker import ServerInfo, Worker
 
 if TYPE_CHECKING:
@@ -53,11 +55,19 @@ DEAF = (
 _ROLES = ("prefill", "decode", "unified")
 
 
+def _check_role(role: str) -> None:
+    if role not in _ROLES:
+        raise InvalidRequestError(
+            f"role must be one of {', '.join(_ROLES)}, not {role!r}", param="role"
+        )
+
+
 class WorkerPool:
     """Polls ``/server_info``, exchanges heartbeats and holds leases.
 
     Args:
         itl: seconds between tokens that nodes are asked to keep; 0 leaves it to them.
+        elastic: roles of elastic nodes move to where the demand is.
 
     Callbacks: ``on_message(worker, message)`` for everything but heartbeats; ``on_lost(worker,
     reason)`` when the instance that requests were sent to is gone; ``on_heartbeat(worker)`` when a
@@ -70,6 +80,7 @@ class WorkerPool:
         *,
         cluster_key: bytes | None = None,
         itl: float = 0.0,
+        elastic: bool = False,
         on_message: Callable[[Worker, AnyMessage], None],
         on_lost: Callable[[Worker, str], None],
         on_heartbeat: Callable[[Worker], None],
@@ -78,6 +89,7 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self._sockets = sockets
         self._itl = itl
+        self._roles = RoleBalancer(self.workers) if elastic else None
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_heartbeat = on_heartbeat
@@ -109,10 +121,7 @@ class WorkerPool:
 
         Raises InvalidRequestError for a role or URL that makes no sense, and for one too many.
         """
-        if role not in _ROLES:
-            raise InvalidRequestError(
-                f"role must be one of {', '.join(_ROLES)}, not {role!r}", param="role"
-            )
+        _check_role(role)
         url = check_node_url(url)
         for worker in self.workers:
             if worker.url == url:
@@ -144,6 +153,18 @@ class WorkerPool:
         raise NotFoundError(
             f"there is no worker {brief(name)}; see GET /workers", param="instance_id"
         )
+
+    def set_role(self, worker: Worker, role: Role) -> None:
+        """Have an elastic node prefer a role from the next request on. Raises InvalidRequestError
+        for another node, or a role that makes no sense."""
+        _check_role(role)
+        if worker.role != role and not worker.elastic:
+            known = "is not known yet" if worker.info is None else "runs without --elastic auto"
+            raise InvalidRequestError(
+                f"the role of {worker.url} stays {worker.role}: the node {known}", param="role"
+            )
+        log.info("%s node %s is a %s node by request", worker.role, worker.url, role)
+        worker.role, worker.role_is_fixed = role, True
 
     def drain(self, worker: Worker) -> None:
         """Send it nothing new and forget it when it has finished what it has."""
@@ -272,6 +293,9 @@ class WorkerPool:
             # Another process answers at this endpoint; /server_info will say which.
             self._wake[worker].set()
             return
+        if isinstance(message, PrefixEvents):
+            worker.take_prefixes(message)
+            return
         if not isinstance(message, NodeHeartbeat):
             worker.last_heard = time.monotonic()
             self._on_message(worker, message)
@@ -318,6 +342,8 @@ class WorkerPool:
                 elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
                     worker.problem = DEAF
                     log.warning("%s %s", worker.url, DEAF)
+            if self._roles is not None:
+                self._roles.look(time.monotonic())
             due = time.monotonic() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 

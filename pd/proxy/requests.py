@@ -792,6 +792,14 @@ class AbortRequest(RequestModel):
         return self
 
 
+class RoleRequest(RequestModel):
+    """A role for a node that can have each."""
+
+    administrative = True
+
+    role: Role = Field(description="What the node does where nothing speaks against it.")
+
+
 class WorkerRequest(RequestModel):
     """A node that joins."""
 

@@ -137,6 +137,7 @@ class Proxy:
             self._sockets,
             cluster_key=config.cluster_key,
             itl=config.itl,
+            elastic=config.elastic == "auto",
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_heartbeat=self._on_heartbeat,

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from pd.core.messages import ProxyHeartbeat
+from pd.core.messages import PREFIXES_UNKNOWN, PREFIXES_UNWANTED, ProxyHeartbeat
 from pd.core.node_info import SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
 from pd.proxy.breaker import Breaker
 from pd.proxy.load_estimate import LoadEstimate
+from pd.proxy.reported_prefixes import ReportedPrefixes
 
 if TYPE_CHECKING:
-    from pd.core.messages import Message, NodeHeartbeat
+    from pd.core.messages import Message, NodeHeartbeat, PrefixEvents
     from pd.proxy.attempt import Attempt
     from pd.proxy.channel import NodeChannel
     from pd.proxy.prefix_tree import PrefixTree
@@ -102,6 +103,7 @@ class Worker:
 
     Attributes:
         role: what the node does; of an elastic node, what it does where nothing speaks against it.
+        role_is_fixed: an administrator set it.
         claimed: what answers at the URL says this about itself. Anybody can say anything, so it is
             good for opening a channel and no more.
         info: the same once heartbeats of that instance came over the channel, which with a cluster
@@ -119,13 +121,15 @@ class Worker:
         leaving, stuck: as it says, see :class:`pd.core.messages.NodeHeartbeat`.
         breaker: takes it out while it fails its requests.
         linked: prefill nodes to which this decode node has made its links; None if it does not say.
-        tree: prefixes it presumably holds, kept by the cache-aware policy.
+        tree: prefixes that it presumably holds, kept by the cache-aware policy; of an elastic node
+            those that it reports.
         load: what requests would meet at an elastic node.
         problem: why it cannot be used, for people.
     """
 
     def __init__(self, role: Role, url: str, itl: float = 0.0) -> None:
         self.role = role
+        self.role_is_fixed = False
         self.url = url
         self._itl = itl
         self.claimed: ServerInfo | None = None
@@ -146,7 +150,7 @@ class Worker:
         self.leaving = self.stuck = False
         self.breaker = Breaker()
         self.linked: list[str] | None = None
-        self.tree: PrefixTree | None = None
+        self.tree: PrefixTree | ReportedPrefixes | None = None
         self.load = LoadEstimate()
         self.problem = "not reached yet"
 
@@ -159,6 +163,21 @@ class Worker:
         """Whether new requests may go there."""
         is_there = self.alive and self.connected and self.accepting
         return is_there and not self.draining and self.breaker.lets_in
+
+    @property
+    def _prefixes_known(self) -> int:
+        """Number of the last report of prefixes, or what asks for none or for all."""
+        if isinstance(self.tree, ReportedPrefixes):
+            return self.tree.number
+        return PREFIXES_UNKNOWN if self.elastic else PREFIXES_UNWANTED
+
+    def take_prefixes(self, events: PrefixEvents) -> None:
+        """Take a report of what is cached at an elastic node."""
+        if self.info is None or not self.elastic:
+            return
+        if not isinstance(self.tree, ReportedPrefixes):
+            self.tree = ReportedPrefixes(self.info.page_size, self.info.pages.total)
+        self.tree.apply(events)
 
     @property
     def elastic(self) -> bool:
@@ -241,6 +260,7 @@ class Worker:
             meet=meet or {},
             number=self.load.beat(),
             itl=self._itl,
+            prefixes=self._prefixes_known,
         )
         return self.send(heartbeat)
 

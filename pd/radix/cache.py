@@ -9,6 +9,8 @@ import numpy as np
 from pd.radix.invariants import check_invariants
 from pd.radix.order import EvictionOrder
 from pd.radix.policies import POLICY_KEYS, PROTECTED_FLOOR, PROTECTED_SHARE
+from pd.radix.prefix_hashes import HASH_BYTES, first_hash, page_hashes
+from pd.radix.prefix_log import PrefixLog
 from pd.radix.tree_node import Edge, IntArray, TreeNode
 
 if TYPE_CHECKING:
@@ -68,8 +70,9 @@ class RadixCache:
       all inserts through it.
     """
 
-    def __init__(self, page_size: int, *, policy: str = "lru") -> None:
-        """``page_size``: tokens per page. Raises ValueError for a bad size or unknown policy."""
+    def __init__(self, page_size: int, *, policy: str = "lru", logged: bool = False) -> None:
+        """``page_size``: tokens per page. ``logged``: changes are collected in :attr:`log`. Raises
+        ValueError for a bad size or unknown policy."""
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
         if policy not in POLICY_KEYS:
@@ -79,6 +82,7 @@ class RadixCache:
         self.policy = policy
         self.evictable_pages = 0
         self.locked_pages = 0
+        self.log = PrefixLog() if logged else None
 
         # Since the cache was made; hit_tokens / lookup_tokens is the hit rate of `match`.
         self.lookup_tokens = 0
@@ -221,6 +225,10 @@ class RadixCache:
         """All page ids in the tree, int32, in no particular order. O(size)."""
         return _concatenate([node.pages for node in self.nodes()])
 
+    def hashes(self) -> bytes:
+        """Hashes of all pages, joined, if changes are logged. O(size)."""
+        return b"".join(node.hashes for node in self.nodes())
+
     def check(self, *, unique_pages: bool = True) -> None:
         """Prove all invariants, or raise AssertionError saying which one fails. O(size).
 
@@ -283,6 +291,8 @@ class RadixCache:
         upper.last_used = node.last_used
         upper.hits = node.hits
         upper.priority = node.priority
+        upper.hashes = node.hashes[: num_pages * HASH_BYTES]
+        node.hashes = node.hashes[num_pages * HASH_BYTES :]
         parent.children[node.edge] = upper
 
         node.parent = upper
@@ -297,6 +307,10 @@ class RadixCache:
         edge: Edge = (namespace, first_page) if parent is self._root else first_page
         leaf = TreeNode(parent, edge, key, pages)
         leaf.created = leaf.last_used = self._clock
+        if self.log is not None:
+            last = parent.hashes[-HASH_BYTES:] or first_hash(namespace)
+            leaf.hashes = page_hashes(last, key, self._page_bytes)
+            self.log.note(leaf.hashes, stored=True)
         parent.children[edge] = leaf
         self._dequeue(parent)
         self.evictable_pages += len(pages)
@@ -308,6 +322,8 @@ class RadixCache:
         self._dequeue(leaf)
         del parent.children[leaf.edge]
         leaf.parent = None
+        if self.log is not None:
+            self.log.note(leaf.hashes, stored=False)
         self.evictable_pages -= len(leaf.pages)
         if leaf.hits:
             self._hit_pages -= len(leaf.pages)

@@ -25,6 +25,7 @@ class TreeNode:
         "children",
         "created",
         "edge",
+        "hashes",
         "held",
         "hits",
         "key",
@@ -41,6 +42,8 @@ class TreeNode:
         self.edge = edge
         self.key = key
         self.pages = pages
+        # Hashes of the pages, joined, if changes are logged.
+        self.hashes = b""
         self.children: dict[Edge, TreeNode] = {}
 
         # Locks on this very handle, and on it or any handle below it.

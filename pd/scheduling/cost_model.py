@@ -25,6 +25,8 @@ _ANCHOR = 5.0
 # A step that took this many times as long as predicted, or more, counts as this many times: it
 # compiled a kernel, or the process got no CPU.
 _OUTLIER = 3.0
+# Steps that seem to take less or more are no measurements.
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e3
 # Steps after which a fit is made again.
 _REFIT = 64
 _SWEEPS = 40
@@ -73,7 +75,7 @@ class CostModel:
         predicted = self.cost.seconds(shape)
         error = seconds / predicted - 1 if predicted > 0 else 0.0
         taken = min(seconds, _OUTLIER * predicted) if predicted > 0 else seconds
-        if taken > 0:
+        if _LEAST_SECONDS <= taken <= _MOST_SECONDS:
             row = np.array(features(shape)) / taken
             self._matrix = _DECAY * self._matrix + np.outer(row, row)
             self._target = _DECAY * self._target + row

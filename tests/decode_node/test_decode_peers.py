@@ -115,7 +115,7 @@ def test_a_receiver_that_cannot_be_made_fails_its_request_only(
         monkeypatch.undo()
         raise TransferError("no receiver today")
 
-    monkeypatch.setattr(decode.node.transfers[0], "receiver", broken)
+    monkeypatch.setattr(decode.node.transfers[-1], "receiver", broken)
     with decode.node.core.events.lock:
         rooms = [ask(proxy, decode, prefill, [number] * 8) for number in (1, 2)]
     failed = proxy.receive(Failed)
@@ -189,13 +189,13 @@ def test_pages_wait_for_a_receiver_that_raises_when_its_request_ends(
 def test_a_backend_that_cannot_disconnect_keeps_no_request_from_failing(
     decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disconnect = decode.node.transfers[0].disconnect
+    disconnect = decode.node.transfers[-1].disconnect
 
     def broken(instance: str) -> None:
         disconnect(instance)
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr(decode.node.transfers[0], "disconnect", broken)
+    monkeypatch.setattr(decode.node.transfers[-1], "disconnect", broken)
     ask(proxy, decode, prefill)
     prefill.receive(Reservation)
     lose(decode, prefill)
@@ -215,7 +215,7 @@ def test_heartbeats_reach_the_prefill_node(
 def test_delays_of_a_prefill_node_are_known_from_it_and_before_that_from_the_proxy(
     decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
 ) -> None:
-    patience = decode.node.transfers[0].patience
+    patience = decode.node.transfers[-1].patience
     beat = ProxyHeartbeat(to="", sender=proxy.name, run_delay=1.0, run_delays={prefill.name: 2.0})
     proxy.send(beat)
     wait_until(lambda: patience.total(prefill.name) == 2.0, 5)

@@ -101,13 +101,13 @@ def test_retracted_sequences_resume_before_anything_new_gets_memory() -> None:
     with tiny_cluster(**POOL) as cluster:
         node = cluster.decode[0].node
         reserved: list[int] = []
-        receiver = node.transfers[0].receiver
+        receiver = node.transfers[-1].receiver
 
         def watching(*args: Any) -> Any:
             reserved.append(len(node.scheduler.decode.retracted))
             return receiver(*args)
 
-        node.transfers[0].receiver = watching
+        node.transfers[-1].receiver = watching
         sent = [cluster.client.generate(long, cluster.pair, max_tokens=80)]
         sent += [cluster.client.generate(p, cluster.pair, max_tokens=40) for p in short]
         for request in sent:

@@ -29,8 +29,8 @@ class Zombies:
 
     def __init__(self, decode: NodeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drained = threading.Event()
-        self._make, self._patch = decode.node.transfers[0].receiver, monkeypatch
-        monkeypatch.setattr(decode.node.transfers[0], "receiver", self._receiver)
+        self._make, self._patch = decode.node.transfers[-1].receiver, monkeypatch
+        monkeypatch.setattr(decode.node.transfers[-1], "receiver", self._receiver)
 
     def _receiver(self, *args: Any) -> Any:
         receiver = self._make(*args)
@@ -40,7 +40,7 @@ class Zombies:
 
     def no_more(self, decode: NodeServer) -> None:
         """Receivers from now on are as the backend makes them."""
-        self._patch.setattr(decode.node.transfers[0], "receiver", self._make)
+        self._patch.setattr(decode.node.transfers[-1], "receiver", self._make)
 
 
 def quarantined(decode: NodeServer) -> int:

@@ -30,7 +30,7 @@ def test_2000_waiting_rooms_that_get_no_receiver_end_one_after_the_other(
     def no_receiver(*args: Any) -> Any:
         raise TransferError("no receiver today")
 
-    monkeypatch.setattr(decode.node.transfers[0], "receiver", no_receiver)
+    monkeypatch.setattr(decode.node.transfers[-1], "receiver", no_receiver)
     node, receiving = decode.node, decode.node.receiving
     with node.core.events.lock:
         allocator = node.core.memory.allocator

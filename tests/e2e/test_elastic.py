@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from cluster import random_prompts, wait_idle, wait_until
+from cluster import TokenClient, random_prompts, wait_idle, wait_until
 from tiny import tiny_node
 
 from pd.proxy.config import ProxyConfig
 from pd.proxy.server import ProxyThread
+from pd.radix.prefix_hashes import as_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,3 +133,51 @@ def test_prompts_that_arrive_while_answers_stream_lose_nothing(
         assert list(pool.map(ask, prompts, counts)) == counts, seed
     for server in (deployment.prefill, deployment.decode):
         wait_idle(server)
+
+
+def test_a_role_changes_under_load_without_a_trace(deployment: Deployment, seed: int) -> None:
+    """Answers go on, nothing fails, and what is cached stays."""
+    prompts = list(random_prompts(seed, [200] * 8))
+    expected = [deployment.ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        pending = [pool.submit(deployment.ask, prompt) for prompt in prompts]
+        for server, role in ((deployment.prefill, "decode"), (deployment.decode, "prefill")):
+            changed = deployment.client.post(f"/workers/{server.instance_id}", json={"role": role})
+            assert changed.status_code == 200, changed.text
+        assert [request.result() for request in pending] == expected
+    roles = [worker["role"] for worker in ready(deployment)]
+    assert roles == ["decode", "prefill"]
+    found = hit_tokens(deployment)
+    assert [deployment.ask(prompt) for prompt in prompts] == expected
+    assert hit_tokens(deployment) >= found + len(prompts) * 196, "whichever node computes them"
+
+
+def hit_tokens(deployment: Deployment) -> int:
+    nodes = (deployment.prefill, deployment.decode)
+    return sum(server.node.core.memory.radix.hit_tokens for server in nodes)
+
+
+def test_the_proxy_knows_what_nodes_have_cached_under_eviction(
+    deployment: Deployment, seed: int
+) -> None:
+    """Conversations that need several times the pools, some turns past the proxy; then the caches
+    are what the proxy believes, page by page."""
+    rng = random.Random(seed)
+    histories = list(random_prompts(seed, [300] * 20))
+    for _ in range(60):
+        history = rng.choice(histories)
+        history += deployment.ask(history, max_new_tokens=8)
+    other = TokenClient([deployment.prefill, deployment.decode])
+    try:
+        other.generate(range(40), (deployment.prefill, deployment.decode)).tokens()
+    finally:
+        other.close()
+    workers, evicted = deployment.proxy.proxy._pool.workers, 0
+    for server, worker in zip((deployment.prefill, deployment.decode), workers, strict=True):
+        radix = server.node.core.memory.radix
+        evicted += radix.evicted_pages
+        wait_until(lambda w=worker, r=radix: w.tree._held == set(as_numbers(r.hashes())), 10)
+    assert evicted > 0
+    text = deployment.client.get("/metrics").text
+    counted = re.findall(r"^pd_proxy_prefix_predictions_total.* ([\d.]+)$", text, re.M)
+    assert sum(map(float, counted)) == 60

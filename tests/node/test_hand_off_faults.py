@@ -59,7 +59,7 @@ def test_a_transfer_that_cannot_be_opened_fails_one_request(
 ) -> None:
     with tiny_cluster() as cluster:
         sent(cluster, max_tokens=2).tokens()
-        transfer = getattr(cluster, side)[0].node.transfers[0]
+        transfer = getattr(cluster, side)[0].node.transfers[-1 if side == "decode" else 0]
         make = getattr(transfer, method)
 
         def once(*args: Any) -> Any:
@@ -68,7 +68,7 @@ def test_a_transfer_that_cannot_be_opened_fails_one_request(
 
         if late:  # then it is opened by another thread
             monkeypatch.setattr(
-                cluster.decode[0].node.transfers[0], "reservation_delay", lambda: 0.3
+                cluster.decode[0].node.transfers[-1], "reservation_delay", lambda: 0.3
             )
         monkeypatch.setattr(transfer, method, once)
         request = sent(cluster, [*PROMPT, 1])

@@ -117,12 +117,13 @@ def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) 
         "/detokenize",
         "/abort_request",
         "/workers",
+        "/workers/{instance_id}",
     }
 
 
 def test_every_field_is_described(document: dict[str, Any]) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize",
-                 "/abort_request", "/workers"):  # fmt: skip
+                 "/abort_request", "/workers", "/workers/{instance_id}"):  # fmt: skip
         for name, field in fields_of(document, path).items():
             if not name.startswith("messages."):
                 assert field.get("description"), (path, name)

@@ -448,7 +448,7 @@ def test_unknown_paths_and_methods(
     ("path", "methods"),
     [
         ("/workers", "GET, HEAD, POST"),
-        ("/workers/nobody", "DELETE"),
+        ("/workers/nobody", "DELETE, POST"),
         ("/ping", "GET, HEAD, POST"),
         ("/health", "GET, HEAD"),
         ("/v1/models/a/b", "GET, HEAD"),

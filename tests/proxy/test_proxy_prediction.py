@@ -6,42 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from elastic_workers import COST, ITL, report, worker
 
 from pd.core.node_load import NodeLoad
-from pd.core.step_cost import StepCost, StepShape
+from pd.core.step_cost import StepShape
 from pd.proxy.prediction import Demand, Predictor
 from pd.proxy.routing import CacheAware, Prompt, Router
-from pd.proxy.worker import Endpoints, Pages, ServerInfo, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# 40,000 prompt tokens a second, and 6 ms for a step of 20 streams.
-COST = StepCost(base=5e-3, mixed=1e-3, middle=2.5e-5, rest=2.5e-5, stream=5e-5)
-ITL = 0.02
-
-
-def worker(role: Any, name: str, **load: Any) -> Worker:
-    """An elastic node without a process."""
-    made = Worker(role, f"http://{name}")
-    made.claimed = made.info = ServerInfo(
-        role=role,
-        instance_id=name,
-        model="m",
-        page_size=4,
-        context_length=100_000,
-        endpoints=Endpoints("tcp://x:1", f"http://boot-{name}"),
-        pages=Pages(50_000),
-        elastic=True,
-    )
-    made.alive = made.accepting = True
-    report(made, **load)
-    return made
-
-
-def report(node: Worker, **load: Any) -> None:
-    fields = {"cost": COST, "itl": ITL, "free_tokens": 200_000, "chunk": 8192} | load
-    node.load.heard(NodeLoad(**fields), node.load.beat())
+    from pd.proxy.worker import Worker
 
 
 def demand(length: int = 10_000, **fields: Any) -> Demand:

@@ -74,6 +74,17 @@ def test_a_step_that_compiled_a_kernel_hardly_changes_the_fit(seed: int) -> None
     assert worst_error(model, DEVICE, rng) < 0.2
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e-300, 1e300, math.inf])
+def test_times_that_cannot_be_leave_a_fit_that_can_be_published(seed: int, seconds: float) -> None:
+    rng, model = random.Random(seed), CostModel()
+    for _ in range(3):
+        model.observe(random_shape(rng), seconds)
+        model.fit()
+    watch(model, DEVICE, rng, 1000)
+    sent = msgspec.msgpack.encode(model.cost)
+    assert msgspec.msgpack.decode(sent, type=StepCost) == model.cost
+
+
 def test_a_published_cost_is_numbers_within_bounds() -> None:
     sent = msgspec.msgpack.encode(DEVICE)
     assert msgspec.msgpack.decode(sent, type=StepCost) == DEVICE

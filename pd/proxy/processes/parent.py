@@ -19,7 +19,7 @@ import msgspec
 
 from pd.core.errors import SetupError, UsageError
 from pd.core.node_info import Role
-from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker
+from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker, SetRole
 from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import Family, counted, merge
 from pd.proxy.processes.acceptor import Acceptor
@@ -247,7 +247,7 @@ class ProxyProcesses:
 
     def _record(self, action: Action, outcome: Outcome) -> None:
         """Note which nodes children are given that are started from now on."""
-        if isinstance(action, AddWorker):
+        if isinstance(action, (AddWorker, SetRole)) and outcome.value is not None:
             entry = msgspec.convert(outcome.value, _Entry)
             self._set_nodes(entry.url, entry.role)
         elif isinstance(action, RemoveWorker):
@@ -262,7 +262,7 @@ class ProxyProcesses:
 
 
 class _Entry(msgspec.Struct):
-    """A node that was added."""
+    """A node that was added, or that has another role."""
 
     url: str
     role: Role

@@ -1,0 +1,75 @@
+"""Tells proxies which prefixes a node has cached."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd.core.messages import LEASE_SECONDS, PREFIXES_UNWANTED, PrefixEvents
+
+if TYPE_CHECKING:
+    from pd.scheduling.core import NodeCore
+
+# A proxy whose number lags behind for so long has lost a report.
+_RESEND_SECONDS = 2.0
+
+
+@dataclass
+class _Reader:
+    """A proxy that gets reports: when it last said that it lives, and when it was last sent one."""
+
+    heard: float
+    sent: float
+
+
+class PrefixReports:
+    """Sends changes of the prefix cache in numbered batches, and all of it to a proxy that begins
+    or that missed a batch. The caller holds the node's lock."""
+
+    def __init__(self, core: NodeCore) -> None:
+        self._core = core
+        self._number = 0
+        self._readers: dict[bytes, _Reader] = {}
+
+    def wanted(self, proxy: bytes, known: int) -> None:
+        """A heartbeat of a proxy that knows the batches up to this number."""
+        radix, now = self._core.memory.radix, time.monotonic()
+        if known == PREFIXES_UNWANTED or radix.log is None:
+            self._readers.pop(proxy, None)
+            return
+        reader = self._readers.get(proxy)
+        if reader is not None:
+            reader.heard = now
+            if known == self._number or now - reader.sent < _RESEND_SECONDS:
+                return
+        self.flush(now)
+        self._readers[proxy] = _Reader(now, now)
+        self._post(proxy, radix.hashes(), b"", snapshot=True)
+
+    def flush(self, now: float) -> None:
+        """Send what changed, and forget proxies that are silent."""
+        log = self._core.memory.radix.log
+        changes = None if log is None else log.take()
+        self._readers = {
+            proxy: reader
+            for proxy, reader in self._readers.items()
+            if now - reader.heard < LEASE_SECONDS
+        }
+        if changes is None:
+            return
+        self._number += 1
+        for proxy, reader in self._readers.items():
+            reader.sent = now
+            self._post(proxy, changes.stored, changes.removed, snapshot=False)
+
+    def _post(self, proxy: bytes, stored: bytes, removed: bytes, *, snapshot: bool) -> None:
+        message = PrefixEvents(
+            to=proxy.decode(errors="replace"),
+            sender=self._core.instance_id,
+            number=self._number,
+            stored=stored,
+            removed=removed,
+            snapshot=snapshot,
+        )
+        self._core.post(proxy, message)

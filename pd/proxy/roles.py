@@ -1,0 +1,99 @@
+"""Moves the roles of elastic nodes to where the demand is.
+
+A role is a preference: it decides where requests go as long as nothing speaks against it. So a move
+takes effect with the next request; nothing drains, caches stay, and streams go on where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.core.node_info import Role
+    from pd.proxy.worker import Worker
+
+log = logging.getLogger(__name__)
+
+# A move needs its reason to last so long, and none follows within the pause.
+_HOLD_SECONDS = 10.0
+_PAUSE_SECONDS = 30.0
+# Prompts wait too long from the first value on, and hardly below the second, in seconds.
+_LONG_QUEUE, _SHORT_QUEUE = 1.0, 0.1
+# Decode nodes are full from the first share of their pace or memory on, and idle below the second.
+_FULL, _IDLE = 0.9, 0.5
+
+
+class _RoleLoads(NamedTuple):
+    """Load of the nodes of each role: seconds for which prompts wait, on average, and the share of
+    pace or memory, whichever is more, that answers take."""
+
+    queue: float
+    decode: float
+
+
+class RoleBalancer:
+    """Looks at the reports of nodes and moves one role at a time, with hysteresis. A role that an
+    administrator set is left alone. Everything runs on the event loop."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._wanted: Role | None = None
+        self._since = 0.0
+        self._next = 0.0
+
+    def look(self, now: float) -> None:
+        """Move a role if that was called for long enough. ``now``: on the monotonic clock."""
+        prefill, decode = self._nodes("prefill"), self._nodes("decode")
+        if not prefill or not decode:
+            return
+        loads = _RoleLoads(
+            sum(worker.load.queue_seconds for worker in prefill) / len(prefill),
+            sum(_decode_share(worker) for worker in decode) / len(decode),
+        )
+        wanted = self._lacking(loads)
+        if wanted != self._wanted:
+            self._wanted, self._since = wanted, now
+        if wanted is None or now < max(self._since + _HOLD_SECONDS, self._next):
+            return
+        givers = [w for w in (decode if wanted == "prefill" else prefill) if not w.role_is_fixed]
+        if len(decode if wanted == "prefill" else prefill) < 2 or not givers:
+            return
+        chosen = min(givers, key=_effort)
+        log.info(
+            "%s node %s is a %s node from now on: prompts wait for %.2f s on average, and decode "
+            "nodes are at %.0f %% of their pace or memory",
+            *(chosen.role, chosen.url, wanted, loads.queue, 100 * loads.decode),
+        )
+        chosen.role = wanted
+        self._next, self._wanted = now + _PAUSE_SECONDS, None
+
+    def _nodes(self, role: Role) -> list[Worker]:
+        return [
+            worker
+            for worker in self._workers
+            if worker.role == role and worker.ready and worker.load.reported is not None
+        ]
+
+    @staticmethod
+    def _lacking(loads: _RoleLoads) -> Role | None:
+        """The role that lacks nodes while the other has more than it needs."""
+        if loads.queue > _LONG_QUEUE and loads.decode < _IDLE:
+            return "prefill"
+        if loads.decode > _FULL and loads.queue < _SHORT_QUEUE:
+            return "decode"
+        return None
+
+
+def _decode_share(worker: Worker) -> float:
+    report = worker.load.reported
+    assert report is not None and worker.info is not None
+    pace = report.cost.seconds(worker.load.decoding) / report.itl if report.streams else 0.0
+    return max(pace, 1 - max(0, worker.load.free_tokens) / worker.info.pool_tokens)
+
+
+def _effort(worker: Worker) -> tuple[int, float]:
+    """What the node does at present in the role that it would lose."""
+    return worker.load.decoding.streams, worker.load.queue_seconds

@@ -1,0 +1,112 @@
+"""Roles of elastic nodes move to where the demand is, or where an administrator wants them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from elastic_workers import report, worker
+
+from pd.proxy.roles import RoleBalancer
+
+if TYPE_CHECKING:
+    from proxy_cluster import Cluster
+
+    from pd.proxy.worker import Worker
+
+
+class Fleet:
+    """One prefill and two decode nodes, or the other way round, and a clock."""
+
+    def __init__(self, *roles: str) -> None:
+        self.nodes = [worker(role, f"{role}-{index}") for index, role in enumerate(roles)]
+        self.balancer = RoleBalancer(self.nodes)
+        self.now = 1000.0
+
+    @property
+    def roles(self) -> list[str]:
+        return [node.role for node in self.nodes]
+
+    def load(self, queue: float, streams: int) -> None:
+        """What every node of a role reports."""
+        for node in self.nodes:
+            if node.role == "prefill":
+                report(node, queue_seconds=queue)
+            else:
+                report(node, streams=streams)
+
+    def run(self, seconds: float, queue: float, streams: int) -> None:
+        for _ in range(int(2 * seconds)):
+            self.load(queue, streams)
+            self.balancer.look(self.now)
+            self.now += 0.5
+
+
+def test_a_decode_node_helps_when_prompts_wait_for_long(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    with caplog.at_level(logging.INFO):
+        fleet.run(9, queue=3.0, streams=20)
+        assert fleet.roles == ["prefill", "decode", "decode"], "not long enough yet"
+        fleet.run(3, queue=3.0, streams=20)
+    assert sorted(fleet.roles) == ["decode", "prefill", "prefill"]
+    assert "is a prefill node from now on: prompts wait for" in caplog.text
+
+
+def test_a_prefill_node_helps_when_decode_nodes_are_full() -> None:
+    fleet = Fleet("prefill", "prefill", "decode")
+    fleet.run(12, queue=0.0, streams=300)
+    assert sorted(fleet.roles) == ["decode", "decode", "prefill"]
+
+
+@pytest.mark.parametrize(("queue", "streams"), [(0.5, 20), (3.0, 250), (0.0, 20)])
+def test_nothing_moves_without_need_or_where_the_other_role_is_busy_too(
+    queue: float, streams: int
+) -> None:
+    fleet = Fleet("prefill", "prefill", "decode", "decode")
+    fleet.run(60, queue, streams)
+    assert fleet.roles == ["prefill", "prefill", "decode", "decode"]
+
+
+def test_demand_that_comes_and_goes_moves_nothing() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    for _ in range(10):
+        fleet.run(8, queue=3.0, streams=20)
+        fleet.run(1, queue=0.0, streams=20)
+    assert fleet.roles == ["prefill", "decode", "decode"]
+
+
+def test_moves_follow_one_another_slowly() -> None:
+    fleet = Fleet("prefill", *["decode"] * 4)
+    fleet.run(35, queue=3.0, streams=20)
+    assert fleet.roles.count("prefill") == 2
+    fleet.run(20, queue=3.0, streams=20)
+    assert fleet.roles.count("prefill") == 3
+
+
+def test_the_last_node_of_a_role_keeps_it() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.run(60, queue=3.0, streams=0)
+    fleet.run(60, queue=0.0, streams=400)
+    assert fleet.roles == ["prefill", "decode"]
+
+
+def test_a_role_that_was_set_stays() -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    fixed: Worker = fleet.nodes[1]
+    fixed.role_is_fixed = True
+    fleet.run(12, queue=3.0, streams=20)
+    assert fleet.roles == ["prefill", "decode", "prefill"]
+
+
+def test_only_elastic_nodes_change_their_role(cluster: Cluster) -> None:
+    fixed, elastic = cluster.node("decode"), cluster.node("prefill", elastic=True)
+    client = cluster.client()
+    refused = client.post(f"/workers/{fixed.instance_id}", json={"role": "prefill"})
+    assert refused.status_code == 400
+    assert "runs without --elastic auto" in refused.json()["error"]["message"]
+    changed = client.post(f"/workers/{elastic.instance_id}", json={"role": "decode"})
+    assert (changed.status_code, changed.json()["role"]) == (200, "decode")
+    wrong = client.post(f"/workers/{elastic.instance_id}", json={"role": "queen"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "role")
+    assert client.post("/workers/nobody", json={"role": "decode"}).status_code == 404
