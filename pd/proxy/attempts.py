@@ -83,12 +83,12 @@ class Attempts:
                 prompt,
                 needs_decode=attempt.needs_decode,
                 preferred=preferred,
-                avoided=attempt.avoided,
+                avoided=attempt.history.avoided,
             )
         except UnavailableError:
             if not attempt.asked.produced:
                 raise
-        return self._router.route_alone(model, prompt, attempt.avoided)
+        return self._router.route_alone(model, prompt, attempt.history.avoided)
 
     def have_nodes(self, attempt: Attempt) -> bool:
         """Whether there are nodes that could take an attempt, or one that follows it."""
@@ -142,7 +142,7 @@ class Attempts:
             namespace=generation.spec.namespace,
             owner=job.owner[:_OWNER_CHARACTERS],
             priority=generation.spec.priority,
-            timeout=job.time_left if attempt.reason else job.timeout,
+            timeout=job.time_left if attempt.history.reason else job.timeout,
         )
 
     def prompt_done(self, attempt: Attempt) -> None:
