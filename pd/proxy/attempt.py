@@ -36,6 +36,26 @@ class Asked(NamedTuple):
     produced: int
 
 
+class History(NamedTuple):
+    """The attempts before one.
+
+    Attributes:
+        losses: how many of them were lost.
+        reason: why the last of them was lost, or moved; empty without any.
+        died_at: tokens that there were when a node died in a step of one of them; None if none has.
+        avoided: nodes on which they were lost.
+    """
+
+    losses: int = 0
+    reason: str = ""
+    died_at: int | None = None
+    avoided: frozenset[Worker] = frozenset()
+
+
+# Of a first attempt.
+FIRST = History()
+
+
 class Attempt:
     """A room on one or two nodes, in which choices of a generation are computed.
 
@@ -49,11 +69,6 @@ class Attempt:
             computes a resumed request alone; None until nodes are chosen.
         decode: the node that generates the rest, if another one.
         asked: what the nodes are to compute.
-        losses: attempts that were lost before this one.
-        reason: why the last of these was lost, or moved.
-        died_at: tokens that there were when a node died in a step of an attempt before this one;
-            None if none has.
-        avoided: nodes on which attempts before this one were lost.
         uncached_tokens: tokens counted in ``first.pending_tokens``; 0 once computed.
         progress: grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
         decode_spoke: whether the decode node has sent output, so that it has all of the KV.
@@ -63,12 +78,9 @@ class Attempt:
         self,
         generation: Generation,
         choices: list[Choice],
+        history: History = FIRST,
         *,
         is_whole: bool = True,
-        losses: int = 0,
-        reason: str = "",
-        died_at: int | None = None,
-        avoided: frozenset[Worker] = frozenset(),
     ) -> None:
         """``is_whole``: the choices are all of the generation's, from the prompt on."""
         self.generation = generation
@@ -78,10 +90,7 @@ class Attempt:
         self.decode: Worker | None = None
         self.is_whole = is_whole
         self.asked = _all_choices(generation) if is_whole else _one_choice(generation, choices[0])
-        self.losses = losses
-        self.reason = reason
-        self.died_at = died_at
-        self.avoided = avoided
+        self.history = history
         self.uncached_tokens = 0
         self.progress = 0
         self.decode_spoke = False
@@ -149,10 +158,10 @@ class Attempt:
     def _note_tokens(self, choice: Choice) -> None:
         """Note when tokens came and, if they are the first, for how long the client waited."""
         generation, now = self.generation, time.monotonic()
-        if self.reason and not self._has_added:
+        if self.history.reason and not self._has_added:
             number = None if self.is_whole else choice.index
             pause = now - (choice.last_token_at or generation.created)
-            failover = Failover(self._begins_at, number, self.reason, pause)
+            failover = Failover(self._begins_at, number, self.history.reason, pause)
             generation.failovers.append(failover)
         self._has_added = True
         choice.last_token_at = now

@@ -61,9 +61,9 @@ class Attempts:
         attempt.uncached_tokens = len(asked.token_ids) - cached
         route.first.pending_tokens += attempt.uncached_tokens
         self._rooms[attempt.room] = attempt
-        if not attempt.losses and generation.spec.params.prompt_logprobs_start is None:
+        if not attempt.history.losses and generation.spec.params.prompt_logprobs_start is None:
             generation.predicted_cached = _usable(route.first, cached, len(asked.token_ids))
-        if route.predicted is not None and not attempt.losses:
+        if route.predicted is not None and not attempt.history.losses:
             generation.predicted_ttft = route.predicted.ttft
         route.sent(demand)
         for worker, reason in route.reasons:
@@ -84,11 +84,13 @@ class Attempts:
     def _choose(self, attempt: Attempt, demand: Demand, preferred: Worker | None) -> Route:
         model = attempt.generation.spec.model
         try:
-            return self._router.route(model, demand, preferred=preferred, avoided=attempt.avoided)
+            return self._router.route(
+                model, demand, preferred=preferred, avoided=attempt.history.avoided
+            )
         except UnavailableError:
             if not attempt.asked.produced:
                 raise
-        return self._router.route_alone(model, demand.prompt, attempt.avoided)
+        return self._router.route_alone(model, demand.prompt, attempt.history.avoided)
 
     def have_nodes(self, attempt: Attempt) -> bool:
         """Whether there are nodes that could take an attempt, or one that follows it."""
@@ -141,7 +143,7 @@ class Attempts:
             namespace=generation.spec.namespace,
             owner=job.owner[:_OWNER_CHARACTERS],
             priority=generation.spec.priority,
-            timeout=job.time_left if attempt.reason else job.timeout,
+            timeout=job.time_left if attempt.history.reason else job.timeout,
         )
 
     def prompt_done(self, attempt: Attempt) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError, UnavailableError
 from pd.core.messages import HEARTBEAT_INTERVAL
-from pd.proxy.attempt import Attempt
+from pd.proxy.attempt import Attempt, History
 from pd.proxy.attempts import connection_lost
 from pd.proxy.breaker import STUCK
 
@@ -26,17 +26,10 @@ log = logging.getLogger(__name__)
 
 # How long a request that lost its nodes waits for others: a node that is started again loads its
 # model meanwhile.
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 # An answer that got no further than this between the deaths of two nodes, in whose steps it was,
 # may be what they died of.
-STEP_TOKENS = 4
-
-
-class _History(TypedDict):
-    losses: int
-    reason: str
-    died_at: int | None
-    avoided: frozenset[Worker]
+STEP_TOKENS = 1
 
 
 class Failovers:
@@ -68,7 +61,7 @@ class Failovers:
 
     def died(self, attempt: Attempt, worker: Worker, error: NodeFailedError) -> None:
         """A node that an attempt needs died, or is stuck in a step."""
-        died_at, tokens = attempt.died_at, attempt.num_tokens
+        died_at, tokens = attempt.history.died_at, attempt.num_tokens
         if attempt.is_computed_by(worker):
             if died_at is not None and tokens - died_at <= STEP_TOKENS:
                 message = "; the request was in the step in which a node died, twice"
@@ -89,7 +82,7 @@ class Failovers:
             others = [node for node in attempt.nodes if node is not worker]
             for node in others if of_peer else [worker]:
                 node.breaker.failed(attempt, error.message)
-        self.lost(attempt, error, died_at=attempt.died_at)
+        self.lost(attempt, error, died_at=attempt.history.died_at)
 
     def lost(
         self,
@@ -110,14 +103,14 @@ class Failovers:
         if not isinstance(error, NodeFailedError | UnavailableError) or not self._max_failovers:
             self._fail(attempt.generation, error)
             return
-        if attempt.losses >= self._max_failovers:
+        if attempt.history.losses >= self._max_failovers:
             self._give_up(attempt, error, "exhausted")
             return
-        history = _History(
-            losses=attempt.losses + 1,
+        history = History(
+            losses=attempt.history.losses + 1,
             reason=error.message,
             died_at=died_at,
-            avoided=attempt.avoided | ({at} if at is not None else set(attempt.nodes)),
+            avoided=attempt.history.avoided | ({at} if at is not None else set(attempt.nodes)),
         )
         self._go_on(attempt, error, history)
 
@@ -127,11 +120,11 @@ class Failovers:
         if not self._is_wanted(attempt) or not self._attempts.have_nodes(attempt):
             return
         error = NodeFailedError(f"{worker.role} node {worker.instance_id} is to be empty")
-        history = _History(
-            losses=attempt.losses,
+        history = History(
+            losses=attempt.history.losses,
             reason=error.message,
-            died_at=attempt.died_at,
-            avoided=attempt.avoided | {worker},
+            died_at=attempt.history.died_at,
+            avoided=attempt.history.avoided | {worker},
         )
         self._go_on(attempt, error, history)
 
@@ -144,7 +137,7 @@ class Failovers:
             self._metrics.failovers.labels(outcome).inc()
             self._fail(attempt.generation, error)
 
-    def _go_on(self, attempt: Attempt, error: PDError, history: _History) -> None:
+    def _go_on(self, attempt: Attempt, error: PDError, history: History) -> None:
         generation = attempt.generation
         log.info("%s goes on elsewhere: %s", generation.spec.rid, error.message)
         self._attempts.abort(attempt, error.message)
@@ -168,7 +161,7 @@ class Failovers:
         unreached = self._attempts.send(attempt)
         if unreached is not None:
             error = connection_lost(unreached)
-            self.lost(attempt, error, unreached, died_at=attempt.died_at)
+            self.lost(attempt, error, unreached, died_at=attempt.history.died_at)
 
     def nodes_changed(self) -> None:
         """A node became ready, or is no more."""
@@ -210,21 +203,21 @@ class Failovers:
                 self._move(attempt, worker)
 
 
-def _successors(attempt: Attempt, history: _History) -> list[Attempt]:
+def _successors(attempt: Attempt, history: History) -> list[Attempt]:
     """Attempts that go on with the choices of one that is over."""
     generation = attempt.generation
     if attempt.is_whole and not generation.has_output:
         generation.begin_again()
-        return [Attempt(generation, generation.choices, **history)]
+        return [Attempt(generation, generation.choices, history)]
     going_on = [choice for choice in attempt.choices if choice.finish is None]
     for choice in going_on:
         choice.go_on_elsewhere()
-    return [Attempt(generation, [choice], is_whole=False, **history) for choice in going_on]
+    return [Attempt(generation, [choice], history, is_whole=False) for choice in going_on]
 
 
 def _sibling(generation: Generation) -> Worker | None:
     """The node of the other prompts of a job that belong together."""
     if not generation.job.together:
         return None
-    others = (a for g in generation.job.generations for a in g.attempts if a.reason)
+    others = (a for g in generation.job.generations for a in g.attempts if a.history.reason)
     return next((other.first for other in others if other.first is not None), None)

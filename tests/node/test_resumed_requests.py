@@ -53,6 +53,9 @@ DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "small chunks": {"prefill": 1, "decode": 1, "chunked_prefill_size": 16},
 }
 
+# In make test-all only.
+LESS_SHARP = ("unified, overlap", "small chunks")
+
 
 @functools.cache
 def undisturbed(name: str) -> Pending:
@@ -67,7 +70,13 @@ def _params(name: str) -> dict[str, Any]:
     return {"max_tokens": TOKENS, **FEATURES[name]}
 
 
-@pytest.fixture(scope="module", params=DEPLOYMENTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.full if name in LESS_SHARP else ())
+        for name in DEPLOYMENTS
+    ],
+)
 def deployment(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with tiny_cluster(**DEPLOYMENTS[request.param]) as cluster:
         yield cluster
