@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A thread that tokenizes or parses gives the interpreter back to the loop after so long. With the
-# interpreter's own 5 ms, a few large bodies delay every stream by tens of milliseconds.
+# A thread that tokenizes or parses gives the interpreter back to the loop after so long. By default
+# that is ten times as long, and large bodies delay every stream by several such turns.
 SWITCH_SECONDS = 0.0005
 
 

@@ -174,6 +174,7 @@ PROCESSES = [
     ("decode --model {root}/model --device cpu --transfer-backend nvlink", ENVIRONMENT, "nvlink"),
     ("proxy --port {port}", ENVIRONMENT, "choose another --port"),
     ("admin drain http://127.0.0.1:1", ENVIRONMENT, "cannot ask http://127.0.0.1:1"),
+    ("proxy --workers 2 --port {port}", ENVIRONMENT, "choose another --port"),
 ]
 
 
