@@ -308,7 +308,11 @@ class Dispatcher:
                 self._settle(attempt.generation)
             return
         info = message.error
-        self._failovers.lost(attempt, error_from_kind(info.kind, info.message, info.param))
+        error = error_from_kind(info.kind, info.message, info.param)
+        if attempt.losses and isinstance(error, UnavailableError):
+            # It is about to end: nothing is tried there again before a heartbeat says otherwise.
+            worker.accepting = False
+        self._failovers.lost(attempt, error)
 
     def _skip(self, spec: Spec, job: Job, error: PDError) -> None:
         """The job was ended before this prompt of it was sent anywhere."""
