@@ -313,6 +313,9 @@ class Dispatcher:
             return
         info = message.error
         error = error_from_kind(info.kind, info.message, info.param)
+        if attempt.history.losses and isinstance(error, UnavailableError):
+            # It is about to end: nothing is tried there again before a heartbeat says otherwise.
+            worker.accepting = False
         self._failovers.failed(attempt, worker, error, of_peer=message.of_peer)
 
     def _skip(self, spec: Spec, job: Job, error: PDError) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -181,3 +183,38 @@ def test_the_proxy_knows_what_nodes_have_cached_under_eviction(
     text = deployment.client.get("/metrics").text
     counted = re.findall(r"^pd_proxy_prefix_predictions_total.* ([\d.]+)$", text, re.M)
     assert sum(map(float, counted)) == 60
+
+
+def test_service_goes_on_while_all_nodes_of_each_role_are_gone_in_turn(
+    deployment: Deployment, seed: int
+) -> None:
+    """Failover and roles that are preferences, together: no request fails, and each has its
+    tokens."""
+    prompts = list(random_prompts(seed, [20, 90, 200, 40]))
+    expected = [deployment.ask(prompt, max_new_tokens=60) for prompt in prompts]
+    over = threading.Event()
+
+    def keep_asking(number: int) -> int:
+        answered = 0
+        while not over.is_set() or not answered:
+            which = (number + answered) % len(prompts)
+            assert deployment.ask(prompts[which], max_new_tokens=60) == expected[which], seed
+            answered += 1
+        return answered
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(keep_asking, number) for number in range(4)]
+        try:
+            present = {"prefill": deployment.prefill, "decode": deployment.decode}
+            for role in ("prefill", "decode"):
+                time.sleep(0.3)
+                present[role].stop()
+                wait_until(lambda: len(ready(deployment)) == 1, 10)
+                time.sleep(0.3)
+                present[role] = deployment.node(role)
+                body = {"role": role, "url": present[role].url}
+                assert deployment.client.post("/workers", json=body).status_code == 200
+                wait_until(lambda: len(ready(deployment)) == 2, 10)
+        finally:
+            over.set()
+        assert all(client.result() for client in clients)
