@@ -25,6 +25,9 @@ class Surroundings(msgspec.Struct):
         return msgspec.json.encode(self) + b"\n"
 
 
+_SURROUNDINGS = msgspec.json.Decoder(Surroundings)
+
+
 def _read_line() -> bytes:
     """The first line of standard input, and nothing of what follows it."""
     line = bytearray()
@@ -39,7 +42,7 @@ def _read_line() -> bytes:
 def main() -> None:
     """Become the command of the arguments. Ends with status 1 and a line if that cannot be."""
     try:
-        surroundings = msgspec.json.decode(_read_line(), type=Surroundings)
+        surroundings = _SURROUNDINGS.decode(_read_line())
         if surroundings.directory:
             os.chdir(os.path.expanduser(surroundings.directory))
         os.execvpe(sys.argv[1], sys.argv[1:], os.environ | surroundings.environment)

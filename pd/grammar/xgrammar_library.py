@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
 CACHE_BYTES = 64 << 20
+# A compiled grammar as it is sent: without lengths, and with them.
+_TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None])
 # With so many, the masks of a large batch are ready long before the end of its forward pass.
 _MASK_THREADS = 8
 
@@ -151,7 +153,7 @@ def dump_compiled(compiled: Compiled) -> bytes:
 
 def load_compiled(dumped: bytes, info: xgrammar.TokenizerInfo) -> Compiled:
     """What :func:`dump_compiled` returned, for use with a vocabulary."""
-    free, counted = msgspec.msgpack.decode(dumped, type=tuple[str, str | None])
+    free, counted = _TEXTS.decode(dumped)
     load = xgrammar.CompiledGrammar.deserialize_json
     return Compiled(load(free, info), None if counted is None else load(counted, _no_tokens()))
 

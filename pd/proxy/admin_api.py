@@ -7,7 +7,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, cast
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +24,6 @@ from pd.proxy.actions import (
     RemoveWorker,
     SetRole,
 )
-from pd.proxy.metric_families import Family
 from pd.proxy.requests import AbortRequest, RoleRequest, WorkerRequest
 from pd.proxy.responses import (
     AbortResult,
@@ -88,7 +86,9 @@ class AdminAPI:
 
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
-        found = msgspec.convert(await self._everywhere(ReadMetrics()), list[list[Family]])
+        found = [
+            metric_families.families_from(value) for value in await self._everywhere(ReadMetrics())
+        ]
         exposition = metric_families.render(metric_families.merge(found))
         return Response(exposition, media_type=METRICS_TYPE)
 

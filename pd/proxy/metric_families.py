@@ -35,6 +35,14 @@ class Family(msgspec.Struct, array_like=True):
     samples: list[Sample]
 
 
+_FAMILIES = msgspec.msgpack.Decoder(list[Family])
+
+
+def families_from(value: object) -> list[Family]:
+    """Families that came from another process as plain lists. Raises msgspec.ValidationError."""
+    return _FAMILIES.decode(msgspec.msgpack.encode(value))
+
+
 def families_of(registry: CollectorRegistry) -> list[Family]:
     """The metrics of a registry."""
     return [

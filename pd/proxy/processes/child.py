@@ -20,12 +20,14 @@ from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError, PDError, UnavailableError, error_from_kind
 from pd.core.exit import leave
 from pd.core.logs import configure_logging
-from pd.proxy.actions import Action, Outcome
 from pd.proxy.ledger import Ledger
 from pd.proxy.loop import run_loop
 from pd.proxy.processes.connections import HandedConnections
 from pd.proxy.processes.link import Link, LinkClosedError
 from pd.proxy.processes.messages import (
+    OUTCOMES,
+    TAKEN,
+    TO_CHILD,
     ClaimRids,
     Failed,
     Perform,
@@ -42,6 +44,8 @@ from pd.proxy.shared import Shared
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
+    from pd.proxy.actions import Action, Outcome
+
 _COUNT_SECONDS = 0.1
 
 
@@ -54,7 +58,7 @@ class Child:
         self._connections = HandedConnections(handed)
         self._ledger = ledger
         self._count = count
-        self._link: Link[ToChild] = Link(link, ToChild, self._handle)
+        self._link: Link[ToChild] = Link(link, TO_CHILD, self._handle)
         self._start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
         self._proxy: Proxy | None = None
         self._counting: asyncio.Task[None] | None = None
@@ -114,7 +118,7 @@ class Child:
     async def _everywhere(self, action: Action) -> list[object]:
         """:class:`pd.proxy.actions.Everywhere`, by way of the parent."""
         try:
-            asked = self._link.ask(PerformEverywhere(action), list[Outcome])
+            asked = self._link.ask(PerformEverywhere(action), OUTCOMES)
             outcomes: list[Outcome] = await asked
         except LinkClosedError:
             raise UnavailableError("the proxy is shutting down") from None
@@ -139,7 +143,7 @@ class _Claims:
     async def held(self, owner: str, rids: Iterable[str]) -> AsyncIterator[None]:
         names = list(rids)
         try:
-            taken: str | None = await self._link.ask(ClaimRids(owner, names), str | None)
+            taken = await self._link.ask(ClaimRids(owner, names), TAKEN)
         except LinkClosedError:
             raise UnavailableError("the proxy is shutting down") from None
         if taken is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 M = TypeVar("M")
+R = TypeVar("R")
 
 _LENGTH_BYTES = 4
 
@@ -33,6 +34,9 @@ class _Frame(msgspec.Struct, array_like=True):
     body: msgspec.Raw
 
 
+_FRAMES = msgspec.msgpack.Decoder(_Frame)
+
+
 class Link(Generic[M]):
     """One end. Everything runs on the event loop.
 
@@ -40,17 +44,17 @@ class Link(Generic[M]):
     is called with a message and a function that takes the reply, then or later.
 
     Args:
-        incoming: type of the messages that come.
+        incoming: of the messages that come.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        incoming: Any,
+        incoming: msgspec.msgpack.Decoder[M],
         on_message: Callable[[M, Callable[[object], None]], None],
     ) -> None:
         self._socket = sock
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(incoming)
+        self._incoming = incoming
         self._on_message = on_message
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -82,16 +86,15 @@ class Link(Generic[M]):
         """Send a message that needs no reply."""
         self._send(_Frame(0, False, _encode(message)))
 
-    async def ask(self, message: object, reply: Any) -> Any:
-        """Send a message and wait for the reply, which is of the type ``reply``. Raises
-        LinkClosedError."""
+    async def ask(self, message: object, reply: msgspec.msgpack.Decoder[R]) -> R:
+        """Send a message and wait for its reply. Raises LinkClosedError."""
         if self._writer is None:
             raise LinkClosedError
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send(_Frame(number, False, _encode(message)))
         try:
-            return msgspec.msgpack.decode(await future, type=reply)
+            return reply.decode(await future)
         finally:
             del self._waiting[number]
 
@@ -101,14 +104,14 @@ class Link(Generic[M]):
             self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
     def _handle(self, data: bytes) -> None:
-        frame = msgspec.msgpack.decode(data, type=_Frame)
+        frame = _FRAMES.decode(data)
         if not frame.is_reply:
 
             def reply(value: object) -> None:
                 if frame.number:
                     self._send(_Frame(frame.number, True, _encode(value)))
 
-            self._on_message(self._decoder.decode(frame.body), reply)
+            self._on_message(self._incoming.decode(frame.body), reply)
         elif (future := self._waiting.get(frame.number)) is not None and not future.done():
             future.set_result(frame.body)
 

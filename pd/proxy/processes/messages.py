@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pd.proxy.actions import Action
+from pd.proxy.actions import Action, Outcome
 from pd.proxy.config import ProxyConfig
 
 # ---- parent to child
@@ -75,3 +75,11 @@ class ReleaseRids(msgspec.Struct, tag=True):
 
 
 ToParent = Started | Failed | PerformEverywhere | ClaimRids | ReleaseRids
+
+# Types are learned here, where one thread runs.
+TO_CHILD: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+TO_PARENT: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+OUTCOME = msgspec.msgpack.Decoder(Outcome)
+OUTCOMES = msgspec.msgpack.Decoder(list[Outcome])
+# The name that is in use already, if any is.
+TAKEN: msgspec.msgpack.Decoder[str | None] = msgspec.msgpack.Decoder(str | None)

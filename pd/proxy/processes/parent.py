@@ -21,7 +21,7 @@ from pd.core.errors import SetupError, UsageError
 from pd.core.node_info import Role
 from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker, SetRole
 from pd.proxy.ledger import Ledger
-from pd.proxy.metric_families import Family, counted, merge
+from pd.proxy.metric_families import Family, counted, families_from, merge
 from pd.proxy.processes.acceptor import Acceptor
 from pd.proxy.processes.claims import Claims
 from pd.proxy.processes.messages import (
@@ -242,13 +242,13 @@ class ProxyProcesses:
 
     def _merge_metrics(self, outcomes: dict[ChildProcess, Outcome]) -> list[Family]:
         for child, outcome in outcomes.items():
-            child.families = msgspec.convert(outcome.value, list[Family])
+            child.families = families_from(outcome.value)
         return merge([self._counted, *(child.families for child in self._serving())])
 
     def _record(self, action: Action, outcome: Outcome) -> None:
         """Note which nodes children are given that are started from now on."""
         if isinstance(action, (AddWorker, SetRole)) and outcome.value is not None:
-            entry = msgspec.convert(outcome.value, _Entry)
+            entry = _ENTRIES.decode(msgspec.msgpack.encode(outcome.value))
             self._set_nodes(entry.url, entry.role)
         elif isinstance(action, RemoveWorker):
             self._set_nodes(action.url, None)
@@ -266,3 +266,6 @@ class _Entry(msgspec.Struct):
 
     url: str
     role: Role
+
+
+_ENTRIES = msgspec.msgpack.Decoder(_Entry)

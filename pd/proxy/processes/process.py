@@ -9,15 +9,21 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from pd.proxy.actions import Outcome
 from pd.proxy.processes.connections import HandingSocket
 from pd.proxy.processes.link import Link, LinkClosedError
-from pd.proxy.processes.messages import Perform, RequestStop, Start, ToParent
+from pd.proxy.processes.messages import (
+    OUTCOME,
+    TO_PARENT,
+    Perform,
+    RequestStop,
+    Start,
+    ToParent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.proxy.actions import Action
+    from pd.proxy.actions import Action, Outcome
     from pd.proxy.metric_families import Family
 
 log = logging.getLogger(__name__)
@@ -63,7 +69,7 @@ class ChildProcess:
             )
         self.connections = HandingSocket(handing)
         self._link: Link[ToParent] = Link(
-            link, ToParent, lambda message, reply: on_message(self, message, reply)
+            link, TO_PARENT, lambda message, reply: on_message(self, message, reply)
         )
 
     @property
@@ -85,7 +91,7 @@ class ChildProcess:
 
     async def perform(self, action: Action, seconds: float) -> Outcome | None:
         """What it says about an action; None if it ends or does not answer in time."""
-        asked = self._link.ask(Perform(action), Outcome)
+        asked = self._link.ask(Perform(action), OUTCOME)
         try:
             outcome: Outcome = await asyncio.wait_for(asked, seconds)
         except LinkClosedError:
