@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd.core.request import Request, Sequence
+    from pd.core.step_cost import StepShape
     from pd.scheduling.core import NodeCore
     from pd.scheduling.decode import DecodeScheduler
     from pd.scheduling.prefill import PrefillScheduler
@@ -66,12 +67,24 @@ class CombinedScheduler:
         if self.slices is None:
             budget = max(config.chunked_prefill_size - len(batch), 1)
         else:
-            budget = self.slices.tokens(shape_of(batch), self.prefill.next_position)
+            budget = self.slices.tokens(self._answers(batch), self.prefill.next_position)
         chunks = self.prefill.plan(budget, config.max_running_requests - running)
         if self._sending is not None:
             for work in chunks:
                 self._sending.open(work.sequence.request)
         return batch + chunks
+
+    def _answers(self, batch: list[Work]) -> StepShape:
+        """Answers that wait for the step that is being planned: those that it continues, and those
+        of prompts whose last chunk is under way, which it delays by all of its time."""
+        shape = shape_of(batch)
+        assert self.prefill is not None
+        for request in self.prefill.ending():
+            if request.outgoing is None and request.params.max_tokens > 1:
+                count = request.params.n
+                context = shape.context + count * len(request.prompt)
+                shape = shape._replace(streams=shape.streams + count, context=context)
+        return shape
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called while a step is launched and not accounted for. It may

@@ -133,6 +133,10 @@ class PrefillScheduler:
         oldest = next((request for request in self.running if self._left(request)), None)
         return 0 if oldest is None else len(oldest.prompt) - self._left(oldest)
 
+    def ending(self) -> Iterator[Request]:
+        """Requests whose last chunk is under way."""
+        return (request for request in self.running if not self._left(request))
+
     def plan(self, budget: int, max_running: int) -> list[Work]:
         """Chunks of at most ``budget`` tokens in all.
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+from prefill_bench import PrefillBench
 
 from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs
+from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.cost_model import CostModel
 from pd.scheduling.slices import PromptSlices
 
@@ -152,3 +156,25 @@ def test_prompts_get_on_beside_answers_that_miss_the_objective_anyway() -> None:
 
 def test_without_an_objective_it_follows_from_the_models_speed() -> None:
     assert slices().itl == pytest.approx(3 * DEVICE.seconds(StepShape(0, 0, 32, 32 * 2048)))
+
+
+@pytest.mark.parametrize(("max_tokens", "is_sliced"), [(1, False), (2, True)])
+def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
+    max_tokens: int, is_sliced: bool
+) -> None:
+    """The second token waits for the step that is planned ahead."""
+    bench = PrefillBench(pages=4096)
+    config = SimpleNamespace(chunked_prefill_size=8192, max_running_requests=256)
+    costs = CostModel()
+    costs.cost = DEVICE
+    core: Any = SimpleNamespace(costs=costs, memory=bench.memory, config=config)
+    decode: Any = SimpleNamespace(plan=list, running=[], needs_memory=False)
+    scheduler = CombinedScheduler(core, bench.scheduler, decode)
+    assert scheduler.slices is not None
+    scheduler.slices.wanted = 0.02
+    bench.add(range(100), params={"max_tokens": max_tokens})
+    (last_chunk,) = scheduler.plan()
+    assert last_chunk.stop == 100
+    bench.add(range(1000, 9000))
+    (ahead,) = scheduler.plan()
+    assert (ahead.stop < 1000) == is_sliced
