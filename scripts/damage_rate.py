@@ -84,7 +84,8 @@ class Pair:
         for node in self._nodes:
             node.start()
         urls = {role: [node.url] for role, node in zip(_ROLES, self._nodes, strict=True)}
-        self._proxy = ProxyThread(ProxyConfig(**urls, port=0))
+        # Failover would answer in spite of damage that is noticed.
+        self._proxy = ProxyThread(ProxyConfig(**urls, port=0, failover="off"))
 
     def __enter__(self) -> Pair:
         self._proxy.start()

@@ -6,25 +6,35 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import failover
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "failover.py"
 SECONDS = 25.0
+
+
+@pytest.fixture(scope="module")
+def failover() -> Any:
+    spec = util.spec_from_file_location("failover", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("phase", ["kills", "restarts"])
-def test_no_request_fails(checkpoint: Callable[[str], Path], seed: int, phase: str) -> None:
+def test_no_request_fails(
+    failover: Any, checkpoint: Callable[[str], Path], seed: int, phase: str
+) -> None:
     rng, model = random.Random(seed), checkpoint("qwen3")
     cases = failover.make_cases(model, rng)
     args = argparse.Namespace(seconds=SECONDS, clients=4)

@@ -46,7 +46,8 @@ def answer_in(response: httpx.Response) -> str:
 def serve(cluster: Cluster) -> ProxyThread:
     roles = ("prefill", "decode", "unified")
     urls = {role: [n.url for n in getattr(cluster, role)] for role in roles}
-    return ProxyThread(ProxyConfig(**urls, port=0))
+    """Without failover, which would answer in spite of a damaged page that is noticed."""
+    return ProxyThread(ProxyConfig(**urls, port=0, failover="off"))
 
 
 def settings(**more: Any) -> dict[str, Any]:

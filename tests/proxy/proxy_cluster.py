@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from fake_node import FakeNode
+from fake_node import FakeNode, wait_until
 
 from pd.proxy.config import ProxyConfig
 from pd.proxy.processes.parent import ProxyProcesses
@@ -56,6 +56,11 @@ class Cluster:
         """An HTTP client of a proxy (of a new one)."""
         proxy = proxy or self.proxy(**options)
         return self._stack.enter_context(httpx.Client(base_url=proxy.url, timeout=20))
+
+
+def wait_for_all(client: httpx.Client) -> None:
+    """Wait until requests may go to every node. A proxy is ready with the first that suffice."""
+    wait_until(lambda: all(w["ready"] for w in client.get("/workers").json()["workers"]))
 
 
 def read_events(response: httpx.Response) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from fake_node import EOS, wait_until
+from proxy_cluster import wait_for_all
 
 from pd.core.messages import Finish, Stages
 from pd.core.sampling_params import choice_seed
@@ -362,6 +363,7 @@ def test_a_node_that_fails_its_requests_is_taken_out_and_let_back_in(cluster: Cl
     bad, good = (cluster.node("unified", auto=False) for _ in range(2))
     good.auto = True
     client = cluster.client(failover="on", policy="round_robin", text=False)
+    wait_for_all(client)
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
 
     def ask(count: int) -> None:

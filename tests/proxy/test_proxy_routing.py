@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_node import wait_until
+from proxy_cluster import wait_for_all
 
 from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
 from pd.proxy.prediction import Demand
@@ -234,6 +235,7 @@ def test_a_conversation_stays_on_its_nodes(cluster: Cluster) -> None:
         cluster.pair()
     proxy = cluster.proxy()
     client = cluster.client(proxy)
+    wait_for_all(client)
     conversations = [[100 * i + j for j in range(20)] for i in range(3)]
     rooms: list[list[bytes]] = [[], [], []]
     for _ in range(3):
