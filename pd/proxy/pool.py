@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
+# How long a node that has not proved itself keeps others from the message port that it names.
+TURN_SECONDS = 2.5
 # A worker costs a poll a second, four heartbeats a second and three sockets.
 MAX_WORKERS = 256
 # A refused connection proves a death only together with silence, or if messages are refused, too: a
@@ -240,15 +242,20 @@ class WorkerPool:
                     return other
         return None
 
-    def _make_way(self, worker: Worker, info: ServerInfo) -> None:
+    def _make_way(self, worker: Worker, info: ServerInfo) -> bool:
         """Close channels to a message port that another worker is about to open: the two would
-        take each other's place there. The one that proves itself until the next poll keeps it."""
+        take each other's place there. Each has the port for a while, in which it may prove itself
+        and keep it. False if another one's while is not over."""
         for other in self.workers:
             if other is worker or other.channel is None or other.claimed is None:
                 continue
             if other.claimed.endpoints.zmq == info.endpoints.zmq:
+                if time.monotonic() - other.last_heard < TURN_SECONDS:
+                    worker.problem = f"{other.url} has the same message port"
+                    return False
                 other.channel.close()
                 other.channel, other.problem = None, f"{worker.url} has the same message port"
+        return True
 
     async def _meet(self, worker: Worker, info: ServerInfo) -> None:
         """A new instance answers at the URL, so what went to the old one is lost; or one that was
@@ -260,7 +267,8 @@ class WorkerPool:
             worker.claimed = None
             worker.problem = f"is instance {info.instance_id}, which is in use as {other.url}"
             return
-        self._make_way(worker, info)
+        if not self._make_way(worker, info):
+            return
         worker.claimed = info
         worker.tree = None
         try:

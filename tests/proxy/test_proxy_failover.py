@@ -68,7 +68,9 @@ def two_pairs(cluster: Cluster, **options: Any) -> httpx.Client:
     for _ in range(2):
         cluster.pair(auto=False)
     options = {"failover": "on", "policy": "round_robin", "text": False} | options
-    return cluster.client(**options)
+    client = cluster.client(**options)
+    wait_for_all(client)
+    return client
 
 
 def asked_of(nodes: list[FakeNode], count: int = 1) -> tuple[FakeNode, Generate]:
