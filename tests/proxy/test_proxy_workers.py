@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from fake_node import FakeNode, wait_until
-from proxy_cluster import read_events
+from proxy_cluster import read_events, wait_for_all
 
 from pd.core.messages import ErrorInfo, Failed, Finish, NodeHeartbeat
 
@@ -175,6 +175,7 @@ def test_one_nodes_death_leaves_other_pairs_alone(
     cluster.pair(auto=False)
     cluster.pair(auto=False)
     proxy = cluster.proxy(policy="round_robin")
+    wait_for_all(cluster.client(proxy))
     results = [background.submit(post, proxy.url) for _ in range(2)]
     for node in cluster.prefill + cluster.decode:
         node.wait_generate()
