@@ -52,7 +52,7 @@ class History(NamedTuple):
     avoided: frozenset[Worker] = frozenset()
 
 
-# Of a first attempt.
+# A first attempt has this history.
 FIRST = History()
 
 

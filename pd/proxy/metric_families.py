@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-# Of these the smallest value of all processes counts: when the first of them began to count, and
+# The smallest value of all processes counts for these: when the first of them began to count, and
 # whether all of them can use a node.
 _SMALLEST = ("_created", "_up")
 

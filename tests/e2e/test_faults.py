@@ -1,4 +1,4 @@
-"""Whoever dies, without failover: requests concerned end with an error within 5 s, others go on,
+"""Without failover, whichever process dies, the requests concerned end with an error within 5 s, others go on,
 survivors stay healthy, the restarted process is used again, and no page is lost. Real processes
 throughout.
 

@@ -24,7 +24,7 @@ def delay() -> Delay:
 
 @pytest.fixture
 def watch(delay: Delay) -> StepWatch:
-    """Of a node whose steps take 10 ms for each token."""
+    """The watch of a node whose steps take 10 ms for each token."""
     watch = StepWatch(delay, Compiling())
     watch.observe(0.01, 1)
     watch.observe(0.1, 1000)
