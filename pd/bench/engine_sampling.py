@@ -37,8 +37,9 @@ def schema() -> Grammar:
 def sampling_params(sampling: Sampling, index: int, max_tokens: int) -> SamplingParams:
     """Parameters of the request at ``index`` of a batch.
 
-    ``greedy`` and ``penalties`` draw nothing at random; only request 0 of ``penalties`` has any. The rest is drawn at temperature 1: ``filters`` with top-k and top-p, ``schema`` from what
-    the JSON schema allows.
+    ``greedy`` and ``penalties`` draw nothing at random; only request 0 of ``penalties`` has any.
+    The rest is drawn at temperature 1: ``filters`` with top-k and top-p, ``schema`` from what the
+    JSON schema allows.
     """
     common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "seed": index}
     if sampling == "greedy":

@@ -1,6 +1,6 @@
-"""Without failover, whichever process dies, the requests concerned end with an error within 5 s, others go on,
-survivors stay healthy, the restarted process is used again, and no page is lost. Real processes
-throughout.
+"""Without failover, whichever process dies, the requests concerned end with an error within 5 s,
+others go on, survivors stay healthy, the restarted process is used again, and no page is lost. Real
+processes throughout.
 
 Partitions, which need two hosts, are in ``test_hosts.py``.
 """
