@@ -19,6 +19,8 @@ import json
 import shlex
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +50,12 @@ def main() -> int:
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name in ["none", *args.drafters]:
-        with deployment(name, "on", args.devices, args.flags) as (url, _):
+    names = ["none", *args.drafters]
+    # All start at once, since starting takes longer than asking; they are asked in turn.
+    with ExitStack() as running, ThreadPoolExecutor(len(names)) as starting:
+        started = [deployment(name, "on", args.devices, args.flags) for name in names]
+        urls = [url for url, _ in starting.map(running.enter_context, started)]
+        for name, url in zip(names, urls, strict=True):
             asked = [each for of in SETS for each in questions_of(of, args.examples)]
             prompts = [tokenized(url, messages) for messages in asked]
             server = Server(url, None)
