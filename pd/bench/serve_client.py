@@ -62,7 +62,7 @@ class Reception(load.Reception):
                 return found
             for choice in event["choices"]:
                 ids = choice.get("token_ids")
-                count = bool(choice["text"]) if ids is None else len(ids)
+                count = int(bool(choice["text"])) if ids is None else len(ids)
                 if count:
                     found.times.append(at)
                     found.counts.append(count)

@@ -14,7 +14,20 @@ from pd.cli import bench
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = ["--rounds", "1", "--streams", "3", "--tokens", "6", "--step", "5", "--requests", "10"]
+SMALL = [
+    "--rounds",
+    "1",
+    "--streams",
+    "3",
+    "--tokens",
+    "6",
+    "--step",
+    "5",
+    "--requests",
+    "10",
+    "--workers",
+    "2",
+]
 
 
 def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +42,9 @@ def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("stream", "pd"),
         ("long text", "pd"),
         ("saturated", "pd"),
+        ("saturated", "pd"),
     ]
+    assert [row.get("workers") for row in rows[-2:]] == [None, 2]
     for row in rows:
         assert row["cpu_us"] > 0
         if "added_p50_ms" in row:
@@ -37,13 +52,24 @@ def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
 
 
+def streamed(times: list[float], counts: list[int], sent: list[float], begun: float) -> Streamed:
+    answer = BenchCompletion(0.0, times=times, counts=counts)
+    return Streamed([answer], ["r"], begun, 0.0, 1.0, 3, sent={"r_0": sent})
+
+
 def test_tokens_of_one_event_were_sent_one_after_the_other() -> None:
-    answer = BenchCompletion(0.0, times=[1.0, 3.0], counts=[1, 2])
-    found = Streamed([answer], ["r"], 0.0, 1.0, 3)
-    assert added_seconds(found, {"r_0": [0.5, 1.5, 2.75]}) == [0.5, 1.5, 0.25]
+    found = streamed([1.0, 3.0], [1, 2], [0.5, 1.5, 2.75], begun=0.0)
+    assert added_seconds(found) == [0.5, 1.5, 0.25]
 
 
-@pytest.mark.parametrize("flag", ["--streams", "--tokens", "--requests", "--rounds", "--step"])
+def test_tokens_that_were_sent_while_streams_began_do_not_count() -> None:
+    assert added_seconds(streamed([9.0, 3.0], [1, 1], [0.5, 2.75], begun=1.0)) == [0.25]
+    assert added_seconds(streamed([9.0], [1], [0.5], begun=1.0)) == [8.5]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--streams", "--tokens", "--requests", "--rounds", "--step", "--workers", "--clients"]
+)
 def test_nothing_to_measure_is_an_error(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(["proxy", flag, "0"]) == 2
     assert "must be above 0" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from pd.bench.proxy import Running, proxy_in_front
+from pd.bench.proxy_processes import Running, proxy_in_front
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -1,0 +1,172 @@
+"""Processes of ``pd-bench proxy``: the proxy, nodes without a model, servers to compare with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import httpx
+import msgspec
+
+from pd.bench.proxy_load import PROSE
+from pd.bench.proxy_nodes import NodeScript
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+T = TypeVar("T")
+
+_START_SECONDS = 60.0
+
+
+class Running:
+    """A process that listens, with its children."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of all threads that live, those of children included."""
+        total = 0
+        for pid in [self.process.pid, *children(self.process.pid)]:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                total += int((thread / "schedstat").read_text().split()[0])
+        return total * 1e-9
+
+    def tell(self, message: msgspec.Struct | None) -> None:
+        """Write a line of JSON to the process, or an empty one."""
+        assert self.process.stdin is not None
+        line = "" if message is None else msgspec.json.encode(message).decode()
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, type: type[T]) -> T:
+        """The next line of the process, in JSON. Raises SetupError if it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SetupError(f"process {self.process.pid} of the benchmark has ended")
+        return msgspec.json.decode(line, type=type)
+
+    def ask(self) -> dict[str, list[float]]:
+        """What a scripted node sent since it was asked last: times by request."""
+        self.tell(None)
+        return self.hear(dict[str, list[float]])
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        # A process may end meanwhile.
+        with suppress(OSError):
+            if entry.name.isdigit():
+                # The name of the program, in parentheses, may hold anything.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == pid:
+                    found.append(int(entry.name))
+    return found
+
+
+@contextmanager
+def started(module: str, *arguments: str, first_line: str = "") -> Iterator[Running]:
+    """A Python process, killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        if first_line:
+            assert process.stdin is not None
+            process.stdin.write(first_line + "\n")
+            process.stdin.flush()
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SetupError(f"{module} {shlex.join(arguments)} did not start")
+        yield Running(process, str(json.loads(line)["url"]))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def router_in_front(program: str, worker: Running) -> Iterator[Running]:
+    """SGLang's router before a server. Raises SetupError if it does not serve."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [program, "launch", "--worker-urls", worker.url, "--host", "127.0.0.1"]
+    command += ["--port", port, "--policy", "round_robin", "--log-level", "error"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        running = Running(process, f"http://127.0.0.1:{port}")
+        _wait_until_ready(f"{running.url}/readiness", program)
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_ready(url: str, name: str) -> None:
+    """Wait for an answer of status 200. Raises SetupError if none comes in time."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(url).status_code == 200:
+                return
+        if time.monotonic() > deadline:
+            raise SetupError(f"{name} was not ready within {_START_SECONDS:g} s")
+        time.sleep(0.05)
+
+
+@contextmanager
+def proxy_in_front(
+    step: float, *, workers: int = 1, nodes: int = 1
+) -> Iterator[tuple[Running, list[Running]]]:
+    """A proxy that is ready, and its scripted nodes.
+
+    Args:
+        step: seconds between two tokens of a request.
+        workers: processes of the proxy.
+    """
+    from tokenizers import Tokenizer
+
+    from pd.embedded import EMBEDDED_MODEL
+
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    script = NodeScript(
+        model_path=str(EMBEDDED_MODEL),
+        vocab_size=tokenizer.get_vocab_size(),
+        context_length=1 << 17,
+        token_ids=tokenizer.encode(PROSE, add_special_tokens=False).ids,
+        step_seconds=step,
+    )
+    with ExitStack() as stack:
+        line = msgspec.json.encode(script).decode()
+        running = [
+            stack.enter_context(started("pd.bench.proxy_nodes", first_line=line))
+            for _ in range(nodes)
+        ]
+        flags = ["proxy", "--port", "0", "--log-level", "error", "--workers", str(workers)]
+        for node in running:
+            flags += ["--unified", node.url]
+        proxy = stack.enter_context(started("pd.cli", *flags))
+        _wait_until_ready(f"{proxy.url}/readiness", "the proxy")
+        yield proxy, running
