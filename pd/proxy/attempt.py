@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pd.core.messages import ROOM_BYTES
 from pd.core.sampling_params import choice_seed
 from pd.proxy.generation import Failover
+from pd.proxy.suspicion import STEP_TOKENS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pd.core.messages import Output
     from pd.core.sampling_params import SamplingParams
     from pd.proxy.generation import Choice, Generation
+    from pd.proxy.suspicion import Death, Request
     from pd.proxy.worker import Worker
 
     IntArray = npt.NDArray[np.int32]
@@ -42,13 +44,17 @@ class History(NamedTuple):
     Attributes:
         losses: how many of them were lost.
         reason: why the last of them was lost, or moved; empty without any.
-        died_at: tokens that there were when a node died in a step of one of them; None if none has.
+        deaths: those of nodes that died one after the other with one of them in their steps, while
+            it got no further.
+        died_at: tokens of the longest choice at the last of these; None stands for those with
+            which the attempt begins.
         avoided: nodes on which they were lost.
     """
 
     losses: int = 0
     reason: str = ""
-    died_at: int | None = None
+    deaths: tuple[Death, ...] = ()
+    died_at: int | None = 0
     avoided: frozenset[Worker] = frozenset()
 
 
@@ -90,12 +96,14 @@ class Attempt:
         self.decode: Worker | None = None
         self.is_whole = is_whole
         self.asked = _all_choices(generation) if is_whole else _one_choice(generation, choices[0])
+        self._begins_at = 0 if is_whole else len(choices[0].output_ids)
+        if history.died_at is None:
+            history = history._replace(died_at=self._begins_at)
         self.history = history
         self.uncached_tokens = 0
         self.progress = 0
         self.decode_spoke = False
         self._first_spoke: set[int] = set()
-        self._begins_at = 0 if is_whole else len(choices[0].output_ids)
         self._has_added = False
 
     @property
@@ -113,9 +121,15 @@ class Attempt:
         return self.decode is None or not (self.prompt_computed and self.decode_spoke)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that its choices have."""
-        return sum(len(choice.output_ids) for choice in self.choices)
+    def has_got_on(self) -> bool:
+        """Whether it got further since the last death than one step gets."""
+        tokens = max(len(choice.output_ids) for choice in self.choices)
+        return tokens - (self.history.died_at or 0) > STEP_TOKENS
+
+    @property
+    def request(self) -> Request:
+        """Names the client's request."""
+        return self.generation.job.owner, self.generation.job.rid
 
     def is_computed_by(self, worker: Worker) -> bool:
         """Whether a node's steps may have the attempt in them."""

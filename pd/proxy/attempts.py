@@ -45,16 +45,24 @@ class Attempts:
         """The attempt with this room, if it is under way."""
         return self._rooms.get(room)
 
-    def open(self, attempt: Attempt, preferred: Worker | None = None) -> None:
-        """Choose nodes for an attempt, which is then to be sent. Raises UnavailableError without
-        any.
+    def open(
+        self,
+        attempt: Attempt,
+        preferred: Worker | None = None,
+        occupied: frozenset[Worker] = frozenset(),
+    ) -> bool:
+        """Choose nodes for an attempt, which is then to be sent. False if the only ones are
+        occupied. Raises UnavailableError without any.
 
         Args:
             preferred: the node that computes the prompt, if it can.
+            occupied: nodes to which the attempt must not go now.
         """
         generation, asked = attempt.generation, attempt.asked
         demand = _demand(attempt)
-        route = self._route(attempt, demand, preferred)
+        route = self._route(attempt, demand, preferred, occupied)
+        if route.first in occupied or route.decode in occupied:
+            return False
         attempt.first, attempt.decode = route.first, route.decode
         generation.holder = route.decode or route.first
         cached = route.first.tree.match(*demand.prompt) if route.first.tree else 0
@@ -71,31 +79,42 @@ class Attempts:
             worker.breaker.began(attempt)
             self._metrics.routing.labels(worker.role, reason).inc()
             self._router.policy.computed(worker, demand.prompt)
+        return True
 
-    def _route(self, attempt: Attempt, demand: Demand, preferred: Worker | None) -> Route:
+    def _route(
+        self,
+        attempt: Attempt,
+        demand: Demand,
+        preferred: Worker | None,
+        occupied: frozenset[Worker],
+    ) -> Route:
         """Choose nodes whose connections stand. A node that died a moment ago is found out here,
         before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
         while True:
-            route = self._choose(attempt, demand, preferred)
+            route = self._choose(attempt, demand, preferred, occupied)
             nodes = [node for node in (route.first, route.decode) if node is not None]
             if all([node.can_be_reached(self._instance_id) for node in nodes]):
                 return route
 
-    def _choose(self, attempt: Attempt, demand: Demand, preferred: Worker | None) -> Route:
-        model = attempt.generation.spec.model
+    def _choose(
+        self,
+        attempt: Attempt,
+        demand: Demand,
+        preferred: Worker | None = None,
+        occupied: frozenset[Worker] = frozenset(),
+    ) -> Route:
+        model, avoided = attempt.generation.spec.model, attempt.history.avoided | occupied
         try:
-            return self._router.route(
-                model, demand, preferred=preferred, avoided=attempt.history.avoided
-            )
+            return self._router.route(model, demand, preferred=preferred, avoided=avoided)
         except UnavailableError:
             if not attempt.asked.produced:
                 raise
-        return self._router.route_alone(model, demand.prompt, attempt.history.avoided)
+        return self._router.route_alone(model, demand.prompt, avoided)
 
     def have_nodes(self, attempt: Attempt) -> bool:
         """Whether there are nodes that could take an attempt, or one that follows it."""
         try:
-            self._choose(attempt, _demand(attempt), None)
+            self._choose(attempt, _demand(attempt))
         except UnavailableError:
             return False
         return True

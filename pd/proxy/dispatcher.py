@@ -250,16 +250,19 @@ class Dispatcher:
         """Wait until no request is served."""
         await self._idle.wait()
 
-    def worker_lost(self, worker: Worker, reason: str) -> None:
-        """Have others take over what depended on a node that died or was restarted."""
+    def worker_lost(self, worker: Worker, reason: str, *, died: bool) -> None:
+        """Have others take over what depended on a node that died or was restarted.
+
+        Args:
+            died: its process seems to have ended or to hang, and it was not asked to.
+        """
         message = f"{worker.role} node {worker.instance_id} at {worker.url} was lost: {reason}"
         for attempt in list(worker.active):
             if worker is attempt.first and not attempt.needs_first:
                 worker.active.pop(attempt, None)
             elif attempt.generation.finished:
                 self._settle(attempt.generation)
-            else:
-                self._failovers.died(attempt, worker, NodeFailedError(message))
+        self._failovers.node_lost(worker, NodeFailedError(message), died=died)
 
     def heard_from(self, worker: Worker) -> None:
         """A node has told its state."""
@@ -364,6 +367,8 @@ class Dispatcher:
             self._fail(generation, PDError(INTERNAL))
             return
         worker.breaker.succeeded(attempt)
+        if attempt.history.deaths:
+            self._failovers.got_output(attempt)
         if added:
             assert choice.last_token_at is not None
             self._metrics.tokens_arrived(generation, added, choice.last_token_at, previous)

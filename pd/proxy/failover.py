@@ -12,6 +12,7 @@ from pd.core.messages import HEARTBEAT_INTERVAL
 from pd.proxy.attempt import Attempt, History
 from pd.proxy.attempts import connection_lost
 from pd.proxy.breaker import STUCK
+from pd.proxy.suspicion import Suspicion, Trials, is_suspected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pd.proxy.attempts import Attempts
     from pd.proxy.generation import Generation
     from pd.proxy.metrics import Metrics
+    from pd.proxy.suspicion import Death
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -27,9 +29,6 @@ log = logging.getLogger(__name__)
 # How long a request that lost its nodes waits for others: a node that is started again loads its
 # model meanwhile.
 WAIT_SECONDS = 60.0
-# An answer that got no further than this between the deaths of two nodes, in whose steps it was,
-# may be what they died of.
-STEP_TOKENS = 1
 
 
 class Failovers:
@@ -55,20 +54,42 @@ class Failovers:
         # Attempts for which there is no node: the error of those before them, and when they began
         # to wait.
         self._waiting: dict[Attempt, tuple[PDError, float]] = {}
+        self._suspicion, self._trials = Suspicion(), Trials()
+        # Suspected attempts whose turn to be tried has not come, and the errors of those before.
+        self._turns: dict[Attempt, PDError] = {}
         self._look: asyncio.TimerHandle | None = None
 
     # ---- what happens to attempts
 
-    def died(self, attempt: Attempt, worker: Worker, error: NodeFailedError) -> None:
-        """A node that an attempt needs died, or is stuck in a step."""
-        died_at, tokens = attempt.history.died_at, attempt.num_tokens
-        if attempt.is_computed_by(worker):
-            if died_at is not None and tokens - died_at <= STEP_TOKENS:
-                message = "; the request was in the step in which a node died, twice"
-                self._give_up(attempt, NodeFailedError(error.message + message), "suspected")
-                return
-            died_at = tokens
-        self.lost(attempt, error, worker, died_at=died_at)
+    def node_lost(self, worker: Worker, error: NodeFailedError, *, died: bool) -> None:
+        """A node has lost its requests.
+
+        Args:
+            died: maybe in a step, of one of them.
+        """
+        attempts = list(worker.active)
+        if not died:
+            for attempt in attempts:
+                self.lost(attempt, error, worker)
+            return
+        in_step = [attempt for attempt in attempts if attempt.is_computed_by(worker)]
+        death = self._suspicion.note(worker.instance_id, (a.request for a in in_step))
+        for attempt in attempts:
+            if attempt in in_step:
+                self._died_with(attempt, worker, error, death)
+            else:
+                self.lost(attempt, error, worker)
+
+    def _died_with(
+        self, attempt: Attempt, worker: Worker, error: NodeFailedError, death: Death
+    ) -> None:
+        """A node died, and an attempt may have been in its step."""
+        deaths = (death,) if attempt.has_got_on else (*attempt.history.deaths, death)
+        if self._is_wanted(attempt) and self._suspicion.convicts(attempt.request, deaths):
+            message = f"; the request was in the steps in which {len(deaths)} nodes died in a row"
+            self._give_up(attempt, NodeFailedError(error.message + message), "suspected")
+            return
+        self.lost(attempt, error, worker, deaths=deaths)
 
     def failed(
         self, attempt: Attempt, worker: Worker, error: PDError, *, of_peer: bool = False
@@ -82,7 +103,7 @@ class Failovers:
             others = [node for node in attempt.nodes if node is not worker]
             for node in others if of_peer else [worker]:
                 node.breaker.failed(attempt, error.message)
-        self.lost(attempt, error, died_at=attempt.history.died_at)
+        self.lost(attempt, error)
 
     def lost(
         self,
@@ -90,13 +111,13 @@ class Failovers:
         error: PDError,
         at: Worker | None = None,
         *,
-        died_at: int | None = None,
+        deaths: tuple[Death, ...] | None = None,
     ) -> None:
         """An attempt is over without success: go on elsewhere, or fail its generation.
 
         Args:
             at: the node that failed; None if it may have been any.
-            died_at: see :class:`pd.proxy.attempt.Attempt`.
+            deaths: see :class:`pd.proxy.attempt.History`; None if no other node died.
         """
         if not self._is_wanted(attempt):
             return
@@ -106,12 +127,13 @@ class Failovers:
         if attempt.history.losses >= self._max_failovers:
             self._give_up(attempt, error, "exhausted")
             return
-        history = History(
+        history = attempt.history._replace(
             losses=attempt.history.losses + 1,
             reason=error.message,
-            died_at=died_at,
             avoided=attempt.history.avoided | ({at} if at is not None else set(attempt.nodes)),
         )
+        if deaths is not None:
+            history = history._replace(deaths=deaths, died_at=None)
         self._go_on(attempt, error, history)
 
     def _move(self, attempt: Attempt, worker: Worker) -> None:
@@ -120,12 +142,8 @@ class Failovers:
         if not self._is_wanted(attempt) or not self._attempts.have_nodes(attempt):
             return
         error = NodeFailedError(f"{worker.role} node {worker.instance_id} is to be empty")
-        history = History(
-            losses=attempt.history.losses,
-            reason=error.message,
-            died_at=attempt.history.died_at,
-            avoided=attempt.history.avoided | {worker},
-        )
+        avoided = attempt.history.avoided | {worker}
+        history = attempt.history._replace(reason=error.message, avoided=avoided)
         self._go_on(attempt, error, history)
 
     @staticmethod
@@ -151,20 +169,50 @@ class Failovers:
 
     def _open(self, attempt: Attempt, error: PDError) -> None:
         """Send an attempt, now or as soon as there are nodes for it."""
+        if is_suspected(attempt):
+            self._turns[attempt] = error
+            self._give_turns()
+        else:
+            self._try_open(attempt, error)
+
+    def _try_open(self, attempt: Attempt, error: PDError) -> bool:
+        """Send an attempt, unless all nodes are occupied by others that are tried."""
+        suspected = is_suspected(attempt)
+        occupied = self._trials.occupied(attempt) if suspected else frozenset()
         try:
-            self._attempts.open(attempt, _sibling(attempt.generation))
+            if not self._attempts.open(attempt, _sibling(attempt.generation), occupied):
+                return False
         except UnavailableError:
             self._waiting.setdefault(attempt, (error, time.monotonic()))
             self._look_later()
-            return
+            return True
         self._waiting.pop(attempt, None)
+        if suspected:
+            self._trials.begin(attempt)
         unreached = self._attempts.send(attempt)
         if unreached is not None:
-            error = connection_lost(unreached)
-            self.lost(attempt, error, unreached, died_at=attempt.history.died_at)
+            self.lost(attempt, connection_lost(unreached), unreached)
+        return True
+
+    def _give_turns(self) -> None:
+        """Try those that are suspected, in their order and as many as there are nodes for."""
+        while self._turns:
+            attempt = next(iter(self._turns))
+            error = self._turns.pop(attempt)
+            if self._is_wanted(attempt) and not self._try_open(attempt, error):
+                self._turns = {attempt: error} | self._turns
+                self._waiting.pop(attempt, None)  # there are nodes
+                self._look_later()
+                return
+
+    def got_output(self, attempt: Attempt) -> None:
+        """An attempt of which a node may have died has output."""
+        if self._turns and not is_suspected(attempt):
+            self._give_turns()
 
     def nodes_changed(self) -> None:
         """A node became ready, or is no more."""
+        self._give_turns()
         for attempt, (error, since) in list(self._waiting.items()):
             if not self._is_wanted(attempt):
                 del self._waiting[attempt]
@@ -184,7 +232,7 @@ class Failovers:
     def _look_again(self) -> None:
         self._look = None
         self.nodes_changed()
-        if self._waiting:
+        if self._waiting or self._turns:
             self._look_later()
 
     # ---- nodes
@@ -196,8 +244,7 @@ class Failovers:
         worker.breaker.stuck = worker.stuck
         if worker.stuck:
             error = NodeFailedError(f"{worker.role} node {worker.instance_id}: {STUCK}")
-            for attempt in list(worker.active):
-                self.died(attempt, worker, error)
+            self.node_lost(worker, error, died=True)
         elif worker.leaving:
             for attempt in list(worker.active):
                 self._move(attempt, worker)

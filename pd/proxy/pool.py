@@ -48,6 +48,7 @@ CONNECT_TRY_SECONDS = 0.01
 LINK_POLL_SECONDS = 0.05
 MIN_POLL_PAUSE = 0.05
 
+_GONE = "its port refuses connections and its heartbeats stopped"
 NO_HEARTBEAT_YET = "no heartbeat yet"
 DEAF = (
     "answers HTTP but not messages: give proxy and node the same --cluster-key-file, and let the "
@@ -72,8 +73,9 @@ class WorkerPool:
         elastic: roles of elastic nodes move to where the demand is.
 
     Callbacks: ``on_message(worker, message)`` for everything but heartbeats; ``on_lost(worker,
-    reason)`` when the instance that requests were sent to is gone; ``on_heartbeat(worker)`` when a
-    worker has told its state; ``on_change()`` when a worker became ready or not.
+    reason, died)`` when what was sent to an instance is lost, and whether it seems to have died;
+    ``on_heartbeat(worker)`` when a worker has told its state; ``on_change()`` when a worker became
+    ready or not.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class WorkerPool:
         itl: float = 0.0,
         elastic: bool = False,
         on_message: Callable[[Worker, AnyMessage], None],
-        on_lost: Callable[[Worker, str], None],
+        on_lost: Callable[[Worker, str, bool], None],
         on_heartbeat: Callable[[Worker], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -215,7 +217,7 @@ class WorkerPool:
         except NotListeningError as error:
             silence = time.monotonic() - worker.last_heard
             if worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
-                self._lose(worker, "its port refuses connections and its heartbeats stopped")
+                self._lose(worker, _GONE, died=True)
             elif not worker.alive:
                 worker.problem = f"cannot connect: {error}"
             return
@@ -261,7 +263,8 @@ class WorkerPool:
         """A new instance answers at the URL, so what went to the old one is lost; or one that was
         lost is there again."""
         if worker.channel is not None:
-            self._lose(worker, f"it was restarted (now instance {info.instance_id})")
+            reason = f"it was restarted (now instance {info.instance_id})"
+            self._lose(worker, reason, died=True)
         other = self._duplicate_of(worker, info)
         if other is not None:
             worker.claimed = None
@@ -344,7 +347,7 @@ class WorkerPool:
                     self._on_change()
                 silence = time.monotonic() - worker.last_heard
                 if worker.alive and silence > LEASE_SECONDS:
-                    self._lose(worker, f"no heartbeat for {silence:.1f} s")
+                    self._lose(worker, f"no heartbeat for {silence:.1f} s", died=True)
                 elif worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
                     self._wake[worker].set()
                 elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
@@ -386,9 +389,14 @@ class WorkerPool:
                 worker.beat(self._sockets.instance_id, meet=self._meetings(worker))
             await asyncio.sleep(LINK_POLL_SECONDS)
 
-    def _lose(self, worker: Worker, reason: str) -> None:
-        """Fail what depends on a worker and meet it anew if it answers: by a new channel, which
-        tells it to forget what came by the old one."""
+    def _lose(self, worker: Worker, reason: str, *, died: bool = False) -> None:
+        """Give up what depends on a worker and meet it anew if it answers: by a new channel, which
+        tells it to forget what came by the old one.
+
+        Args:
+            died: its process seems to have ended or to hang, and it was not asked to.
+        """
+        died = died and not worker.leaving
         if worker.channel is not None:
             worker.channel.close()
             worker.channel, worker.losses = None, None
@@ -401,5 +409,5 @@ class WorkerPool:
         if worker.alive:
             self._heartbeats.remove(worker.instance_id)
         worker.lost(reason)
-        self._on_lost(worker, reason)
+        self._on_lost(worker, reason, died)
         self._on_change()

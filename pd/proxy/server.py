@@ -236,8 +236,8 @@ class Proxy:
     def _on_message(self, worker: Worker, message: AnyMessage) -> None:
         self._dispatcher.receive(worker, message)
 
-    def _on_lost(self, worker: Worker, reason: str) -> None:
-        self._dispatcher.worker_lost(worker, reason)
+    def _on_lost(self, worker: Worker, reason: str, died: bool) -> None:
+        self._dispatcher.worker_lost(worker, reason, died=died)
 
     def _on_heartbeat(self, worker: Worker) -> None:
         self._dispatcher.heard_from(worker)

@@ -4,7 +4,9 @@ see."""
 from __future__ import annotations
 
 import json
+import random
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from proxy_cluster import wait_for_all
 from pd.core.messages import Finish, Stages
 from pd.core.sampling_params import choice_seed
 from pd.proxy.breaker import FAILURES
+from pd.proxy.suspicion import DEATHS_IN_COMPANY
 
 if TYPE_CHECKING:
     import httpx
@@ -62,6 +65,14 @@ class Asked:
     def error(self) -> Any:
         self._thread.join(20)
         return self.events[-1]["error"]
+
+
+def worker_entries(client: httpx.Client) -> list[Any]:
+    return list(client.get("/workers").json()["workers"])
+
+
+def ready_urls(client: httpx.Client) -> list[str]:
+    return [worker["url"] for worker in worker_entries(client) if worker["ready"]]
 
 
 def two_pairs(cluster: Cluster, **options: Any) -> httpx.Client:
@@ -296,8 +307,69 @@ def test_a_request_that_two_nodes_died_of_is_not_given_a_third(cluster: Cluster)
     second.say(second.generates[-1], TOKENS[1:2], position=1)
     asked.wait_tokens(2)
     second.kill()
-    assert "in the step in which a node died, twice" in asked.error()["message"]
+    assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
     assert sum(len(node.generates) for node in nodes) == 2
+
+
+def test_a_poisonous_request_ends_three_nodes_at_most(cluster: Cluster, seed: int) -> None:
+    """A node dies as soon as it has the request; those that were beside it are answered."""
+    rng = random.Random(seed)
+    nodes = [cluster.node("unified", auto=False) for _ in range(6)]
+    client = cluster.client(failover="on", text=False, policy="random", max_failovers=20)
+    wait_for_all(client)
+    poison, answers = [66, 66], list[Any]()
+
+    def ask(prompt: list[int]) -> None:
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}}
+        answers.append(client.post("/generate", json=body))
+
+    prompts = [[5, number] for number in range(24)]
+    prompts.insert(rng.randrange(24), poison)
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    alive, replied = list(nodes), set[bytes]()
+    while any(thread.is_alive() for thread in threads):
+        for node in list(alive):
+            if any(ids_of(request) == poison for request in node.generates):
+                node.kill()
+                alive.remove(node)
+                continue
+            waiting = [r for r in node.generates if r.room not in replied]
+            for request in waiting if rng.random() < 0.2 else []:
+                replied.add(request.room)
+                node.reply(request)
+        time.sleep(0.01)
+    assert len(nodes) - len(alive) <= DEATHS_IN_COMPANY
+    failed = [answer for answer in answers if answer.status_code != 200]
+    assert len(answers) == 25
+    assert ["nodes died in a row" in answer.text for answer in failed] == [True]
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_those_suspected_together_are_tried_one_at_a_time(cluster: Cluster, size: int) -> None:
+    """Two nodes died with all of them in the step; each goes on when the one before has tokens."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    third = cluster.node("unified", auto=False)
+    third.ready = False
+    client = cluster.client(failover="on", text=False, policy="round_robin", max_failovers=9)
+    nodes[1].ready = False
+    wait_until(lambda: [w["ready"] for w in worker_entries(client)] == [True, False, False])
+    asked = [Asked(client, {}) for _ in range(size)]
+    for node, after in zip(nodes, [nodes[1], third], strict=True):
+        node.wait_generate(size)
+        after.ready = True
+        wait_until(lambda after=after: after.url in ready_urls(client))
+        node.kill()
+    for number in range(1, size + 1):
+        request = third.wait_generate(number)
+        beats = sum(third.heartbeats.values())
+        wait_until(lambda beats=beats: sum(third.heartbeats.values()) > beats + 4)
+        assert len(third.generates) == number
+        third.say(request, TOKENS[:2], cached_tokens=0)
+    for request in third.generates:
+        third.say(request, TOKENS[2:], position=2, finish=Finish("length"))
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * size
 
 
 def test_an_answer_that_gets_on_between_deaths_is_given_more_nodes(cluster: Cluster) -> None:

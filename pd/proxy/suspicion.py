@@ -1,0 +1,111 @@
+"""Decides whether a request is what nodes die of, and which requests are tried by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pd.proxy.attempt import Attempt
+    from pd.proxy.worker import Worker
+
+# Deaths in a row after which a request is not given another node: if no other request was in all
+# of these steps, and if others were.
+DEATHS_ALONE = 2
+DEATHS_IN_COMPANY = 3
+# An answer that got no further than this since a death may be what the node died of.
+STEP_TOKENS = 1
+# Deaths of other nodes for so long before a request's first one, and all after it, say that nodes
+# die of something else.
+WINDOW_SECONDS = 30.0
+_MAX_DEATHS = 256
+
+# Owner and rid, which no two requests under way have in common.
+Request = tuple[str, str]
+
+
+class Death(NamedTuple):
+    """A node died, hung or failed a step.
+
+    Attributes:
+        node: its instance id.
+        at: when that was noticed, on the monotonic clock.
+        requests: those which may have been in its step.
+    """
+
+    node: str
+    at: float
+    requests: frozenset[Request]
+
+
+class Suspicion:
+    """Weighs deaths of nodes with a request in their steps against those without it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._deaths: deque[Death] = deque(maxlen=_MAX_DEATHS)
+        self._explained: set[Death] = set()
+
+    def note(self, node: str, requests: Iterable[Request]) -> Death:
+        """Note a death. If a node hangs and dies after its requests went elsewhere, that is one."""
+        present = frozenset(requests)
+        for known in self._deaths:
+            if known.node == node and known.requests >= present:
+                return known
+        death = Death(node, self._clock(), present)
+        self._deaths.append(death)
+        return death
+
+    def convicts(self, request: Request, deaths: tuple[Death, ...]) -> bool:
+        """Whether to give a request no other node.
+
+        The more nodes died without the request, the more have to die with it. Deaths of which it
+        is convicted say nothing in favour of other requests.
+
+        Args:
+            deaths: those in a row, without progress in between, in whose steps it may have been.
+        """
+        if len(deaths) < DEATHS_ALONE:
+            return False
+        in_all = frozenset.intersection(*(death.requests for death in deaths))
+        needed = DEATHS_IN_COMPANY if in_all - {request} else DEATHS_ALONE
+        if len(deaths) < needed + self._deaths_without(request, deaths[0].at):
+            return False
+        self._explained = self._explained.union(deaths).intersection(self._deaths)
+        return True
+
+    def _deaths_without(self, request: Request, since: float) -> int:
+        recent = (d for d in self._deaths if d.at >= since - WINDOW_SECONDS)
+        return sum(request not in d.requests and d not in self._explained for d in recent)
+
+
+class Trials:
+    """Suspected attempts under way, at most one on a node: if the node dies, others that were
+    suspected with this one are not in its step."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[Attempt, None] = {}
+
+    def begin(self, attempt: Attempt) -> None:
+        """An attempt that is suspected was sent to its nodes."""
+        self._attempts[attempt] = None
+
+    def occupied(self, attempt: Attempt) -> frozenset[Worker]:
+        """Nodes on which others than this attempt's request are tried."""
+        for other in [other for other in self._attempts if not _is_tried(other)]:
+            del self._attempts[other]
+        job = attempt.generation.job
+        others = (other for other in self._attempts if other.generation.job is not job)
+        return frozenset(node for other in others for node in other.nodes)
+
+
+def is_suspected(attempt: Attempt) -> bool:
+    """Whether two nodes or more died with an attempt in their steps, and it has not got on."""
+    return len(attempt.history.deaths) > 1 and not attempt.has_got_on
+
+
+def _is_tried(attempt: Attempt) -> bool:
+    return attempt in attempt.generation.attempts and is_suspected(attempt)

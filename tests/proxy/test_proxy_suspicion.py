@@ -1,0 +1,101 @@
+"""Which requests are held to be what nodes die of, on a clock of the test."""
+
+from __future__ import annotations
+
+import random
+
+from pd.proxy.suspicion import DEATHS_IN_COMPANY, WINDOW_SECONDS, Death, Suspicion
+
+R, S, T = (("owner", name) for name in "RST")
+
+
+class Deaths:
+    """Nodes that die, each with these requests in its step, a second after the one before."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.suspicion = Suspicion(lambda: self.now)
+        self._count = 0
+
+    def of(self, *requests: tuple[str, str]) -> Death:
+        self.now += 1.0
+        self._count += 1
+        return self.suspicion.note(f"node {self._count}", requests)
+
+
+def test_what_two_nodes_died_of_alone_is_given_no_third() -> None:
+    deaths = Deaths()
+    first = deaths.of(R)
+    assert not deaths.suspicion.convicts(R, (first,))
+    assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
+def test_a_request_that_was_not_in_every_step_does_not_share_the_suspicion() -> None:
+    deaths = Deaths()
+    row = (deaths.of(R, S), deaths.of(R, T))
+    assert deaths.suspicion.convicts(R, row)
+    assert not deaths.suspicion.convicts(S, row[:1])
+
+
+def test_those_that_were_in_the_same_steps_are_given_one_more_node() -> None:
+    deaths = Deaths()
+    row = (deaths.of(R, S), deaths.of(R, S))
+    assert not deaths.suspicion.convicts(R, row)
+    assert not deaths.suspicion.convicts(S, row)
+    row = (*row, deaths.of(R))
+    assert deaths.suspicion.convicts(R, row)
+    assert len(row) == DEATHS_IN_COMPANY
+
+
+def test_each_death_without_a_request_takes_one_more_with_it() -> None:
+    deaths = Deaths()
+    deaths.of()
+    row = [deaths.of(R)]
+    deaths.of(S)
+    for _ in range(2):
+        row.append(deaths.of(R))
+        assert not deaths.suspicion.convicts(R, tuple(row))
+    row.append(deaths.of(R))
+    assert deaths.suspicion.convicts(R, tuple(row))
+
+
+def test_old_deaths_without_a_request_say_nothing() -> None:
+    deaths = Deaths()
+    deaths.of()
+    deaths.now += WINDOW_SECONDS
+    row = (deaths.of(R), deaths.of(R))
+    assert deaths.suspicion.convicts(R, row)
+
+
+def test_what_one_request_is_convicted_of_says_nothing_in_favour_of_another() -> None:
+    deaths = Deaths()
+    row = (deaths.of(R), deaths.of(R))
+    assert deaths.suspicion.convicts(R, row)
+    row = (deaths.of(S), deaths.of(S))
+    assert deaths.suspicion.convicts(S, row)
+
+
+def test_a_node_that_hangs_and_then_dies_has_died_once() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note("node", [R])
+    assert deaths.suspicion.note("node", []) is first
+    assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
+def test_nodes_killed_at_random_convict_hardly_anybody(seed: int) -> None:
+    """Half of the nodes that die had nothing in a step; the request makes no progress at all."""
+    rng = random.Random(seed)
+    convicted = 0
+    for _ in range(100):
+        deaths, row = Deaths(), list[Death]()
+        for _ in range(6):
+            deaths.of()
+        for _ in range(12):
+            if rng.random() < 0.5:
+                row.append(deaths.of(R, S))
+            else:
+                deaths.of()
+        convicted += any(
+            deaths.suspicion.convicts(R, tuple(row[:end])) for end in range(1, len(row) + 1)
+        )
+    assert convicted <= 5
