@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
-from socket import socketpair
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -19,6 +17,7 @@ from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.errors import HandshakeError, SetupError
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
 from pd.core.numbering import Received, Sent
+from pd.node.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,32 +64,6 @@ class ControlHandler(Protocol):
         millisecond later, since a transfer is about to complete."""
 
 
-class _Wakeup:
-    """Wakes a thread that polls it. ``send`` may be called by any thread, also after the end."""
-
-    def __init__(self) -> None:
-        # NOTE: sockets, not a pipe: they know that they are closed, while the number of a closed
-        # descriptor may belong to another file by the time a late caller writes to it.
-        self._reader, self._writer = socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def send(self) -> None:
-        # NOTE: a full buffer means that the thread will wake anyway, a closed socket that it ended.
-        with contextlib.suppress(OSError):
-            self._writer.send(b"x")
-
-    def clear(self) -> None:
-        self._reader.recv(4096)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
-
-
 def _forget_some(streams: dict[Link, _Stream]) -> None:
     """Make room for one more stream; the oldest are those of processes that left long ago."""
     while len(streams) >= _MAX_STREAMS:
@@ -133,7 +106,7 @@ class ControlThread(threading.Thread):
         self._received: dict[Link, Received] = {}
         self._outbox: deque[tuple[Link, bytes, bool]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        self._wakeup = _Wakeup()
+        self._wakeup = Wakeup()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)

@@ -1,0 +1,32 @@
+"""Wakes a thread that waits for sockets."""
+
+from __future__ import annotations
+
+import contextlib
+from socket import socketpair
+
+
+class Wakeup:
+    """Wakes a thread that polls it. ``send`` may be called by any thread, also after the end."""
+
+    def __init__(self) -> None:
+        # NOTE: sockets, not a pipe: they know that they are closed, while the number of a closed
+        # descriptor may belong to another file by the time a late caller writes to it.
+        self._reader, self._writer = socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def send(self) -> None:
+        # NOTE: a full buffer means that the thread will wake anyway, a closed socket that it ended.
+        with contextlib.suppress(OSError):
+            self._writer.send(b"x")
+
+    def clear(self) -> None:
+        self._reader.recv(4096)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
