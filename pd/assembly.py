@@ -86,7 +86,7 @@ def make_core(
     drafter: Drafter | None,
 ) -> NodeCore:
     """Build the objects that the parts of a node share."""
-    radix = RadixCache(config.page_size, policy=config.eviction_policy, logged=config.is_elastic)
+    radix = RadixCache(config.page_size, policy=config.eviction_policy)
     ngram_cache = None if drafter is None else drafter.ngram_cache
     events, metrics = Events(), RequestMetrics()
     return NodeCore(

@@ -12,6 +12,7 @@ from pd.core.errors import UsageError
 from pd.core.local_requests import is_loopback
 from pd.node.admin import make_admin_app
 from pd.node.http_server import Deferred, HttpServers, bind
+from pd.node.kv_events.publisher import make_publisher
 
 if TYPE_CHECKING:
     import socket
@@ -55,6 +56,11 @@ class NodeServer:
             self.bootstrap_url = self._url(bootstrap_socket)
             apps.append((self._bootstrap, bootstrap_socket))
         self._http = HttpServers(apps)
+        try:
+            self._publisher = make_publisher(config)
+        except BaseException:
+            self._http.stop()
+            raise
 
     def _url(self, bound: socket.socket) -> str:
         host = self.config.public_host
@@ -70,6 +76,8 @@ class NodeServer:
             self._bootstrap.app = make_bootstrap_app(
                 self._registry, cluster_key=self.config.cluster_key
             )
+        if self._publisher is not None:
+            self.node.publish_kv_events(self._publisher)
         self.node.start()
         if self._registry is not None:
             self._registry.set_ready()
@@ -101,10 +109,14 @@ class NodeServer:
         if hasattr(self, "node"):
             self.node.stop()
             self.node.engine.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._http.stop()
 
 
 def _check_exposure(config: NodeConfig) -> None:
+    if config.kv_events_config.is_on:
+        config.kv_events_config.check_exposure(has_key=config.cluster_key is not None)
     if config.cluster_key is None and not is_loopback(config.host):
         raise UsageError(
             f"--host {config.host} can be reached from other hosts; give --cluster-key-file FILE "

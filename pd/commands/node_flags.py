@@ -134,6 +134,14 @@ def _add_network(flags: ConfigFlags, role: str) -> None:
         metavar="PORT",
     )
     flags.add(
+        "--kv-events-config",
+        "publish what enters and leaves the prefix cache, for routers that read vLLM's KV events: "
+        '\'{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}\' '
+        "(default: nothing is published)",
+        type=types.kv_events_config,
+        metavar="JSON",
+    )
+    flags.add(
         "--cluster-key-file",
         "secret that all processes share; needed beyond loopback",
         type=types.path,

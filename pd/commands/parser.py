@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pd.core.errors import InvalidRequestError
+from pd.core.errors import InvalidRequestError, UsageError
+from pd.core.kv_events_config import KVEventsConfig, parse_kv_events_config
 from pd.core.node_url import check_node_url
 
 if TYPE_CHECKING:
@@ -114,6 +115,14 @@ def batch_sizes(text: str) -> tuple[int, ...]:
             f"must be numbers up to {MAX_BATCH_SIZE} such as 1,8,64, or 0 for none, not {text!r}"
         )
     return sizes
+
+
+def kv_events_config(text: str) -> KVEventsConfig:
+    """What a node publishes, as a JSON object."""
+    try:
+        return parse_kv_events_config(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def device(text: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from pd.commands.parser import batch_sizes, did_you_mean
+from pd.commands.parser import batch_sizes, did_you_mean, kv_events_config
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def _as_arguments(action: argparse.Action, flag: str, value: object, path: Path)
         return [flag] if value else []
     if isinstance(value, list) and action.type is batch_sizes:
         value = ",".join(map(str, value))
+    if isinstance(value, dict) and action.type is kv_events_config:
+        value = json.dumps(value)
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
         raise UsageError(f"--config {path}: {flag[2:]} takes one value, not {value!r}")

@@ -56,6 +56,17 @@ def curve_server_keypair(key: bytes, instance_id: str) -> tuple[bytes, bytes]:
     return _curve_keypair(key, f"curve/server/{instance_id}")
 
 
+def kv_events_server_keypair(key: bytes) -> tuple[bytes, bytes]:
+    """``(public, secret)`` in Z85 of the sockets where nodes publish KV events beyond loopback."""
+    return _curve_keypair(key, "curve/kv-events/server")
+
+
+def kv_events_client_keypair(key: bytes) -> tuple[bytes, bytes]:
+    """``(public, secret)`` in Z85 of subscribers to KV events. They need not be members of the
+    cluster: with this pair nothing else can be reached."""
+    return _curve_keypair(key, "curve/kv-events/client")
+
+
 def _curve_keypair(key: bytes, purpose: str) -> tuple[bytes, bytes]:
     import zmq
     from zmq.utils import z85

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd.core.errors import UsageError
+from pd.core.kv_events_config import NO_KV_EVENTS, KVEventsConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +109,7 @@ class NodeConfig:
     retraction_host_memory: int = 4 << 30
     drain_timeout: float = 30.0
     elastic: str = "off"
+    kv_events_config: KVEventsConfig = NO_KV_EVENTS
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:

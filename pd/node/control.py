@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.errors import HandshakeError, SetupError
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
 from pd.core.numbering import Received, Sent
+from pd.node.curve import admit_only
 from pd.node.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from zmq.auth.thread import ThreadAuthenticator
 
 logger = logging.getLogger(__name__)
 
@@ -123,14 +125,7 @@ class ControlThread(threading.Thread):
 
     def _require_key(self, cluster_key: bytes) -> None:
         expected, _ = curve_client_keypair(cluster_key)
-
-        class OnlyOurKey:
-            def callback(self, domain: str, key: bytes) -> bool:
-                return bool(key == expected)
-
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", OnlyOurKey())
+        self._authenticator = admit_only(self._context, expected)
         public, secret = curve_server_keypair(cluster_key, self._own)
         self._router.curve_server = True
         self._router.curve_secretkey = secret

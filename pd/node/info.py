@@ -69,6 +69,7 @@ def server_info(node: Node) -> dict[str, object]:
             "context_length": engine.context_length,
             "ready": node.ready,
             "endpoints": {"zmq": node.endpoint, "bootstrap": node.own.bootstrap},
+            "kv_events": None if node.kv_events is None else node.kv_events.info(),
             "pages": node.core.memory.counts(),
             "queues": node.queues(),
         }

@@ -18,6 +18,7 @@ from pd.core.messages import HEARTBEAT_INTERVAL, NodeHeartbeat, ProxyHeartbeat, 
 from pd.core.starvation import RUN_DELAY
 from pd.node.info import server_info
 from pd.node.intake import Intake
+from pd.node.kv_events.events import KVEvents
 from pd.node.load import node_load
 from pd.node.metrics import NodeGauges
 from pd.node.prefixes import PrefixReports
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.engine import Engine
     from pd.node.control import ControlThread, Link
+    from pd.node.kv_events.publisher import KVEventPublisher
     from pd.scheduling.combined import CombinedScheduler
     from pd.scheduling.core import NodeCore
     from pd.scheduling.rooms import Rooms
@@ -95,6 +97,7 @@ class Node:
         self._next_heartbeat = 0.0
         self.proxies = Proxies(core.rooms)
         self.prefixes = PrefixReports(core)
+        self.kv_events: KVEvents | None = None
         self.step_loop = StepLoop(core, scheduler)
         NodeGauges(core, self.queues, self.transfers)
         self.handlers, self.prefill_handlers = Handlers(), Handlers()
@@ -184,6 +187,10 @@ class Node:
     def broken(self) -> bool:
         """Whether nothing will be computed any more."""
         return self.step_loop.broken
+
+    def publish_kv_events(self, publisher: KVEventPublisher) -> None:
+        """Publish changes of the prefix cache for other routers; before :meth:`start`."""
+        self.kv_events = KVEvents(self.core, publisher)
 
     def start(self) -> None:
         """Begin to serve."""
@@ -322,6 +329,8 @@ class Node:
                     end.heartbeat()
                 end.sweep(now)
             self.prefixes.flush(now)
+            if self.kv_events is not None:
+                self.kv_events.flush(now)
             self.rooms.closing.look_at_transfers()
 
     def on_poll(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.core.messages import LEASE_SECONDS, PREFIXES_UNWANTED, PrefixEvents
+from pd.radix.prefix_log import PrefixLog
 
 if TYPE_CHECKING:
     from pd.scheduling.core import NodeCore
@@ -24,18 +25,22 @@ class _Reader:
 
 
 class PrefixReports:
-    """Sends changes of the prefix cache in numbered batches, and all of it to a proxy that begins
-    or that missed a batch. The caller holds the node's lock."""
+    """Sends changes of an elastic node's prefix cache in numbered batches, and all of it to a proxy
+    that begins or that missed a batch. The caller holds the node's lock."""
 
     def __init__(self, core: NodeCore) -> None:
         self._core = core
+        self._log: PrefixLog | None = None
+        if core.config.is_elastic:
+            self._log = PrefixLog()
+            core.memory.radix.listen(self._log)
         self._number = 0
         self._readers: dict[bytes, _Reader] = {}
 
     def wanted(self, proxy: bytes, known: int) -> None:
         """A heartbeat of a proxy that knows the batches up to this number."""
-        radix, now = self._core.memory.radix, time.monotonic()
-        if known == PREFIXES_UNWANTED or radix.log is None:
+        now = time.monotonic()
+        if known == PREFIXES_UNWANTED or self._log is None:
             self._readers.pop(proxy, None)
             return
         reader = self._readers.get(proxy)
@@ -45,12 +50,11 @@ class PrefixReports:
                 return
         self.flush(now)
         self._readers[proxy] = _Reader(now, now)
-        self._post(proxy, radix.hashes(), b"", snapshot=True)
+        self._post(proxy, self._core.memory.radix.hashes(), b"", snapshot=True)
 
     def flush(self, now: float) -> None:
         """Send what changed, and forget proxies that are silent."""
-        log = self._core.memory.radix.log
-        changes = None if log is None else log.take()
+        changes = None if self._log is None else self._log.take()
         self._readers = {
             proxy: reader
             for proxy, reader in self._readers.items()

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pd.radix.invariants import check_invariants
+from pd.radix.listener import PageRun
 from pd.radix.order import EvictionOrder
 from pd.radix.policies import POLICY_KEYS, PROTECTED_FLOOR, PROTECTED_SHARE
 from pd.radix.prefix_hashes import HASH_BYTES, first_hash, page_hashes
-from pd.radix.prefix_log import PrefixLog
 from pd.radix.tree_node import Edge, IntArray, TreeNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from pd.radix.listener import CacheListener
 
 _INT32 = np.dtype(np.int32)
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
@@ -70,9 +72,8 @@ class RadixCache:
       all inserts through it.
     """
 
-    def __init__(self, page_size: int, *, policy: str = "lru", logged: bool = False) -> None:
-        """``page_size``: tokens per page. ``logged``: changes are collected in :attr:`log`. Raises
-        ValueError for a bad size or unknown policy."""
+    def __init__(self, page_size: int, *, policy: str = "lru") -> None:
+        """``page_size``: tokens per page. Raises ValueError for a bad size or unknown policy."""
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
         if policy not in POLICY_KEYS:
@@ -82,7 +83,6 @@ class RadixCache:
         self.policy = policy
         self.evictable_pages = 0
         self.locked_pages = 0
-        self.log = PrefixLog() if logged else None
 
         # Since the cache was made; hit_tokens / lookup_tokens is the hit rate of `match`.
         self.lookup_tokens = 0
@@ -95,6 +95,13 @@ class RadixCache:
         self._root = TreeNode(None, b"", b"", _NO_PAGES)
         self._clock = 0
         self._hit_pages = 0  # matched at least once: slru's protected segment
+        self._listeners: list[CacheListener] = []
+
+    def listen(self, listener: CacheListener) -> None:
+        """Report every change to ``listener`` from now on. Only an empty cache can be listened to:
+        pages have hashes only where somebody listens."""
+        assert not self._root.children, "a listener came to a cache that already has pages"
+        self._listeners.append(listener)
 
     def match(
         self, tokens: IntArray, namespace: str = "", *, max_tokens: int | None = None
@@ -226,8 +233,20 @@ class RadixCache:
         return _concatenate([node.pages for node in self.nodes()])
 
     def hashes(self) -> bytes:
-        """Hashes of all pages, joined, if changes are logged. O(size)."""
+        """Hashes of all pages, joined, if somebody listens. O(size)."""
         return b"".join(node.hashes for node in self.nodes())
+
+    def runs(self) -> Iterator[PageRun]:
+        """All pages as listeners would be told of them if they were inserted now; a run comes after
+        the pages that it follows. O(size)."""
+        for edge, top in self._root.children.items():
+            assert isinstance(edge, tuple), "an edge of the root without a namespace"
+            stack = [(b"", top)]
+            while stack:
+                parent, node = stack.pop()
+                yield PageRun(parent, node.hashes, node.key, edge[0])
+                last = node.hashes[-HASH_BYTES:]
+                stack.extend((last, child) for child in node.children.values())
 
     def check(self, *, unique_pages: bool = True) -> None:
         """Prove all invariants, or raise AssertionError saying which one fails. O(size).
@@ -307,10 +326,12 @@ class RadixCache:
         edge: Edge = (namespace, first_page) if parent is self._root else first_page
         leaf = TreeNode(parent, edge, key, pages)
         leaf.created = leaf.last_used = self._clock
-        if self.log is not None:
-            last = parent.hashes[-HASH_BYTES:] or first_hash(namespace)
-            leaf.hashes = page_hashes(last, key, self._page_bytes)
-            self.log.note(leaf.hashes, stored=True)
+        if self._listeners:
+            last = parent.hashes[-HASH_BYTES:]
+            leaf.hashes = page_hashes(last or first_hash(namespace), key, self._page_bytes)
+            run = PageRun(last, leaf.hashes, key, namespace)
+            for listener in self._listeners:
+                listener.stored(run)
         parent.children[edge] = leaf
         self._dequeue(parent)
         self.evictable_pages += len(pages)
@@ -322,8 +343,8 @@ class RadixCache:
         self._dequeue(leaf)
         del parent.children[leaf.edge]
         leaf.parent = None
-        if self.log is not None:
-            self.log.note(leaf.hashes, stored=False)
+        for listener in self._listeners:
+            listener.removed(leaf.hashes)
         self.evictable_pages -= len(leaf.pages)
         if leaf.hits:
             self._hit_pages -= len(leaf.pages)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd.radix.prefix_hashes import HASH_BYTES
+
+if TYPE_CHECKING:
+    from pd.radix.listener import PageRun
 
 
 class PrefixChanges(NamedTuple):
@@ -15,14 +18,21 @@ class PrefixChanges(NamedTuple):
 
 
 class PrefixLog:
-    """Collects changes until they are taken; a page that was stored and removed meanwhile counts
-    as removed. It never holds more than the pages that changed."""
+    """Listens to a cache and collects changes until they are taken; a page that was stored and
+    removed meanwhile counts as removed. It never holds more than the pages that changed."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
 
-    def note(self, hashes: bytes, *, stored: bool) -> None:
-        """Pages were stored, or else removed."""
+    def stored(self, run: PageRun) -> None:
+        """Pages were inserted."""
+        self._note(run.hashes, stored=True)
+
+    def removed(self, hashes: bytes) -> None:
+        """Pages were evicted."""
+        self._note(hashes, stored=False)
+
+    def _note(self, hashes: bytes, *, stored: bool) -> None:
         for start in range(0, len(hashes), HASH_BYTES):
             self._changes[hashes[start : start + HASH_BYTES]] = stored
 

@@ -42,7 +42,7 @@ class TreeNode:
         self.edge = edge
         self.key = key
         self.pages = pages
-        # Hashes of the pages, joined, if changes are logged.
+        # Hashes of the pages, joined, if somebody listens to the cache.
         self.hashes = b""
         self.children: dict[Edge, TreeNode] = {}
 

@@ -17,6 +17,7 @@ from pd.commands.parser import show_size, size
 from pd.core import config as choices
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
+from pd.core.kv_events_config import KVEventsConfig
 from pd.embedded import EMBEDDED_MODEL
 from pd.engine.kv_pool import DTYPES
 from pd.proxy.config import ProxyConfig
@@ -70,6 +71,12 @@ def test_a_repeated_flag_replaces_the_list_of_the_file(file: Path) -> None:
     settings = parsed("proxy", "--config", file, "--prefill", "http://d:1")
     assert settings["prefill"] == ["http://d:1"]
     assert settings["decode"] == ["http://c:1"]
+
+
+def test_settings_of_events_are_a_mapping_in_a_file(file: Path) -> None:
+    file.write_text("kv-events-config:\n  enable_kv_cache_events: true\n  topic: kv\n")
+    settings = parsed("prefill", "--config", str(file), "--model", "m")
+    assert settings["kv_events_config"] == KVEventsConfig(enable_kv_cache_events=True, topic="kv")
 
 
 def test_an_empty_file_sets_nothing(file: Path) -> None:

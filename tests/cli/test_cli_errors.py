@@ -98,6 +98,7 @@ MISUSES = [
     ("prefill --model {root}/model --transfer-backend pigeon", "nixl"),
     # values
     ("prefill --model {root}/model --page-size 3", "--page-size must be one of"),
+    ("prefill --model {root}/model --kv-events-config on", "--kv-events-config is a JSON object"),
     ("prefill --model {root}/model --mem-fraction 1.5", "1.5"),
     ("prefill --model {root}/model --kv-cache-tokens 1", "at least 16, not 1"),
     ("prefill --model {root}/model --context-length 9999999", "exceeds the model's 8192"),

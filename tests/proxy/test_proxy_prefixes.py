@@ -13,6 +13,7 @@ from pd.core.messages import PREFIXES_UNKNOWN, PrefixEvents
 from pd.proxy.prefix_tree import PrefixTree
 from pd.proxy.reported_prefixes import ReportedPrefixes
 from pd.radix import RadixCache
+from pd.radix.prefix_log import PrefixLog
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,7 +29,9 @@ class ReportingCache:
     """The radix cache of a node of ``pages`` pages, which reports its changes to ``known``."""
 
     def __init__(self, pages: int, known: ReportedPrefixes) -> None:
-        self.radix = RadixCache(PAGE, logged=True)
+        self.radix = RadixCache(PAGE)
+        self.log = PrefixLog()
+        self.radix.listen(self.log)
         self.pages, self.known = pages, known
         self.number = 0
         self.snapshot()
@@ -50,8 +53,7 @@ class ReportingCache:
 
     def report(self) -> PrefixEvents | None:
         """The changes since the last report."""
-        assert self.radix.log is not None
-        changes = self.radix.log.take()
+        changes = self.log.take()
         if changes is None:
             return None
         self.number += 1

@@ -60,7 +60,7 @@ _STOP_SECONDS = 5.0
 # Seconds that the end of a worker may take to be noticed, and its report to be handled.
 _NOTICE_SECONDS = 1.0
 # Settings that an engine does not use, or that are secret.
-_NOT_FOR_WORKERS = ("cluster_key", "fake_script")
+_NOT_FOR_WORKERS = ("cluster_key", "fake_script", "kv_events_config")
 
 
 class _Worker:

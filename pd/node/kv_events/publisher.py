@@ -1,0 +1,230 @@
+"""The thread that publishes events and repeats them to those who missed some."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import zmq
+
+from pd.core.cluster_key import kv_events_client_keypair, kv_events_server_keypair
+from pd.core.errors import SetupError
+from pd.node.curve import admit_only
+from pd.node.kv_events.wire import END_OF_REPLAY, NUMBER_BYTES, EventEncoder
+from pd.node.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+    from pd.core.config import NodeConfig
+    from pd.core.kv_events_config import Endpoint, KVEventsConfig
+    from pd.radix.block_log import BlockChanges
+
+logger = logging.getLogger(__name__)
+
+# What a stranger may send: subscriptions and requests of 8 bytes.
+_MAX_INCOMING_BYTES = 1024
+# Batches that may be repeated have so many bytes at most, whatever their number.
+_MAX_REPLAY_BYTES = 64 << 20
+_REQUESTS_PER_TURN = 64
+# Everything is published again at most so often, whoever asks.
+_SNAPSHOT_INTERVAL = 5.0
+_JOIN_SECONDS = 5.0
+
+
+class _Waiting(NamedTuple):
+    """Changes that wait for the thread, and the Unix time at which they were collected."""
+
+    changes: BlockChanges
+    ts: float
+
+
+class KVEventPublisher(threading.Thread):
+    """Publishes batches over a PUB socket, and over a ROUTER socket those that were missed.
+
+    Sockets are plain on loopback, and beyond it encrypted and open only to holders of a key
+    that derives from the cluster key.
+
+    Args:
+        encoder: belongs to this thread from now on.
+
+    Attributes:
+        endpoint, replay_endpoint: where the sockets listen.
+        topic: first frame of each message.
+        num_batches, num_snapshots: published since the start.
+
+    Raises:
+        SetupError: an address cannot be had.
+    """
+
+    def __init__(
+        self, config: KVEventsConfig, encoder: EventEncoder, cluster_key: bytes | None
+    ) -> None:
+        super().__init__(name="kv-events", daemon=True)
+        self._encoder = encoder
+        self.topic = config.topic
+        self._max_waiting = config.max_queue_size
+        self._waiting: deque[_Waiting] = deque()
+        self._past: deque[tuple[int, bytes]] = deque()
+        self._past_bytes = 0
+        self._max_past = config.buffer_steps
+        self.num_batches = self.num_snapshots = 0
+        self._snapshot_wanted = False
+        self._last_snapshot = 0.0
+        self._running = True
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._wakeup = Wakeup()
+        events, replays = config.endpoints()
+        try:
+            self._pub = self._open(zmq.PUB, config.hwm, events, cluster_key)
+            self._router: zmq.Socket[bytes] | None = None
+            if replays is not None:
+                depth = config.buffer_steps + 1
+                self._router = self._open(zmq.ROUTER, depth, replays, cluster_key)
+        except BaseException:
+            self._close()
+            raise
+        self.endpoint = _bound(self._pub)
+        self.replay_endpoint = None if self._router is None else _bound(self._router)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`publish` may be called: not while too much waits already."""
+        return len(self._waiting) < self._max_waiting
+
+    def publish(self, changes: BlockChanges) -> None:
+        """Publish changes soon. One thread at a time may call this."""
+        self._waiting.append(_Waiting(changes, time.time()))
+        self._wakeup.send()
+
+    def take_snapshot_wish(self, now: float) -> bool:
+        """Whether to publish everything now, because a subscriber missed more than is kept.
+        ``now``: on the monotonic clock."""
+        if not self._snapshot_wanted or now < self._last_snapshot + _SNAPSHOT_INTERVAL:
+            return False
+        self._snapshot_wanted, self._last_snapshot = False, now
+        return True
+
+    def close(self) -> None:
+        """Publish what waits, and end."""
+        self._running = False
+        self._wakeup.send()
+        if self.ident is None:
+            self._close()
+        else:
+            self.join(timeout=_JOIN_SECONDS)
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakeup, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        while self._running or self._waiting:
+            ready = dict(poller.poll(None if self._running else 0))
+            if self._wakeup.fileno() in ready:
+                self._wakeup.clear()
+            try:
+                while self._waiting:
+                    self._send(self._waiting.popleft())
+                if self._router is not None and self._router in ready:
+                    self._answer(self._router)
+            except Exception:  # a fault in one batch must not end all publishing
+                logger.exception("publishing KV events failed")
+                self._snapshot_wanted = True
+        self._close()
+
+    def _send(self, waiting: _Waiting) -> None:
+        self.num_snapshots += waiting.changes.complete
+        for payload in self._encoder.payloads(waiting.changes, waiting.ts):
+            number = self.num_batches
+            self.num_batches += 1
+            self._keep(number, payload)
+            self._pub.send_multipart((self.topic.encode(), _encoded(number), payload))
+
+    def _keep(self, number: int, payload: bytes) -> None:
+        self._past.append((number, payload))
+        self._past_bytes += len(payload)
+        while len(self._past) > self._max_past or self._past_bytes > _MAX_REPLAY_BYTES:
+            _, dropped = self._past.popleft()
+            self._past_bytes -= len(dropped)
+
+    def _answer(self, router: zmq.Socket[bytes]) -> None:
+        for _ in range(_REQUESTS_PER_TURN):
+            try:
+                frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 3 or frames[1] or len(frames[2]) != NUMBER_BYTES:
+                logger.debug("dropped a malformed replay request of %.64r", frames[0])
+                continue
+            self._repeat(router, frames[0], int.from_bytes(frames[2], "big"))
+
+    def _repeat(self, router: zmq.Socket[bytes], subscriber: bytes, start: int) -> None:
+        """Send the batches from this number on."""
+        oldest = self._past[0][0] if self._past else self.num_batches
+        if start < oldest:
+            self._snapshot_wanted = True
+        try:
+            for number, payload in self._past:
+                if number >= start:
+                    frames = (subscriber, b"", _encoded(number), payload)
+                    router.send_multipart(frames, zmq.NOBLOCK)
+            router.send_multipart((subscriber, b"", END_OF_REPLAY, b""), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("replay for %.64r ended: %s", subscriber, error)
+
+    def _open(
+        self, kind: int, hwm: int, endpoint: Endpoint, cluster_key: bytes | None
+    ) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
+        socket.setsockopt(zmq.SNDHWM, hwm)
+        socket.setsockopt(zmq.IPV6, ":" in endpoint.host)
+        if kind == zmq.ROUTER:
+            # A subscriber that does not read is noticed, and given up.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if not endpoint.is_local:
+            assert cluster_key is not None, "an endpoint beyond loopback without a cluster key"
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = kv_events_server_keypair(cluster_key)
+            if self._authenticator is None:
+                client, _ = kv_events_client_keypair(cluster_key)
+                self._authenticator = admit_only(self._context, client)
+        try:
+            socket.bind(endpoint.url)
+        except zmq.ZMQError as error:
+            raise SetupError(
+                f"cannot publish KV events at {endpoint.url}: {error}; choose another endpoint in "
+                "--kv-events-config"
+            ) from error
+        return socket
+
+    def _close(self) -> None:
+        if self._context.closed:
+            return
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=200)
+        self._wakeup.close()
+
+
+def make_publisher(config: NodeConfig) -> KVEventPublisher | None:
+    """The node's publisher, whose thread is not started; None if nothing is to be published."""
+    settings = config.kv_events_config
+    if not settings.is_on:
+        return None
+    encoder = EventEncoder(config.page_size, token_ids=settings.token_ids)
+    return KVEventPublisher(settings, encoder, config.cluster_key)
+
+
+def _encoded(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def _bound(socket: zmq.Socket[bytes]) -> str:
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
