@@ -25,6 +25,9 @@ def expected_tokens(prompts: list[list[int]], max_tokens: int, **settings: Any) 
         ]
 
 
+SAMPLE = {("split", 4), ("unified", 16)}
+
+
 def scattered_pages(cluster: Cluster, node: int = -1) -> list[int]:
     """Counts pages that come back from host memory from now on."""
     pool = cluster.nodes[node].node.engine.pool
@@ -42,10 +45,21 @@ def retractions(cluster: Cluster) -> float:
     return cluster.nodes[-1].node.core.metrics.retractions._value.get()
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("roles", [(1, 1, 0), (0, 0, 1)], ids=["split", "unified"])
+@pytest.mark.parametrize(
+    ("roles", "page_size"),
+    [
+        pytest.param(
+            roles,
+            page_size,
+            id=f"{name}-{page_size}",
+            marks=() if (name, page_size) in SAMPLE else pytest.mark.full,
+        )
+        for name, roles in (("split", (1, 1, 0)), ("unified", (0, 0, 1)))
+        for page_size in (1, 4, 16)
+    ],
+)
 def test_kv_of_retracted_sequences_comes_back_from_host_memory(
-    page_size: int, roles: tuple[int, int, int]
+    roles: tuple[int, int, int], page_size: int
 ) -> None:
     prompts = list(random_prompts(1, [20, 21, 22, 23]))
     expected = expected_tokens(prompts, 60)

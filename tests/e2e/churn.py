@@ -299,11 +299,15 @@ def check_churn(
     *,
     devices: Sequence[str] = ("auto",),
     node_flags: Sequence[str] = (),
+    events_per_kill: int = EVENTS_PER_KILL,
 ) -> None:
     """2P2D while requests are aborted and nodes killed: no wrong token, and nothing left behind."""
     print(f"PD_TEST_SEED={seed}: {requests} requests over {backend} on {', '.join(devices)}")
     outcome = run_churn(
-        model, logs, cases, backend, requests, seed, devices=devices, node_flags=node_flags
+        *(model, logs, cases, backend, requests, seed),
+        devices=devices,
+        node_flags=node_flags,
+        events_per_kill=events_per_kill,
     )
     summary = outcome.summary
     print(summary)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from backends import PROCESSES, TCP, Backend, over
-from churn import Case, check_churn, make_cases
+from churn import EVENTS_PER_KILL, Case, check_churn, make_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,9 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
 
 
 @over(PROCESSES, sample=[TCP])
-@pytest.mark.parametrize("requests", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "requests", [40, *(pytest.param(n, marks=pytest.mark.full) for n in (100, 2000))]
+)
 @pytest.mark.timeout(1500)
 def test_churn(
     checkpoint: Callable[[str], Path],
@@ -30,4 +32,10 @@ def test_churn(
     backend: Backend,
     requests: int,
 ) -> None:
-    check_churn(checkpoint("qwen3"), tmp_path, cases, backend, requests, seed)
+    # A kill early enough for the shortest run.
+    events_per_kill = 2 if requests < 100 else EVENTS_PER_KILL
+    check_churn(
+        checkpoint("qwen3"),
+        *(tmp_path, cases, backend, requests, seed),
+        events_per_kill=events_per_kill,
+    )

@@ -35,7 +35,7 @@ def mixed_prompts(rng: random.Random, count: int, documents: int = 12) -> list[l
 
 
 @over(IN_PROCESS, sample=[TCP])
-@pytest.mark.parametrize("streams", [80, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("streams", [50, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.timeout(400)
 def test_many_streams_on_small_pools_split(
     checkpoint: Callable[[str], Path], seed: int, backend: Backend, streams: int

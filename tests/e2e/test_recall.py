@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from backends import IN_PROCESS, Backend, over
+from backends import IN_PROCESS, NIXL, TCP, Backend, over
 from cluster import Cluster
 from embedded.heldout import Example, is_right, recall_examples
 from embedded.text import Message, render
@@ -68,7 +68,7 @@ def unified_answers(prompts: int) -> list[str]:
     return answers_of(recall_examples(LENGTH, prompts), prefill=0, decode=0, unified=1)
 
 
-@over(IN_PROCESS)
+@over(IN_PROCESS, sample=[TCP, NIXL])
 @pytest.mark.parametrize("prompts", [3, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.timeout(600)
 def test_recall_survives_the_split(backend: Backend, prompts: int) -> None:

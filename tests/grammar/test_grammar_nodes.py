@@ -77,7 +77,7 @@ CELLS = [
     ),
     pytest.param("split", "ngram", {}, marks=pytest.mark.full),
     pytest.param("split", "eagle", {"page_size": 16}, marks=pytest.mark.full),
-    ("unified", "tree", {"overlap_schedule": "on"}),
+    pytest.param("unified", "tree", {"overlap_schedule": "on"}, marks=pytest.mark.full),
     ("split", "half right", {"overlap_schedule": "on", "page_size": 1}),
     ("unified", "half right", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
     pytest.param(

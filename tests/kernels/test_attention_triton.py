@@ -68,7 +68,8 @@ def assert_right(out: torch.Tensor, case: Case) -> None:
 
 
 def every_step() -> list[ParameterSet]:
-    """Every step, shape and dtype; each pair of two of them in ``make test``, the rest is full."""
+    """Every step, shape and dtype. Interpreted, ``make test`` has every shape once, with each step
+    and dtype in turn; the rest is full."""
     places = itertools.product(range(len(STEPS)), range(len(SHAPES)), range(len(DTYPES)))
     return [
         pytest.param(
@@ -76,7 +77,9 @@ def every_step() -> list[ParameterSet]:
             SHAPES[shape],
             DTYPES[dtype],
             id=f"step{step}-shape{shape}-{str(DTYPES[dtype]).removeprefix('torch.')}",
-            marks=() if (step + shape + dtype) % 2 == 0 else pytest.mark.full,
+            marks=()
+            if ON_GPU or (step, dtype) == (shape % 3, shape // 3 % 2)
+            else pytest.mark.full,
         )
         for step, shape, dtype in places
     ]

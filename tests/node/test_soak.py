@@ -107,7 +107,14 @@ def lose(decode: NodeServer, prefill: NodeServer) -> None:
 
 
 # Tokens computed while the KV of one is sent: see pd/prefill_node/outgoing.py.
-@pytest.mark.parametrize("pace", [0.0, 0.02, 0.5], ids=["by-layers", "late", "early"])
+@pytest.mark.parametrize(
+    "pace",
+    [
+        pytest.param(0.0, id="by-layers"),
+        pytest.param(0.02, id="late"),
+        pytest.param(0.5, id="early", marks=pytest.mark.full),
+    ],
+)
 def test_random_aborts_losses_and_late_writes_harm_nobody_else(
     tmp_path: Path, seed: int, pace: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,7 +211,13 @@ def is_of_body(text: bytes | str) -> bool:
     return len(text) == BODY_BYTES and text.startswith(b'{"stream":true')
 
 
-@pytest.mark.parametrize("path", PROMPTS_OF_ENDPOINTS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        path if "chat" in path else pytest.param(path, marks=pytest.mark.full)
+        for path in PROMPTS_OF_ENDPOINTS
+    ],
+)
 def test_a_request_under_way_holds_nothing_of_its_body(cluster: Cluster, path: str) -> None:
     prefill, decode = cluster.pair(
         auto=False, context_length=4000, pages={"total": 1000, "free": 1000}

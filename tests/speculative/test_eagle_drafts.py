@@ -183,11 +183,11 @@ class _Config:
 CELLS = list(
     itertools.product(("eagle", "eagle3"), ("unified", "split"), (1, 16, 64), ("off", "on"))
 )
-# Every two values of different columns stand together somewhere.
+# Every two of an algorithm, a deployment and overlap stand together somewhere; test_pairs.py has
+# every two of all of these.
 SHARP = {
     ("eagle", "unified", 1, "off"),
-    ("eagle", "split", 1, "on"),
-    ("eagle", "split", 64, "off"),
+    ("eagle", "split", 64, "on"),
     ("eagle3", "split", 16, "off"),
     ("eagle3", "unified", 64, "on"),
 }
@@ -393,7 +393,7 @@ assert not DraftShape.best(7, 3).tree.is_chain
 
 
 TREE_CELLS = list(itertools.product(("unified", "split"), (1, 16, 64), ("off", "on")))
-SHARP_TREES = {("unified", 1, "on"), ("split", 16, "off")}
+SHARP_TREES = {("split", 1, "on")}
 
 
 @pytest.mark.parametrize(

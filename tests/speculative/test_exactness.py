@@ -140,7 +140,7 @@ def test_every_feature_gives_the_same(
         assert 0.2 * oracle.drafted < accepted < 0.95 * oracle.drafted
 
 
-@pytest.mark.parametrize("kind", ["unified", "split"])
+@pytest.mark.parametrize("kind", ["unified", pytest.param("split", marks=pytest.mark.full)])
 def test_ngrams_give_the_same(plain: dict[str, list[Pending]], kind: str) -> None:
     with layout(kind, speculative_algorithm="ngram") as cluster:
         for name, params in FEATURES.items():
@@ -155,7 +155,7 @@ def test_ngrams_give_the_same(plain: dict[str, list[Pending]], kind: str) -> Non
         assert len(pending.outputs) < 64, "several tokens came at once"
 
 
-@pytest.mark.parametrize("kind", ["unified", "split"])
+@pytest.mark.parametrize("kind", [pytest.param("unified", marks=pytest.mark.full), "split"])
 def test_ngrams_of_other_requests_give_the_same(plain: dict[str, list[Pending]], kind: str) -> None:
     """A second client asks what a first one asked: its drafts come from the first one's answers."""
     accepted: dict[str, list[float]] = {}
@@ -201,7 +201,7 @@ def test_what_another_namespace_was_answered_is_not_drafted(
         assert accepted("a") == first
 
 
-@pytest.mark.parametrize("kind", ["unified", "split"])
+@pytest.mark.parametrize("kind", [pytest.param("unified", marks=pytest.mark.full), "split"])
 def test_too_little_memory_and_aborts_change_nothing(
     plain: dict[str, list[Pending]], drafts_with: Callable[[Drafter], None], kind: str
 ) -> None:

@@ -58,7 +58,8 @@ COUNTS = {"fake": 150, "tcp": 60, "nixl": 12, "mooncake": 6}
 MANY = {"fake": 5000, "tcp": 1000, "nixl": 200, "mooncake": 200}
 
 
-@pytest.mark.parametrize("backend", backends(*COUNTS))
+# Mooncake's schedules, which mostly wait, have all planes above.
+@pytest.mark.parametrize("backend", backends(*COUNTS, full=["mooncake"]))
 def test_no_room_sees_a_foreign_byte(backend) -> None:
     count = COUNTS[backend]
     done = run_all(backend, count)

@@ -21,7 +21,7 @@ from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pd.transfer.base import IntArray, Receiver, Sender, TransferManager
 
@@ -36,16 +36,19 @@ def is_installed(name: str) -> bool:
     return name not in _LIBRARIES or importlib.util.find_spec(_LIBRARIES[name]) is not None
 
 
-def backends(*names: str) -> list[Any]:
-    """Parameters of a test; those without their library are skipped with a reason, but not in
-    CI, which has to have it."""
+def backends(*names: str, full: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test, those of ``full`` in ``make test-all`` only. Those without their
+    library are skipped with a reason, but not in CI, which has to have it."""
     return [
         pytest.param(
             name,
-            marks=pytest.mark.skipif(
-                not is_installed(name) and not os.environ.get("CI"),
-                reason=f"the library {name} is not installed",
-            ),
+            marks=[
+                pytest.mark.skipif(
+                    not is_installed(name) and not os.environ.get("CI"),
+                    reason=f"the library {name} is not installed",
+                ),
+                *([pytest.mark.full] if name in full else []),
+            ],
         )
         for name in names
     ]
