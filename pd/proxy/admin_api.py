@@ -24,7 +24,7 @@ from pd.proxy.actions import (
     RemoveWorker,
     SetRole,
 )
-from pd.proxy.requests import AbortRequest, RoleRequest, WorkerRequest
+from pd.proxy.requests.admin import AbortRequest, RoleRequest, WorkerRequest
 from pd.proxy.responses import (
     AbortResult,
     FlushResult,

@@ -16,7 +16,7 @@ from pd.proxy.chat_messages import render_prompt
 from pd.proxy.chat_output import plan_output
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.requests import ChatRequest
+from pd.proxy.requests.chat import ChatRequest
 from pd.proxy.service import encode, names_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pd.core.errors import InvalidRequestError
 from pd.proxy.fields import mismatch, problem, show
 
 if TYPE_CHECKING:
-    from pd.proxy.requests import TemplateFields
+    from pd.proxy.requests.chat import TemplateFields
     from pd.proxy.tokenizer import TextModel
 
 # Templates are programs, which take some time for each.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pd.proxy.chat_messages import Prompt
     from pd.proxy.chat_template import ChatTemplate
     from pd.proxy.reasoning import ReasoningTags
-    from pd.proxy.requests import ChatRequest
+    from pd.proxy.requests.chat import ChatRequest
     from pd.proxy.tokenizer import TextModel
     from pd.proxy.tools.definitions import Function
     from pd.proxy.tools.events import Event, OutputParser

@@ -26,7 +26,7 @@ from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
 from pd.proxy.native_sampling import native_params
-from pd.proxy.requests import GENERATE_TOKENS
+from pd.proxy.requests.native import GENERATE_TOKENS
 from pd.proxy.service import TokenCount, encode, make_params, names_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.choices import ChoicesMethod
     from pd.proxy.generation import Choice, Delta
-    from pd.proxy.requests import GenerateRequest
+    from pd.proxy.requests.native import GenerateRequest
     from pd.proxy.responses import ScoredOption
     from pd.proxy.service import ModelView, Service
 

@@ -14,7 +14,7 @@ from pd.proxy.bodies import body_of
 from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.requests import COMPLETION_TOKENS, CompletionRequest
+from pd.proxy.requests.openai import COMPLETION_TOKENS, CompletionRequest
 from pd.proxy.service import TokenCount, encode, names_of
 from pd.proxy.tokenizer import new_detokenizer
 

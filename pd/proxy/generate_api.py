@@ -17,7 +17,7 @@ from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
 from pd.proxy.native_sampling import native_params
-from pd.proxy.requests import GENERATE_TOKENS, GenerateRequest
+from pd.proxy.requests.native import GENERATE_TOKENS, GenerateRequest
 from pd.proxy.service import Names, TokenCount, encode, names_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import TokenLogprobs
     from pd.proxy.generation import Choice, Delta
-    from pd.proxy.requests import PromptOptions
+    from pd.proxy.requests.native import PromptOptions
     from pd.proxy.service import ModelView, Service
 
 ENDPOINT = "/generate"

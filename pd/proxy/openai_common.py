@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pd.core.sampling_params import SamplingParams
     from pd.proxy.generation import Choice, FinishReason
     from pd.proxy.job import Job
-    from pd.proxy.requests import OpenAIRequest
+    from pd.proxy.requests.openai import OpenAIRequest
     from pd.proxy.service import ModelView
 
 # Approximate size of a token id in JSON.

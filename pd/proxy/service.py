@@ -11,7 +11,7 @@ import numpy as np
 from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
 from pd.core.sampling_params import SEED_LIMIT, TOKEN_ID_LIMIT, SamplingParams
-from pd.proxy.requests import MAX_RID_CHARACTERS
+from pd.proxy.requests.common import MAX_RID_CHARACTERS
 from pd.proxy.web import ClaimingResponse, JobResponse
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Spec
     from pd.proxy.job import Job
-    from pd.proxy.requests import GenerateRequest, OpenAIRequest
+    from pd.proxy.requests.native import GenerateRequest
+    from pd.proxy.requests.openai import OpenAIRequest
     from pd.proxy.routing import Limits, Router
     from pd.proxy.shared import RidClaims
     from pd.proxy.tokenizer import TextModel, TextModels

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from pd.core.errors import InvalidRequestError
 from pd.proxy.bodies import body_of
 from pd.proxy.chat_messages import render_prompt
-from pd.proxy.requests import DetokenizeRequest, TokenizeRequest
+from pd.proxy.requests.tokens import DetokenizeRequest, TokenizeRequest
 from pd.proxy.service import check_ids
 from pd.proxy.tokenizer import MAX_TEXT_TOKENS
 from pd.proxy.web import json_response

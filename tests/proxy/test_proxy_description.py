@@ -14,7 +14,7 @@ from json_schema import problems, references, resolve
 from proxy_cluster import Cluster, read_events
 from starlette.routing import Route
 
-from pd.proxy.requests import CompletionRequest
+from pd.proxy.requests.openai import CompletionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
 
 from pd.core.messages import Finish
-from pd.proxy.requests import GenerateRequest
+from pd.proxy.requests.native import GenerateRequest
 
 if TYPE_CHECKING:
     import httpx
