@@ -205,7 +205,7 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
         reclaim=sending.park,
         headroom=headroom,
     )
-    scheduler = CombinedScheduler(core, prefill, decode, sending)
+    scheduler = CombinedScheduler(core, prefill, decode, sending, receiving)
     node = Node(
         core,
         own,

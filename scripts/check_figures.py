@@ -166,7 +166,7 @@ LIMITS = {
         "is cached it is the same within 2 %",
     ],
     "docs/elastic.md": [
-        "first token is predicted within 15 % of the best, or 10 ms",
+        "first token is predicted within 5 % of the best, or 10 ms",
         "when these were above 90 % and prompts waited",
     ],
     "docs/harness.md": ["multiples of 3000 ms", "allows 40 µs more for each token"],

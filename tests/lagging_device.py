@@ -24,6 +24,10 @@ class _Later:
         self._value: Any = None
         queue.append(self)
 
+    @property
+    def is_over(self) -> bool:
+        return self not in self._queue
+
     def get(self) -> Any:
         while self in self._queue:
             first = self._queue.popleft()
@@ -53,6 +57,10 @@ class _LaterSamples:
     @property
     def tokens(self) -> _LaterSamples:
         return self
+
+    @property
+    def is_ready(self) -> bool:
+        return self._later.is_over
 
     def result(self) -> Any:
         return self._later.get().result()

@@ -301,6 +301,18 @@ class Commit(Message):
     exposed_seconds: Duration = 0.0
 
 
+class PromptProgress(Message):
+    """P to D, with each chunk that is planned: when the prompt will be computed.
+
+    Attributes:
+        seconds: from now on, as the cost model of P predicts.
+    """
+
+    room: bytes
+    epoch: int
+    seconds: Duration
+
+
 class CommitAck(Message):
     """D to P: committed; P may release its side."""
 
@@ -338,6 +350,7 @@ AnyMessage: TypeAlias = (
     | PeerHeartbeat
     | Reservation
     | Commit
+    | PromptProgress
     | CommitAck
     | AbortRoom
     | Drained

@@ -25,7 +25,8 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         queued_tokens: prompt tokens that wait or are computed, without those that are cached.
         queue_seconds: predicted time until these are computed.
         streams: sequences that are generated here, or will be as soon as their KV is here.
-        context: their tokens.
+        answering: those of them that are generated now, or that are predicted to be very soon.
+        context: tokens of the streams.
         free_tokens: tokens whose KV new requests can have room for.
         chunk: tokens of a step (``--chunked-prefill-size``).
     """
@@ -35,6 +36,7 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queued_tokens: _Count = 0
     queue_seconds: _Seconds = 0.0
     streams: _Count = 0
+    answering: _Count = 0
     context: _Count = 0
     free_tokens: _Count = 0
     chunk: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1
@@ -48,3 +50,9 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def decoding(self) -> StepShape:
         """A step of all the streams."""
         return StepShape(streams=self.streams, context=self.context)
+
+    @property
+    def beside(self) -> StepShape:
+        """A step of the streams that are generated now, beside which prompts are computed."""
+        context = self.context * self.answering / max(1, self.streams)
+        return StepShape(streams=self.answering, context=context)

@@ -27,6 +27,7 @@ class IncomingRoom:
         receiver: accepts the KV; None until pages are reserved.
         reservation: message to the prefill node, which is sent once ``send_at`` has passed; None
             until pages are reserved.
+        expected_at: when the prompt is predicted to be computed; None until the peer has begun.
         commit_at: time at which ``commit`` arrived.
         digest: digest of the KV, computed from the pool; None until the KV is complete.
         quarantine: pages that were released and may still be written by the peer; None while the
@@ -41,6 +42,7 @@ class IncomingRoom:
     reservation: Reservation | None = None
     send_at: float = 0.0
     sent: bool = False
+    expected_at: float | None = None
     commit: Commit | None = None
     commit_at: float = 0.0
     digest: Future[bytes] | None = None

@@ -26,6 +26,7 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     PeerHeartbeat,
+    PromptProgress,
     Reservation,
 )
 from pd.core.request import RequestState
@@ -98,6 +99,7 @@ class ReceivingEnd(PromptReceiver):
         self.transfer: list[IncomingRoom] = []
 
     def register(self, handlers: Handlers) -> None:
+        handlers.on(PromptProgress, self._on_prompt_progress)
         handlers.on(Commit, self._on_commit)
         handlers.on(AbortRoom, self._on_abort_room)
         handlers.on(Drained, self._on_drained)
@@ -247,6 +249,21 @@ class ReceivingEnd(PromptReceiver):
             self.prefill_peers.send(incoming.reservation)
 
     # ---- transfer
+
+    def _on_prompt_progress(self, identity: bytes, message: PromptProgress) -> None:
+        incoming = self._incoming(message.room)
+        if incoming is not None and incoming.is_from_peer(message.sender, message.epoch):
+            incoming.expected_at = time.monotonic() + message.seconds
+
+    @property
+    def awaits(self) -> bool:
+        return bool(self.transfer)
+
+    def expected(self, seconds: float) -> Iterator[Request]:
+        latest = time.monotonic() + seconds
+        for incoming in self.transfer:
+            if incoming.expected_at is not None and incoming.expected_at < latest:
+                yield incoming.request
 
     def _on_commit(self, identity: bytes, message: Commit) -> None:
         """The peer has sent everything; maybe not all of it is here yet."""

@@ -43,6 +43,11 @@ class HostCopy:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(tensors[0].device))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> list[torch.Tensor]:
         """Wait until the copies are complete and return them; other threads may run meanwhile."""
         if self._event is not None:

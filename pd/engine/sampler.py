@@ -58,6 +58,11 @@ class Samples:
         wanted = [] if logprobs is None else logprobs.tensors
         self._copy = HostCopy([torch.where(finite, tokens, -1), *wanted])
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`result` would return at once."""
+        return self._copy.is_complete
+
     def result(self) -> list[SampledToken]:
         """Wait for the device and return one token for each row."""
         tokens, *wanted = self._copy.wait()

@@ -21,19 +21,23 @@ def node_load(
     if core.costs is None or slices is None or prefill is None or decode is None:
         return None
     sequences = list(decode.queued())
+    answers = sequences.copy()
     if receiving is not None:
         sequences += receiving.queued()
+        answers += [request.sequence for request in receiving.expected(2 * slices.longest)]
     context = sum(sequence.num_tokens for sequence in sequences)
-    decoding = StepShape(streams=len(sequences), context=context)
+    attended = sum(sequence.num_tokens for sequence in answers)
+    beside = StepShape(streams=len(answers), context=attended)
     tokens, pairs = prefill.uncached()
     cost = core.costs.cost
-    queue = cost.queue_seconds(tokens, pairs, slices.tokens(decoding), decoding)
+    queue = cost.queue_seconds(tokens, pairs, slices.tokens(beside), beside)
     return NodeLoad(
         cost=cost,
         itl=min(slices.itl, MAX_SECONDS),
         queued_tokens=tokens,
         queue_seconds=min(queue, MAX_SECONDS),
         streams=len(sequences),
+        answering=len(answers),
         context=context,
         free_tokens=core.memory.available * core.memory.page_size,
         chunk=core.config.chunked_prefill_size,

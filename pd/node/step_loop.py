@@ -26,6 +26,13 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT = 0.05
 # Steps take fractions of a second, but for kernels that are compiled in one.
 STEP_LIMIT_SECONDS = 300.0
+# A step is planned before the one before it is predicted to end: by so many times as long as the
+# host takes to plan and to launch one, since a host is late at times, and by this share of the
+# predicted time, since predictions err.
+_LEAD_FACTOR, _LEAD_SHARE = 1.5, 0.1
+# How often the device is asked whether a step is over, and the weight of one more launch's time.
+_POLL_SECONDS = 0.001
+_HOST_WEIGHT = 0.1
 
 
 def _num_tokens(works: list[Work]) -> int:
@@ -49,7 +56,9 @@ class StepLoop(threading.Thread):
 
     With overlap, the next step is planned and launched before the last one is accounted for, as
     long as :meth:`CombinedScheduler.may_plan_ahead` allows: while the GPU computes one step the CPU
-    is busy with its neighbours. At most two steps are launched.
+    is busy with its neighbours. At most two steps are launched. A node that knows how long its
+    steps take plans shortly before the launched step ends, so that requests which arrive during a
+    long step, and answers that come from other nodes, wait for that one alone.
     """
 
     def __init__(self, core: NodeCore, scheduler: CombinedScheduler) -> None:
@@ -61,6 +70,10 @@ class StepLoop(threading.Thread):
         self._no_drafts = Seldom(logger)
         # When the last step was complete.
         self._completed_at = 0.0
+        # When the launched step was seen to be over, if that was before the next was launched.
+        self._over_at: float | None = None
+        # Time from the begin of planning to the end of launching, on average.
+        self._host_seconds = 0.0
         self._watch = StepWatch()
         self._stopping = False
         self._broken = False
@@ -128,6 +141,9 @@ class StepLoop(threading.Thread):
     def _step(self) -> None:
         events, last = self._events, self._launched
         works: list[Work] = []
+        if last is not None:
+            self._wait_to_plan(last)
+        planned_at = time.monotonic()
         with events.event():
             # NOTE: cleared before planning, so that work which arrives later sets it again.
             events.work_available.clear()
@@ -151,6 +167,9 @@ class StepLoop(threading.Thread):
             self._watch.begin(began, _num_tokens(works))
         accounted = _Once(partial(self._account, last)) if last is not None else None
         self._launched = self._launch(works, last, accounted) if works else None
+        if last is not None:
+            taken = time.monotonic() - planned_at
+            self._host_seconds += _HOST_WEIGHT * (taken - self._host_seconds)
         if accounted is not None:
             accounted()
         if self._launched is not None and not self._overlap:
@@ -162,6 +181,20 @@ class StepLoop(threading.Thread):
             self._watch.end()
         with events.event():
             self._rooms.outputs.flush()
+
+    def _wait_to_plan(self, launched: LaunchedStep) -> None:
+        """Wait until the launched step is about to end, if that can be predicted."""
+        costs = self._core.costs
+        if costs is None:
+            return
+        seconds = costs.cost.seconds(shape_of(launched.works))
+        ends = max(launched.began, self._completed_at) + seconds
+        until = ends - _LEAD_FACTOR * self._host_seconds - _LEAD_SHARE * seconds
+        while (left := until - time.monotonic()) > 0 and not self._stopping:
+            if launched.is_over:
+                self._over_at = time.monotonic()
+                return
+            time.sleep(min(left, _POLL_SECONDS))
 
     def _catch_up(self) -> bool:
         """Let the drafter prepare for expected sequences; False if it has nothing to do."""
@@ -221,8 +254,8 @@ class StepLoop(threading.Thread):
     def _observe(self, step: LaunchedStep) -> None:
         """Compare the time of a complete step with its prediction. It counts from the end of the
         step before, while which it may have been launched."""
-        now, last = time.monotonic(), self._completed_at
-        self._completed_at = now
+        now, last = self._over_at or time.monotonic(), self._completed_at
+        self._completed_at, self._over_at = now, None
         costs = self._core.costs
         if costs is not None:
             with self._events.lock:

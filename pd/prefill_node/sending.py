@@ -19,6 +19,7 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     PeerHeartbeat,
+    PromptProgress,
     Reservation,
 )
 from pd.core.request import RequestState
@@ -223,6 +224,19 @@ class SendingEnd(PromptSender):
     def open(self, request: Request) -> None:
         if request.outgoing is not None:
             self._open(request.outgoing)
+
+    def tell_progress(self, request: Request, seconds: float) -> None:
+        outgoing = request.outgoing
+        if outgoing is None or outgoing.reservation is None or request.state.terminal:
+            return
+        message = PromptProgress(
+            to=request.peer,
+            sender=self._core.instance_id,
+            room=request.room,
+            epoch=outgoing.reservation.epoch,
+            seconds=seconds,
+        )
+        self.decode_peers.send(message)
 
     def _open(self, outgoing: OutgoingRoom) -> None:
         """Begin to send, if the peer has reserved. Pushes KV that is in the pool, unless it may

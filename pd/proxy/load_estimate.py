@@ -92,6 +92,6 @@ class LoadEstimate:
     def prefill_seconds(self, tokens: int, cached: int) -> float:
         """Seconds from the first to the last step of a prompt with so many cached tokens."""
         assert self.reported is not None
-        decoding, report = self.decoding, self.reported
-        chunk = slice_tokens(report.cost, report.itl, decoding, cached, report.chunk)
-        return report.cost.prefill_seconds(cached, tokens - cached, chunk, decoding)
+        report, beside = self.reported, self.reported.beside
+        chunk = slice_tokens(report.cost, report.itl, beside, cached, report.chunk)
+        return report.cost.prefill_seconds(cached, tokens - cached, chunk, beside)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # idle node, and as half a step of prompt tokens besides.
 _DEFAULT_TTFT_FACTOR = 4.0
 # Choices whose first token is predicted within this share of the best, or so much later, are equal.
-_EQUAL_SHARE = 1.15
+_EQUAL_SHARE = 1.05
 _EQUAL_SECONDS = 0.01
 # Output for which there should be memory where a request is generated.
 _EXPECTED_OUTPUT = 512

@@ -28,8 +28,9 @@ SECONDS = 2.0
 _REPEATS = 4
 _STREAMS = (1, 8, 32, 128)
 _CHUNKS = (16, 64, 256, 512, 1024, 4096)
-# Positions at which long sequences are measured.
+# Positions at which long sequences are measured, and a chunk of a long prompt.
 _FAR = 4096
+_LATE = 32768
 # Weight of a measured shape in the fit, in steps.
 _WEIGHT = 8
 
@@ -93,7 +94,7 @@ def _rehearsals(engine: Engine, config: NodeConfig) -> Iterator[_Rehearsal]:
     yield from (_Rehearsal(streams=batch) for batch in batches[2:])
     late = chunks[len(chunks) // 2]
     if late < tokens:
-        yield _Rehearsal(chunk=late, start=min(far, tokens - late))
+        yield _Rehearsal(chunk=late, start=min(_LATE, tokens - late))
     yield from (_Rehearsal(chunk=chunk) for chunk in chunks[3:])
 
 

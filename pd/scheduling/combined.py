@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pd.scheduling.decode import DecodeScheduler
     from pd.scheduling.prefill import PrefillScheduler
     from pd.scheduling.step import Work
-    from pd.scheduling.transfer_end import PromptSender
+    from pd.scheduling.transfer_end import PromptReceiver, PromptSender
 
 
 class CombinedScheduler:
@@ -31,6 +31,7 @@ class CombinedScheduler:
 
     Args:
         sending: the end that hands KV to peers; None on a node that keeps all.
+        receiving: the end that gets KV of prompts from peers, on a node that computes prompts, too.
 
     Attributes:
         slices: chooses how many prompt tokens a step computes beside answers, on an elastic node;
@@ -43,10 +44,12 @@ class CombinedScheduler:
         prefill: PrefillScheduler | None,
         decode: DecodeScheduler | None,
         sending: PromptSender | None = None,
+        receiving: PromptReceiver | None = None,
     ) -> None:
         assert prefill is not None or decode is not None
         self._core = core
         self.prefill, self.decode, self._sending = prefill, decode, sending
+        self._receiving = receiving
         self.slices: PromptSlices | None = None
         if core.costs is not None:
             pool_tokens = core.memory.num_pages * core.memory.page_size
@@ -67,20 +70,40 @@ class CombinedScheduler:
         if self.slices is None:
             budget = max(config.chunked_prefill_size - len(batch), 1)
         else:
-            budget = self.slices.tokens(self._answers(batch), self.prefill.next_position)
+            answers = self._answers(batch, self._receiving, self.slices)
+            awaits = self._receiving is not None and self._receiving.awaits
+            budget = self.slices.tokens(answers, self.prefill.next_position, awaits=awaits)
         chunks = self.prefill.plan(budget, config.max_running_requests - running)
         if self._sending is not None:
             for work in chunks:
                 self._sending.open(work.sequence.request)
+                self._tell_progress(work, self._sending, budget, shape_of(batch))
         return batch + chunks
 
-    def _answers(self, batch: list[Work]) -> StepShape:
-        """Answers that wait for the step that is being planned: those that it continues, and those
-        of prompts whose last chunk is under way, which it delays by all of its time."""
+    def _tell_progress(
+        self, work: Work, sending: PromptSender, budget: int, beside: StepShape
+    ) -> None:
+        """Tell the peer that will generate the answer when the prompt will be computed."""
+        if self._core.costs is not None:
+            request = work.sequence.request
+            left = len(request.prompt) - work.start
+            cost = self._core.costs.cost
+            seconds = cost.prefill_seconds(work.start, left, budget, beside)
+            sending.tell_progress(request, seconds)
+
+    def _answers(
+        self, batch: list[Work], receiving: PromptReceiver | None, slices: PromptSlices
+    ) -> StepShape:
+        """Answers that wait for the step that is being planned: those that it continues; those of
+        prompts whose last chunk is under way, which it delays by all of its time; and those whose
+        prompts other nodes will have computed before a long step is over that follows another."""
         shape = shape_of(batch)
         assert self.prefill is not None
-        for request in self.prefill.ending():
-            if request.outgoing is None and request.params.max_tokens > 1:
+        ending = [request for request in self.prefill.ending() if request.outgoing is None]
+        if receiving is not None:
+            ending += receiving.expected(2 * slices.longest)
+        for request in ending:
+            if request.params.max_tokens > 1:
                 count = request.params.n
                 context = shape.context + count * len(request.prompt)
                 shape = shape._replace(streams=shape.streams + count, context=context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pd.core.step_cost import StepShape, slice_tokens
+from pd.core.step_cost import LEAST_SLICE, StepShape, slice_tokens
 
 if TYPE_CHECKING:
     from pd.scheduling.cost_model import CostModel
@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 # stay several times faster than anybody reads, and most of a step is left for prompts.
 _DEFAULT_FACTOR = 3.0
 _COMMON_STREAMS, _COMMON_CONTEXT = 32, 2048
+# Where an answer may come that nothing is known of yet, a step takes so many times the objective.
+_AWAITING_FACTOR = 4.0
 
 
 class PromptSlices:
@@ -43,11 +45,22 @@ class PromptSlices:
         """Seconds between tokens of an answer that a step with prompt tokens keeps."""
         return self.wanted or self._default
 
-    def tokens(self, decoding: StepShape, start: int = 0) -> int:
+    @property
+    def longest(self) -> float:
+        """Seconds that a step of prompt tokens alone takes at most, of a prompt's first tokens."""
+        return self._costs.cost.prefill_seconds(0, self._most, self._most, StepShape())
+
+    def tokens(self, decoding: StepShape, start: int = 0, *, awaits: bool = False) -> int:
         """Prompt tokens of the next step.
 
         Args:
             decoding: the answers that it continues.
             start: position of the first prompt token.
+            awaits: whether answers may come from other nodes at any moment.
         """
-        return slice_tokens(self._costs.cost, self.itl, decoding, start, self._most)
+        cost = self._costs.cost
+        if awaits and not decoding.streams:
+            least = min(LEAST_SLICE, self._most)
+            limit = _AWAITING_FACTOR * self.itl
+            return max(least, cost.largest_chunk(limit, start, decoding, self._most))
+        return slice_tokens(cost, self.itl, decoding, start, self._most)

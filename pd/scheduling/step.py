@@ -162,6 +162,11 @@ class LaunchedStep:
     began: float
     draft_seconds: float
 
+    @property
+    def is_over(self) -> bool:
+        """Whether :meth:`complete` would not wait."""
+        return self.samples.is_ready
+
     def complete(self) -> None:
         """Wait for the step and fill in its works' results."""
         sampled = self.samples.result()

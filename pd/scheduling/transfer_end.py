@@ -109,6 +109,11 @@ class PromptSender(TransferEnd):
         begun yet. May end the request."""
 
     @abstractmethod
+    def tell_progress(self, request: Request, seconds: float) -> None:
+        """Tell the peer that the prompt is predicted to be computed in so many seconds, if the
+        peer has reserved."""
+
+    @abstractmethod
     def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """A function to be called during a step, with ``[first, stop)``, when the KV of these
         layers is in the pool or queued on the current stream; None if no work is to be sent. The
@@ -139,6 +144,15 @@ class PromptReceiver(TransferEnd):
     @abstractmethod
     def pump(self) -> None:
         """Let waiting requests go on as far as memory and peers allow."""
+
+    @property
+    @abstractmethod
+    def awaits(self) -> bool:
+        """Whether there is a request whose KV will come."""
+
+    @abstractmethod
+    def expected(self, seconds: float) -> Iterator[Request]:
+        """Requests whose prompts are predicted to be computed within ``seconds`` from now on."""
 
     @property
     @abstractmethod

@@ -243,6 +243,30 @@ def test_prompts_are_computed_in_slices_beside_answers(
     assert max(tokens for streams, tokens in sizes if not streams) == 48
 
 
+def test_a_node_hears_when_a_prompt_for_it_will_be_computed(cluster: Cluster) -> None:
+    """The other node says so with each chunk, so that no long step begins before the answer."""
+    prefill, decode = cluster.pair
+    end: Any = decode.node.receiving
+    heard: list[tuple[bool, float]] = []
+    take = end._incoming
+
+    def watching(room: bytes) -> Any:
+        incoming = take(room)
+        if incoming is not None and incoming.expected_at is not None:
+            heard.append((incoming.commit is None, incoming.expected_at))
+        return incoming
+
+    end._incoming = watching
+    try:
+        (prompt,) = random_prompts(12, [150])
+        cluster.client.generate(prompt, (prefill, decode)).tokens()
+    finally:
+        del end._incoming
+    assert heard
+    assert heard[0][0], "it was told before the commit"
+    assert not list(end.expected(1e6)), "nothing is expected of what has come"
+
+
 def test_errors_of_predictions_are_a_metric(cluster: Cluster) -> None:
     cluster.client.generate(range(20), cluster.pair).tokens()
     text = cluster.decode[0].node.core.metrics.expose().decode()

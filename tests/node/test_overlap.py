@@ -82,15 +82,17 @@ def run(
     return found
 
 
+@pytest.mark.parametrize("elastic", ["off", "auto"])
 @pytest.mark.parametrize("split", [False, True])
-def test_tokens_are_those_of_steps_one_by_one(split: bool, seed: int) -> None:
+def test_tokens_are_those_of_steps_one_by_one(split: bool, elastic: str, seed: int) -> None:
+    """Elastic nodes wait with a plan until the step before it is nearly over."""
     rng = random.Random(seed)
     prompts = random_prompts(seed, [rng.randrange(1, 90) for _ in range(40)])
     requests = [(prompt, some_params(rng)) for prompt in prompts]
     with tiny_cluster(0, 0, 1, overlap_schedule="off") as cluster:
         expected = run(cluster, requests, None)
     nodes = (1, 1, 0) if split else (0, 0, 1)
-    with tiny_cluster(*nodes, **SMALL, overlap_schedule="on") as cluster:
+    with tiny_cluster(*nodes, **SMALL, overlap_schedule="on", elastic=elastic) as cluster:
         watch_owners(cluster)
         devices = [LaggingDevice(server) for server in cluster.nodes]
         found = run(cluster, requests, rng)

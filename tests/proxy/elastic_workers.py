@@ -33,4 +33,5 @@ def worker(role: Any, name: str, **load: Any) -> Worker:
 
 def report(node: Worker, **load: Any) -> None:
     fields = {"cost": COST, "itl": ITL, "free_tokens": 200_000, "chunk": 8192} | load
+    fields.setdefault("answering", fields.get("streams", 0))
     node.load.heard(NodeLoad(**fields), node.load.beat())

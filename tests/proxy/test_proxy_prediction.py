@@ -47,7 +47,7 @@ def test_a_long_queue_sends_the_prompt_to_the_decode_node() -> None:
 
 
 def test_choices_that_are_about_equal_are_split() -> None:
-    p, d = worker("prefill", "p", queue_seconds=0.02), worker("decode", "d")
+    p, d = worker("prefill", "p", queue_seconds=0.009), worker("decode", "d")
     assert way([p, d]) == ("p", "d")
 
 

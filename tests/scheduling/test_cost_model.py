@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from prefill_bench import PrefillBench
+from requests_for_tests import make_request
 
 from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs
 from pd.scheduling.combined import CombinedScheduler
@@ -178,3 +179,31 @@ def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
     bench.add(range(1000, 9000))
     (ahead,) = scheduler.plan()
     assert (ahead.stop < 1000) == is_sliced
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_step_before_an_answer_from_another_node_keeps_its_pace(is_expected: bool) -> None:
+    """Of an answer that may come at any time a step is a few times as long as the objective; once
+    the other node says that its prompt will be computed soon, it is as long as that."""
+    bench = PrefillBench(pages=4096)
+    config = SimpleNamespace(chunked_prefill_size=8192, max_running_requests=256)
+    costs = CostModel()
+    costs.cost = DEVICE
+    core: Any = SimpleNamespace(costs=costs, memory=bench.memory, config=config)
+    decode: Any = SimpleNamespace(plan=list, running=[], needs_memory=False)
+    awaited = make_request(range(3000))
+    asked: list[float] = []
+
+    def expected(seconds: float) -> list[Any]:
+        asked.append(seconds)
+        return [awaited] if is_expected else []
+
+    receiving: Any = SimpleNamespace(awaits=True, expected=expected)
+    scheduler = CombinedScheduler(core, bench.scheduler, decode, None, receiving)
+    assert scheduler.slices is not None
+    scheduler.slices.wanted = 0.02
+    bench.add(range(9000, 18000))
+    (work,) = scheduler.plan()
+    step = DEVICE.seconds(StepShape(work.stop, chunk_pairs(0, work.stop)))
+    assert (0.016 if is_expected else 0.07) < step <= (0.02 if is_expected else 0.08)
+    assert asked == [2 * scheduler.slices.longest], "a step under way, and the one that is planned"
