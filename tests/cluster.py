@@ -25,6 +25,8 @@ from pd.core.messages import (
     Output,
     ProxyHeartbeat,
     StepOutputs,
+    TakeBack,
+    TakenBack,
     TokenLogprobs,
     decode,
     encode,
@@ -90,6 +92,8 @@ class Pending:
     prompt_logprobs: list[TokenLogprobs] | None = None
     ended_at: float | None = None
     produced: Sequence[int] = ()
+    taken_back: bool | None = None
+    late: int = 0  # outputs and errors after the node has given the request back
 
     def result(self, timeout: float = 120.0) -> list[list[int]]:
         """Token ids of every choice, with those that were produced before; raises what the nodes
@@ -182,6 +186,12 @@ class TokenClient:
             )
             self._post(node, message)
 
+    def take_back(self, pending: Pending) -> None:
+        """Ask the first node to give a request back; ``pending.taken_back`` is the answer."""
+        node = pending.nodes[0]
+        message = TakeBack(to=node.instance_id, sender=self.instance, room=pending.room)
+        self._post(node, message)
+
     def close(self) -> None:
         """Vanish without a word, as a killed proxy does."""
         self._running = False
@@ -222,16 +232,25 @@ class TokenClient:
                 time.sleep(0.001)
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, Failed):
+        if isinstance(message, TakenBack):
+            pending = self._rooms[message.room]
+            pending.taken_back = message.taken
+            if message.taken:
+                self._end(pending)
+        elif isinstance(message, Failed):
             pending = self._rooms.get(message.room)
-            if pending is not None and not pending.done.is_set():
+            if pending is not None and pending.taken_back:
+                pending.late += 1
+            elif pending is not None and not pending.done.is_set():
                 error = message.error
                 pending.error = error_from_kind(error.kind, error.message, error.param)
                 self._end(pending)
         elif isinstance(message, StepOutputs):
             for output in message.outputs:
                 pending = self._rooms.get(output.room)
-                if pending is not None and not pending.done.is_set():
+                if pending is not None and pending.taken_back:
+                    pending.late += 1
+                elif pending is not None and not pending.done.is_set():
                     self._take(pending, output)
 
     def _take(self, pending: Pending, output: Output) -> None:

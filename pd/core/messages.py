@@ -26,6 +26,7 @@ MAX_MEETINGS = 64
 # Instead of the number of a batch of prefix events: none was taken yet, and none is wanted.
 PREFIXES_UNKNOWN, PREFIXES_UNWANTED = -1, -2
 
+RoomId = Annotated[bytes, msgspec.Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
 PageHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 # A hidden state: 16,384 numbers of four bytes, and some room.
@@ -101,6 +102,13 @@ class Abort(Message):
     room: bytes
     index: int | None = None
     reason: str = "aborted"
+
+
+class TakeBack(Message):
+    """Give a request back that waits for its prompt to be computed, since its first token is
+    expected earlier at another node. The node answers with :class:`TakenBack`."""
+
+    room: RoomId
 
 
 class ProxyHeartbeat(Message):
@@ -195,6 +203,18 @@ class Failed(Message):
     room: bytes
     error: ErrorInfo
     of_peer: bool = False
+
+
+class TakenBack(Message):
+    """Answer to :class:`TakeBack`.
+
+    Attributes:
+        taken: no token of the prompt was computed, and the node has ended the request without
+            another word. Otherwise it goes on there, or has ended.
+    """
+
+    room: RoomId
+    taken: bool
 
 
 class NodeHeartbeat(Message):
@@ -342,9 +362,11 @@ AnyMessage: TypeAlias = (
     Generate
     | GenerateTogether
     | Abort
+    | TakeBack
     | ProxyHeartbeat
     | StepOutputs
     | Failed
+    | TakenBack
     | NodeHeartbeat
     | PrefixEvents
     | PeerHeartbeat

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import AbortedError, InvalidRequestError, PDError, UnavailableError
-from pd.core.messages import Abort, Generate, GenerateTogether
+from pd.core.messages import Abort, Generate, GenerateTogether, TakeBack, TakenBack
 from pd.core.request import RequestState
 from pd.node.validation import check_length, request_from
 from pd.scheduling.resumed import restore_sampling
@@ -63,6 +63,7 @@ class Intake:
         handlers.on(Generate, self._on_generate)
         handlers.on(GenerateTogether, self._on_generate_together)
         handlers.on(Abort, self._on_abort)
+        handlers.on(TakeBack, self._on_take_back)
 
     def _on_generate(self, identity: bytes, message: Generate) -> None:
         rooms = self._core.rooms
@@ -195,3 +196,20 @@ class Intake:
             if len(request.ended_choices) < request.params.n:
                 return
         rooms.fail(request, AbortedError(message.reason), tell_proxy=False)
+
+    def _on_take_back(self, identity: bytes, message: TakeBack) -> None:
+        """Give a request back to its proxy, unless its prompt is begun."""
+        rooms = self._core.rooms
+        request = rooms.get(message.room)
+        taken = False
+        if request is not None and request.proxy == identity:
+            taken = self._scheduler.has_not_begun(request)
+            if taken:
+                rooms.fail(request, AbortedError("its proxy took it back"), tell_proxy=False)
+        answer = TakenBack(
+            to=identity.decode(errors="replace"),
+            sender=self._core.instance_id,
+            room=message.room,
+            taken=taken,
+        )
+        self._core.post(identity, answer)

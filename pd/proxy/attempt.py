@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pd.core.messages import Output
     from pd.core.sampling_params import SamplingParams
     from pd.proxy.generation import Choice, Generation
+    from pd.proxy.prediction import Predicted
     from pd.proxy.suspicion import Death, Request
     from pd.proxy.worker import Worker
 
@@ -49,6 +50,7 @@ class History(NamedTuple):
         died_at: tokens of the longest choice at the last of these; None stands for those with
             which the attempt begins.
         avoided: nodes on which they were lost.
+        moves: how many of them their nodes gave back before they had begun.
     """
 
     losses: int = 0
@@ -56,6 +58,12 @@ class History(NamedTuple):
     deaths: tuple[Death, ...] = ()
     died_at: int | None = 0
     avoided: frozenset[Worker] = frozenset()
+    moves: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether there are none."""
+        return not self.reason and not self.moves
 
 
 # A first attempt has this history.
@@ -75,6 +83,8 @@ class Attempt:
             computes a resumed request alone; None until nodes are chosen.
         decode: the node that generates the rest, if another one.
         asked: what the nodes are to compute.
+        predicted: what the nodes were chosen by; None if the policy chose by roles.
+        begun: whether the first node has said that it computes the prompt.
         uncached_tokens: tokens counted in ``first.pending_tokens``; 0 once computed.
         progress: grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
         decode_spoke: whether the decode node has sent output, so that it has all of the KV.
@@ -100,6 +110,8 @@ class Attempt:
         if history.died_at is None:
             history = history._replace(died_at=self._begins_at)
         self.history = history
+        self.predicted: Predicted | None = None
+        self.begun = False
         self.uncached_tokens = 0
         self.progress = 0
         self.decode_spoke = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError, UnavailableError
@@ -59,11 +60,12 @@ class Attempts:
             occupied: nodes to which the attempt must not go now.
         """
         generation, asked = attempt.generation, attempt.asked
-        demand = _demand(attempt)
+        demand = demand_of(attempt)
         route = self._route(attempt, demand, preferred, occupied)
         if route.first in occupied or route.decode in occupied:
             return False
         attempt.first, attempt.decode = route.first, route.decode
+        attempt.predicted = route.predicted
         generation.holder = route.decode or route.first
         cached = route.first.tree.match(*demand.prompt) if route.first.tree else 0
         attempt.uncached_tokens = len(asked.token_ids) - cached
@@ -72,7 +74,7 @@ class Attempts:
         if not attempt.history.losses and generation.spec.params.prompt_logprobs_start is None:
             generation.predicted_cached = _usable(route.first, cached, len(asked.token_ids))
         if route.predicted is not None and not attempt.history.losses:
-            generation.predicted_ttft = route.predicted.ttft
+            generation.predicted_ttft = demand.waited + route.predicted.ttft
         route.sent(demand)
         for worker, reason in route.reasons:
             worker.active[attempt] = None
@@ -114,7 +116,7 @@ class Attempts:
     def have_nodes(self, attempt: Attempt) -> bool:
         """Whether there are nodes that could take an attempt, or one that follows it."""
         try:
-            self._choose(attempt, _demand(attempt))
+            self._choose(attempt, demand_of(attempt))
         except UnavailableError:
             return False
         return True
@@ -162,7 +164,7 @@ class Attempts:
             namespace=generation.spec.namespace,
             owner=job.owner[:_OWNER_CHARACTERS],
             priority=generation.spec.priority,
-            timeout=job.time_left if attempt.history.reason else job.timeout,
+            timeout=job.timeout if attempt.history.is_first else job.time_left,
         )
 
     def prompt_done(self, attempt: Attempt) -> None:
@@ -213,7 +215,12 @@ def connection_lost(node: Worker) -> NodeFailedError:
     return NodeFailedError(f"the connection to {node.role} node {node.instance_id} was lost")
 
 
-def _demand(attempt: Attempt) -> Demand:
-    asked = attempt.asked
-    prompt = Prompt(asked.token_ids, attempt.generation.spec.namespace)
-    return Demand(prompt, len(attempt.choices), asked.params.max_tokens - asked.produced)
+def demand_of(attempt: Attempt) -> Demand:
+    """The properties of an attempt by which its outcome is predicted."""
+    generation, asked = attempt.generation, attempt.asked
+    return Demand(
+        Prompt(asked.token_ids, generation.spec.namespace),
+        len(attempt.choices),
+        asked.params.max_tokens - asked.produced,
+        time.monotonic() - generation.created,
+    )

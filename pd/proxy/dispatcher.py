@@ -21,11 +21,12 @@ from pd.core.errors import (
     UnavailableError,
     error_from_kind,
 )
-from pd.core.messages import AnyMessage, Failed, Output, StepOutputs
+from pd.core.messages import AnyMessage, Failed, Output, StepOutputs, TakenBack
 from pd.proxy.attempt import Attempt
 from pd.proxy.attempts import Attempts, connection_lost
 from pd.proxy.failover import Failovers
 from pd.proxy.generation import Generation, Spec
+from pd.proxy.moves import Moves
 from pd.proxy.routing import Prompt, Router
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class Dispatcher:
         self._request_timeout = request_timeout
         self._attempts = Attempts(instance_id, router, metrics, on_released)
         self._failovers = Failovers(self._attempts, metrics, max_failovers, self._fail)
+        self._moves = Moves(
+            instance_id, router, self._attempts, metrics, self._failovers.place_anew
+        )
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
         # Jobs with news in the message that is being taken; None between messages.
@@ -267,6 +271,7 @@ class Dispatcher:
     def heard_from(self, worker: Worker) -> None:
         """A node has told its state."""
         self._failovers.heard_from(worker)
+        self._moves.look(worker)
 
     def nodes_changed(self) -> None:
         """A node became ready, or is no more."""
@@ -287,6 +292,8 @@ class Dispatcher:
                     self._deliver(job)
         elif isinstance(message, Failed):
             self._failed(worker, message)
+        elif isinstance(message, TakenBack):
+            self._moves.answered(worker, message)
 
     def _notify(self, generation: Generation, choice: Choice, added: int) -> None:
         """A choice gained tokens or ended: what one message brings for a job is delivered at

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError, UnavailableError
 from pd.core.messages import HEARTBEAT_INTERVAL
-from pd.proxy.attempt import Attempt, History
+from pd.proxy.attempt import Attempt
 from pd.proxy.attempts import connection_lost
 from pd.proxy.breaker import STUCK
 from pd.proxy.suspicion import Suspicion, Trials, is_suspected
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.errors import PDError
+    from pd.proxy.attempt import History
     from pd.proxy.attempts import Attempts
     from pd.proxy.generation import Generation
     from pd.proxy.metrics import Metrics
@@ -156,14 +157,30 @@ class Failovers:
             self._fail(attempt.generation, error)
 
     def _go_on(self, attempt: Attempt, error: PDError, history: History) -> None:
-        generation = attempt.generation
-        log.info("%s goes on elsewhere: %s", generation.spec.rid, error.message)
-        self._attempts.abort(attempt, error.message)
+        log.info("%s goes on elsewhere: %s", attempt.generation.spec.rid, error.message)
+        successors = self._replace(attempt, error.message, history)
+        self._metrics.failovers.labels("moved").inc(len(successors))
+        self._open_all(successors, error)
+
+    def place_anew(self, attempt: Attempt) -> None:
+        """Send a request, which its node gave back before it had begun, to the nodes that are best
+        now. That is no failover: nothing was lost, and the client is told nothing."""
+        error = UnavailableError("its node gave the request back")
+        history = attempt.history._replace(moves=attempt.history.moves + 1)
+        self._open_all(self._replace(attempt, error.message, history), error)
+
+    def _replace(self, attempt: Attempt, reason: str, history: History) -> list[Attempt]:
+        """End an attempt at its nodes; returns those that follow it, which are not sent yet."""
+        self._attempts.abort(attempt, reason)
         self._attempts.close(attempt)
-        for successor in _successors(attempt, history):
-            self._metrics.failovers.labels("moved").inc()
-            generation.attempts.append(successor)
-            self._open(successor, error)
+        successors = _successors(attempt, history)
+        attempt.generation.attempts += successors
+        return successors
+
+    def _open_all(self, attempts: list[Attempt], error: PDError) -> None:
+        for attempt in attempts:
+            if self._is_wanted(attempt):  # one that cannot be sent may end the others
+                self._open(attempt, error)
 
     # ---- attempts that go on
 

@@ -27,10 +27,13 @@ class LoadEstimate:
 
     Attributes:
         reported: the last report; None before the first, and of a node that is not elastic.
+        promised: seconds of prefill that will be sent there as soon as other nodes give the prompts
+            back.
     """
 
     def __init__(self) -> None:
         self.reported: NodeLoad | None = None
+        self.promised = 0.0
         self._reported_at = 0.0
         self._sent = _Sent()
         # What had been sent before the heartbeat that the report answers, and before later ones.
@@ -53,7 +56,8 @@ class LoadEstimate:
         self._marks = {number: sent for number, sent in self._marks.items() if number > answers}
 
     def prompt_sent(self, seconds: float) -> None:
-        """A prompt was sent there whose computation is expected to take so long."""
+        """A prompt was sent there whose computation is expected to take so long, or (below 0) was
+        asked back."""
         self._sent = self._sent._replace(seconds=self._sent.seconds + seconds)
 
     def stream_sent(self, streams: int, tokens: int) -> None:
@@ -67,11 +71,12 @@ class LoadEstimate:
 
     @property
     def queue_seconds(self) -> float:
-        """Seconds until the prompts that were sent there are computed."""
+        """Seconds until the prompts that were sent there, or are promised, are computed."""
         if self.reported is None:
             return 0.0
         left = self.reported.queue_seconds - (time.monotonic() - self._reported_at)
-        return max(0.0, left) + self._sent.seconds - self._known.seconds
+        sent = self._sent.seconds - self._known.seconds
+        return max(0.0, max(0.0, left) + sent + self.promised)
 
     @property
     def decoding(self) -> StepShape:

@@ -68,6 +68,12 @@ class Metrics:
             ["outcome"],
             registry=r,
         )
+        self.moves = Counter(
+            "pd_proxy_moves",
+            "waiting requests that a node was asked to give back for another",
+            ["outcome"],
+            registry=r,
+        )
         self.failovers = Counter(
             "pd_proxy_failovers",
             "times that an answer went on elsewhere, or could not",

@@ -18,6 +18,9 @@ _DEFAULT_TTFT_FACTOR = 4.0
 # Choices whose first token is predicted within this share of the best, or so much later, are equal.
 _EQUAL_SHARE = 1.05
 _EQUAL_SECONDS = 0.01
+# To move a request that waits must bring its first token forward by half a second, or by a third of
+# the objective if that is less, but by so many seconds and this part of it at least.
+_GAIN_SECONDS, _GAIN_SHARE, LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
 # Output for which there should be memory where a request is generated.
 _EXPECTED_OUTPUT = 512
 # A prompt longer than this share of a pool is not handed off (see ReceivingEnd).
@@ -31,11 +34,13 @@ class Demand(NamedTuple):
     Attributes:
         streams: answers that are wanted (``n``).
         output: tokens of each of them, at most.
+        waited: seconds since the request came.
     """
 
     prompt: Prompt
     streams: int = 1
     output: int = _EXPECTED_OUTPUT
+    waited: float = 0.0
 
     @property
     def length(self) -> int:
@@ -137,6 +142,34 @@ class Predictor:
         limit = max(fastest * _EQUAL_SHARE, fastest + _EQUAL_SECONDS)
         return min((c for c in kept if c.ttft <= limit), key=_by_preference)
 
+    def better(
+        self,
+        present: Predicted,
+        firsts: Sequence[Worker],
+        seconds: Sequence[Worker],
+        demand: Demand,
+        fit: Callable[[Worker, Worker], bool],
+    ) -> Predicted | None:
+        """A choice with which the first token of a waiting request comes so much earlier that the
+        request should move; None if it should stay.
+
+        Args:
+            present: the nodes of the request, with the time to the first token as it is expected
+                now.
+            firsts, seconds, fit: see :meth:`choose`; the node that was to compute the prompt is not
+                among the first.
+        """
+        found = self.choose(firsts, seconds, demand, fit)
+        if found is None or present.first.load.reported is None:
+            return None
+        misses = self._first(present.first, demand, present.ttft).misses
+        if seconds:
+            misses += self._second(present.decode, demand).misses
+        objective = self.ttft_objective(present.first, demand)
+        least = max(LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
+        is_faster = present.ttft > max(found.ttft + least, found.ttft * _LEAST_RATIO)
+        return found if is_faster and found.misses <= misses else None
+
     def ttft_objective(self, worker: Worker, demand: Demand) -> float:
         """Seconds in which the first token of a request should come."""
         if self._ttft is not None:
@@ -147,13 +180,15 @@ class Predictor:
         half = report.cost.prefill_seconds(0, max(1, report.chunk // 2), report.chunk, _IDLE)
         return _DEFAULT_TTFT_FACTOR * (alone + half)
 
-    def _first(self, worker: Worker, demand: Demand) -> _First:
+    def _first(self, worker: Worker, demand: Demand, ttft: float | None = None) -> _First:
+        """``ttft``: that of a request which waits there already; None predicts it for a new one."""
         load, length = worker.load, demand.length
         assert load.reported is not None
         cached = min(worker.tree.match(*demand.prompt) if worker.tree else 0, length - 1)
         prefill = load.prefill_seconds(length, cached)
-        ttft = load.queue_seconds + prefill
-        misses = int(ttft > self.ttft_objective(worker, demand))
+        if ttft is None:
+            ttft = load.queue_seconds + prefill
+        misses = int(demand.waited + ttft > self.ttft_objective(worker, demand))
         misses += length - cached > load.free_tokens  # it would wait for memory
         decoding = load.decoding
         if decoding.streams:

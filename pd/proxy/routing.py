@@ -323,22 +323,62 @@ class Router:
             preferred: the node that computes the prompt, whatever the policy says, if it can.
             avoided: nodes that are taken only if there are no others.
         """
-        prompt, size, needs_decode = demand.prompt, demand.length, demand.output > 1
+        firsts = self._firsts(model, demand)
+        if not firsts:
+            raise UnavailableError(
+                "no node can serve the request at present"
+                + (
+                    self.reasons()
+                    or f": those that are ready cannot take its {demand.length} tokens"
+                )
+            )
+        if preferred is None and (route := self._predicted(firsts, demand, avoided)) is not None:
+            return route
+        needs_decode = demand.output > 1
+        return self._by_roles(firsts, demand.prompt, preferred, avoided, needs_decode=needs_decode)
+
+    def shortest_queue(self, source: Worker) -> float | None:
+        """Seconds for which a prompt would wait at the least loaded elastic node of the same model
+        but this one; None if there is no other, or if nodes are not chosen by prediction."""
+        info = source.info
+        if self._predictor is None or info is None:
+            return None
+        found = (
+            worker.load.queue_seconds
+            for worker in self._workers
+            if worker is not source and worker.ready and worker.load.reported is not None
+            if worker.info is not None and worker.info.model == info.model
+        )
+        return min(found, default=None)
+
+    def better(self, model: str, demand: Demand, present: Predicted) -> Predicted | None:
+        """Nodes to which a waiting request should move; None if it should stay. See
+        :meth:`pd.proxy.prediction.Predictor.better`."""
+        if self._predictor is None:
+            return None
         firsts = [
+            worker
+            for worker in self._firsts(model, demand)
+            if worker.elastic and worker is not present.first
+        ]
+        return self._predictor.better(present, firsts, self._seconds(demand), demand, _fit)
+
+    def _firsts(self, model: str, demand: Demand) -> list[Worker]:
+        """Nodes that may compute the prompt."""
+        size, needs_decode = demand.length, demand.output > 1
+        return [
             worker
             for worker in self._workers
             if worker.info
             and worker.info.model == model
             and self._can_start(worker, size, with_decode=needs_decode)
         ]
-        if not firsts:
-            raise UnavailableError(
-                "no node can serve the request at present"
-                + (self.reasons() or f": those that are ready cannot take its {size} tokens")
-            )
-        if preferred is None and (route := self._predicted(firsts, demand, avoided)) is not None:
-            return route
-        return self._by_roles(firsts, prompt, preferred, avoided, needs_decode=needs_decode)
+
+    def _seconds(self, demand: Demand) -> list[Worker]:
+        """Elastic nodes that may generate the answer; none if one token is wanted."""
+        if demand.output <= 1:
+            return []
+        return [w for w in self._workers if w.elastic and w.can_take(demand.length)]
 
     def _predicted(
         self, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
@@ -347,10 +387,7 @@ class Router:
         elastic = _without(avoided, [worker for worker in firsts if worker.elastic])
         if self._predictor is None or not elastic:
             return None
-        seconds = []
-        if demand.output > 1:
-            found = [w for w in self._workers if w.elastic and w.can_take(demand.length)]
-            seconds = _without(avoided, found)
+        seconds = _without(avoided, self._seconds(demand))
         best = self._predictor.choose(elastic, seconds, demand, _fit)
         if best is None:
             return None

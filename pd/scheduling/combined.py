@@ -208,6 +208,11 @@ class CombinedScheduler:
         if self.decode is not None:
             self.decode.remove(request)
 
+    def has_not_begun(self, request: Request) -> bool:
+        """Whether a request waits for its prompt to be computed, and none of that was ever done."""
+        waits = self.prefill is not None and request in self.prefill.waiting
+        return waits and request.times.admitted is None
+
     def end_choice(self, request: Request, index: int) -> bool:
         """End one choice of a request; False if it is not decoded here (yet)."""
         self._core.events.want_pump()

@@ -52,6 +52,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request: Request) -> bool:
+        return request.room in self._requests
+
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
 

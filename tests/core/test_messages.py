@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from pd.core.messages import Commit, decode, encode
+from pd.core.messages import Commit, TakeBack, TakenBack, decode, encode
 
 
 def commit(**fields: float) -> bytes:
@@ -23,3 +23,13 @@ def test_durations_that_would_spoil_the_receivers_metrics_are_refused(
     assert getattr(decode(commit(**{field: 0.5})), field) == 0.5
     with pytest.raises(msgspec.ValidationError, match=field):
         decode(commit(**{field: value}))
+
+
+@pytest.mark.parametrize("length", [0, 15, 17, 1 << 20])
+def test_a_room_that_is_asked_back_has_sixteen_bytes(length: int) -> None:
+    for message in (
+        TakeBack(to="P", sender="proxy", room=bytes(length)),
+        TakenBack(to="proxy", sender="P", room=bytes(length), taken=True),
+    ):
+        with pytest.raises(msgspec.ValidationError, match="room"):
+            decode(encode(message))

@@ -16,7 +16,8 @@ from cluster import TokenClient, random_prompts, wait_idle, wait_until
 from tiny import tiny_node
 
 from pd.proxy.config import ProxyConfig
-from pd.proxy.server import ProxyThread
+from pd.proxy.processes.parent import ProxyProcesses
+from pd.proxy.server import Proxy, ProxyThread
 from pd.radix.prefix_hashes import as_numbers
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Deployment:
         config = ProxyConfig(
             port=0, prefill=[self.prefill.url], decode=[self.decode.url], **options
         )
-        proxy = ProxyThread(config)
+        make: Any = Proxy if config.workers == 1 else ProxyProcesses
+        proxy = ProxyThread(config, make)
         stack.callback(proxy.stop)
         self.proxy = proxy.start(10.0)
         self.client = stack.enter_context(httpx.Client(base_url=self.proxy.url, timeout=120))
@@ -52,6 +54,12 @@ class Deployment:
         assert response.status_code == 200, response.text
         tokens: list[int] = response.json()["output_ids"]
         return tokens
+
+    def moves(self) -> dict[str, float]:
+        """Waiting requests that nodes were asked to give back, by outcome."""
+        text = self.client.get("/metrics").text
+        found = re.findall(r'^pd_proxy_moves_total{outcome="(\w+)"} ([\d.]+)$', text, re.M)
+        return {outcome: float(count) for outcome, count in found}
 
     def ways(self) -> dict[str, float]:
         """Requests by how they went: ``split``, ``whole``, ``swapped``."""
@@ -92,6 +100,36 @@ def test_predicted_first_tokens_are_compared_with_what_happened(deployment: Depl
     deployment.ask(list(range(50)))
     text = deployment.client.get("/metrics").text
     assert re.search(r"^pd_proxy_ttft_prediction_error_count 1\.0$", text, re.M), text
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_prompts_that_wait_move_to_the_idle_node_and_give_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, seed: int, workers: int
+) -> None:
+    """The prefill node stands still, and another proxy has sent it a long queue."""
+    with ExitStack() as stack:
+        deployment = Deployment(stack, workers=workers)
+        prefill, decode = deployment.prefill, deployment.decode
+        prompts = list(random_prompts(seed, [5, 60, 150, 200, 300, 400]))
+        expected = [deployment.ask(prompt) for prompt in prompts]
+        for server in (prefill, decode):
+            server.node.flush_cache()
+        scheduler = prefill.node.scheduler.prefill
+        monkeypatch.setattr(scheduler, "plan", lambda budget, most: [])
+        other = TokenClient([prefill, decode])
+        stack.callback(other.close)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            pending = [pool.submit(deployment.ask, prompt) for prompt in prompts]
+            wait_until(lambda: len(scheduler.waiting) > 0, 10)
+            queue = [other.generate(p, (prefill,)) for p in random_prompts(seed + 1, [900] * 40)]
+            assert [answer.result(60) for answer in pending] == expected, seed
+        assert deployment.moves()["moved"] > 0
+        assert len(scheduler.waiting) == len(queue), "the requests are at the decode node"
+        monkeypatch.undo()
+        for request in queue:
+            other.abort(request)
+        for server in (prefill, decode):
+            wait_idle(server)
 
 
 @pytest.mark.parametrize("gone", ["prefill", "decode"])

@@ -36,6 +36,8 @@ from pd.core.messages import (
     ProxyHeartbeat,
     Stages,
     StepOutputs,
+    TakeBack,
+    TakenBack,
     TokenLogprobs,
     counts,
     decode,
@@ -47,6 +49,8 @@ from pd.core.signed_requests import NONCE_HEADER, SIGNATURE_HEADER, RequestVerif
 
 if TYPE_CHECKING:
     from email.message import Message as EmailMessage
+
+    from pd.core.node_load import NodeLoad
 
 EOS = 1
 Answer = Callable[[list[int], int], list[int]]
@@ -98,6 +102,7 @@ class FakeNode:
         self.http_requests: list[tuple[str, EmailMessage]] = []
         self.silent = False
         self.leaving = self.stuck = False
+        self.load: NodeLoad | None = None
         self.start()
 
     # ---- life
@@ -106,6 +111,7 @@ class FakeNode:
         self.instance_id = uuid.uuid4().hex
         self.generates: list[Generate] = []
         self.aborts: list[Abort] = []
+        self.take_backs: list[TakeBack] = []
         self._changed = threading.Condition()
         self._outbox: queue.Queue[tuple[str, Message | bytes]] = queue.Queue()
         self.heartbeats: dict[str, int] = {}
@@ -233,6 +239,14 @@ class FakeNode:
 
         self._wait(lambda: bool(found()), "abort")
         return found()[0]
+
+    def wait_take_back(self, count: int = 1) -> TakeBack:
+        """The ``count``-th request that is asked back."""
+        self._wait(lambda: len(self.take_backs) >= count, "request to give one back")
+        return self.take_backs[count - 1]
+
+    def give_back(self, asked: TakeBack, *, taken: bool) -> None:
+        self.send(asked.sender, TakenBack(to="", sender="", room=asked.room, taken=taken))
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._changed:
@@ -380,6 +394,8 @@ class FakeNode:
                     linked=self.linked,
                     leaving=self.leaving,
                     stuck=self.stuck,
+                    load=self.load,
+                    answers=message.number,
                 )
                 self.send(proxy, beat)
             return
@@ -391,6 +407,8 @@ class FakeNode:
             self.generates += requests
             if isinstance(message, Abort):
                 self.aborts.append(message)
+            if isinstance(message, TakeBack):
+                self.take_backs.append(message)
             self._changed.notify_all()
         if self.auto:
             for request in requests:

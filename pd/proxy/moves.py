@@ -1,0 +1,145 @@
+"""Moves requests that wait at one node to another where their first token would come much earlier.
+
+Nodes of a request are chosen by what is predicted when it comes. If the queue of its node turns out
+longer, the proxy asks the node to give the request back (:class:`pd.core.messages.TakeBack`) and
+chooses anew. A node that has begun with the prompt keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.core.messages import TakeBack
+from pd.proxy.attempts import demand_of
+from pd.proxy.prediction import LEAST_GAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd.core.messages import TakenBack
+    from pd.proxy.attempt import Attempt
+    from pd.proxy.attempts import Attempts
+    from pd.proxy.load_estimate import LoadEstimate
+    from pd.proxy.metrics import Metrics
+    from pd.proxy.prediction import Predicted
+    from pd.proxy.routing import Router
+    from pd.proxy.worker import Worker
+
+# Times that a request is moved, at most.
+MAX_MOVES = 2
+# Requests that a node is asked to give back at a time. For so many, better nodes are looked for
+# with each of its reports.
+MAX_UNDER_WAY = 4
+
+
+class _Move(NamedTuple):
+    """A request that a node was asked to give back.
+
+    Attributes:
+        target: load of the node that was better then, with the promise of ``seconds`` of prefill.
+    """
+
+    attempt: Attempt
+    source: Worker
+    target: LoadEstimate
+    seconds: float
+
+
+class Moves:
+    """The requests that nodes were asked to give back. Everything runs on the event loop.
+
+    Args:
+        place_anew: sends a request that its node gave back to the nodes that are best now.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        router: Router,
+        attempts: Attempts,
+        metrics: Metrics,
+        place_anew: Callable[[Attempt], None],
+    ) -> None:
+        self._instance_id = instance_id
+        self._router = router
+        self._attempts = attempts
+        self._metrics = metrics
+        self._place_anew = place_anew
+        self._under_way: dict[bytes, _Move] = {}
+
+    def look(self, worker: Worker) -> None:
+        """A node has told its load: ask it for requests that would begin much earlier elsewhere."""
+        self._forget_ended()
+        left = MAX_UNDER_WAY - sum(move.source is worker for move in self._under_way.values())
+        shortest = self._router.shortest_queue(worker)
+        if shortest is None:
+            return
+        for attempt, present in self._waiting(worker):
+            if left <= 0 or present.ttft - shortest < LEAST_GAIN:
+                return
+            left -= 1
+            spec = attempt.generation.spec
+            better = self._router.better(spec.model, demand_of(attempt), present)
+            if better is not None:
+                self._ask(attempt, present, better)
+
+    def _waiting(self, worker: Worker) -> Iterator[tuple[Attempt, Predicted]]:
+        """Requests that may wait at a node, the youngest first, and what is predicted of each if it
+        stays. The node computes them in about the order in which they came."""
+        ttft = worker.load.queue_seconds
+        for attempt in reversed(list(worker.active)):
+            predicted = attempt.predicted
+            if attempt.first is not worker or predicted is None or attempt.progress:
+                continue
+            if attempt.room in self._under_way:
+                continue  # its time is not in the load any more
+            before = ttft - predicted.prefill
+            if _may_move(attempt):
+                yield attempt, predicted._replace(ttft=ttft)
+            ttft = before
+
+    def _ask(self, attempt: Attempt, present: Predicted, better: Predicted) -> None:
+        worker = present.first
+        message = TakeBack(to=worker.instance_id, sender=self._instance_id, room=attempt.room)
+        if not worker.send(message):
+            return
+        worker.load.prompt_sent(-present.prefill)
+        better.first.load.promised += better.prefill
+        move = _Move(attempt, worker, better.first.load, better.prefill)
+        self._under_way[attempt.room] = move
+
+    def answered(self, worker: Worker, message: TakenBack) -> None:
+        """A node has given a request back, or keeps it."""
+        move = self._under_way.get(message.room)
+        if move is None or move.source is not worker:
+            return
+        if not self._is_current(move):
+            self._end(move, "ended")
+        elif message.taken:
+            self._end(move, "moved")
+            self._place_anew(move.attempt)
+        else:
+            move.attempt.begun = True
+            self._end(move, "begun")
+
+    def _forget_ended(self) -> None:
+        """Forget requests that ended, or lost their nodes, before the answer came."""
+        for move in list(self._under_way.values()):
+            if not self._is_current(move):
+                self._end(move, "ended")
+
+    def _is_current(self, move: _Move) -> bool:
+        return self._attempts.get(move.attempt.room) is move.attempt
+
+    def _end(self, move: _Move, outcome: str) -> None:
+        del self._under_way[move.attempt.room]
+        move.target.promised -= move.seconds
+        self._metrics.moves.labels(outcome).inc()
+
+
+def _may_move(attempt: Attempt) -> bool:
+    """Whether an attempt may be asked back. Its node has not begun with it as far as is known."""
+    history = attempt.history
+    if attempt.begun or not attempt.is_whole or attempt.generation.job.together:
+        return False
+    return history.moves < MAX_MOVES and not history.deaths
