@@ -43,6 +43,7 @@ from pd.cluster.start import up  # noqa: E402
 LAYOUTS: dict[str, tuple[tuple[str, str], dict[str, str]]] = {
     "split": (("prefill", "decode"), {}),
     "unified": (("unified", "unified"), {}),
+    "unified-1024": (("unified", "unified"), {"chunked-prefill-size": "1024"}),
     "elastic": (("prefill", "decode"), {"elastic": "auto"}),
 }
 _LATENCIES = ("ttft", "second_token", "itl", "tpot", "e2e")
@@ -208,6 +209,9 @@ def row(case: Case, runs: list[Path], kept: list[Path]) -> dict[str, Any]:
         "cached_share": middle("cached_share"),
         "goodput_share": middle("goodput", "share"),
     }
+    for objective in measures[0]["goodput"]["missed"]:
+        missed = [m["goodput"]["missed"][objective] / m["goodput"]["counted"] for m in measures]
+        found[f"{objective}_share"] = round(1 - median(missed), 4)
     for latency in _LATENCIES:
         for which in ("p50", "p90", "p99", "p99.9"):
             found[f"{latency}_{which}_ms"] = middle(f"{latency}_ms", which)
