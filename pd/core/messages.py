@@ -321,7 +321,7 @@ class Commit(Message):
     exposed_seconds: Duration = 0.0
 
 
-class PromptProgress(Message):
+class PromptExpected(Message):
     """P to D, with each chunk that is planned: when the prompt will be computed.
 
     Attributes:
@@ -372,7 +372,7 @@ AnyMessage: TypeAlias = (
     | PeerHeartbeat
     | Reservation
     | Commit
-    | PromptProgress
+    | PromptExpected
     | CommitAck
     | AbortRoom
     | Drained

@@ -26,7 +26,7 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     PeerHeartbeat,
-    PromptProgress,
+    PromptExpected,
     Reservation,
 )
 from pd.core.request import RequestState
@@ -99,7 +99,7 @@ class ReceivingEnd(PromptReceiver):
         self.transfer: list[IncomingRoom] = []
 
     def register(self, handlers: Handlers) -> None:
-        handlers.on(PromptProgress, self._on_prompt_progress)
+        handlers.on(PromptExpected, self._on_prompt_expected)
         handlers.on(Commit, self._on_commit)
         handlers.on(AbortRoom, self._on_abort_room)
         handlers.on(Drained, self._on_drained)
@@ -250,7 +250,7 @@ class ReceivingEnd(PromptReceiver):
 
     # ---- transfer
 
-    def _on_prompt_progress(self, identity: bytes, message: PromptProgress) -> None:
+    def _on_prompt_expected(self, identity: bytes, message: PromptExpected) -> None:
         incoming = self._incoming(message.room)
         if incoming is not None and incoming.is_from_peer(message.sender, message.epoch):
             incoming.expected_at = time.monotonic() + message.seconds

@@ -19,7 +19,7 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     PeerHeartbeat,
-    PromptProgress,
+    PromptExpected,
     Reservation,
 )
 from pd.core.request import RequestState
@@ -225,11 +225,11 @@ class SendingEnd(PromptSender):
         if request.outgoing is not None:
             self._open(request.outgoing)
 
-    def tell_progress(self, request: Request, seconds: float) -> None:
+    def tell_expected(self, request: Request, seconds: float) -> None:
         outgoing = request.outgoing
         if outgoing is None or outgoing.reservation is None or request.state.terminal:
             return
-        message = PromptProgress(
+        message = PromptExpected(
             to=request.peer,
             sender=self._core.instance_id,
             room=request.room,

@@ -77,10 +77,10 @@ class CombinedScheduler:
         if self._sending is not None:
             for work in chunks:
                 self._sending.open(work.sequence.request)
-                self._tell_progress(work, self._sending, budget, shape_of(batch))
+                self._tell_expected(work, self._sending, budget, shape_of(batch))
         return batch + chunks
 
-    def _tell_progress(
+    def _tell_expected(
         self, work: Work, sending: PromptSender, budget: int, beside: StepShape
     ) -> None:
         """Tell the peer that will generate the answer when the prompt will be computed."""
@@ -89,7 +89,7 @@ class CombinedScheduler:
             left = len(request.prompt) - work.start
             cost = self._core.costs.cost
             seconds = cost.prefill_seconds(work.start, left, budget, beside)
-            sending.tell_progress(request, seconds)
+            sending.tell_expected(request, seconds)
 
     def _answers(
         self, batch: list[Work], receiving: PromptReceiver | None, slices: PromptSlices

@@ -109,7 +109,7 @@ class PromptSender(TransferEnd):
         begun yet. May end the request."""
 
     @abstractmethod
-    def tell_progress(self, request: Request, seconds: float) -> None:
+    def tell_expected(self, request: Request, seconds: float) -> None:
         """Tell the peer that the prompt is predicted to be computed in so many seconds, if the
         peer has reserved."""
 
