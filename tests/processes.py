@@ -155,9 +155,8 @@ class Deployment:
         logs.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = [], []
         for index in range(prefill):
-            ports = ["--port", str(free_port()), "--bootstrap-port", str(free_port())]
             device = ["--device", devices[index % len(devices)]]
-            command = ["prefill", *ports, *device, *common, *prefill_flags]
+            command = ["prefill", "--port", str(free_port()), *device, *common, *prefill_flags]
             settings: dict[str, Any] = {"more_env": prefill_env, "program": prefill_program}
             self.prefill.append(self._process(f"prefill{index}", *command, **settings))
         for index in range(decode):

@@ -19,9 +19,8 @@ ROLES = {
     "decode": "receive KV caches and generate tokens",
     "unified": "do both on one node (colocated baseline)",
 }
-# A program that makes a NodeConfig has free ports by default; a command has known ones.
+# A program that makes a NodeConfig has a free port by default; a command has a known one.
 _PORTS = {"prefill": 30000, "decode": 30100, "unified": 30200}
-_BOOTSTRAP_PORT = 8998
 
 _EXAMPLES = """\
 examples:
@@ -122,15 +121,11 @@ def _add_network(flags: ConfigFlags, role: str) -> None:
         type=types.port,
         default=_PORTS[role],
     )
-    if role == "prefill":
-        where = "port where decode nodes introduce themselves; 0 picks a free one"
-    else:
-        where = "with --elastic auto: port where nodes introduce themselves that receive KV"
+    where = "port where nodes introduce themselves that receive KV; 0 picks a free one"
     flags.add(
         "--bootstrap-port",
-        where,
+        where if role == "prefill" else f"with --elastic auto: {where}",
         type=types.port,
-        default=_BOOTSTRAP_PORT if role == "prefill" else 0,
         metavar="PORT",
     )
     flags.add(

@@ -55,7 +55,8 @@ class NodeConfig:
     As flat as flags and settings files are. The command line takes its defaults from here.
 
     Attributes:
-        port, bootstrap_port: 0 picks a free one; the command line has defaults of its own.
+        port: 0 picks a free one; the command line has defaults of its own.
+        bootstrap_port: 0 picks a free one, which proxies learn from the node and tell its peers.
         kv_cache_tokens: size of the KV cache; wins over ``mem_fraction``.
         drain_timeout: seconds for which SIGTERM waits for running requests.
         retraction_host_memory: in bytes; so are ``grammar_memory`` and ``grammar_cache``.

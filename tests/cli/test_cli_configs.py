@@ -110,8 +110,8 @@ def test_names_to_choose_from_are_those_that_exist() -> None:
 
 
 def test_a_flag_has_the_default_of_the_field_that_it_sets() -> None:
-    # A program that makes a NodeConfig itself has free ports.
-    own = {"role", "model", "port", "bootstrap_port"}
+    # A program that makes a NodeConfig itself has a free port.
+    own = {"role", "model", "port"}
     for role in node_flags.ROLES:
         settings = parsed(role, "--model", "m")
         for field in dataclasses.fields(NodeConfig):

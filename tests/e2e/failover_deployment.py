@@ -1,5 +1,5 @@
 """Two prefill and two decode nodes in this process behind a proxy. They can vanish, stand still and
-be emptied, and come back on the same ports."""
+be emptied, and come back on the same port."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """A node on fixed ports."""
+    """A node on a fixed port; peers introduce themselves at any free one."""
 
     def __init__(self, role: str, model: Path, **settings: Any) -> None:
         self.role = role
         self._model = model
-        self._settings = settings | {"port": free_port(), "bootstrap_port": free_port()}
+        self._settings = settings | {"port": free_port()}
         self.restart()
 
     def restart(self) -> None:

@@ -89,11 +89,11 @@ class Hosts:
 
     def start(self) -> None:
         """Until both proxies can serve."""
-        # Fixed ports, which nobody else has there: a node that comes back is found again.
-        registry = ["--bootstrap-port", "8998"]
-        self.prefill = self._node("prefill", self.net.a, 30000, "prefill", *registry)
+        # Fixed ports, which nobody else has there: a node that comes back is found again. Ports
+        # where nodes introduce themselves are free ones, others after each start.
+        self.prefill = self._node("prefill", self.net.a, 30000, "prefill")
         self.decode = self._node("decode", self.net.b, 30100, "decode")
-        self.beside = self._node("beside", self.net.b, 30000, "prefill", *registry)
+        self.beside = self._node("beside", self.net.b, 30000, "prefill")
         self.nodes = [self.prefill, self.decode, self.beside]
         self.places = [self.net.a, self.net.b, self.net.b]
         self.far, self.near = self._proxy("far", self.prefill), self._proxy("near", self.beside)
