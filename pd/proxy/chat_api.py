@@ -55,7 +55,9 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
     prompt = render_prompt(asked, text, asked.messages)
     plan = plan_output(asked, text, prompt)
     # The template writes the special tokens itself.
-    ids = encode(model, prompt.text, "messages", add_special_tokens=False)
+    ids = encode(
+        model, prompt.text, "messages", namespace=asked.cache_salt, add_special_tokens=False
+    )
     spec = Spec(
         rid=rid,
         model=model.name,

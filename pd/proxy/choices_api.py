@@ -120,7 +120,7 @@ def _prepare(
 ) -> _Prepared:
     """The options as they go to the nodes. Raises InvalidRequestError."""
     _check_sampling(asked, model)
-    prompt_ids = encode(model, prompt, asked.source)
+    prompt_ids = encode(model, prompt, asked.source, namespace=asked.cache_salt)
     count = TokenCount()
     specs: list[Spec] = []
 
@@ -131,7 +131,7 @@ def _prepare(
 
     options = []
     for number, choice in enumerate(asked.choices or ()):
-        option = _option(prompt, prompt_ids, choice, f"choices[{number}]", model)
+        option = _option(asked, prompt, prompt_ids, choice, f"choices[{number}]", model)
         add(option.token_ids, option.start)
         options.append(option)
     if needs_unconditional(asked.choices_method):
@@ -150,6 +150,7 @@ def _check_sampling(asked: GenerateRequest, model: ModelView) -> None:
 
 
 def _option(
+    asked: GenerateRequest,
     prompt: str | list[int],
     prompt_ids: IntArray,
     choice: str | list[int],
@@ -159,9 +160,9 @@ def _option(
     """An option after the prompt. Raises InvalidRequestError naming the option."""
     option = None
     if isinstance(prompt, str) and isinstance(choice, str):
-        option = _tokenized_together(prompt, prompt_ids, choice, param, model)
+        option = _tokenized_together(asked, prompt, prompt_ids, choice, param, model)
     if option is None:
-        ids = encode(model, choice, param, add_special_tokens=False)
+        ids = encode(model, choice, param, namespace=asked.cache_salt, add_special_tokens=False)
         text = choice if isinstance(choice, str) else _text(model, choice)
         option = Option(text, np.concatenate([prompt_ids, ids]), len(prompt_ids))
     try:
@@ -172,7 +173,12 @@ def _option(
 
 
 def _tokenized_together(
-    prompt: str, prompt_ids: IntArray, choice: str, param: str, model: ModelView
+    asked: GenerateRequest,
+    prompt: str,
+    prompt_ids: IntArray,
+    choice: str,
+    param: str,
+    model: ModelView,
 ) -> Option | None:
     """Prompt and option as one text, as the model knows it from its training.
 
@@ -180,7 +186,7 @@ def _tokenized_together(
     prompt where the last characters of it and the first ones of the option make one token. None if
     all of the prompt would be gone, or all of the option.
     """
-    ids = encode(model, prompt + choice, param)
+    ids = encode(model, prompt + choice, param, namespace=asked.cache_salt)
     length = min(len(ids), len(prompt_ids))
     differs = ids[:length] != prompt_ids[:length]
     start = int(differs.argmax()) if differs.any() else length

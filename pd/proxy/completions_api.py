@@ -61,7 +61,13 @@ def _prepare(
         max_tokens = 1
     specs = []
     for i, prompt in enumerate(prompts):
-        ids = encode(model, prompt, "prompt", add_special_tokens=asked.add_special_tokens)
+        ids = encode(
+            model,
+            prompt,
+            "prompt",
+            namespace=asked.cache_salt,
+            add_special_tokens=asked.add_special_tokens,
+        )
         spec = Spec(
             rid=f"{rid}_{i}",
             model=model.name,

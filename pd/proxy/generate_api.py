@@ -98,7 +98,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
     sampling = options.sampling
     if sampling.stop:
         model.need_text("sampling_params.stop")
-    ids = encode(model, prompt.value, asked.source)
+    ids = encode(model, prompt.value, asked.source, namespace=asked.cache_salt)
     wanted = sampling.max_new_tokens
     limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
     if wanted is None:

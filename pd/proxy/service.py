@@ -117,9 +117,17 @@ class Service:
 
 
 def encode(
-    model: ModelView, prompt: str | list[int], param: str, *, add_special_tokens: bool = True
+    model: ModelView,
+    prompt: str | list[int],
+    param: str,
+    *,
+    namespace: str,
+    add_special_tokens: bool = True,
 ) -> IntArray:
-    """Token ids of a prompt. Raises InvalidRequestError for an empty or foreign one."""
+    """Token ids of a prompt. Raises InvalidRequestError for an empty or foreign one.
+
+    ``namespace``: the request's ``cache_salt``.
+    """
     if not isinstance(prompt, str):
         return check_ids(prompt, model.limits.vocab_size, param)
     text = model.need_text(param)
@@ -130,7 +138,9 @@ def encode(
             f"context of {model.limits.context_length} tokens",
             param=param,
         )
-    ids = text.encode(prompt, add_special_tokens=add_special_tokens, param=param)
+    ids = text.encode(
+        prompt, add_special_tokens=add_special_tokens, param=param, namespace=namespace
+    )
     if not prompt or not len(ids):
         raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
     return ids

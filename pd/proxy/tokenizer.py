@@ -15,6 +15,7 @@ from pd.proxy.chat_template import ChatTemplate, load_templates
 from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
 from pd.proxy.reasoning import reasoning_tags
 from pd.proxy.special_tokens import SpecialTokens
+from pd.proxy.tokenized_pieces import PieceEncoder
 from pd.proxy.tokenizer_files import load_tokenizer
 from pd.proxy.tools.families import tool_family
 
@@ -65,6 +66,7 @@ class TextModel:
         self._tokenizer.no_padding()
         self.special = SpecialTokens(self._tokenizer) if split_special_tokens else None
         self._encoder = self._tokenizer if self.special is None else self.special.tokenizer
+        self._pieces = PieceEncoder.of(self._encoder)
         decoder: dict[str, Any] | None = json.loads(self._tokenizer.to_str()).get("decoder")
         self.table = TokenTable(self._tokenizer, decoder)
         # Characters that one token may stand for; more than that only where unknown ones are fused.
@@ -80,19 +82,29 @@ class TextModel:
                 raise
             log.error("serving no chat: %s", error)
 
-    def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> IntArray:
+    def encode(
+        self, text: str, *, add_special_tokens: bool, param: str = "prompt", namespace: str = ""
+    ) -> IntArray:
         """Token ids, int32. A character takes up to a microsecond, in which other threads run.
+
+        ``namespace``: texts of the same one that begin alike are not tokenized there again.
 
         Raises InvalidRequestError for a text of more than MAX_TEXT_TOKENS.
         """
-        # The batch calls are those that let go of Python's global lock.
-        (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if len(encoding) > MAX_TEXT_TOKENS:
-            raise InvalidRequestError(
-                f"{param} has {len(encoding)} tokens; at most {MAX_TEXT_TOKENS} are taken",
-                param=param,
+        ids = None
+        if self._pieces is not None:
+            ids = self._pieces.encode(text, namespace, add_special_tokens=add_special_tokens)
+        if ids is None:
+            # The batch calls are those that let go of Python's global lock.
+            (encoding,) = self._encoder.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
             )
-        return np.array(encoding.ids, dtype=np.int32)
+            ids = np.array(encoding.ids, dtype=np.int32)
+        if len(ids) > MAX_TEXT_TOKENS:
+            raise InvalidRequestError(
+                f"{param} has {len(ids)} tokens; at most {MAX_TEXT_TOKENS} are taken", param=param
+            )
+        return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of these tokens. Other threads run meanwhile."""
