@@ -237,6 +237,7 @@ class Stream:
     def __init__(self, url: str, prompt: list[int], tokens: int, **extra: Any) -> None:
         self.url, self.prompt, self.tokens = url, prompt, tokens
         self.output: list[int] = []
+        self.sizes: list[int] = []  # tokens of each event
         self.error: dict[str, Any] | None = None
         self.status: int | None = None
         self.finish: str | None = None
@@ -295,6 +296,7 @@ class Stream:
                 self.error = event["error"]
                 return
             self.output += event["output_ids"]
+            self.sizes.append(len(event["output_ids"]))
             reason = event["meta_info"]["finish_reason"]
             self.finish = reason["type"] if reason else self.finish
             if self.output:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
@@ -20,8 +19,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound="zmq.Socket[Any]")
 
+Socket = zmq.Socket[bytes]
+
 # Messages that may wait for a node that does not read; beyond it the node counts as failed.
 _SEND_QUEUE = 4096
+# Messages of a socket that are taken before the event loop turns to others.
+PASS_MESSAGES = 64
 
 
 class Sockets:
@@ -29,7 +32,7 @@ class Sockets:
 
     def __init__(self, instance_id: str, cluster_key: bytes | None) -> None:
         self.instance_id = instance_id
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[Socket] = zmq.Context()
         self._cluster_key = cluster_key
 
     def open(
@@ -37,6 +40,7 @@ class Sockets:
         endpoint: str,
         node: str,
         on_message: Callable[[AnyMessage], None],
+        on_taken: Callable[[], None],
         on_gap: Callable[[], None],
         on_disconnect: Callable[[], None],
     ) -> NodeChannel:
@@ -45,11 +49,12 @@ class Sockets:
         ``node``: its instance id. With a cluster key no other node's ROUTER takes the connection,
         so whoever names a foreign endpoint cannot have this proxy's stream there replaced.
 
-        ``on_gap``: called before a message when others before it were lost. ``on_disconnect``:
-        called when a connection ends; it is made again if the node lives.
+        ``on_taken``: called when those messages that were there have been handed to ``on_message``,
+        up to PASS_MESSAGES of them. ``on_gap``: called before a message when others before it were
+        lost. ``on_disconnect``: called when a connection ends; it is made again if the node lives.
         """
         socket = self.connect(self._context, self.instance_id, endpoint, node)
-        return NodeChannel(socket, self.instance_id, on_message, on_gap, on_disconnect)
+        return NodeChannel(socket, self.instance_id, on_message, on_taken, on_gap, on_disconnect)
 
     def connect(self, context: zmq.Context[S], identity: str, endpoint: str, node: str) -> S:
         """A socket of ``context`` that is (or will be) connected to the ROUTER of ``node``.
@@ -84,75 +89,120 @@ class Sockets:
         self._context.destroy(linger=0)
 
 
+class SocketReader:
+    """Hands the messages of a ZMQ socket to a callback, on the event loop that runs.
+
+    NOTE: a ZMQ socket's descriptor does not say that there are messages. It becomes readable once
+    when something has happened to the socket, and any call of the socket's may take note of that.
+    So messages are received until there are none, and :meth:`look` follows each other call.
+
+    Args:
+        on_message: gets the frames of a message. It may close the reader.
+        on_taken: called after the messages that were there, or PASS_MESSAGES of them.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        on_message: Callable[[list[bytes]], None],
+        on_taken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._on_taken = on_taken
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.get(zmq.FD))
+        self._pass_is_due = False
+        self._loop.add_reader(self._descriptor, self._take)
+        self.look()
+
+    def look(self) -> None:
+        """Have messages taken soon if there are any."""
+        if not self._pass_is_due and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._pass_is_due = True
+            self._loop.call_soon(self._take)
+
+    def close(self) -> None:
+        """Take nothing more. Call before the socket is closed."""
+        self._loop.remove_reader(self._descriptor)
+        self._descriptor = -1
+
+    def _take(self) -> None:
+        self._pass_is_due = False
+        try:
+            for _ in range(PASS_MESSAGES):
+                if self._descriptor < 0:
+                    return
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._on_message(frames)
+            if self._descriptor >= 0:
+                self.look()
+        finally:
+            self._on_taken()
+
+
 class NodeChannel:
     """Sends without waiting and hands every message of this proxy to one callback."""
 
     def __init__(
         self,
-        socket: zmq.asyncio.Socket,
+        socket: Socket,
         identity: str,
         on_message: Callable[[AnyMessage], None],
+        on_taken: Callable[[], None],
         on_gap: Callable[[], None],
         on_disconnect: Callable[[], None],
     ) -> None:
         self._socket = socket
-        self._on_gap, self._on_disconnect = on_gap, on_disconnect
+        self._on_gap = on_gap
         # The node's stream began with an earlier channel, maybe.
         self._sent, self._received = Sent(), Received(whole=False)
         self._on_message = on_message
         self._identity = identity
-        self._reader = asyncio.create_task(self._read())
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._watcher = asyncio.create_task(self._watch())
+        self._monitor: Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._watcher = SocketReader(self._monitor, lambda _: on_disconnect())
+        self._reader = SocketReader(socket, self._receive, on_taken)
 
     def send(self, message: Message) -> bool:
         """Whether the message was taken; not if the node is not connected or does not read."""
         counting = counts(message)
         frames = [self._sent.number(counts=counting), encode(message)]
-        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        # With NOBLOCK the future is done already.
-        if cast("asyncio.Future[None]", sent).exception() is None:
-            return True
-        self._sent.take_back(counts=counting)
-        return False
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._sent.take_back(counts=counting)
+            return False
+        self._reader.look()
+        return True
 
     def close(self) -> None:
         if self._socket.closed:
             return
-        self._reader.cancel()
-        self._watcher.cancel()
+        self._reader.close()
+        self._watcher.close()
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
 
-    async def _watch(self) -> None:
-        while True:
-            await self._monitor.recv_multipart()
-            self._on_disconnect()
-
-    async def _read(self) -> None:
-        while True:
-            try:
-                frames = await self._socket.recv_multipart()
-            except zmq.ZMQError:
-                if self._socket.closed:
-                    return
-                raise
-            if len(frames) > 1 and self._lacks(frames[0]):
-                self._on_gap()
-                if self._socket.closed:
-                    return
-            try:
-                message = decode(frames[-1])
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                log.warning("dropped a malformed message of %d bytes: %s", len(frames[-1]), error)
-                continue
-            if message.to != self._identity:
-                continue
-            try:
-                self._on_message(message)
-            except Exception:  # one bad message must not silence the node
-                log.exception("failed to handle %s of %s", type(message).__name__, message.sender)
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) > 1 and self._lacks(frames[0]):
+            self._on_gap()
+            if self._socket.closed:
+                return
+        try:
+            message = decode(frames[-1])
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            log.warning("dropped a malformed message of %d bytes: %s", len(frames[-1]), error)
+            return
+        if message.to != self._identity:
+            return
+        try:
+            self._on_message(message)
+        except Exception:  # one bad message must not silence the node
+            log.exception("failed to handle %s of %s", type(message).__name__, message.sender)
 
     def _lacks(self, number: bytes) -> bool:
         try:

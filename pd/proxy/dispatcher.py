@@ -82,8 +82,9 @@ class Dispatcher:
         )
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
-        # Jobs with news in the message that is being taken; None between messages.
-        self._told: dict[Job, None] | None = None
+        # Jobs with news in the messages that were received since :meth:`deliver`.
+        self._told: dict[Job, None] = {}
+        self._is_receiving = False
         # Counts prompts in the system, whether they were handed to nodes already or not.
         self._ledger = ledger
         self._idle = asyncio.Event()
@@ -278,32 +279,36 @@ class Dispatcher:
         self._failovers.nodes_changed()
 
     def receive(self, worker: Worker, message: AnyMessage) -> None:
-        """Take a message of a node. What concerns no present request is ignored."""
+        """Take a message of a node; :meth:`deliver` follows. What concerns no present request is
+        ignored."""
         if isinstance(message, StepOutputs):
             self.last_output = time.monotonic()
-            told: dict[Job, None] = {}
-            self._told = told
+            self._is_receiving = True
             try:
                 for output in message.outputs:
                     self._output(worker, output)
             finally:
-                self._told = None
-                for job in told:
-                    self._deliver(job)
+                self._is_receiving = False
         elif isinstance(message, Failed):
             self._failed(worker, message)
         elif isinstance(message, TakenBack):
             self._moves.answered(worker, message)
 
+    def deliver(self) -> None:
+        """Write what the messages since the last call brought: for each job once, however many of
+        them had news for it."""
+        told, self._told = self._told, {}
+        for job in told:
+            self._deliver(job)
+
     def _notify(self, generation: Generation, choice: Choice, added: int) -> None:
-        """A choice gained tokens or ended: what one message brings for a job is delivered at
-        once."""
+        """A choice gained tokens or ended."""
         job = generation.job
         job.notify(choice, added)
-        if self._told is None:
-            self._deliver(job)
-        else:
+        if self._is_receiving:
             self._told[job] = None
+        else:
+            self._deliver(job)
 
     def _deliver(self, job: Job) -> None:
         try:

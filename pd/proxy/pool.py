@@ -72,10 +72,10 @@ class WorkerPool:
         itl: seconds between tokens that nodes are asked to keep; 0 leaves it to them.
         elastic: roles of elastic nodes move to where the demand is.
 
-    Callbacks: ``on_message(worker, message)`` for everything but heartbeats; ``on_lost(worker,
-    reason, died)`` when what was sent to an instance is lost, and whether it seems to have died;
-    ``on_heartbeat(worker)`` when a worker has told its state; ``on_change()`` when a worker became
-    ready or not.
+    Callbacks: ``on_message(worker, message)`` for everything but heartbeats, and ``on_taken()``
+    after those that were there; ``on_lost(worker, reason, died)`` when what was sent to an instance
+    is lost, and whether it seems to have died; ``on_heartbeat(worker)`` when a worker has told its
+    state; ``on_change()`` when a worker became ready or not.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class WorkerPool:
         itl: float = 0.0,
         elastic: bool = False,
         on_message: Callable[[Worker, AnyMessage], None],
+        on_taken: Callable[[], None],
         on_lost: Callable[[Worker, str, bool], None],
         on_heartbeat: Callable[[Worker], None],
         on_change: Callable[[], None],
@@ -95,6 +96,7 @@ class WorkerPool:
         self._itl = itl
         self._roles = RoleBalancer(self.workers) if elastic else None
         self._on_message = on_message
+        self._on_taken = on_taken
         self._on_lost = on_lost
         self._on_heartbeat = on_heartbeat
         self._on_change = on_change
@@ -279,6 +281,7 @@ class WorkerPool:
                 info.endpoints.zmq,
                 info.instance_id,
                 lambda message: self._receive(worker, message),
+                self._on_taken,
                 lambda: self._lose(worker, "messages from it were lost"),
                 lambda: self._disconnected(worker),
             )

@@ -139,6 +139,7 @@ class Proxy:
             itl=config.itl,
             elastic=config.elastic == "auto",
             on_message=self._on_message,
+            on_taken=self._on_taken,
             on_lost=self._on_lost,
             on_heartbeat=self._on_heartbeat,
             on_change=self._on_change,
@@ -235,6 +236,9 @@ class Proxy:
 
     def _on_message(self, worker: Worker, message: AnyMessage) -> None:
         self._dispatcher.receive(worker, message)
+
+    def _on_taken(self) -> None:
+        self._dispatcher.deliver()
 
     def _on_lost(self, worker: Worker, reason: str, died: bool) -> None:
         self._dispatcher.worker_lost(worker, reason, died=died)

@@ -1,4 +1,5 @@
-"""Streams are written while a node's message is read: a fault in one of them stays there."""
+"""Streams are written when a node's messages were read: once for all of them, and a fault in one
+stream stays there."""
 
 from __future__ import annotations
 
@@ -52,6 +53,33 @@ def test_a_stream_that_cannot_be_written_ends_and_others_of_the_message_go_on(
     for name in ("before", "behind"):
         assert streams[name].join(20).succeeded_as([7, 8, 9])
     assert set(tried) == set(names)
+
+
+def test_messages_that_were_there_at_once_are_one_event(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = cluster.proxy()
+    stream = Stream(proxy.url, [5, 6], 5)
+    request = node.wait_generate()
+    inner = proxy.proxy
+    assert inner is not None
+    (worker,) = inner._pool.workers
+
+    def message(*tokens: tuple[int, int], finish: Finish | None = None) -> StepOutputs:
+        outputs = [output(request, token, position, finish) for token, position in tokens]
+        return StepOutputs(to="", sender="", outputs=outputs)
+
+    async def receive(*messages: StepOutputs) -> None:
+        for each in messages:
+            inner._dispatcher.receive(worker, each)
+        inner._dispatcher.deliver()
+
+    proxy.run(receive(message((7, 0))))
+    wait_until(lambda: stream.output == [7], 20)
+    proxy.run(receive(message((8, 1)), message((9, 2)), message((10, 3))))
+    wait_until(lambda: stream.output == [7, 8, 9, 10], 20)
+    proxy.run(receive(message((11, 4), finish=Finish("length"))))
+    assert stream.join(20).succeeded_as([7, 8, 9, 10, 11])
+    assert stream.sizes == [1, 3, 1]
 
 
 def output(request: Generate, token: int, position: int, finish: Finish | None) -> Output:
