@@ -182,7 +182,7 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
     own = _introduce(core, control, outward, bootstrap_url)
     as_prefill = msgspec.structs.replace(own, role="prefill")
     as_decode = msgspec.structs.replace(own, role="decode", transfers=inward.addresses())
-    waiting = WaitingQueue.of(core.config, core.memory.radix)
+    waiting = WaitingQueue.of(core.config, core.memory.radix, core.costs)
     sending, registry = _sending_end(core, as_prefill, outward, waiting)
     decode = DecodeScheduler(core)
     receiving = ReceivingEnd(core, inward, as_decode, control, decode, _digests(core), sending)

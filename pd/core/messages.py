@@ -69,6 +69,8 @@ class Generate(Message):
         namespace: separates cached prefixes (``cache_salt``).
         owner: tells the keys apart with which clients came, without telling what they are.
         timeout: seconds until the deadline, or None.
+        ttft: seconds until the first token that were promised to the client; 0 if none were.
+        waited: how many of them have passed.
         peer: instance id of the other node of the pair; empty when P needs no D.
         peer_bootstrap: on D, ``http://host:port`` of P's registry.
     """
@@ -82,6 +84,8 @@ class Generate(Message):
     owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
     priority: int = 0
     timeout: float | None = None
+    ttft: Duration = 0.0
+    waited: Duration = 0.0
     peer: str = ""
     peer_bootstrap: str = ""
 

@@ -182,6 +182,8 @@ class Request:
         num_produced: how many tokens at the end of ``prompt`` are output of other nodes.
         resumed: sampling state of a resumed request, which has observed these tokens; else None.
         owner: tells the keys of clients apart; grammars are compiled for them in turn.
+        ttft: seconds until the first token that were promised to the client; 0 if none were.
+        due: when they are over, on the monotonic clock.
         peer: instance id of the other node of the hand-off, or empty.
         peer_bootstrap: on a node that receives the KV, URL of the peer's registry, or empty.
         ended_choices: choices that the proxy ended (their stop string was found).
@@ -201,6 +203,8 @@ class Request:
     owner: str = ""
     priority: int = 0
     deadline: float | None = None
+    ttft: float = 0.0
+    due: float = 0.0
     peer: str = ""
     peer_bootstrap: str = ""
     state: RequestState = RequestState.WAITING
@@ -217,7 +221,8 @@ class Request:
     def from_message(cls, message: Generate, proxy: bytes) -> Request:
         """Build from the wire; the caller validated room and token ids."""
         prompt = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
-        deadline = None if message.timeout is None else time.monotonic() + message.timeout
+        now = time.monotonic()
+        deadline = None if message.timeout is None else now + message.timeout
         request = cls(
             rid=message.rid,
             room=message.room,
@@ -229,6 +234,8 @@ class Request:
             owner=message.owner,
             priority=message.priority,
             deadline=deadline,
+            ttft=message.ttft,
+            due=now - message.waited + message.ttft,
             peer=message.peer,
             peer_bootstrap=message.peer_bootstrap,
         )

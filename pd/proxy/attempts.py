@@ -153,6 +153,7 @@ class Attempts:
     def _message(self, attempt: Attempt, node: Worker) -> Generate:
         """The part of a node that needs no other."""
         generation, asked, job = attempt.generation, attempt.asked, attempt.generation.job
+        ttft = 0.0 if generation.has_output else self._router.ttft
         return Generate(
             to=node.instance_id,
             sender=self._instance_id,
@@ -165,6 +166,8 @@ class Attempts:
             owner=job.owner[:_OWNER_CHARACTERS],
             priority=generation.spec.priority,
             timeout=job.timeout if attempt.history.is_first else job.time_left,
+            ttft=ttft,
+            waited=time.monotonic() - generation.created if ttft else 0.0,
         )
 
     def prompt_done(self, attempt: Attempt) -> None:

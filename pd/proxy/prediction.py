@@ -107,13 +107,13 @@ class Predictor:
     """Predicts the time to the first token, and what streams lose, for each choice of nodes; takes
     what keeps the objectives of most, and of choices that are about equal the split.
 
-    Args:
+    Attributes:
         ttft: seconds until the first token that are promised (``--slo-ttft-ms``); None has them
             follow from the prompt and the speed of the nodes.
     """
 
     def __init__(self, ttft: float | None = None) -> None:
-        self._ttft = ttft
+        self.ttft = ttft
 
     def choose(
         self,
@@ -172,8 +172,8 @@ class Predictor:
 
     def ttft_objective(self, worker: Worker, demand: Demand) -> float:
         """Seconds in which the first token of a request should come."""
-        if self._ttft is not None:
-            return self._ttft
+        if self.ttft is not None:
+            return self.ttft
         report = worker.load.reported
         assert report is not None
         alone = report.cost.prefill_seconds(0, demand.length, report.chunk, _IDLE)

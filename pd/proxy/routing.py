@@ -267,6 +267,11 @@ class Router:
         self._workers = workers
         self._predictor = predictor
 
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first token that are promised; 0 without that objective."""
+        return 0.0 if self._predictor is None else self._predictor.ttft or 0.0
+
     def ready(self) -> bool:
         """Whether at least one pair (or unified node) can serve."""
         return any(self._can_start(worker, 0, with_decode=True) for worker in self._workers)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import UsageError
 from pd.scheduling.policy import POLICIES
+from pd.scheduling.slack import GIVING_WAY, SlackOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.request import Request
     from pd.radix import RadixCache
+    from pd.scheduling.cost_model import CostModel
 
     IntArray = npt.NDArray[np.int32]
 
@@ -31,9 +33,19 @@ class WaitingQueue:
     counts the younger ones that were admitted before it; at ``max_overtakes`` it goes first. (One
     that follows a leader, or lacks memory that only a decode node can free, may be overtaken more
     often: both end by themselves.)
+
+    Args:
+        by_slack: orders the requests if any has an objective for its first token; None has the
+            policy order them all the same.
     """
 
-    def __init__(self, policy: str, radix: RadixCache, max_overtakes: int) -> None:
+    def __init__(
+        self,
+        policy: str,
+        radix: RadixCache,
+        max_overtakes: int,
+        by_slack: SlackOrder | None = None,
+    ) -> None:
         if policy not in POLICIES:
             raise UsageError(
                 f"--schedule-policy must be one of {', '.join(POLICIES)}, not {policy}"
@@ -41,13 +53,19 @@ class WaitingQueue:
         self._order = POLICIES[policy]
         self._radix = radix
         self._max_overtakes = max_overtakes
+        self._by_slack = by_slack if policy in GIVING_WAY else None
         # A dict for its order and its removal in constant time.
         self._requests: dict[bytes, Request] = {}
 
     @classmethod
-    def of(cls, config: NodeConfig, radix: RadixCache) -> WaitingQueue:
-        """The queue that a node's configuration asks for."""
-        return cls(config.schedule_policy, radix, config.max_overtakes)
+    def of(
+        cls, config: NodeConfig, radix: RadixCache, costs: CostModel | None = None
+    ) -> WaitingQueue:
+        """The queue that a node's configuration asks for. ``costs``: of an elastic node."""
+        by_slack = None
+        if costs is not None:
+            by_slack = SlackOrder.of(costs, radix, config.chunked_prefill_size, WINDOW)
+        return cls(config.schedule_policy, radix, config.max_overtakes, by_slack)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -84,20 +102,26 @@ class WaitingQueue:
 
     def candidates(self) -> Iterator[Request]:
         """Each request once, in order of admission: overdue ones, also those that became so since
-        the last one was admitted, then the window in the policy's order, then the others by age.
+        the last one was admitted, then the window in the policy's order, then the others by age;
+        or all by slack, if any has an objective.
         """
         requests = list(self)
-        window, others = requests[:WINDOW], requests[WINDOW:]
+        window = requests[:WINDOW]
         overdue: list[Request] = []
         named: set[Request] = set()
         left = -1
-        for preferred in chain(self._order(window, self._radix), others):
+        for preferred in self._ordered(requests):
             if len(self) != left:  # a request was admitted, and so others were overtaken
                 left, overdue = len(self), [r for r in window if self.is_overdue(r)]
             for request in (*overdue, preferred):
                 if request not in named:
                     named.add(request)
                     yield request
+
+    def _ordered(self, requests: list[Request]) -> Iterable[Request]:
+        if self._by_slack is not None and any(request.ttft for request in requests):
+            return self._by_slack(requests)
+        return chain(self._order(requests[:WINDOW], self._radix), requests[WINDOW:])
 
     def should_follow(self, request: Request, leaders: Iterable[Request]) -> bool:
         """Whether a running request is computing a prefix of this one that is not cached yet.

@@ -212,6 +212,22 @@ def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> Non
         assert waiting.queue_seconds > idle.cost.seconds(StepShape(streams=1))
 
 
+def test_prompts_that_wait_are_ordered_by_their_objectives(cluster: Cluster) -> None:
+    node = cluster.decode[0].node
+    prompts = random_prompts(72, [100, 100, 100])
+    with node.core.events.lock:  # no step is planned meanwhile
+        queue = node.scheduler.prefill.waiting
+        patient, urgent, late = (
+            make_request(prompt, ttft=60.0, waited=waited)
+            for prompt, waited in zip(prompts, [0.0, 50.0, 70.0], strict=True)
+        )
+        for request in (late, patient, urgent):
+            queue.add(request)
+        assert list(queue.candidates()) == [urgent, patient, late]
+        for request in (late, patient, urgent):
+            queue.remove(request)
+
+
 def test_prompts_are_computed_in_slices_beside_answers(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def end(node: FakeNode, request: Generate) -> None:
 
 
 def test_a_waiting_request_moves_to_the_node_that_is_idle(cluster: Cluster) -> None:
-    d = Deployment(cluster)
+    d = Deployment(cluster, slo_ttft_ms=2000)
     busy, idle = d.nodes
     asked = d.ask([1, 2, 3, 4, 5], rid="mine")
     first = busy.wait_generate()
@@ -82,6 +82,8 @@ def test_a_waiting_request_moves_to_the_node_that_is_idle(cluster: Cluster) -> N
     second = idle.wait_generate()
     assert (second.token_ids, second.params) == (first.token_ids, first.params)
     assert (second.rid, second.produced) == ("mine", 0)
+    assert first.ttft == second.ttft == 2.0, "both know what was promised"
+    assert 0 <= first.waited < second.waited
     busy.say(first, [99], finish=Finish("length"))  # is ignored
     end(idle, second)
     answer = asked.result(10).json()
@@ -95,6 +97,7 @@ def test_a_request_that_has_begun_stays_and_is_not_asked_for_again(cluster: Clus
     busy, idle = d.nodes
     asked = d.ask([1, 2, 3])
     request = busy.wait_generate()
+    assert (request.ttft, request.waited) == (0, 0), "nothing was promised"
     queues(d.nodes, 9.0, 0.0)
     busy.give_back(busy.wait_take_back(), taken=False)
     d.heartbeats(3)
