@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.node_info import Role
     from pd.core.request import Request
+    from pd.models.config import ModelConfig
     from pd.speculative.drafter import Drafter
     from pd.transfer.base import TransferManager
 
@@ -114,15 +115,24 @@ def _measured_costs(config: NodeConfig, engine: Engine) -> CostModel:
 
 def make_grammars(config: NodeConfig, engine: Engine) -> Grammars:
     """What compiles the grammars of requests; children start with the first."""
-    path = config.model / "tokenizer.json"
-    vocabulary = None
-    if config.grammar_backend != "none" and path.is_file():
-        model = engine.model_config
-        stop_ids = [token for token in model.eos_token_ids if 0 <= token < model.vocab_size]
-        vocabulary = Vocabulary(str(path), model.vocab_size, stop_ids)
+    vocabulary = _vocabulary(config, engine.model_config)
     limits = CompileLimits(config.grammar_cpu_seconds, config.grammar_memory, MAX_COMPILED_BYTES)
     jump_forward = config.grammar_jump_forward
     return Grammars(vocabulary, limits, config.grammar_cache, jump_forward=jump_forward)
+
+
+def _vocabulary(config: NodeConfig, model: ModelConfig) -> Vocabulary | str:
+    """The tokens of the model, or why they are not known."""
+    if config.grammar_backend == "none":
+        return "it was started with --grammar-backend none"
+    path = config.model / "tokenizer.json"
+    if not path.is_file():
+        return (
+            "its model directory has no tokenizer.json; where it has a sentencepiece model, "
+            "transformers writes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    stop_ids = [token for token in model.eos_token_ids if 0 <= token < model.vocab_size]
+    return Vocabulary(str(path), model.vocab_size, stop_ids)
 
 
 def prefill_node(

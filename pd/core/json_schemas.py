@@ -1,4 +1,4 @@
-"""Walks through JSON schemas, and references inside them."""
+"""Walks through JSON schemas, references inside them, and structural tags that have some."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _MAX_STEPS = 1024
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _SINGLE = ("items", "additionalProperties", "propertyNames", "not", "contains")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+# Where a format of a structural tag has its schema.
+SCHEMA_OF_TAG = "json_schema"
 # Keywords that say something about instances of one type only.
 OF_TYPES = {
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -43,13 +45,18 @@ class Place(NamedTuple):
     steps: tuple[str, ...]
     depth: int
 
-    def __str__(self) -> str:
+    @property
+    def all_steps(self) -> tuple[str, ...]:
+        """From the root."""
         steps: list[str] = []
         place: Place | None = self
         while place is not None:
             steps += reversed(place.steps)
             place = place.parent
-        return "/".join(reversed(steps))
+        return tuple(reversed(steps))
+
+    def __str__(self) -> str:
+        return "/".join(self.all_steps)
 
 
 def subschemas(schema: object) -> Iterator[tuple[Place, Any]]:
@@ -64,6 +71,23 @@ def subschemas(schema: object) -> Iterator[tuple[Place, Any]]:
         if isinstance(part, dict):
             for steps, inside in _inside(part):
                 stack.append((Place(place, steps, place.depth + len(steps)), inside))
+
+
+def schemas_of_tags(structural_tag: object) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """All formats inside a structural tag of xgrammar that have a ``json_schema``, in the tag's
+    order, and where each stands: its steps are keys of objects and numbers in lists."""
+    stack: list[tuple[Place, object]] = [(Place(None, (), 0), structural_tag)]
+    while stack:
+        place, part = stack.pop()
+        if isinstance(part, dict) and SCHEMA_OF_TAG in part:
+            yield place, part
+        inside: list[tuple[object, object]] = []
+        if isinstance(part, dict):
+            inside = [(key, each) for key, each in part.items() if key != SCHEMA_OF_TAG]
+        elif isinstance(part, list):
+            inside = list(enumerate(part))
+        for step, each in reversed(inside):
+            stack.append((Place(place, (str(step),), place.depth + 1), each))
 
 
 def _inside(part: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], object]]:

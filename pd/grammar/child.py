@@ -65,6 +65,8 @@ class Result(msgspec.Struct, frozen=True):
         is_silent: xgrammar had nothing to say about it. Other grammars are not compiled again: what
             it says of them is somebody else's text and does not belong into a node's log.
         error: what is wrong.
+        steps: to the schema in a structural tag with which it is; see
+            :class:`pd.grammar.json_schemas.WrongSchemaError`.
         cpu_seconds: processor time that compiling took.
         lacked_memory: the process may keep some of what the job took.
     """
@@ -72,6 +74,7 @@ class Result(msgspec.Struct, frozen=True):
     compiled: bytes = b""
     is_silent: bool = False
     error: str = ""
+    steps: tuple[str, ...] = ()
     cpu_seconds: float = 0.0
     lacked_memory: bool = False
 
@@ -139,6 +142,7 @@ def _import_xgrammar() -> None:
 
 
 def _compile(compiler: Compiler, job: Job) -> Result:
+    from pd.grammar.json_schemas import WrongSchemaError
     from pd.grammar.xgrammar_library import dump_compiled
 
     began = time.process_time()
@@ -156,7 +160,8 @@ def _compile(compiler: Compiler, job: Job) -> Result:
         return Result(error=f"it takes more than {limit} to compile", lacked_memory=True)
     except ValueError as error:
         _was_silent()
-        return Result(error=str(error))
+        steps = error.steps if isinstance(error, WrongSchemaError) else ()
+        return Result(error=str(error), steps=steps)
     if size > job.max_bytes:
         sizes = f"{size >> 10} KiB; at most {job.max_bytes >> 10} are accepted"
         return Result(error=f"compiled it has {sizes}")

@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pd.core.brief import shorten
 from pd.core.errors import InvalidRequestError, UnavailableError
 from pd.grammar.child import Job, Result, Vocabulary, read_frame, send_frame
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd.core.grammar import Grammar
 
 _RESULT = msgspec.msgpack.Decoder(Result)
 # Seconds on the clock after which a child counts as hung. Its limit is processor time, of which a
 # starved machine gives it little.
 _HUNG_SECONDS = 120.0
+# Characters of the name of a part of a grammar.
+_MAX_FIELD = 300
 # How long an idle child may take to end.
 _END_SECONDS = 0.2
 
@@ -37,6 +42,12 @@ class CompileLimits(NamedTuple):
     cpu_seconds: float
     memory_bytes: int
     max_bytes: int
+
+
+def field_of(kind: str, steps: Sequence[str]) -> str:
+    """A part of a grammar, as errors name it: ``structural_tag.format.elements[0].json_schema``."""
+    way = "".join(f"[{step}]" if step.isdigit() else f".{step}" for step in steps)
+    return shorten(kind + way, _MAX_FIELD)
 
 
 class GrammarCompiler:
@@ -91,7 +102,8 @@ class GrammarCompiler:
             self._forget(child)
             self.start()
         if result.error:
-            raise InvalidRequestError(f"{grammar.kind}: {result.error}", param=grammar.kind)
+            field = field_of(grammar.kind, result.steps)
+            raise InvalidRequestError(f"{field}: {result.error}", param=field)
         return result
 
     def close(self) -> None:

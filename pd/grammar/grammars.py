@@ -66,7 +66,7 @@ class Grammars:
     """Any thread may use it. The processes that compile start with the first grammar.
 
     Args:
-        vocabulary: None where the model has no tokenizer; then every grammar is refused.
+        vocabulary: what tokens are; or why they are not known, with which every grammar is refused.
         cache_bytes: memory of compiled grammars that no request uses.
         jump_forward: whether rules name the tokens that a grammar forces.
 
@@ -78,7 +78,7 @@ class Grammars:
 
     def __init__(
         self,
-        vocabulary: Vocabulary | None,
+        vocabulary: Vocabulary | str,
         limits: CompileLimits,
         cache_bytes: int,
         *,
@@ -149,10 +149,9 @@ class Grammars:
             thread.join(_END_SECONDS)
 
     def _known(self, grammar: Grammar) -> MakeRules | PDError | None:
-        if self._vocabulary is None:
+        if isinstance(self._vocabulary, str):
             return InvalidRequestError(
-                "this node cannot constrain output: its model has no tokenizer.json, or "
-                "--grammar-backend is none",
+                f"{grammar.kind}: this node cannot constrain output: {self._vocabulary}",
                 param=grammar.kind,
             )
         if self._closed:
@@ -184,7 +183,7 @@ class Grammars:
         self.outcomes[outcome] += 1
 
     def _start_workers(self) -> None:
-        assert self._vocabulary is not None
+        assert not isinstance(self._vocabulary, str)
         while len(self._compilers) < _CHILDREN:
             compiler = GrammarCompiler(self._vocabulary, self._limits)
             name = f"grammars-{len(self._compilers)}"
@@ -255,7 +254,7 @@ class Grammars:
                 self._info = load_info(tokens)
                 self._own = Compiler(self._info)
                 if self._jump_forward:
-                    assert self._vocabulary is not None
+                    assert not isinstance(self._vocabulary, str)
                     self._retokenizer = Retokenizer(self._vocabulary.tokenizer)
         if result.compiled:
             compiled = load_compiled(result.compiled, self._info)

@@ -12,14 +12,35 @@ import math
 from typing import Any
 
 from pd.core.brief import brief
-from pd.core.json_schemas import OF_TYPES, referenced, subschemas
+from pd.core.json_schemas import (
+    OF_TYPES,
+    SCHEMA_OF_TAG,
+    Place,
+    referenced,
+    schemas_of_tags,
+    subschemas,
+)
 from pd.grammar.patterns import PLAIN_CHARACTER, any_name_but, found_in
 
 _ALL_TYPES = ("object", "array", "string", "number", "boolean", "null")
-_SCHEMAS_OF_TAGS = ("json_schema", "schema")
 _SEVERAL = ("anyOf", "oneOf", "allOf")
 # The whole numbers that a float has exactly.
 _MAX_WHOLE = 1 << 53
+
+
+class WrongSchemaError(ValueError):
+    """One of the schemas in a structural tag is wrong.
+
+    Args:
+        place: of the format that has it.
+
+    Attributes:
+        steps: where it stands: keys of objects and numbers in lists.
+    """
+
+    def __init__(self, reason: object, place: Place) -> None:
+        super().__init__(str(reason))
+        self.steps = (*place.all_steps, SCHEMA_OF_TAG)
 
 
 def prepare(schema: object) -> object:
@@ -47,18 +68,13 @@ def prepare_tags(structural_tag: object) -> object:
     """A structural tag with every schema of text in JSON prepared; the tag is changed.
 
     Raises:
-        ValueError: see :func:`prepare`.
+        WrongSchemaError: see :func:`prepare`.
     """
-    stack = [structural_tag]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, list):
-            stack += part
-        elif isinstance(part, dict):
-            for name in _SCHEMAS_OF_TAGS:
-                if name in part and part.get("style", "json") == "json":
-                    part[name] = prepare(part[name])
-            stack += [each for name, each in part.items() if name not in _SCHEMAS_OF_TAGS]
+    for place, part in schemas_of_tags(structural_tag):
+        try:
+            part[SCHEMA_OF_TAG] = prepare(part[SCHEMA_OF_TAG])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise WrongSchemaError(error, place) from None
     return structural_tag
 
 
@@ -162,6 +178,8 @@ def _rewrite_string(said: dict[str, Any]) -> None:
     if "pattern" in said or not ("minLength" in said or "maxLength" in said):
         return
     low, high = _count(said, "minLength", 0), _count(said, "maxLength", "")
+    if isinstance(low, int) and isinstance(high, int) and low > high:
+        raise ValueError(f"minLength {low} is more than maxLength {high}, which allows no string")
     said["pattern"] = f"^{PLAIN_CHARACTER}{{{low},{high}}}$"
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import xgrammar
 
-from pd.grammar.json_schemas import prepare, prepare_tags
+from pd.core.json_schemas import schemas_of_tags
+from pd.grammar.json_schemas import WrongSchemaError, prepare, prepare_tags
 from pd.grammar.lengths import TokenCharacters, split_lengths
 
 if TYPE_CHECKING:
@@ -74,12 +75,12 @@ class Compiler:
         """Compile a grammar.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none. WrongSchemaError names the schema of a structural tag.
             MemoryError: there is not enough.
         """
+        if kind == "structural_tag":
+            return Compiled(self._compile_tags(_prepared(text, prepare_tags)))
         if kind != "json_schema":
-            if kind == "structural_tag":
-                text = json.dumps(_prepared(text, prepare_tags))
             return Compiled(self._compile(kind, text))
         schema = _prepared(text, prepare)
         split = split_lengths(schema)
@@ -89,6 +90,19 @@ class Compiler:
         return Compiled(
             self._compile(kind, free), _compiled_with(self._of_no_tokens, kind, counted)
         )
+
+    def _compile_tags(self, structural_tag: object) -> xgrammar.CompiledGrammar:
+        kind = "structural_tag"
+        try:
+            return self._compile(kind, json.dumps(structural_tag))
+        except ValueError:
+            for place, part in schemas_of_tags(structural_tag):
+                alone = json.dumps({"type": kind, "format": part})
+                try:
+                    _compiled_with(self._of_no_tokens, kind, alone)
+                except ValueError as error:
+                    raise WrongSchemaError(error, place) from None
+            raise
 
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         try:

@@ -41,7 +41,7 @@ class ChatAPI:
         spec, plan = await body_of(request.scope).run(_prepare, asked, names.rid, model)
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
-        job.grammar_field = plan.grammar_field
+        job.grammar_fields = plan.grammar_fields
         renderer = _ChatRenderer(job, asked, names.shown, model, plan)
         return self._service.respond(job, [spec], renderer, asked.timeout)
 

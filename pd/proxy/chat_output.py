@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.errors import InvalidRequestError
+from pd.proxy.grammar_fields import RESPONSE_FORMAT, GrammarFields, parameters_field
 from pd.proxy.reasoning import ReasoningParser, Stage
 from pd.proxy.tools import tags
 from pd.proxy.tools.events import Content, Reasoning
@@ -33,14 +34,14 @@ class OutputPlan(NamedTuple):
     """How answers to a request are constrained and read.
 
     Attributes:
-        grammar_field: the field of the request that a structural tag was made from.
+        grammar_fields: the fields of the request that the grammar was made from.
         kept: special tokens that the parser needs to see.
         new_parser: makes the parser of one answer; None where all of it is content.
         calls_end: an answer that ends after calls ends because of them (``tool_calls``).
     """
 
     grammar: Grammar | None
-    grammar_field: str
+    grammar_fields: GrammarFields
     kept: frozenset[str] = frozenset()
     new_parser: Callable[[], OutputParser] | None = None
     calls_end: bool = True
@@ -61,7 +62,7 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: Prompt) -> OutputPl
         kept |= {reasoning.open, reasoning.close}
     return OutputPlan(
         grammar=_grammar(asked, family, reasoning, stage),
-        grammar_field="response_format" if family is None else _field_of_tools(asked),
+        grammar_fields=RESPONSE_FORMAT if family is None else _fields_of_tools(asked, family),
         kept=frozenset(kept),
         new_parser=partial(_ChatParser, reasoning, stage, new_calls, asked.separate_reasoning)
         if reasoning or new_calls
@@ -75,25 +76,44 @@ def _grammar(
 ) -> Grammar | None:
     """The grammar of the whole answer, with its reasoning. Raises InvalidRequestError."""
     wanted = asked.response_grammar
-    content = None if family is None else _constrained(asked, family)
-    if content is None:
-        if wanted is None or reasoning is None:
-            return wanted
+    functions = [] if family is None else _constrained(asked)
+    if family is not None and functions:
+        _check_arguments(asked, family, functions)
+        content = _with_calls(asked, family, functions)
+    elif wanted is None or reasoning is None:
+        return wanted
+    else:
         content = tags.json_value(json.loads(wanted.text))
     if reasoning is not None:
         content = reasoning.then(stage, content)
-    return tags.grammar_of(content, "response_format" if family is None else "tools")
+    try:
+        return tags.grammar_of(content, "tools" if functions else "response_format")
+    except InvalidRequestError:
+        for function in functions:  # one alone may be too much
+            assert family is not None
+            field = parameters_field(_numbers(asked)[function.name])
+            tags.grammar_of(family.form.arguments(function), field)
+        raise
 
 
-def _field_of_tools(asked: ChatRequest) -> str:
-    """The parameters of the only function whose arguments are constrained; else all functions."""
+def _numbers(asked: ChatRequest) -> dict[str, int]:
+    """Where each function stands in the request."""
     assert asked.tools is not None
-    functions = list(enumerate(asked.tools.functions))
+    return {function.name: number for number, function in enumerate(asked.tools.functions)}
+
+
+def _fields_of_tools(asked: ChatRequest, family: ToolFamily) -> GrammarFields:
+    """Of the whole grammar: the parameters of the only function whose arguments are constrained,
+    else all functions."""
+    assert asked.tools is not None
+    numbers = _numbers(asked)
     if asked.choice.mode == "required":
-        constrained = [i for i, f in functions if asked.choice.name in (None, f.name)]
+        constrained = [n for name, n in numbers.items() if asked.choice.name in (None, name)]
     else:
-        constrained = [i for i, f in functions if f.strict]
-    return f"tools[{constrained[0]}].function.parameters" if len(constrained) == 1 else "tools"
+        constrained = [numbers[f.name] for f in asked.tools.functions if f.strict]
+    whole = parameters_field(constrained[0]) if len(constrained) == 1 else "tools"
+    content = whole if asked.response_grammar is None else RESPONSE_FORMAT.content
+    return GrammarFields(whole, content, numbers, family.form)
 
 
 def _family(asked: ChatRequest, text: TextModel, template: ChatTemplate) -> ToolFamily | None:
@@ -116,19 +136,20 @@ def _continued(asked: ChatRequest) -> str | None:
     return str(asked.messages[-1]["content"])
 
 
-def _constrained(asked: ChatRequest, family: ToolFamily) -> Format | None:
-    """The format of an answer with calls; None for any. Raises InvalidRequestError."""
+def _constrained(asked: ChatRequest) -> list[Function]:
+    """The functions that a grammar lets the model call; none if it may write anything."""
     assert asked.tools is not None
     choice, functions = asked.choice, asked.tools.functions
-    numbers = {function.name: number for number, function in enumerate(functions)}
-    several = asked.parallel_tool_calls and choice.name is None
-    grammar = asked.response_grammar
     if choice.mode == "required":
-        functions = [f for f in functions if choice.name in (None, f.name)]
-    elif grammar is None and not any(f.strict for f in functions):
-        return None
-    else:
-        functions = [f if f.strict else _any_arguments(f) for f in functions]
+        return [f for f in functions if choice.name in (None, f.name)]
+    if asked.response_grammar is None and not any(f.strict for f in functions):
+        return []
+    return [f if f.strict else _any_arguments(f) for f in functions]
+
+
+def _check_arguments(asked: ChatRequest, family: ToolFamily, functions: list[Function]) -> None:
+    """Raise InvalidRequestError for a function whose arguments cannot be constrained."""
+    numbers = _numbers(asked)
     tags.check_enforced(functions, numbers)
     for function in functions:
         try:
@@ -136,7 +157,13 @@ def _constrained(asked: ChatRequest, family: ToolFamily) -> Format | None:
         except tags.UnfitError as error:
             reason = f"{error} cannot be enforced in the form in which this model writes calls"
             raise tags.refusal(function, numbers, reason, separator=":") from None
-    if choice.mode == "required":
+
+
+def _with_calls(asked: ChatRequest, family: ToolFamily, functions: list[Function]) -> Format:
+    """The format of an answer that is calls, or may have some."""
+    several = asked.parallel_tool_calls and asked.choice.name is None
+    grammar = asked.response_grammar
+    if asked.choice.mode == "required":
         return family.form.calls(functions, several=several)
     if grammar is not None:
         instance = tags.json_value(json.loads(grammar.text))

@@ -13,6 +13,7 @@ from pd.proxy.access import caller_of
 from pd.proxy.bodies import body_of
 from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
+from pd.proxy.grammar_fields import RESPONSE_FORMAT
 from pd.proxy.job import Job
 from pd.proxy.requests.openai import COMPLETION_TOKENS, CompletionRequest
 from pd.proxy.service import TokenCount, encode, names_of
@@ -43,6 +44,7 @@ class CompletionsAPI:
         specs, echoed = await body.run(_prepare, asked, names.rid, prompts, model)
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
+        job.grammar_fields = RESPONSE_FORMAT
         renderer = _CompletionRenderer(job, asked, names.shown, model, echoed)
         return self._service.respond(job, specs, renderer, asked.timeout)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.proxy.generation import Choice, Generation
+    from pd.proxy.grammar_fields import GrammarFields
 
 # What a client that does not read may leave lying here before it counts as gone.
 MAX_UNREAD_TOKENS = 1024
@@ -34,7 +35,7 @@ class Job:
         ended_by: what ended all prompts, those too that no node has seen yet.
         error: what ended the request, if it failed.
         outcome: label of the metrics, once it is known.
-        grammar_field: the field that a structural tag of the proxy's own was made from.
+        grammar_fields: the fields that a grammar of the proxy's own was made from.
         abort_is_result: an abort ends choices with what there was instead of failing the request.
         together: all prompts, of which each wants one token, go to the same node in one message,
             so that what they share is computed once and the rest in one batch.
@@ -68,7 +69,7 @@ class Job:
         self.ended_by: PDError | None = None
         self.error: PDError | None = None
         self.outcome: str | None = None
-        self.grammar_field: str | None = None
+        self.grammar_fields: GrammarFields | None = None
         self.writing = False
         self.on_overflow: Callable[[], None] | None = None
         self.write_news: Callable[[], bool] | None = None
@@ -124,15 +125,11 @@ class Job:
                     choice.end(FinishReason("abort"))
                     self.notify(choice, 0)
         elif self.error is None:
-            self.error = self._named(error)
+            grammar = generation.spec.params.grammar
+            if self.grammar_fields and grammar and isinstance(error, InvalidRequestError):
+                error = self.grammar_fields.renamed(error, grammar)
+            self.error = error
         self._changed.set()
-
-    def _named(self, error: PDError) -> PDError:
-        """An error about a structural tag, which the client has not sent, by the client's field."""
-        field, tag = self.grammar_field, "structural_tag"
-        if field is None or error.param != tag or not isinstance(error, InvalidRequestError):
-            return error
-        return InvalidRequestError(field + error.message.removeprefix(tag), param=field)
 
     async def news(self) -> list[Choice]:
         """Wait for something new; the choices that changed (none if the request failed)."""

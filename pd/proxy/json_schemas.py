@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from pd.core.brief import brief
-from pd.core.json_schemas import OF_TYPES, Place, referenced, subschemas
+from pd.core.json_schemas import (
+    OF_TYPES,
+    SCHEMA_OF_TAG,
+    Place,
+    referenced,
+    schemas_of_tags,
+    subschemas,
+)
 from pd.proxy.patterns import what_is_not_enforced_of
 
 # Steps from the root to a schema, of which one inside an object's properties takes two.
@@ -48,6 +55,9 @@ _MAY_BE_FALSE = frozenset(
 _OF_NAMES = ("type", "minLength", "maxLength", "pattern", "enum")
 # Larger numbers are not compared exactly.
 _MAX_NUMBER = 1 << 53
+# With these in a structural tag required properties may be missing, and strings of a length or a
+# pattern may have what is excluded.
+_LOOSER = ("any_order", "excludes")
 # xgrammar reads no other keyword of a schema that has one of these.
 _WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 _ANNOTATIONS = frozenset(
@@ -63,15 +73,41 @@ _PLAIN_TYPES = {
 }
 
 
-def what_is_not_enforced(schema: object) -> str | None:
-    """Describe what of a schema would not be enforced; None if all of it is."""
+def what_is_not_enforced(schema: object, where: str = "") -> str | None:
+    """Describe what of a schema would not be enforced; None if all of it is.
+
+    Args:
+        where: the place of the schema inside something else, for the description.
+    """
     for place, part in subschemas(schema):
         if place.depth > MAX_STEPS:
             return f"a schema more than {MAX_STEPS} steps from the root"
         found = _complaint(schema, part, place)
         if found is not None:
-            return f"{found} (at {str(place)[:_MAX_PLACE] or 'the root'})"
+            return f"{found} {_at(where, str(place))}"
     return None
+
+
+def what_of_tags_is_not_enforced(structural_tag: object) -> str | None:
+    """Describe what the schemas of a structural tag say that would not be enforced; None if all
+    of it is."""
+    for place, part in schemas_of_tags(structural_tag):
+        if part.get("type") != "json_schema":
+            return f"a schema in a format of the type {brief(part.get('type'))} {_at(str(place))}"
+        if part.get("style", "json") != "json":
+            # Strings would be those of another form, for which schemas are not rewritten.
+            return f"the style {brief(part['style'])} of a schema {_at(str(place))}"
+        for field in _LOOSER:
+            if part.get(field):
+                return f"the field {field!r} of a schema {_at(str(place))}"
+        found = what_is_not_enforced(part[SCHEMA_OF_TAG], f"{place}/{SCHEMA_OF_TAG}")
+        if found is not None:
+            return found
+    return None
+
+
+def _at(*steps: str) -> str:
+    return f"(at {'/'.join(filter(None, steps))[:_MAX_PLACE] or 'the root'})"
 
 
 def _complaint(root: object, part: dict[str, Any] | bool, place: Place) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar, GrammarKind
 from pd.proxy.fields import problem, show
-from pd.proxy.json_schemas import what_is_not_enforced
+from pd.proxy.json_schemas import what_is_not_enforced, what_of_tags_is_not_enforced
 
 
 def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Grammar:
@@ -22,10 +22,7 @@ def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Gramma
         InvalidRequestError: it is no schema, or not enforced.
     """
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{param} is not JSON: {error}", param=param) from None
+        schema = _parsed(schema, param)
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError(f"{param} must be an object, not {show(schema)}", param=param)
     try:
@@ -90,6 +87,29 @@ def only_grammar(
         )
     (kind,) = given
     if kind == "json_schema":
-        return schema_grammar(json_schema, "json_schema")
-    text = texts[kind]
-    return Grammar(kind, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
+        return schema_grammar(json_schema, kind)
+    if kind == "structural_tag":
+        return _tag_grammar(structural_tag)
+    return Grammar(kind, str(texts[kind]))
+
+
+def _tag_grammar(value: object) -> Grammar:
+    """The grammar of a structural tag, an object or its text, whose schemas are enforced."""
+    param: GrammarKind = "structural_tag"
+    if isinstance(value, str):
+        value = _parsed(value, param)
+    try:
+        found = what_of_tags_is_not_enforced(value)
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidRequestError(f"{param} has no JSON schema: {error}", param=param) from None
+    if found is not None:
+        raise InvalidRequestError(f"{param}: {found} is not enforced by this server", param=param)
+    return Grammar(param, text)
+
+
+def _parsed(text: str, param: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{param} is not JSON: {error}", param=param) from None

@@ -348,7 +348,7 @@ class _Only9:
 def test_a_token_1_that_the_grammar_forbids_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch, first: int, is_right: bool
 ) -> None:
-    made = Grammars(None, CompileLimits(1.0, 1, 1), 0)
+    made = Grammars("no tokens", CompileLimits(1.0, 1, 1), 0)
     monkeypatch.setattr(made, "want", lambda _, done, owner="": done(lambda _: _Only9()))
     monkeypatch.setattr(assembly, "make_grammars", lambda *_: made)
     node = tiny_node("decode")

@@ -3,14 +3,18 @@ compiled again."""
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from pd.assembly import make_grammars
+from pd.core.config import NodeConfig
 from pd.core.errors import InvalidRequestError, PDError, QueueFullError, UnavailableError
 from pd.core.grammar import Grammar
 from pd.embedded import EMBEDDED_MODEL
@@ -45,6 +49,7 @@ WRONG = [
     (Grammar("ebnf", 'root ::= "a'), "string literal"),
     (Grammar("json_schema", '{"type": "strin"}'), "strin"),
     (Grammar("json_schema", "{"), "JSON"),
+    (Grammar("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}'), "minLength 3"),
     (Grammar("structural_tag", "{}"), "structural_tag"),
 ]
 
@@ -80,6 +85,23 @@ def test_what_is_wrong_is_said(grammars: Grammars, grammar: Grammar, words: str)
     assert ".cc" not in str(error)
     assert "\n" not in str(error)
     assert error.param == grammar.kind
+
+
+# The second schema of a tag: refused when it is rewritten, and by xgrammar.
+WRONG_SCHEMAS = [({"type": "string", "minLength": "x"}, "minLength"), ({"type": "strin"}, "strin")]
+
+
+@pytest.mark.parametrize(("schema", "words"), WRONG_SCHEMAS)
+def test_which_of_several_schemas_is_wrong_is_said(
+    grammars: Grammars, schema: dict[str, Any], words: str
+) -> None:
+    elements = [{"type": "json_schema", "json_schema": each} for each in ({}, schema, {})]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    error = wanted(grammars, Grammar("structural_tag", json.dumps(tag)))
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "structural_tag.format.elements[1].json_schema"
+    assert error.message.startswith(f"{error.param}: ")
+    assert words in error.message
 
 
 def test_what_takes_too_long_is_ended_and_others_are_not(grammars: Grammars) -> None:
@@ -247,10 +269,23 @@ def test_memory_of_what_nobody_uses_is_bounded(grammars: Grammars) -> None:
     assert grammars._bytes == sum(size for _, size in grammars._compiled.values())
 
 
-def test_without_a_tokenizer_grammars_are_refused() -> None:
-    error = wanted(Grammars(None, LIMITS, 0), SMALL)
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("xgrammar", "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"),
+        ("none", "--grammar"),
+    ],
+)
+def test_without_a_vocabulary_grammars_are_refused_with_what_to_do(
+    tmp_path: Path, backend: str, words: str
+) -> None:
+    """As beside a sentencepiece model without ``tokenizer.json``."""
+    config = NodeConfig(role="unified", model=tmp_path, grammar_backend=backend)
+    engine: Any = SimpleNamespace(model_config=SimpleNamespace(eos_token_ids=[2], vocab_size=9))
+    error = wanted(make_grammars(config, engine), SMALL)
     assert isinstance(error, InvalidRequestError)
-    assert "tokenizer.json" in str(error)
+    assert error.param == "regex"
+    assert words in error.message
 
 
 def test_closing_answers_whoever_waits() -> None:

@@ -154,6 +154,28 @@ def test_functions_of_pydantic_are_parsed(client: openai.OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, City)
 
 
+def test_a_function_whose_parameters_do_not_compile_is_named(client: openai.OpenAI) -> None:
+    """Among others, and as the only wrong one."""
+    wrong: Any = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    tools: Any = [
+        *TOOLS,
+        {"type": "function", "function": {"name": "odd", "parameters": wrong, "strict": True}},
+    ]
+    for choice in ("auto", "required"):
+        with pytest.raises(openai.BadRequestError, match="strin") as refused:
+            client.chat.completions.create(
+                model="embedded", messages=ASKED, tools=tools, tool_choice=choice
+            )
+        assert refused.value.param == f"tools[{len(TOOLS)}].function.parameters"
+    with pytest.raises(openai.BadRequestError, match="strin") as refused:
+        client.chat.completions.create(
+            model="embedded",
+            messages=ASKED,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}},
+        )
+    assert refused.value.param == "response_format"
+
+
 def generate(url: str, **sampling: Any) -> httpx.Response:
     params = {"max_new_tokens": 60, "temperature": 1.0, "sampling_seed": 4} | sampling
     body = {"text": "hello", "sampling_params": params}

@@ -16,7 +16,11 @@ from pd.core.errors import InvalidRequestError
 from pd.core.json_schemas import OF_TYPES
 from pd.grammar.patterns import any_name_but
 from pd.grammar.xgrammar_library import Compiler, allows
-from pd.proxy.json_schemas import MAX_STEPS, what_is_not_enforced
+from pd.proxy.json_schemas import (
+    MAX_STEPS,
+    what_is_not_enforced,
+    what_of_tags_is_not_enforced,
+)
 from pd.proxy.structured import schema_grammar
 
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
@@ -29,6 +33,12 @@ class Written(NamedTuple):
 
 
 OTHERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+AB = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+NAMES = {"type": "object", "additionalProperties": {"type": "integer"}}
 # A schema, and an instance that it forbids.
 FORBIDDEN: list[tuple[Any, Any]] = [
     ({"not": {"type": "string"}}, "a"),
@@ -78,6 +88,23 @@ FORBIDDEN: list[tuple[Any, Any]] = [
         {"type": "object", "propertyNames": {"maxLength": 1}, "additionalProperties": False},
         {"a": 1},
     ),
+    ({**NAMES, "propertyNames": {"maxLength": 2}}, {"abc": 1}),
+    ({**NAMES, "propertyNames": {"maxLength": 2}}, Written('{"\\u00e4b": 1}')),
+    ({**NAMES, "propertyNames": {"maxLength": 3}}, Written('{"a\n": 1}')),
+    ({**NAMES, "propertyNames": {"minLength": 2}}, Written('{"\\n": 1}')),
+    ({**NAMES, "propertyNames": {"minLength": 2}}, Written('{"\t\t": 1}')),
+    ({**NAMES, "propertyNames": {"pattern": "b"}}, {"ac": 1}),
+    ({**NAMES, "propertyNames": {"pattern": "^[^a]+$"}}, Written('{"\n": 1}')),
+    ({**NAMES, "propertyNames": {"pattern": "^a", "maxLength": 2}}, {"abc": 1}),
+    ({"anyOf": [{"type": "string", "maxLength": 2}, {"enum": ["long"]}]}, "abc"),
+    (
+        {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "string", "pattern": "^x+$"}]},
+        Written('"x\n"'),
+    ),
+    (
+        {"anyOf": [{"type": "string", "minLength": 5}, {"type": "string", "maxLength": 1}]},
+        Written('"\\n\\n\\n"'),
+    ),
     ({"type": "object", "required": ["a"], "unevaluatedProperties": False}, {}),
     ({"properties": {"a": False}, "additionalProperties": True}, {"a": 1}),
     ({"properties": {"a": {}}, "patternProperties": {"^a$": {"type": "null"}}}, {"a": 1}),
@@ -108,16 +135,60 @@ def compiler() -> Compiler:
     return Compiler(xgrammar.TokenizerInfo(tokens, vocab_size=257, stop_token_ids=[256]))
 
 
-def takes(schema: Any, instance: Any) -> bool:
+def tag_of(schema: Any, **fields: Any) -> dict[str, Any]:
+    """The structural tag of a text that is an instance."""
+    content = {"type": "json_schema", "json_schema": schema, **fields}
+    return {"type": "structural_tag", "format": content}
+
+
+def takes(schema: Any, instance: Any, kind: str = "json_schema") -> bool:
     text = (
         instance.text if isinstance(instance, Written) else json.dumps(instance, ensure_ascii=False)
     )
-    return allows(compiler().compile("json_schema", json.dumps(schema)), text)
+    grammar = schema if kind == "json_schema" else tag_of(schema, max_whitespace_cnt=1)
+    return allows(compiler().compile(kind, json.dumps(grammar)), text)
 
 
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 @pytest.mark.parametrize(("schema", "instance"), FORBIDDEN, ids=repr)
-def test_what_would_be_taken_although_forbidden_is_refused(schema: Any, instance: Any) -> None:
-    assert what_is_not_enforced(schema) or not takes(schema, instance)
+def test_what_would_be_taken_although_forbidden_is_refused(
+    schema: Any, instance: Any, kind: str
+) -> None:
+    if kind == "structural_tag":
+        is_refused = what_of_tags_is_not_enforced(tag_of(schema)) is not None
+        assert is_refused == (what_is_not_enforced(schema) is not None)
+    else:
+        is_refused = what_is_not_enforced(schema) is not None
+    assert is_refused or not takes(schema, instance, kind)
+
+
+# Fields of a format, a schema in it, a text that the schema forbids and that xgrammar takes.
+LOOSE_TAGS: list[tuple[dict[str, Any], Any, str]] = [
+    ({"any_order": True}, AB, '{"a": 1, "a": 1}'),
+    ({"excludes": ["bb"]}, {"type": "string", "maxLength": 3}, '"abb"'),
+    ({"style": "qwen_xml"}, AB, "<parameter=a>1</parameter><parameter=b>2</parameter>"),
+]
+
+
+@pytest.mark.parametrize(("fields", "schema", "text"), LOOSE_TAGS, ids=repr)
+def test_tags_that_loosen_a_schema_are_refused(
+    fields: dict[str, Any], schema: Any, text: str
+) -> None:
+    tag = tag_of(schema, **fields)
+    assert allows(compiler().compile("structural_tag", json.dumps(tag)), text)
+    (name,) = fields
+    found = what_of_tags_is_not_enforced(tag)
+    assert found is not None
+    assert name in found
+    assert "(at format)" in found
+
+
+def test_where_in_a_tag_it_is_is_said() -> None:
+    inner = tag_of({"properties": {"a": {"multipleOf": 2}}})["format"]
+    tag = {"type": "tag", "begin": "<a>", "content": inner, "end": "</a>"}
+    whole = {"type": "structural_tag", "format": {"type": "sequence", "elements": [tag]}}
+    found = what_of_tags_is_not_enforced(whole) or ""
+    assert "'multipleOf' (at format/elements/0/content/json_schema/properties/a)" in found
 
 
 PATTERNS = [

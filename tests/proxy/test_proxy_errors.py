@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 JSON = {"Content-Type": "application/json"}
+EVEN = {"type": "integer", "multipleOf": 2}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -227,7 +228,13 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (generate({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}), "regex", "sampling_params.regex"),
     (generate({"json_schema": "{"}), "is not JSON", "json_schema"),
     (generate({"json_schema": [1]}), "json_schema", "sampling_params.json_schema"),
-    (generate({"json_schema": {"multipleOf": 2}}), "'multipleOf'", "json_schema"),
+    (generate({"json_schema": EVEN}), "'multipleOf'", "json_schema"),
+    (generate({"structural_tag": "{"}), "is not JSON", "structural_tag"),
+    (
+        generate({"structural_tag": {"format": {"type": "json_schema", "json_schema": EVEN}}}),
+        "'multipleOf' (at format/json_schema) is not enforced",
+        "structural_tag",
+    ),
     (generate({"ebnf": "root ::= x", "regex": "a"}), "regex and ebnf", "ebnf"),
     (generate(image_data="x"), "image_data", "image_data"),
     (chat(add_special_tokens=True), "add_special_tokens is not supported", "add_special_tokens"),

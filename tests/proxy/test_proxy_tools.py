@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,9 @@ from fake_node import EOS
 from tool_models import MISTRAL, PLAIN, QWEN, tokenizer, write_model
 
 from pd.core.errors import InvalidRequestError
+from pd.core.grammar import MAX_GRAMMAR_BYTES
+from pd.core.json_schemas import schemas_of_tags
+from pd.grammar.compiler import field_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +39,7 @@ WEATHER: Any = {
         },
     },
 }
+ADDED = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 7}}}
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 BOTH = (
     'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
@@ -260,6 +265,66 @@ def test_parameters_that_do_not_compile_are_named(model: Scripted, asked: Any, n
         with pytest.raises(openai.BadRequestError, match=re.escape(f"{named}: it is")) as refused:
             answer.result(20)
     assert refused.value.param == named
+
+
+@pytest.mark.parametrize(
+    ("parser", "template"),
+    [(name, QWEN) for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral")]
+    + [("auto", MISTRAL)],
+)
+def test_the_schema_that_does_not_compile_is_named(
+    cluster: Cluster, tmp_path: Path, parser: str, template: str
+) -> None:
+    """By its place in the tag, wherever a family's tags have it."""
+    model = Scripted(cluster, tmp_path, template, tool_call_parser=parser)
+    model.node.auto = False
+    schema = {"name": "x", "schema": {"type": "boolean"}}
+    adder: Any = {"type": "function", "function": {"name": "add", "parameters": ADDED}}
+    tools = {"tools": [strict(CLOCK), strict(adder)]}
+    formatted = tools | {"response_format": {"type": "json_schema", "json_schema": schema}}
+    added = "tools[1].function.parameters"
+    cases: list[tuple[Any, str, str]] = [
+        (tools, "minimum", added),
+        (tools | {"tool_choice": "required"}, "minimum", added),
+        (formatted, "minimum", added),
+        (formatted, "boolean", "response_format"),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        for count, (asked, mark, named) in enumerate(cases, 1):
+            answer = pool.submit(model.ask, **asked)
+            request = model.node.wait_generate(count)
+            grammar = request.params.grammar
+            assert grammar is not None
+            place = place_of(json.loads(grammar.text), mark)
+            model.node.fail(request, InvalidRequestError.kind, f"{place}: it is wrong", place)
+            with pytest.raises(openai.BadRequestError, match=re.escape(f"{named}: it")) as refused:
+                answer.result(20)
+            assert refused.value.param == named
+
+
+def place_of(structural_tag: Any, mark: str) -> str:
+    """As a node names the schema in, or behind, which this text stands."""
+    steps = next(
+        (*place.all_steps, "json_schema")
+        for place, part in schemas_of_tags(structural_tag)
+        if mark in json.dumps(part)
+    )
+    return field_of("structural_tag", steps)
+
+
+def test_a_function_that_is_too_large_is_named(model: Scripted) -> None:
+    large = copy.deepcopy(WEATHER)
+    large["function"]["parameters"]["description"] = "x" * MAX_GRAMMAR_BYTES
+    with pytest.raises(openai.BadRequestError) as refused:
+        model.ask(tools=[strict(CLOCK), strict(large)])
+    assert refused.value.param == "tools[1].function.parameters"
+    # None alone is too large.
+    large["function"]["parameters"]["description"] = "x" * (MAX_GRAMMAR_BYTES // 2)
+    other = copy.deepcopy(large)
+    other["function"]["name"] = "other"
+    with pytest.raises(openai.BadRequestError) as refused:
+        model.ask(tools=[strict(other), strict(large)])
+    assert refused.value.param == "tools"
 
 
 def test_strict_functions_are_constrained_where_the_model_chooses(model: Scripted) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar
+from pd.proxy.grammar_fields import parameters_field
 from pd.proxy.json_schemas import what_is_not_enforced
 from pd.proxy.tools.definitions import kind_of, properties_of
 
@@ -236,6 +237,14 @@ class CallForm(NamedTuple):
     trigger: str = ""
     forbidden: tuple[str, ...] = ()
 
+    def called_by(self, begin: object) -> str | None:
+        """The function that a tag with this beginning calls, if it calls one."""
+        before, after = self.begin.split("%s")
+        for start in (before, before.removeprefix(self.trigger)):  # see ``skip`` below
+            if isinstance(begin, str) and begin.startswith(start) and begin.endswith(after):
+                return begin[len(start) : len(begin) - len(after)]
+        return None
+
     def calls(self, functions: Sequence[Function], *, several: bool, skip: int = 0) -> Format:
         """Calls and nothing else, without the first ``skip`` characters. Raises UnfitError."""
 
@@ -297,6 +306,6 @@ def refusal(
     function: Function, numbers: dict[str, int], reason: str, *, separator: str = ""
 ) -> InvalidRequestError:
     """The error for a function whose arguments cannot be constrained."""
-    name = f"tools[{numbers[function.name]}].function.parameters"
+    name = parameters_field(numbers[function.name])
     advice = "; with strict set to false it is read over" if separator else ""
     return InvalidRequestError(f"{name}{separator} {reason}{advice}", param=name)
