@@ -142,6 +142,7 @@ def test_a_profile_needs_a_gpu(tmp_path, capsys) -> None:
     assert "torch sees no CUDA device here" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_profile_holds_the_steps_of_one_batch(tmp_path, monkeypatch, capsys) -> None:
     """As on a GPU, except for what the profiler looks at."""
     activities = SimpleNamespace(CUDA=ProfilerActivity.CPU)

@@ -246,7 +246,7 @@ def spoil_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("drafter", "kind", "page_size", "drafts", "memory"),
     sampled_cells(
-        {("eagle3", "split", 16, "spoiled", "few"), ("eagle", "unified", 1, "right", "many")},
+        {("eagle3", "split", 16, "spoiled", "few")},
         ("eagle", "eagle3"),
         LAYOUTS,
         (1, 16),

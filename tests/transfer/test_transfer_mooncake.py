@@ -147,7 +147,7 @@ def test_a_write_to_a_closed_target_fails(mover, buffers) -> None:
 
 def test_links_one_after_another_use_the_engines_again(mover, buffers) -> None:
     threads = set()
-    for _ in range(30):
+    for _ in range(14):
         target = mover.target(buffers, "P", HOST)
         path = mover.path(torch.ones_like(buffers), target.description, "D", lambda: None)
         path.close()

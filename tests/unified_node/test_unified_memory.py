@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from tiny import CONTEXT, VOCAB_SIZE, tiny_cluster
 
@@ -18,7 +19,8 @@ def used() -> dict[str, int]:
     return {"host": resident, "gpu": torch.cuda.memory_reserved() if DEVICE == "cuda" else 0}
 
 
-def test_memory_does_not_grow_with_what_was_served(seed: int) -> None:
+@pytest.mark.parametrize("turns", [4, pytest.param(10, marks=pytest.mark.full)])
+def test_memory_does_not_grow_with_what_was_served(seed: int, turns: int) -> None:
     rng = random.Random(seed)
 
     def prompt() -> list[int]:
@@ -35,10 +37,10 @@ def test_memory_does_not_grow_with_what_was_served(seed: int) -> None:
                 request.result()
 
         cluster.client.generate([1] * (CONTEXT - 40), cluster.unified, max_tokens=30).result()
-        for _ in range(10):
+        for _ in range(turns):
             serve(25)
         before = used()
-        for _ in range(10):
+        for _ in range(turns):
             serve(25)
         after = used()
     print(f"seed {seed}: {before}, then {after}")
