@@ -70,6 +70,7 @@ class TokenTable:
         self._metaspace = bool(kinds & {"Metaspace", "Replace"})
         self._alphabet = _byte_level_alphabet()
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text; empty for an id without a token."""
@@ -77,6 +78,19 @@ class TokenTable:
         if known is None:
             known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token that holds no part of a character; None for one that does."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text: str | None = self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's entry; None for an id without one, as padded vocabularies have."""
@@ -122,11 +136,16 @@ class _ByteLevelDetokenizer:
         self._table = table
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside = False  # a character has begun and not ended
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._utf8.decode(self._table.token_bytes(token_id))
+        text = None if self._is_inside else self._table.whole_text(token_id)
+        if text is None:
+            text = self._utf8.decode(self._table.token_bytes(token_id))
+            self._is_inside = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -90,7 +90,8 @@ class Job:
         """Nothing more will come."""
         if self.error is not None:
             return True
-        return len(self.generations) == self.num_prompts and all(g.done for g in self.generations)
+        # Asked with every token, so without a generator.
+        return len(self.generations) == self.num_prompts and all([g.done for g in self.generations])
 
     @property
     def unread_bytes(self) -> int:

@@ -28,8 +28,8 @@ class StopMatcher:
         Args:
             may_match: False passes complete stop strings on (before ``min_tokens``).
         """
-        if not self._stops:
-            return text
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # nearly always; also without stop strings
         text = self._held + text
         if may_match and (found := self._first(text)):
             start, self.matched = found
@@ -56,10 +56,9 @@ class StopMatcher:
     def _open_suffix(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""
         tail = text[max(0, len(text) - self._longest + 1) :]
-        if self._firsts.isdisjoint(tail):
-            return 0
-        for length in range(len(tail), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) and len(stop) > length for stop in self._stops):
-                return length
+        for start, char in enumerate(tail):
+            if char in self._firsts:
+                end = tail[start:]
+                if any(stop.startswith(end) and len(stop) > len(end) for stop in self._stops):
+                    return len(end)
         return 0
