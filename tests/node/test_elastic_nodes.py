@@ -7,7 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import Cluster, NodeServer, TokenClient, random_prompts, wait_idle, wait_until
+from cluster import Cluster, TokenClient, random_prompts, wait_idle, wait_until
+from lacking import require_backend
 from raw_peer import RawPeer
 from requests_for_tests import make_request
 from tiny import TOKEN_BYTES, tiny_cluster, tiny_node
@@ -153,31 +154,47 @@ def test_a_lost_node_takes_only_what_depends_on_it(seed: int) -> None:
             replacement.stop()
 
 
-def two_ranks() -> tuple[NodeServer, NodeServer]:
-    return (
-        tiny_node("prefill", elastic="auto", tp_size=2),
-        tiny_node("decode", elastic="auto", page_size=8),
-    )
+def full(*cell: Any) -> Any:
+    return pytest.param(*cell, marks=pytest.mark.full)
 
 
-def test_a_node_of_two_ranks_hands_prompts_over_and_receives_them(
-    expected: Callable[..., Any], seed: int
+@pytest.mark.parametrize(
+    ("first", "second", "backend"),
+    [
+        (2, 1, "tcp"),
+        full(1, 2, "tcp"),
+        full(2, 2, "tcp"),
+        full(1, 1, "nixl"),
+        full(1, 1, "mooncake"),
+        full(2, 1, "nixl"),
+        full(2, 2, "mooncake"),
+    ],
+)
+def test_nodes_of_any_number_of_ranks_hand_prompts_over_both_ways(
+    expected: Callable[..., Any], seed: int, first: int, second: int, backend: str
 ) -> None:
+    """Over every backend, and between pages of different sizes."""
+    require_backend(backend)
     prompts = list(random_prompts(seed, [5, 48, 150]))
-    wide, narrow = two_ranks()
-    client = TokenClient([wide, narrow])
+    settings: dict[str, Any] = {"elastic": "auto", "transfer_backend": backend}
+    nodes = [
+        tiny_node("prefill", tp_size=first, **settings),
+        tiny_node("decode", tp_size=second, page_size=8, **settings),
+    ]
+    client = TokenClient(nodes)
     try:
-        ways = [(wide, narrow), (narrow, wide), (wide,)]
+        ways = [nodes, nodes[::-1], nodes[:1], nodes[1:]]
         pending = [[client.generate(p, way, **SAMPLED) for p in prompts] for way in ways]
         wanted = expected(prompts)
-        for way, requests in zip(ways, pending, strict=True):
-            assert [r.result(60) for r in requests] == wanted, (len(way), seed)
-        for server in (wide, narrow):
+        for number, requests in enumerate(pending):
+            assert [r.result(60) for r in requests] == wanted, (number, seed)
+        for server in nodes:
+            assert server.node.transfer_peers(), "each has sent KV, and received some"
             wait_idle(server)
     finally:
         client.close()
-        wide.stop()
-        narrow.stop()
+        for server in nodes:
+            server.stop()
 
 
 def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import is_idle, random_prompts, wait_until
+from lacking import require_backend
 from tiny import tiny_cluster
 
-from pd.core.errors import NodeFailedError, SetupError
+from pd.core.errors import NodeFailedError
 from pd.transfer.fake import link as fake_link
-from pd.transfer.registry import check_backend
 
 if TYPE_CHECKING:
     from pd.launch import NodeServer
@@ -30,15 +29,6 @@ HELD = {
     ("prefill", "mooncake"): "_outgoing.thread._begin",
 }
 HELD_SECONDS = 5.0
-
-
-def require(backend: str) -> None:
-    try:
-        check_backend(backend)
-    except SetupError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(error.message)
 
 
 class Held:
@@ -76,7 +66,7 @@ def test_streams_of_other_peers_go_on_while_a_peer_that_hangs_is_given_up(
     monkeypatch: pytest.MonkeyPatch, role: str, backend: str
 ) -> None:
     """``role``: of the node that gives its peer up."""
-    require(backend)
+    require_backend(backend)
     # The backend may wait as long for what is on the wire; the node may not.
     monkeypatch.setattr(fake_link, "_CLOSE_SECONDS", HELD_SECONDS)
     prompts = random_prompts(61, [40] * 8)
