@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from pd.core.node_info import MAX_PLANES
+from pd.core.node_info import MAX_PLANES, Role
 from pd.core.node_load import NodeLoad
 from pd.core.sampling_params import SamplingParams
 
@@ -130,6 +130,7 @@ class ProxyHeartbeat(Message):
         number: counts the heartbeats of the proxy to this node.
         itl: seconds between tokens that the proxy wants (``--slo-itl-ms``); 0 if it was not told.
         prefixes: number of the last batch of :class:`PrefixEvents` that the proxy has taken.
+        decides: the proxy wants the lease with which it may move the role of an elastic node.
     """
 
     run_delay: TotalDelay = 0.0
@@ -138,6 +139,20 @@ class ProxyHeartbeat(Message):
     number: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     itl: Duration = 0.0
     prefixes: Annotated[int, msgspec.Meta(ge=-2, le=1 << 62)] = PREFIXES_UNWANTED
+    decides: bool = False
+
+
+class PreferRole(Message):
+    """Have an elastic node prefer a role.
+
+    Attributes:
+        fixed: an administrator wants it. Otherwise the proxy has the node's lease.
+        term: of the lease.
+    """
+
+    role: Role
+    fixed: bool = False
+    term: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
 # ---- node to proxy
@@ -221,6 +236,22 @@ class TakenBack(Message):
     taken: bool
 
 
+class RoleState(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The role that an elastic node prefers (:mod:`pd.node.role_lease`).
+
+    Attributes:
+        role: None before anybody set it.
+        fixed: an administrator set it.
+        decider: proxy that has the lease with which it may move the role; empty if none has.
+        term: of the last lease.
+    """
+
+    role: Role | None = None
+    fixed: bool = False
+    decider: str = ""
+    term: int = 0
+
+
 class NodeHeartbeat(Message):
     """Answer to ProxyHeartbeat: the node's instance and its load.
 
@@ -237,6 +268,7 @@ class NodeHeartbeat(Message):
             is in the load.
         leaving: asks to have its requests moved to other nodes.
         stuck: a step is under way for far longer than steps take.
+        roles: of an elastic node; None of others.
     """
 
     ready: bool
@@ -249,6 +281,7 @@ class NodeHeartbeat(Message):
     answers: int = 0
     leaving: bool = False
     stuck: bool = False
+    roles: RoleState | None = None
 
 
 class PrefixEvents(Message):
@@ -368,6 +401,7 @@ AnyMessage: TypeAlias = (
     | Abort
     | TakeBack
     | ProxyHeartbeat
+    | PreferRole
     | StepOutputs
     | Failed
     | TakenBack
@@ -382,9 +416,9 @@ AnyMessage: TypeAlias = (
     | Drained
 )
 
-# Messages whose loss has no consequence: heartbeats come twice a second, and prefix events have
-# numbers of their own.
-_UNCOUNTED = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat, PrefixEvents)
+# Messages whose loss has no consequence: heartbeats come twice a second, prefix events have numbers
+# of their own, and which role a node prefers is in its heartbeats.
+_UNCOUNTED = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat, PrefixEvents, PreferRole)
 
 
 def counts(message: Message) -> bool:

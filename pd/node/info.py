@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
@@ -45,7 +46,7 @@ def server_info(node: Node) -> dict[str, object]:
     """The answer to ``GET /server_info``."""
     from pd import __version__
 
-    config, engine = node.core.config, node.engine
+    config, engine, lease = node.core.config, node.engine, node.role_lease
     with node.core.events.lock:
         return {
             "role": node.role,
@@ -69,6 +70,7 @@ def server_info(node: Node) -> dict[str, object]:
             "context_length": engine.context_length,
             "ready": node.ready,
             "endpoints": {"zmq": node.endpoint, "bootstrap": node.own.bootstrap},
+            "preferred_role": None if lease is None else asdict(lease.state(time.monotonic())),
             "kv_events": None if node.kv_events is None else node.kv_events.info(),
             "pages": node.core.memory.counts(),
             "queues": node.queues(),

@@ -14,7 +14,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pd.core.errors import AbortedError, DeadlineExceededError, NodeFailedError, UnavailableError
-from pd.core.messages import HEARTBEAT_INTERVAL, NodeHeartbeat, ProxyHeartbeat, heartbeat_owner
+from pd.core.messages import (
+    HEARTBEAT_INTERVAL,
+    NodeHeartbeat,
+    PreferRole,
+    ProxyHeartbeat,
+    heartbeat_owner,
+)
 from pd.core.starvation import RUN_DELAY
 from pd.node.info import server_info
 from pd.node.intake import Intake
@@ -23,6 +29,7 @@ from pd.node.load import node_load
 from pd.node.metrics import NodeGauges
 from pd.node.prefixes import PrefixReports
 from pd.node.proxies import Proxies
+from pd.node.role_lease import RoleLease
 from pd.node.step_loop import StepLoop
 from pd.scheduling.closing import check_queues
 from pd.scheduling.handlers import Handlers
@@ -98,6 +105,7 @@ class Node:
         self.proxies = Proxies(core.rooms)
         self.prefixes = PrefixReports(core)
         self.kv_events: KVEvents | None = None
+        self.role_lease = RoleLease() if core.config.is_elastic else None
         self.step_loop = StepLoop(core, scheduler)
         NodeGauges(core, self.queues, self.transfers)
         self.handlers, self.prefill_handlers = Handlers(), Handlers()
@@ -106,6 +114,8 @@ class Node:
         )
         self._intake.register(self.handlers)
         self.handlers.on(ProxyHeartbeat, self._on_proxy_heartbeat)
+        if self.role_lease is not None:
+            self.handlers.on(PreferRole, self._on_prefer_role)
         if sending is not None:
             sending.register(self.handlers)
         if receiving is not None:
@@ -276,7 +286,14 @@ class Node:
         self.proxies.note_objective(identity, message.itl)
         if self.scheduler.slices is not None:
             self.scheduler.slices.wanted = self.proxies.itl
+        if self.role_lease is not None:
+            self.role_lease.asked(identity, time.monotonic(), wanted=message.decides)
         self._answer_heartbeat(identity, message.number)
+
+    def _on_prefer_role(self, identity: bytes, message: PreferRole) -> None:
+        assert self.role_lease is not None
+        if self.role_lease.ordered(identity, message, time.monotonic()):
+            logger.info("this node prefers to be a %s node", message.role)
 
     def _answer_heartbeat(self, proxy: bytes, number: int = 0) -> None:
         """``number``: of the proxy's heartbeat, if this answers one."""
@@ -293,6 +310,7 @@ class Node:
             answers=number,
             leaving=self._leaving,
             stuck=self.step_loop.stuck,
+            roles=None if self.role_lease is None else self.role_lease.state(time.monotonic()),
         )
         self.core.post(proxy, reply)
 

@@ -41,6 +41,11 @@ class LoadEstimate:
         self._marks: dict[int, _Sent] = {}
         self._beats = 0
 
+    @property
+    def last_beat(self) -> int:
+        """Number of the last heartbeat that was sent."""
+        return self._beats
+
     def beat(self) -> int:
         """A heartbeat is about to be sent; returns its number."""
         self._beats += 1

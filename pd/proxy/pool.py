@@ -24,6 +24,7 @@ from pd.core.messages import (
 from pd.core.node_url import check_node_url
 from pd.proxy.heartbeats import HeartbeatThread, LoopWatch
 from pd.proxy.node_http import NodeHttp, NodeHttpError, NotListeningError
+from pd.proxy.role_lease import DecisionLease
 from pd.proxy.roles import RoleBalancer
 from pd.proxy.worker import ServerInfo, Worker
 
@@ -94,7 +95,10 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self._sockets = sockets
         self._itl = itl
-        self._roles = RoleBalancer(self.workers) if elastic else None
+        self._lease = DecisionLease(sockets.instance_id, self.workers)
+        self._roles: RoleBalancer | None = None
+        if elastic:
+            self._roles = RoleBalancer(self.workers, self._lease, self._order)
         self._on_message = on_message
         self._on_taken = on_taken
         self._on_lost = on_lost
@@ -171,6 +175,12 @@ class WorkerPool:
             )
         log.info("%s node %s is a %s node by request", worker.role, worker.url, role)
         worker.role, worker.role_is_fixed = role, True
+        if worker.roles is not None:
+            worker.order_role(self._sockets.instance_id, role, fixed=True)
+
+    def _order(self, worker: Worker, role: Role) -> None:
+        """Move the role of an elastic node whose lease this proxy has."""
+        worker.order_role(self._sockets.instance_id, role, fixed=False)
 
     def drain(self, worker: Worker) -> None:
         """Send it nothing new and forget it when it has finished what it has."""
@@ -330,6 +340,8 @@ class WorkerPool:
             self._heartbeats.add(worker.instance_id, worker.claimed.endpoints.zmq)
         before = worker.ready
         worker.heard(message)
+        if worker.lacks_order:
+            worker.order_role(self._sockets.instance_id, worker.role, fixed=True)
         self._on_heartbeat(worker)
         if worker.ready != before:
             self._on_change()
@@ -340,7 +352,9 @@ class WorkerPool:
             self._loop_watch.turned()
             late = time.monotonic() - due
             run_delays = {w.instance_id: w.run_delay for w in self.workers if w.alive}
+            wants_leases = self._roles is not None and self._lease.wanted()
             for worker in list(self.workers):
+                worker.wants_lease = wants_leases
                 # NOTE: this process heard no node while it stood still, so nodes are not blamed.
                 if late > HEARTBEAT_INTERVAL:
                     worker.last_heard += late
@@ -356,7 +370,8 @@ class WorkerPool:
                 elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
                     worker.problem = DEAF
                     log.warning("%s %s", worker.url, DEAF)
-            if self._roles is not None:
+            # NOTE: after this process stood still, heartbeats say first who has the leases now.
+            if self._roles is not None and late <= HEARTBEAT_INTERVAL:
                 self._roles.look(time.monotonic())
             due = time.monotonic() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)

@@ -10,9 +10,10 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd.core.node_info import Role
+    from pd.proxy.role_lease import DecisionLease
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -35,11 +36,21 @@ class _RoleLoads(NamedTuple):
 
 
 class RoleBalancer:
-    """Looks at the reports of nodes and moves one role at a time, with hysteresis. A role that an
-    administrator set is left alone. Everything runs on the event loop."""
+    """Looks at the reports of nodes and moves one role at a time, with hysteresis, while this proxy
+    is the one that decides. A role that an administrator set is left alone. Everything runs on the
+    event loop.
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
+    Args:
+        move: sends a node the order to prefer a role.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        lease: DecisionLease,
+        move: Callable[[Worker, Role], None],
+    ) -> None:
+        self._workers, self._lease, self._move = workers, lease, move
         self._wanted: Role | None = None
         self._since = 0.0
         self._next = 0.0
@@ -47,7 +58,8 @@ class RoleBalancer:
     def look(self, now: float) -> None:
         """Move a role if that was called for long enough. ``now``: on the monotonic clock."""
         prefill, decode = self._nodes("prefill"), self._nodes("decode")
-        if not prefill or not decode:
+        if not self._lease.decides() or not prefill or not decode:
+            self._wanted = None
             return
         loads = _RoleLoads(
             sum(worker.load.queue_seconds for worker in prefill) / len(prefill),
@@ -58,8 +70,9 @@ class RoleBalancer:
             self._wanted, self._since = wanted, now
         if wanted is None or now < max(self._since + _HOLD_SECONDS, self._next):
             return
-        givers = [w for w in (decode if wanted == "prefill" else prefill) if not w.role_is_fixed]
-        if len(decode if wanted == "prefill" else prefill) < 2 or not givers:
+        others = decode if wanted == "prefill" else prefill
+        givers = [w for w in others if self._lease.has(w) and not w.role_is_fixed]
+        if len(others) < 2 or not givers:
             return
         chosen = min(givers, key=_effort)
         log.info(
@@ -67,7 +80,7 @@ class RoleBalancer:
             "nodes are at %.0f %% of their pace or memory",
             *(chosen.role, chosen.url, wanted, loads.queue, 100 * loads.decode),
         )
-        chosen.role = wanted
+        self._move(chosen, wanted)
         self._next, self._wanted = now + _PAUSE_SECONDS, None
 
     def _nodes(self, role: Role) -> list[Worker]:

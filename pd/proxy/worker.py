@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from pd.core.messages import PREFIXES_UNKNOWN, PREFIXES_UNWANTED, ProxyHeartbeat
+from pd.core.messages import (
+    PREFIXES_UNKNOWN,
+    PREFIXES_UNWANTED,
+    PreferRole,
+    ProxyHeartbeat,
+)
 from pd.core.node_info import SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
@@ -16,7 +21,7 @@ from pd.proxy.load_estimate import LoadEstimate
 from pd.proxy.reported_prefixes import ReportedPrefixes
 
 if TYPE_CHECKING:
-    from pd.core.messages import Message, NodeHeartbeat, PrefixEvents
+    from pd.core.messages import Message, NodeHeartbeat, PrefixEvents, RoleState
     from pd.proxy.attempt import Attempt
     from pd.proxy.channel import NodeChannel
     from pd.proxy.prefix_tree import PrefixTree
@@ -104,6 +109,8 @@ class Worker:
     Attributes:
         role: what the node does; of an elastic node, what it does where nothing speaks against it.
         role_is_fixed: an administrator set it.
+        roles: the role that an elastic node prefers and who may move it, by its last heartbeat.
+        wants_lease: this proxy asks for the lease with which it may move the role.
         claimed: what answers at the URL says this about itself. Anybody can say anything, so it is
             good for opening a channel and no more.
         info: the same once heartbeats of that instance came over the channel, which with a cluster
@@ -130,6 +137,10 @@ class Worker:
     def __init__(self, role: Role, url: str, itl: float = 0.0) -> None:
         self.role = role
         self.role_is_fixed = False
+        self.roles: RoleState | None = None
+        self.wants_lease = False
+        # The heartbeats that the node answered last, and before which it got an order for a role.
+        self._answered = self._ordered = 0
         self.url = url
         self._itl = itl
         self.claimed: ServerInfo | None = None
@@ -230,12 +241,40 @@ class Worker:
         self.leaving = heartbeat.leaving
         self.stuck = heartbeat.stuck
         self.load.heard(heartbeat.load, heartbeat.answers)
+        self.roles = heartbeat.roles
+        self._answered = heartbeat.answers
+        if self.roles is not None and self._answered > self._ordered:
+            self._take_role(self.roles)
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
+
+    def _take_role(self, state: RoleState) -> None:
+        if state.role is not None and (state.fixed or not self.role_is_fixed):
+            self.role, self.role_is_fixed = state.role, state.fixed
+
+    @property
+    def lacks_order(self) -> bool:
+        """Whether an elastic node does not know the role that an administrator set: it was started
+        again, or the order was lost."""
+        lacks = self.role_is_fixed and self.roles is not None and not self.roles.fixed
+        return lacks and self._answered > self._ordered
+
+    def order_role(self, sender: str, role: Role, *, fixed: bool) -> None:
+        """Have an elastic node prefer a role; its next heartbeats say whether it does.
+
+        Args:
+            sender: this proxy.
+            fixed: an administrator wants it, which needs no lease.
+        """
+        assert self.roles is not None
+        term = self.roles.term
+        self._ordered = self.load.last_beat
+        self.send(PreferRole(to=self.instance_id, sender=sender, role=role, fixed=fixed, term=term))
 
     def lost(self, problem: str) -> None:
         self.alive = self.accepting = self.leaving = self.stuck = False
         self.breaker = Breaker()
-        self.load = LoadEstimate()
+        self.load, self.roles = LoadEstimate(), None
+        self._answered = self._ordered = 0
         self.queued_tokens = self.running = self.pending_tokens = 0
         self.problem = problem
 
@@ -261,6 +300,7 @@ class Worker:
             number=self.load.beat(),
             itl=self._itl,
             prefixes=self._prefixes_known,
+            decides=self.wants_lease,
         )
         return self.send(heartbeat)
 

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 from elastic_workers import report, worker
 
+from pd.core.messages import RoleState
+from pd.proxy.role_lease import DecisionLease
 from pd.proxy.roles import RoleBalancer
 
 if TYPE_CHECKING:
     from proxy_cluster import Cluster
 
+    from pd.core.node_info import Role
     from pd.proxy.worker import Worker
 
 
@@ -21,8 +24,16 @@ class Fleet:
 
     def __init__(self, *roles: str) -> None:
         self.nodes = [worker(role, f"{role}-{index}") for index, role in enumerate(roles)]
-        self.balancer = RoleBalancer(self.nodes)
+        for node in self.nodes:
+            node.roles = RoleState(decider="me", term=1)
+        lease = DecisionLease("me", self.nodes)
+        self.balancer = RoleBalancer(self.nodes, lease, self.move)
         self.now = 1000.0
+
+    @staticmethod
+    def move(node: Worker, role: Role) -> None:
+        """The node follows the order at once."""
+        node.role = role
 
     @property
     def roles(self) -> list[str]:
@@ -97,6 +108,41 @@ def test_a_role_that_was_set_stays() -> None:
     fixed.role_is_fixed = True
     fleet.run(12, queue=3.0, streams=20)
     assert fleet.roles == ["prefill", "decode", "prefill"]
+
+
+def test_only_the_proxy_with_most_leases_moves_roles() -> None:
+    fleet = Fleet("prefill", "decode", "decode", "decode")
+    for node in fleet.nodes[:2]:
+        node.roles = RoleState(decider="another", term=1)
+    fleet.run(30, queue=3.0, streams=20)
+    assert fleet.roles.count("prefill") == 1, "half of the leases are too few"
+    fleet.nodes[0].roles = RoleState(decider="me", term=2)
+    fleet.run(9, queue=3.0, streams=20)
+    assert fleet.roles.count("prefill") == 1, "the reason has to last while this proxy decides"
+    fleet.run(3, queue=3.0, streams=20)
+    assert fleet.roles.count("prefill") == 2
+    assert fleet.nodes[1].role == "decode", "the lease of that node has another proxy"
+
+
+@pytest.mark.parametrize(
+    ("deciders", "wanted"),
+    [
+        (["", "", ""], True),
+        (["me", "", ""], True),
+        (["x", "", ""], False),
+        (["me", "x", ""], True),  # me < x
+        (["me", "a", ""], False),
+        (["me", "me", "a"], True),
+        (["me", "x", "x"], False),
+    ],
+)
+def test_leases_that_were_dealt_out_end_up_with_one_proxy(
+    deciders: list[str], wanted: bool
+) -> None:
+    fleet = Fleet("prefill", "decode", "decode")
+    for node, decider in zip(fleet.nodes, deciders, strict=True):
+        node.roles = RoleState(decider=decider)
+    assert DecisionLease("me", fleet.nodes).wanted() is wanted
 
 
 def test_only_elastic_nodes_change_their_role(cluster: Cluster) -> None:

@@ -1,0 +1,61 @@
+"""Which of several proxies decides on roles.
+
+Every elastic node grants a lease to one proxy at a time (:mod:`pd.node.role_lease`) and says in its
+heartbeats to which. The proxy with the leases of more than half of the elastic nodes decides. A
+proxy asks for none while another has more, or as many and the smaller instance id, so leases that
+were dealt out to several end up with one. A node follows only the holder of its own lease, so a
+proxy that stood still, and believes to have a lease that ended, decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.proxy.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class DecisionLease:
+    """The leases of one proxy at its elastic nodes, as their heartbeats tell. Everything runs on
+    the event loop.
+
+    Args:
+        own: instance id of this proxy.
+    """
+
+    def __init__(self, own: str, workers: Sequence[Worker]) -> None:
+        self._own = own
+        self._workers = workers
+        self._decided = False
+
+    def wanted(self) -> bool:
+        """Whether to ask nodes for their leases: unless another proxy has more, or as many and the
+        smaller instance id."""
+        held = self._held()
+        own = held.pop(self._own, 0)
+        return all(own > count or (own == count and self._own < n) for n, count in held.items())
+
+    def decides(self) -> bool:
+        """Whether this proxy decides on roles at present."""
+        nodes = sum(worker.roles is not None for worker in self._workers)
+        decides = 2 * self._held()[self._own] > nodes
+        if decides != self._decided:
+            self._decided = decides
+            verb = "decides" if decides else "no longer decides"
+            log.info("this proxy %s on the roles of nodes", verb)
+        return decides
+
+    def has(self, worker: Worker) -> bool:
+        """Whether this proxy has the lease of one node."""
+        return worker.roles is not None and worker.roles.decider == self._own
+
+    def _held(self) -> Counter[str]:
+        """Nodes by the proxy that has their lease."""
+        states = (worker.roles for worker in self._workers)
+        return Counter(state.decider for state in states if state is not None and state.decider)

@@ -1,0 +1,159 @@
+"""Several proxies over the same elastic nodes: one of them moves roles, and all follow."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from cluster import wait_until
+from processes import Process
+from tiny import tiny_node
+
+from pd.core.messages import LEASE_SECONDS, PreferRole
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pd.core.node_info import Role
+    from pd.launch import NodeServer
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "decode")
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[NodeServer]]:
+    with ExitStack() as stack:
+        made = []
+        for role in ROLES:
+            made.append(tiny_node(role, elastic="auto"))
+            stack.callback(made[-1].stop)
+        yield made
+
+
+def leases(nodes: list[NodeServer]) -> list[dict[str, Any]]:
+    found: list[Any] = [node.node.server_info()["preferred_role"] for node in nodes]
+    return found
+
+
+def deciders(nodes: list[NodeServer]) -> set[str]:
+    return {lease["decider"] for lease in leases(nodes)}
+
+
+def has_one(nodes: list[NodeServer]) -> bool:
+    """Whether one proxy has the lease of every node."""
+    found = deciders(nodes)
+    return len(found) == 1 and "" not in found
+
+
+def flags(nodes: list[NodeServer]) -> dict[str, list[str]]:
+    return {"prefill": [nodes[0].url], "decode": [node.url for node in nodes[1:]]}
+
+
+def roles(url: str) -> list[str]:
+    workers = httpx.get(f"{url}/workers").json()["workers"]
+    return [worker["role"] for worker in workers]
+
+
+def test_every_proxy_follows_the_one_that_decides_and_administrators(
+    nodes: list[NodeServer],
+) -> None:
+    with ExitStack() as stack:
+        proxies = [
+            stack.enter_context(ProxyThread(ProxyConfig(port=0, **flags(nodes)))) for _ in range(2)
+        ]
+        wait_until(lambda: has_one(nodes), 20, lambda: leases(nodes))
+        (decider,) = deciders(nodes)
+        pools = {p.proxy._pool._sockets.instance_id: p.proxy._pool for p in proxies}
+        pool = pools[decider]
+        assert [p._lease.decides() for p in pools.values()].count(True) == 1
+
+        async def move(role: Role) -> None:
+            pool._order(pool.workers[2], role)
+
+        by_decider = next(p for p in proxies if p.proxy._pool is pool)
+        by_decider.run(move("prefill"))
+        expected = ["prefill", "decode", "prefill"]
+        wait_until(lambda: all(roles(p.url) == expected for p in proxies), 20)
+
+        other = next(p for p in proxies if p.proxy._pool is not pool)
+        changed = httpx.post(
+            f"{other.url}/workers/{nodes[1].instance_id}", json={"role": "unified"}
+        )
+        assert changed.json()["role"] == "unified"
+        expected[1] = "unified"
+        wait_until(lambda: all(roles(p.url) == expected for p in proxies), 20)
+        assert leases(nodes)[1]["fixed"]
+
+        # Whoever lacks the lease is not followed, and believes the node.
+        async def move_without() -> None:
+            worker = other.proxy._pool.workers[2]
+            assert worker.roles is not None
+            term = worker.roles.term
+            sender = other.proxy._pool._sockets.instance_id
+            worker.send(PreferRole(to=worker.instance_id, sender=sender, role="decode", term=term))
+
+        other.run(move_without())
+        by_decider.run(move("unified"))  # comes after it
+        expected[2] = "unified"
+        wait_until(lambda: all(roles(p.url) == expected for p in proxies), 20)
+
+
+def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set(
+    nodes: list[NodeServer],
+) -> None:
+    with ProxyThread(ProxyConfig(port=0, **flags(nodes))) as proxy:
+        wait_until(lambda: has_one(nodes), 20, lambda: leases(nodes))
+        url = f"{proxy.url}/workers/{nodes[2].instance_id}"
+        assert httpx.post(url, json={"role": "prefill"}).status_code == 200
+        wait_until(lambda: leases(nodes)[2]["role"] == "prefill", 20)
+        port = int(nodes[2].url.rpartition(":")[2])
+        nodes[2].stop()
+        nodes[2] = tiny_node("decode", elastic="auto", port=port)
+        try:
+            wait_until(lambda: leases(nodes)[2]["role"] == "prefill", 30, lambda: leases(nodes))
+            assert leases(nodes)[2]["fixed"] and roles(proxy.url)[2] == "prefill"
+        finally:
+            nodes[2].stop()
+
+
+@pytest.mark.full
+def test_another_proxy_decides_when_one_is_killed_or_stands_still(
+    nodes: list[NodeServer], tmp_path: Path
+) -> None:
+    """The one that stood still finds the leases taken, and leaves them there."""
+    urls = flags(nodes)
+    command = ["proxy", "--port", "0"]
+    command += [flag for role, found in urls.items() for u in found for flag in (f"--{role}", u)]
+    with ExitStack() as stack:
+        proxies = []
+        for number in range(3):
+            proxies.append(Process(*command, log=tmp_path / f"proxy{number}.log"))
+            stack.callback(proxies[-1].stop)
+        names = {proxy.ready()["instance_id"]: proxy for proxy in proxies}
+        wait_until(lambda: has_one(nodes), 30, lambda: leases(nodes))
+        (first,) = deciders(nodes)
+        names[first].kill()
+        wait_until(lambda: has_one(nodes) and deciders(nodes) != {first}, 30)
+        (second,) = deciders(nodes)
+        wait_until(lambda: "decides on" in names[second].log.read_text(), 30)
+        terms = [lease["term"] for lease in leases(nodes)]
+        names[second].child.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: has_one(nodes) and deciders(nodes) != {second}, 30)
+        finally:
+            names[second].child.send_signal(signal.SIGCONT)
+        (third,) = deciders(nodes)
+        assert all(lease["term"] > term for lease, term in zip(leases(nodes), terms, strict=True))
+        # It is there again, reads and is heard, for longer than a lease.
+        for _ in range(int(2 * LEASE_SECONDS) + 1):
+            assert len(roles(names[second].url)) == 3
+            assert deciders(nodes) == {third}
+            time.sleep(0.5)
+        assert "no longer decides" in names[second].log.read_text()
