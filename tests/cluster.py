@@ -24,6 +24,7 @@ from pd.core.messages import (
     Generate,
     Output,
     ProxyHeartbeat,
+    StepFailed,
     StepOutputs,
     TakeBack,
     TakenBack,
@@ -237,14 +238,15 @@ class TokenClient:
             pending.taken_back = message.taken
             if message.taken:
                 self._end(pending)
-        elif isinstance(message, Failed):
-            pending = self._rooms.get(message.room)
-            if pending is not None and pending.taken_back:
-                pending.late += 1
-            elif pending is not None and not pending.done.is_set():
-                error = message.error
-                pending.error = error_from_kind(error.kind, error.message, error.param)
-                self._end(pending)
+        elif isinstance(message, Failed | StepFailed):
+            for room in [message.room] if isinstance(message, Failed) else message.rooms:
+                pending = self._rooms.get(room)
+                if pending is not None and pending.taken_back:
+                    pending.late += 1
+                elif pending is not None and not pending.done.is_set():
+                    error = message.error
+                    pending.error = error_from_kind(error.kind, error.message, error.param)
+                    self._end(pending)
         elif isinstance(message, StepOutputs):
             for output in message.outputs:
                 pending = self._rooms.get(output.room)

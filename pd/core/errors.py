@@ -103,6 +103,10 @@ class PeerFailedError(NodeFailedError):
     """A request failed on a node since its peer did; on the wire and for clients no other kind."""
 
 
+class StepFailedError(NodeFailedError):
+    """A request was in a step that failed; on the wire and for clients no other kind."""
+
+
 class UnavailableError(PDError):
     """No node can serve the request at present."""
 

@@ -37,6 +37,8 @@ TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 # which would wait in vain if the message were dropped.
 CachedLengths = Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
 
+Fault: TypeAlias = Literal["node", "peer", "pair"]
+
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
     """Base: ``to`` is the instance id of the receiver, ``sender`` of the sender."""
@@ -216,12 +218,20 @@ class StepOutputs(Message):
 class Failed(Message):
     """The room ended without success on this node.
 
-    ``of_peer``: because the other node of the pair failed, as this one sees it.
+    ``fault``: the node at fault as this one sees it: itself, its peer, or one of the pair, of which
+    neither knows which.
     """
 
     room: bytes
     error: ErrorInfo
-    of_peer: bool = False
+    fault: Fault = "node"
+
+
+class StepFailed(Message):
+    """A step failed, and with it these rooms of one proxy."""
+
+    rooms: list[bytes]
+    error: ErrorInfo
 
 
 class TakenBack(Message):
@@ -405,6 +415,7 @@ AnyMessage: TypeAlias = (
     | StepOutputs
     | Failed
     | TakenBack
+    | StepFailed
     | NodeHeartbeat
     | PrefixEvents
     | PeerHeartbeat

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from pd.core.errors import PeerFailedError
-from pd.core.messages import ErrorInfo, Failed, Output, StepOutputs
+from pd.core.errors import HandshakeError, PeerFailedError, StepFailedError, TransferError
+from pd.core.messages import ErrorInfo, Failed, Output, StepFailed, StepOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd.core.errors import PDError
-    from pd.core.messages import Message, TokenLogprobs
+    from pd.core.messages import Fault, Message, TokenLogprobs
 
 
 # Log probabilities in one message, with the alternatives of each: 15 bytes each at most.
@@ -64,6 +64,9 @@ class Outbox:
         self._sender = sender
         self._post = post
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
+        # Rooms of a step that failed.
+        self._lost: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        self._lost_by = ErrorInfo("", "")
 
     def add(self, proxy: bytes, output: Output) -> None:
         """Keep new tokens until :meth:`flush`."""
@@ -76,12 +79,27 @@ class Outbox:
                 message = StepOutputs(to=proxy.decode(), sender=self._sender, outputs=some)
                 self._post(proxy, message)
         self._outputs.clear()
+        for proxy, rooms in self._lost.items():
+            to, sender, error = proxy.decode(), self._sender, self._lost_by
+            self._post(proxy, StepFailed(to=to, sender=sender, rooms=rooms, error=error))
+        self._lost.clear()
 
     def failed(self, proxy: bytes, room: bytes, error: PDError) -> None:
-        """Tell a proxy that a room ended without success."""
+        """Tell a proxy that a room ended without success: of a step that failed, all together at
+        the next :meth:`flush`; others at once."""
+        info = ErrorInfo(error.kind, error.message, error.param)
+        if isinstance(error, StepFailedError):
+            self._lost[proxy].append(room)
+            self._lost_by = info
+            return
         # NOTE: outputs collected before the failure go first, so that nothing comes after the end.
         self.flush()
-        info = ErrorInfo(error.kind, error.message, error.param)
-        of_peer = isinstance(error, PeerFailedError)
-        to, sender = proxy.decode(), self._sender
-        self._post(proxy, Failed(to=to, sender=sender, room=room, error=info, of_peer=of_peer))
+        to, sender, fault = proxy.decode(), self._sender, _fault(error)
+        self._post(proxy, Failed(to=to, sender=sender, room=room, error=info, fault=fault))
+
+
+def _fault(error: PDError) -> Fault:
+    """The node at fault. A transfer that fails may fail at either end."""
+    if isinstance(error, PeerFailedError):
+        return "peer"
+    return "pair" if isinstance(error, TransferError | HandshakeError) else "node"

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pd.core.errors import NodeFailedError
+from pd.core.errors import NodeFailedError, StepFailedError
 from pd.core.exit import STUCK_PREFIX
 from pd.core.seldom import Seldom
 from pd.node.step_watch import StepWatch
@@ -75,6 +75,8 @@ class StepLoop(threading.Thread):
         # Time from the begin of planning to the end of launching, on average.
         self._host_seconds = 0.0
         self._watch = StepWatch()
+        # Works of the steps that are under way.
+        self._under_way: list[Work] = []
         self._stopping = False
         self._broken = False
 
@@ -132,11 +134,14 @@ class StepLoop(threading.Thread):
         """Fail all requests; the node is not ready any more."""
         self._broken = True
         with self._events.event():
+            in_step = {work.sequence.request.room for work in self._under_way}
             for request in self._rooms:
+                kind = StepFailedError if request.room in in_step else NodeFailedError
                 try:
-                    self._rooms.fail(request, NodeFailedError(reason))
+                    self._rooms.fail(request, kind(reason))
                 except Exception:  # whatever is wrong with one, the others must end too
                     logger.exception("cannot end room %s", request.room.hex())
+            self._rooms.outputs.flush()
 
     def _step(self) -> None:
         events, last = self._events, self._launched
@@ -157,14 +162,14 @@ class StepLoop(threading.Thread):
             return
         began = time.monotonic()
         under_way = works if last is None else [*last.works, *works]
-        self._watch.begin(self._watch.since or began, _num_tokens(under_way))
+        self._begin(self._watch.since or began, under_way)
         if last is not None and not works:
             # The next step depends on this one, and a GPU waits for it.
             self._account(last)
             with events.event():
                 works = self._scheduler.plan()
             last, began = None, time.monotonic()
-            self._watch.begin(began, _num_tokens(works))
+            self._begin(began, works)
         accounted = _Once(partial(self._account, last)) if last is not None else None
         self._launched = self._launch(works, last, accounted) if works else None
         if last is not None:
@@ -176,8 +181,9 @@ class StepLoop(threading.Thread):
             self._account(self._launched)
             self._launched = None
         if self._launched is not None:
-            self._watch.begin(began, _num_tokens(works))
+            self._begin(began, works)
         else:
+            self._under_way = []
             self._watch.end()
         with events.event():
             self._rooms.outputs.flush()
@@ -195,6 +201,11 @@ class StepLoop(threading.Thread):
                 self._over_at = time.monotonic()
                 return
             time.sleep(min(left, _POLL_SECONDS))
+
+    def _begin(self, since: float, works: list[Work]) -> None:
+        """Steps of these works are under way since then."""
+        self._under_way = works
+        self._watch.begin(since, _num_tokens(works))
 
     def _catch_up(self) -> bool:
         """Let the drafter prepare for expected sequences; False if it has nothing to do."""
@@ -227,7 +238,7 @@ class StepLoop(threading.Thread):
         except Exception as error:
             # Any error of a kernel or of torch. It concerns this step's requests only.
             logger.exception("a step failed")
-            self._step_failed(works, NodeFailedError(f"the step failed: {error}"))
+            self._step_failed(works, StepFailedError(f"the step failed: {error}"))
             return None
 
     def _account(self, step: LaunchedStep) -> None:
@@ -236,7 +247,7 @@ class StepLoop(threading.Thread):
         except Exception as error:
             # An error of a kernel, which the host learns of late.
             logger.exception("a step failed")
-            self._step_failed(step.works, NodeFailedError(f"the step failed: {error}"))
+            self._step_failed(step.works, StepFailedError(f"the step failed: {error}"))
             return
         self._observe(step)
         self._core.metrics.steps.inc()
@@ -262,7 +273,7 @@ class StepLoop(threading.Thread):
                 error = costs.observe(shape_of(step.works), now - max(step.began, last))
             self._core.metrics.step_errors.observe(abs(error))
 
-    def _step_failed(self, works: list[Work], error: NodeFailedError) -> None:
+    def _step_failed(self, works: list[Work], error: StepFailedError) -> None:
         """Fail the requests of a step that could not be computed; the node goes on."""
         # NOTE: the host waits for the GPU before any page changes its owner. On a broken GPU this
         # raises, and the node is not ready any more.
@@ -271,6 +282,7 @@ class StepLoop(threading.Thread):
             self._forget(works)
             for work in works:
                 self._rooms.fail(work.sequence.request, error)
+            self._rooms.outputs.flush()
             self._rooms.closing.look_after_step()
 
     @staticmethod

@@ -59,11 +59,16 @@ class Attempts:
             preferred: the node that computes the prompt, if it can.
             occupied: nodes to which the attempt must not go now.
         """
-        generation, asked = attempt.generation, attempt.asked
-        demand = demand_of(attempt)
-        route = self._route(attempt, demand, preferred, occupied)
+        route = self._route(attempt, demand_of(attempt), preferred, occupied)
         if route.first in occupied or route.decode in occupied:
             return False
+        self.open_on(attempt, route)
+        return True
+
+    def open_on(self, attempt: Attempt, route: Route) -> None:
+        """Have an attempt, which is then to be sent, take these nodes."""
+        generation, asked = attempt.generation, attempt.asked
+        demand = demand_of(attempt)
         attempt.first, attempt.decode = route.first, route.decode
         attempt.predicted = route.predicted
         generation.holder = route.decode or route.first
@@ -81,7 +86,6 @@ class Attempts:
             worker.breaker.began(attempt)
             self._metrics.routing.labels(worker.role, reason).inc()
             self._router.policy.computed(worker, demand.prompt)
-        return True
 
     def _route(
         self,

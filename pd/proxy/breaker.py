@@ -6,11 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-# Requests that fail one after the other, with no output of the node in between.
+# Requests that fail one after the other, with no success of the node in between. Those that were in
+# one step fail together and count once.
 FAILURES = 5
-# How long a node is out before one request probes it; doubled each time that the probe fails.
+# How long a node is out before the proxy probes it; doubled each time that the probe fails.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 STUCK = "its step takes far longer than steps take"
@@ -19,8 +20,8 @@ STUCK = "its step takes far longer than steps take"
 class Breaker:
     """Decides whether new requests may go to one node.
 
-    After :data:`FAILURES` in a row the node is out for a pause. Then one request at a time may go
-    there: output of it lets the node back in, a failure starts a longer pause.
+    After :data:`FAILURES` in a row the node is out. After a pause the proxy may probe it with a
+    request of its own: its success lets the node back in, a failure starts a longer pause.
 
     Attributes:
         stuck: the node says that its step does not end; it is out until it does.
@@ -39,9 +40,14 @@ class Breaker:
     @property
     def lets_in(self) -> bool:
         """Whether a new request may go to the node."""
-        if self._out_until is None:
-            return not self.stuck
-        return not self.stuck and self._probe is None and self._clock() >= self._out_until
+        return self._out_until is None and not self.stuck
+
+    @property
+    def awaits_probe(self) -> bool:
+        """Whether the node is out, its pause is over, and nothing probes it."""
+        if self._out_until is None or self.stuck:
+            return False
+        return self._probe is None and self._clock() >= self._out_until
 
     @property
     def problem(self) -> str:
@@ -62,12 +68,12 @@ class Breaker:
         if self._probe is attempt:
             self._probe = None
 
-    def failed(self, attempt: object, reason: str) -> None:
-        """A request failed by the node's fault."""
+    def failed(self, attempts: Iterable[object], reason: str) -> None:
+        """Requests failed together, by the node's fault."""
         self._failures += 1
         self._last_failure = reason
         if self._out_until is not None:
-            if attempt is not self._probe:
+            if self._probe is None or self._probe not in attempts:
                 return
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         elif self._failures < FAILURES:
@@ -75,7 +81,7 @@ class Breaker:
         self._out_until = self._clock() + self._pause
 
     def succeeded(self, attempt: object) -> None:
-        """The node has sent output of a request."""
+        """The node has done its part of a request."""
         if self._failures and (self._out_until is None or attempt is self._probe):
             self._failures = 0
             self._pause = FIRST_PAUSE

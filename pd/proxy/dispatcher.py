@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -21,11 +22,13 @@ from pd.core.errors import (
     UnavailableError,
     error_from_kind,
 )
-from pd.core.messages import AnyMessage, Failed, Output, StepOutputs, TakenBack
+from pd.core.messages import AnyMessage, Failed, Output, StepFailed, StepOutputs, TakenBack
+from pd.core.sampling_params import SamplingParams
 from pd.proxy.attempt import Attempt
 from pd.proxy.attempts import Attempts, connection_lost
 from pd.proxy.failover import Failovers
 from pd.proxy.generation import Generation, Spec
+from pd.proxy.job import Job
 from pd.proxy.moves import Moves
 from pd.proxy.routing import Prompt, Router
 
@@ -33,15 +36,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from pd.proxy.generation import Choice
-    from pd.proxy.job import Job
     from pd.proxy.ledger import Ledger
     from pd.proxy.metrics import Metrics
+    from pd.proxy.routing import Route
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
 
 # How long a finished answer waits for what the prefill node said about the prompt.
 LINGER_SECONDS = 1.0
+# How long a probe of a node may take before another follows.
+PROBE_SECONDS = 20.0
 ABORTED = "the request was aborted by /abort_request"
 INTERNAL = "internal error; the proxy's log has the details"
 # Prompt tokens of all requests in the system: 512 MiB here, and as much in messages.
@@ -82,6 +87,7 @@ class Dispatcher:
         )
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
+        self._probes: dict[Worker, asyncio.Task[None]] = {}
         # Jobs with news in the messages that were received since :meth:`deliver`.
         self._told: dict[Job, None] = {}
         self._is_receiving = False
@@ -273,6 +279,33 @@ class Dispatcher:
         """A node has told its state."""
         self._failovers.heard_from(worker)
         self._moves.look(worker)
+        if worker.breaker.awaits_probe and worker.could_serve:
+            self._probe(worker)
+
+    def _probe(self, worker: Worker) -> None:
+        """Ask a node that a breaker took out for two tokens."""
+        route = self._router.route_to(worker)
+        if route is None or worker.info is None or worker in self._probes or self.draining:
+            return
+        spec = Spec(
+            rid=f"probe-{secrets.token_hex(8)}",
+            model=worker.info.model,
+            token_ids=np.zeros(1, np.int32),
+            params=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            text_model=None,
+        )
+        job = Job(spec.rid, "probe", is_probe=True)
+        task = asyncio.create_task(self._run_probe(job, spec, route))
+        self._probes[worker] = task
+        task.add_done_callback(lambda _: self._probes.pop(worker))
+
+    async def _run_probe(self, job: Job, spec: Spec, route: Route) -> None:
+        try:
+            with self.run(job, [spec], PROBE_SECONDS):
+                self._start(spec, job, route)
+                await job.finished()
+        except PDError as error:
+            log.info("a probe failed: %s", error.message)
 
     def nodes_changed(self) -> None:
         """A node became ready, or is no more."""
@@ -293,6 +326,8 @@ class Dispatcher:
             self._failed(worker, message)
         elif isinstance(message, TakenBack):
             self._moves.answered(worker, message)
+        elif isinstance(message, StepFailed):
+            self._step_failed(worker, message)
 
     def deliver(self) -> None:
         """Write what the messages since the last call brought: for each job once, however many of
@@ -331,7 +366,18 @@ class Dispatcher:
         if attempt.history.losses and isinstance(error, UnavailableError):
             # It is about to end: nothing is tried there again before a heartbeat says otherwise.
             worker.accepting = False
-        self._failovers.failed(attempt, worker, error, of_peer=message.of_peer)
+        self._failovers.failed(attempt, worker, error, message.fault)
+
+    def _step_failed(self, worker: Worker, message: StepFailed) -> None:
+        found = [self._attempts.get(room) for room in dict.fromkeys(message.rooms)]
+        attempts = [attempt for attempt in found if attempt is not None and worker in attempt.nodes]
+        for attempt in attempts:
+            if attempt.generation.finished and worker is attempt.first:
+                self._settle(attempt.generation)
+        concerned = [attempt for attempt in attempts if not attempt.generation.finished]
+        if concerned:
+            error = NodeFailedError(message.error.message)
+            self._failovers.step_failed(concerned, worker, error)
 
     def _skip(self, spec: Spec, job: Job, error: PDError) -> None:
         """The job was ended before this prompt of it was sent anywhere."""
@@ -342,11 +388,14 @@ class Dispatcher:
     def _uncount(self, spec: Spec) -> None:
         self._ledger.add(-spec.params.n, -len(spec.token_ids))
 
-    def _start(self, spec: Spec, job: Job) -> None:
+    def _start(self, spec: Spec, job: Job, route: Route | None = None) -> None:
         generation = Generation(spec, job, self._router.vocab_size(spec.model))
         attempt = Attempt(generation, generation.choices)
         sibling = job.generations[0].holder if job.together and job.generations else None
-        self._attempts.open(attempt, sibling)
+        if route is None:
+            self._attempts.open(attempt, sibling)
+        else:
+            self._attempts.open_on(attempt, route)
         generation.attempts.append(attempt)
         job.generations.append(generation)
         if not job.together:
@@ -378,7 +427,10 @@ class Dispatcher:
             log.exception("cannot take the output of %s", worker.url)
             self._fail(generation, PDError(INTERNAL))
             return
-        worker.breaker.succeeded(attempt)
+        for node in attempt.nodes:
+            # A prefill node has done its part when the decode node has what it sent.
+            if attempt.decode is None or attempt.decode_spoke or attempt.finished:
+                node.breaker.succeeded(attempt)
         if attempt.history.deaths:
             self._failovers.got_output(attempt)
         if added:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.errors import PDError
+    from pd.core.messages import Fault
     from pd.proxy.attempt import History
     from pd.proxy.attempts import Attempts
     from pd.proxy.generation import Generation
@@ -93,18 +94,27 @@ class Failovers:
         self.lost(attempt, error, worker, deaths=deaths)
 
     def failed(
-        self, attempt: Attempt, worker: Worker, error: PDError, *, of_peer: bool = False
+        self, attempt: Attempt, worker: Worker, error: PDError, fault: Fault = "node"
     ) -> None:
         """A node ended an attempt without success.
 
         Args:
-            of_peer: by the fault of the other node, as this one says.
+            fault: the node at fault, as this one says. If it is one of both, both are blamed: with
+                other partners, only the one at fault goes on failing.
         """
         if self._max_failovers and isinstance(error, NodeFailedError):
-            others = [node for node in attempt.nodes if node is not worker]
-            for node in others if of_peer else [worker]:
-                node.breaker.failed(attempt, error.message)
+            for node in attempt.nodes:
+                if fault == "pair" or (node is worker) == (fault == "node"):
+                    node.breaker.failed([attempt], error.message)
         self.lost(attempt, error)
+
+    def step_failed(self, attempts: list[Attempt], worker: Worker, error: NodeFailedError) -> None:
+        """A node could not compute a step in which these attempts were."""
+        if self._max_failovers:
+            worker.breaker.failed(attempts, error.message)
+        death = self._suspicion.note("", (attempt.request for attempt in attempts))
+        for attempt in attempts:
+            self._died_with(attempt, worker, error, death)
 
     def lost(
         self,
@@ -122,7 +132,9 @@ class Failovers:
         """
         if not self._is_wanted(attempt):
             return
-        if not isinstance(error, NodeFailedError | UnavailableError) or not self._max_failovers:
+        is_probe = attempt.generation.job.is_probe
+        is_temporary = isinstance(error, NodeFailedError | UnavailableError)
+        if not is_temporary or is_probe or not self._max_failovers:
             self._fail(attempt.generation, error)
             return
         if attempt.history.losses >= self._max_failovers:
@@ -140,7 +152,8 @@ class Failovers:
     def _move(self, attempt: Attempt, worker: Worker) -> None:
         """Have other nodes go on with an attempt, if there are any; this one need not fail for
         it."""
-        if not self._is_wanted(attempt) or not self._attempts.have_nodes(attempt):
+        is_probe = attempt.generation.job.is_probe
+        if is_probe or not self._is_wanted(attempt) or not self._attempts.have_nodes(attempt):
             return
         error = NodeFailedError(f"{worker.role} node {worker.instance_id} is to be empty")
         avoided = attempt.history.avoided | {worker}
@@ -241,7 +254,7 @@ class Failovers:
                 self._open(attempt, error)
 
     def _look_later(self) -> None:
-        """Try again without a change of nodes: a breaker lets one in when time has passed."""
+        """Try again without a change of nodes: a breaker may have let one in."""
         if self._look is None:
             loop = asyncio.get_running_loop()
             self._look = loop.call_later(HEARTBEAT_INTERVAL, self._look_again)

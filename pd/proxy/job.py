@@ -37,6 +37,7 @@ class Job:
         outcome: label of the metrics, once it is known.
         grammar_fields: the fields that a grammar of the proxy's own was made from.
         abort_is_result: an abort ends choices with what there was instead of failing the request.
+        is_probe: it is no client's: the proxy asks whether a node works, and no other may answer.
         together: all prompts, of which each wants one token, go to the same node in one message,
             so that what they share is computed once and the rest in one batch.
         writing: the response waits for the client to read.
@@ -54,6 +55,7 @@ class Job:
         streaming: bool = False,
         abort_is_result: bool = False,
         together: bool = False,
+        is_probe: bool = False,
     ) -> None:
         self.rid = rid
         self.owner = owner
@@ -62,6 +64,7 @@ class Job:
         self.streaming = streaming
         self.abort_is_result = abort_is_result
         self.together = together
+        self.is_probe = is_probe
         self.generations: list[Generation] = []
         self.num_prompts = 0
         self.timeout: float | None = None

@@ -188,6 +188,10 @@ def _fit(first: Worker, second: Worker) -> bool:
     return first.info.difference(second.info) is None
 
 
+# Reason of routes that probe a node.
+PROBE = "probe"
+
+
 class Limits(NamedTuple):
     """Limits of a model's requests.
 
@@ -443,6 +447,23 @@ class Router:
             raise UnavailableError("no node can go on with the request" + self.reasons())
         worker, reason = self.policy.decode(_without(avoided, found), prompt)
         return Route(worker, None, [(worker, reason)])
+
+    def route_to(self, worker: Worker) -> Route | None:
+        """Nodes for a probe of one that a breaker took out; None if it has no partner. Partners
+        that are out, too, are probed with it if there are no others."""
+        if worker.serves_alone:
+            return Route(worker, None, [(worker, PROBE)])
+        if worker.role == "prefill":
+            partners = self._matching(worker)
+        else:
+            partners = [p for p in self._workers if worker in self._matching(p)]
+            partners = [p for p in partners if p.computes_prompts]
+        partners = [w for w in partners if w.ready or (w.could_serve and not w.breaker.stuck)]
+        if not partners:
+            return None
+        partner = min(partners, key=lambda partner: (not partner.ready, partner.decode_load))
+        first, decode = (worker, partner) if worker.role == "prefill" else (partner, worker)
+        return Route(first, decode, [(first, PROBE), (decode, PROBE)])
 
     def _can_start(self, worker: Worker, size: int, *, with_decode: bool) -> bool:
         if not worker.computes_prompts or not worker.can_take(size):

@@ -31,7 +31,7 @@ class Death(NamedTuple):
     """A node died, hung or failed a step.
 
     Attributes:
-        node: its instance id.
+        node: its instance id; empty if it has only failed a step.
         at: when that was noticed, on the monotonic clock.
         requests: those which may have been in its step.
     """
@@ -50,10 +50,14 @@ class Suspicion:
         self._explained: set[Death] = set()
 
     def note(self, node: str, requests: Iterable[Request]) -> Death:
-        """Note a death. If a node hangs and dies after its requests went elsewhere, that is one."""
+        """Note a death. If a node hangs and dies after its requests went elsewhere, that is one.
+
+        Args:
+            node: see :class:`Death`.
+        """
         present = frozenset(requests)
         for known in self._deaths:
-            if known.node == node and known.requests >= present:
+            if node and known.node == node and known.requests >= present:
                 return known
         death = Death(node, self._clock(), present)
         self._deaths.append(death)

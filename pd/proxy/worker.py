@@ -172,8 +172,12 @@ class Worker:
     @property
     def ready(self) -> bool:
         """Whether new requests may go there."""
-        is_there = self.alive and self.connected and self.accepting
-        return is_there and not self.draining and self.breaker.lets_in
+        return self.could_serve and self.breaker.lets_in
+
+    @property
+    def could_serve(self) -> bool:
+        """Whether new requests might go there, but for the breaker."""
+        return self.alive and self.connected and self.accepting and not self.draining
 
     @property
     def _prefixes_known(self) -> int:

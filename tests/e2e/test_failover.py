@@ -7,48 +7,42 @@ import functools
 import itertools
 import random
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import held_transfers
 import pytest
-from cluster import random_prompts, wait_until
+from cluster import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 
 from failover_deployment import FailoverDeployment
+from failover_features import FEATURES, body_of
 from grammar_model import make_model
-from grammar_nodes import JSON, share_grammars
+from grammar_nodes import share_grammars
 
+from pd.node.step_loop import StepLoop
 from pd.prefill_node.sending import SendingEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from failover_deployment import Answer, Place
 
     from pd.prefill_node.outgoing import OutgoingRoom
 
-TOKENS = 120
-SAMPLED = {"temperature": 1.0, "sampling_seed": 11}
-# Each with sampling parameters and other fields of the request.
-FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": ({"temperature": 0}, {}),
-    "seeded": (SAMPLED | {"top_p": 0.9, "top_k": 50}, {}),
-    "penalties": (SAMPLED | {"repetition_penalty": 1.2, "frequency_penalty": 0.4}, {}),
-    "min tokens": (SAMPLED | {"min_new_tokens": 100, "ignore_eos": False}, {}),
-    "three answers": (SAMPLED | {"n": 3}, {}),
-    "log probabilities": (SAMPLED, {"return_logprob": True, "top_logprobs_num": 2}),
-    "stop string": (SAMPLED, {}),  # one that the undisturbed text has near its end
-    "grammar": (SAMPLED | {"json_schema": JSON.text, "ignore_eos": False}, {}),
-}
-# What each moment waits for, and the length of its prompts; held_transfers holds two of them.
+# Before, in and after each stage, and the length of the prompts: held_transfers holds two of them.
 LENGTHS = {
+    "before the prompt": 334,
     "prompt": 333,
     "before the transfer": held_transfers.BEFORE_TOKENS,
     "in the transfer": held_transfers.DURING_TOKENS,
+    "after the transfer": 335,
     "decode": 40,
 }
+# Moments in which the steps of a role are held.
+HELD_STEPS = {"before the prompt": "prefill", "after the transfer": "decode"}
 FACTORS: dict[str, tuple[str, ...]] = {
     "fault": ("vanishes", "stands still", "is emptied"),
     "role": ("prefill", "decode"),
@@ -77,6 +71,9 @@ def pairwise(rng: random.Random) -> list[tuple[str, ...]]:
 
 
 SAMPLE = pairwise(random.Random(3))
+
+
+_step = StepLoop._step
 
 
 class HeldTransfers:
@@ -110,6 +107,38 @@ def held() -> Iterator[HeldTransfers]:
         yield transfers
 
 
+class HeldSteps:
+    """Keeps nodes from computing.
+
+    Attributes:
+        loops: the step loops of these nodes.
+    """
+
+    def __init__(self) -> None:
+        self.loops = frozenset[StepLoop]()
+
+    def hold(self, places: Iterable[Place]) -> None:
+        self.loops = frozenset(place.server.node.step_loop for place in places)
+
+    def release(self) -> None:
+        self.loops = frozenset()
+
+    def step(self, loop: StepLoop) -> None:
+        """Takes the place of ``StepLoop._step``."""
+        if loop in self.loops:
+            time.sleep(0.005)
+        else:
+            _step(loop)
+
+
+@pytest.fixture(scope="module")
+def steps() -> Iterator[HeldSteps]:
+    held = HeldSteps()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepLoop, "_step", lambda loop: held.step(loop))
+        yield held
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = make_model(tmp_path_factory.mktemp("model"))
@@ -127,15 +156,6 @@ def deployment(
     with FailoverDeployment(model, **settings) as made:
         made.wait_whole()
         yield made
-
-
-def body_of(feature: str, length: int, stop: str = "") -> dict[str, Any]:
-    params, fields = FEATURES[feature]
-    (prompt,) = random_prompts(length, [length], vocab=400)
-    params = {"max_new_tokens": TOKENS, "ignore_eos": True} | params
-    if stop:
-        params |= {"stop": stop}
-    return {"input_ids": prompt, "sampling_params": params} | fields
 
 
 @pytest.fixture(scope="module")
@@ -159,16 +179,19 @@ def undisturbed(model: Path) -> Iterator[Callable[[str, int], tuple[dict[str, An
         yield answer
 
 
-def strike(answer: Answer, fault: str, victim: Place) -> None:
-    """Have something happen to a node, and make up for it when the answer is there."""
+def strike(answer: Answer, fault: str, victim: Place, steps: HeldSteps) -> None:
+    """Have something happen to a node, and make up for it when the answer is there. Steps that are
+    held go on afterwards."""
     if fault == "stands still":
         with victim.standing_still():
+            steps.release()
             answer.join()
         return
     if fault == "vanishes":
         victim.vanish()
     else:
         victim.server.node.drain(migrate=True)
+    steps.release()
     try:
         answer.join()
     finally:
@@ -181,6 +204,12 @@ def strike(answer: Answer, fault: str, victim: Place) -> None:
 def wait_for(deployment: FailoverDeployment, answer: Answer, moment: str) -> None:
     if moment == "prompt":
         wait_until(lambda: deployment.busy("prefill").busy, 20)
+    elif moment == "before the prompt":
+        wait_until(lambda: any(place.busy for place in deployment.prefill), 20)
+        wait_until(lambda: any(place.busy for place in deployment.decode), 20)
+    elif moment == "after the transfer":
+        wait_until(lambda: answer.num_tokens, 20)
+        wait_until(lambda: any(p.server.node.queues()["waiting"] for p in deployment.decode), 20)
     elif moment == "decode":
         wait_until(lambda: answer.num_tokens > 5, 20)
     else:
@@ -196,6 +225,7 @@ def wait_for(deployment: FailoverDeployment, answer: Answer, moment: str) -> Non
 def test_a_stream_survives(
     deployment: FailoverDeployment,
     held: HeldTransfers,
+    steps: HeldSteps,
     undisturbed: Callable[[str, int], tuple[dict[str, Any], Answer]],
     cell: tuple[str, str, str, str],
 ) -> None:
@@ -203,11 +233,20 @@ def test_a_stream_survives(
     body, expected = undisturbed(feature, LENGTHS[moment])
     for place in deployment.places:
         place.server.node.flush_cache()
-    held.armed = "transfer" in moment
+    held.armed = LENGTHS[moment] in held_transfers.HELD.values()
+    if moment in HELD_STEPS:
+        role_held = HELD_STEPS[moment]
+        steps.hold(deployment.prefill if role_held == "prefill" else deployment.decode)
     answer = deployment.ask(body)
-    wait_for(deployment, answer, moment)
-    strike(answer, fault, deployment.busy(role))
+    try:
+        wait_for(deployment, answer, moment)
+        strike(answer, fault, deployment.busy(role), steps)
+    finally:
+        steps.release()
     answer.assert_same(expected)
-    if moment != "prompt" and (role, moment) != ("prefill", "decode"):
+    # A node that is asked to be empty may be done before a proxy hears of that.
+    is_fast = moment == "prompt" or (fault == "is emptied" and moment in HELD_STEPS)
+    has_done_its_part = role == "prefill" and moment in ("after the transfer", "decode")
+    if not is_fast and not has_done_its_part:
         assert answer.failovers
     deployment.wait_whole()

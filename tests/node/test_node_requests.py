@@ -15,7 +15,14 @@ from requests_for_tests import make_generate
 from tiny import CONTEXT, VOCAB_SIZE, tiny_cluster, tiny_node
 
 from pd.core.errors import AbortedError, DeadlineExceededError, NodeFailedError, UnavailableError
-from pd.core.messages import Abort, Failed, GenerateTogether, NodeHeartbeat, StepOutputs
+from pd.core.messages import (
+    Abort,
+    Failed,
+    GenerateTogether,
+    NodeHeartbeat,
+    StepFailed,
+    StepOutputs,
+)
 from pd.node import step_loop
 
 if TYPE_CHECKING:
@@ -329,15 +336,18 @@ def test_abort_request_tells_the_proxy_and_counts_what_lived(
 # ---- failures inside
 
 
-def test_a_step_that_fails_ends_its_requests_only(
+def test_a_step_that_fails_ends_its_requests_only_and_tells_so_in_one_message(
     unified: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = unified.node.engine.runner
     with monkeypatch.context() as patch:
         patch.setattr(runner, "forward", lambda *args: 1 / 0)
-        ask(proxy, unified)
-        failed = proxy.receive(Failed)
+        ends = {"to": unified.instance_id, "sender": proxy.name}
+        requests = [make_generate(range(begin, 20), **ends) for begin in (5, 9)]
+        proxy.send(GenerateTogether(requests=requests, **ends))
+        failed = proxy.receive(StepFailed)
     assert (failed.error.kind, "division" in failed.error.message) == ("node_failed", True)
+    assert sorted(failed.rooms) == sorted(request.room for request in requests)
     ask(proxy, unified)
     proxy.receive(StepOutputs)
     assert unified.node.ready
@@ -363,7 +373,7 @@ def test_a_step_that_never_ends_fails_its_requests_and_the_node_is_not_ready(
     try:
         with proxy_of(server) as proxy:
             ask(proxy, server, params=LONG)
-            failed = proxy.receive(Failed)
+            failed = proxy.receive(StepFailed)
             assert "has not ended within 0.5 s" in failed.error.message
             assert not server.node.ready
     finally:

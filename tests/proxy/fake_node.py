@@ -27,6 +27,7 @@ from pd.core.messages import (
     AnyMessage,
     ErrorInfo,
     Failed,
+    Fault,
     Finish,
     Generate,
     GenerateTogether,
@@ -35,6 +36,7 @@ from pd.core.messages import (
     Output,
     ProxyHeartbeat,
     Stages,
+    StepFailed,
     StepOutputs,
     TakeBack,
     TakenBack,
@@ -285,9 +287,20 @@ class FakeNode:
         kind: str,
         message: str = "as scripted",
         param: str | None = None,
+        fault: Fault = "node",
     ) -> None:
         error = ErrorInfo(kind=kind, message=message, param=param)
-        self.send(request.sender, Failed(to="", sender="", room=request.room, error=error))
+        failed = Failed(to="", sender="", room=request.room, error=error, fault=fault)
+        self.send(request.sender, failed)
+
+    def fail_step(self, requests: list[Generate]) -> None:
+        """Fail requests of one proxy together."""
+        rooms, error = (
+            [request.room for request in requests],
+            ErrorInfo("node_failed", "as scripted"),
+        )
+        message = StepFailed(to="", sender="", rooms=rooms, error=error)
+        self.send(requests[0].sender, message)
 
     def send(self, proxy: str, message: Message) -> None:
         message.to, message.sender = message.to or proxy, message.sender or self.instance_id

@@ -26,7 +26,7 @@ def breaker(clock: Clock) -> Breaker:
 
 def fail(breaker: Breaker, times: int) -> None:
     for number in range(times):
-        breaker.failed(f"request {number}", "why")
+        breaker.failed([f"request {number}"], "why")
 
 
 def test_failures_with_output_in_between_take_no_node_out(breaker: Breaker) -> None:
@@ -36,16 +36,22 @@ def test_failures_with_output_in_between_take_no_node_out(breaker: Breaker) -> N
     assert breaker.lets_in and not breaker.problem
 
 
-def test_a_node_is_out_for_a_pause_then_probed_by_one_request(
-    breaker: Breaker, clock: Clock
-) -> None:
-    fail(breaker, FAILURES)
+def test_requests_that_fail_together_count_once(breaker: Breaker) -> None:
+    for _ in range(FAILURES - 1):
+        breaker.failed([f"request {number}" for number in range(100)], "why")
+    assert breaker.lets_in
+    breaker.failed(["another"], "why")
     assert not breaker.lets_in
+
+
+def test_a_node_is_out_until_a_probe_succeeds(breaker: Breaker, clock: Clock) -> None:
+    fail(breaker, FAILURES)
+    assert not breaker.lets_in and not breaker.awaits_probe
     assert breaker.problem == f"taken out after {FAILURES} failures in a row, the last: why"
     clock.now += FIRST_PAUSE
-    assert breaker.lets_in
+    assert breaker.awaits_probe and not breaker.lets_in
     breaker.began("probe")
-    assert not breaker.lets_in
+    assert not breaker.awaits_probe
     breaker.succeeded("one that was there before")
     assert not breaker.lets_in
     breaker.succeeded("probe")
@@ -58,23 +64,25 @@ def test_each_probe_that_fails_doubles_the_pause(breaker: Breaker, clock: Clock)
     for number in range(8):
         clock.now += pause
         breaker.began(number)
-        breaker.failed("one that was there before", "why")
-        breaker.failed(number, "why")
+        breaker.failed(["one that was there before"], "why")
+        breaker.failed([number], "why")
         breaker.ended(number)
         pause = min(2 * pause, LONGEST_PAUSE)
         clock.now += pause - 0.01
-        assert not breaker.lets_in
+        assert not breaker.awaits_probe
         clock.now += 0.01
-        assert breaker.lets_in
+        assert breaker.awaits_probe
         clock.now -= pause
 
 
-def test_a_probe_whose_client_leaves_makes_room_for_another(breaker: Breaker, clock: Clock) -> None:
+def test_a_probe_that_ends_without_a_result_makes_room_for_another(
+    breaker: Breaker, clock: Clock
+) -> None:
     fail(breaker, FAILURES)
     clock.now += FIRST_PAUSE
     breaker.began("probe")
     breaker.ended("probe")
-    assert breaker.lets_in
+    assert breaker.awaits_probe
 
 
 def test_a_stuck_node_is_out_until_its_step_ends(breaker: Breaker, clock: Clock) -> None:

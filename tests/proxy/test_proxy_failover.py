@@ -3,6 +3,7 @@ see."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pd.core.messages import Generate
 
 PROMPT = [5, 6, 7, 8, 9]
+NOT_READY = "the node is not ready or drains"
 TOKENS = [10, 11, 12, 13, 14, 15]
 
 
@@ -55,6 +57,9 @@ class Asked:
             return bool(events) and len(events[-1]["output_ids"]) >= count
 
         wait_until(has)
+
+    def join(self) -> None:
+        self._thread.join(20)
 
     def result(self) -> Any:
         """The last event, which has the whole answer."""
@@ -432,34 +437,91 @@ def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluste
     assert (len(node.generates), node.aborts) == (1, [])
 
 
-def test_a_node_that_fails_its_requests_is_taken_out_and_let_back_in(cluster: Cluster) -> None:
-    """Its heartbeats come all the time."""
+def problem_of(client: httpx.Client, node: FakeNode) -> str:
+    return next(w["problem"] or "" for w in worker_entries(client) if w["url"] == node.url)
+
+
+def test_a_node_that_fails_its_requests_is_taken_out_until_a_probe_succeeds(
+    cluster: Cluster,
+) -> None:
+    """Its heartbeats come all the time. Clients' requests do not go there meanwhile."""
     bad, good = (cluster.node("unified", auto=False) for _ in range(2))
     good.auto = True
     client = cluster.client(failover="on", policy="round_robin", text=False)
     wait_for_all(client)
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    while not problem_of(client, bad):
+        failed = len(bad.generates)
+        thread = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": body})
+        thread.start()
+        wait_until(lambda: len(bad.generates) > failed or not thread.is_alive())  # noqa: B023
+        if len(bad.generates) > failed:
+            bad.fail(bad.generates[-1], "node_failed")
+        thread.join()
+    assert len(bad.generates) == FAILURES
+    assert "taken out after 5 failures" in problem_of(client, bad)
+    first = bad.wait_generate(FAILURES + 1)
+    assert ids_of(first) == [0]
+    for _ in range(4):
+        assert client.post("/generate", json=body).status_code == 200
+    bad.fail(first, "node_failed")
+    bad.reply(bad.wait_generate(FAILURES + 2))
+    wait_for_all(client)
+    assert not problem_of(client, bad)
+    assert len(bad.generates) == FAILURES + 2
 
-    def ask(count: int) -> None:
-        for _ in range(count):
-            assert client.post("/generate", json=body).status_code == 200
 
-    def fail_all(until: int) -> None:
-        for number in range(1, until + 1):
-            bad.fail(bad.wait_generate(number), "node_failed")
+@pytest.mark.parametrize("culprit", ["prefill", "decode"])
+def test_the_half_that_fails_with_every_partner_is_taken_out(
+    cluster: Cluster, culprit: str
+) -> None:
+    """Each failure is reported by the decode node, which cannot know whose it is."""
+    client = two_pairs(cluster, max_failovers=9)
+    bad = (cluster.prefill if culprit == "prefill" else cluster.decode)[0]
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}
+    done = set[bytes]()
 
-    failing = threading.Thread(target=fail_all, args=(FAILURES,))
-    failing.start()
-    ask(2 * FAILURES)
-    failing.join()
-    (worker,) = (w for w in client.get("/workers").json()["workers"] if w["url"] == bad.url)
-    assert not worker["ready"] and "taken out after 5 failures" in worker["problem"]
-    bad.auto = True
+    def serve() -> None:
+        for decode in cluster.decode:
+            for request in [r for r in decode.generates if r.room not in done]:
+                prefill = next(p for p in cluster.prefill if p.instance_id == request.peer)
+                if all(r.room != request.room for r in prefill.generates):
+                    continue
+                done.add(request.room)
+                prefill.reply(request)
+                if bad in (prefill, decode):
+                    decode.fail(request, "transfer", fault="pair")
+                else:
+                    decode.reply(request)
 
-    def was_probed() -> bool:
-        ask(1)
-        return len(bad.generates) > FAILURES
+    while not problem_of(client, bad):
+        thread = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": body})
+        thread.start()
+        while thread.is_alive():
+            serve()
+            time.sleep(0.002)
+    others = [node for node in (*cluster.prefill, *cluster.decode) if node is not bad]
+    assert [problem_of(client, node) for node in others] == ["", "", ""]
 
-    wait_until(was_probed)
-    workers = client.get("/workers").json()["workers"]
-    assert all(worker["ready"] and not worker["problem"] for worker in workers)
+
+def test_a_step_that_fails_counts_once_however_many_were_in_it(cluster: Cluster) -> None:
+    """The last time, one of them is alone in it."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", text=False, policy="round_robin", max_failovers=9)
+    nodes[1].ready = nodes[2].ready = False
+    wait_until(lambda: ready_urls(client) == [nodes[0].url])
+    asked = [Asked(client, {}) for _ in range(FAILURES + 1)]
+    for node, after in itertools.pairwise(nodes):
+        node.wait_generate(FAILURES + 1)
+        after.ready, node.ready = True, False
+        wait_until(lambda url=after.url: ready_urls(client) == [url])
+        node.fail_step(node.generates[-FAILURES - 1 :])
+    poison = nodes[2].wait_generate(1)
+    assert [problem_of(client, node) for node in nodes[:2]] == [NOT_READY] * 2
+    nodes[2].fail_step([poison])
+    for number in range(2, FAILURES + 2):
+        nodes[2].reply(nodes[2].wait_generate(number))
+    for one in asked:
+        one.join()
+    errors = [one.error() for one in asked if one.events[-1] != "DONE"]
+    assert ["nodes died in a row" in error["message"] for error in errors] == [True]

@@ -1,0 +1,157 @@
+"""Streams with every feature at once survive what happens to real processes and to links between
+hosts, whatever each of them is at."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import netns
+import pytest
+from failover_deployment import Answer
+from failover_features import FEATURES, body_of
+from processes import Process, deployment, free_port, is_idle, wait_ready, wait_until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
+
+from grammar_model import make_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from processes import Deployment
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+NODE_FLAGS = ["--load-format", "dummy", "--chunked-prefill-size", "32"]
+ROUNDS = 2
+Expected = list[tuple[dict[str, Any], Answer]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def undisturbed(url: str) -> Expected:
+    """A request with each feature, and its answer."""
+    found = []
+    for number, feature in enumerate(FEATURES):
+        body = body_of(feature, 100 + 60 * number)
+        answer = Answer(url, body).join()
+        if feature == "stop string":
+            body = body_of(feature, 100 + 60 * number, stop=answer.texts[0][-40:-36])
+            answer = Answer(url, body).join()
+        found.append((body, answer))
+    return found
+
+
+class AllAtOnce:
+    """All requests twice, each answer equal to the undisturbed one."""
+
+    def __init__(self, url: str, expected: Expected) -> None:
+        self._asked = [(Answer(url, body), answer) for body, answer in [*expected, *expected]]
+
+    def wait_tokens(self, count: int) -> None:
+        wait_until(lambda: sum(answer.num_tokens for answer, _ in self._asked) >= count, 60)
+
+    def check(self) -> int:
+        """How many went on elsewhere."""
+        for answer, expected in self._asked:
+            answer.join().assert_same(expected)
+        return sum(bool(answer.failovers) for answer, _ in self._asked)
+
+
+@pytest.fixture(scope="module")
+def running(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Deployment, Expected]]:
+    settings: dict[str, Any] = {"prefill": 2, "decode": 2, "node_flags": NODE_FLAGS}
+    flags = ["--policy", "round_robin", "--tokenizer", str(model)]
+    with deployment(model, tmp_path_factory.mktemp("logs"), proxy_flags=flags, **settings) as made:
+        yield made, undisturbed(made.proxy.url)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_every_feature_survives_signals(
+    running: tuple[Deployment, Expected], sign: signal.Signals, role: str, seed: int
+) -> None:
+    made, expected = running
+    rng, moved = random.Random(seed), 0
+    for _ in range(ROUNDS):
+        made.wait_ready()
+        victim = rng.choice(made.prefill if role == "prefill" else made.decode)
+        asked = AllAtOnce(made.proxy.url, expected)
+        asked.wait_tokens(rng.randrange(200))
+        victim.child.send_signal(sign)
+        try:
+            moved += asked.check()
+        finally:
+            if sign == signal.SIGSTOP:
+                victim.child.send_signal(signal.SIGCONT)
+            else:
+                victim.child.wait(60)
+                victim.restart()
+    print(f"{moved} streams went on elsewhere")
+    made.wait_ready()
+    made.wait_idle(60)
+
+
+@contextlib.contextmanager
+def two_hosts(net: netns.Network, model: Path, logs: Path) -> Iterator[tuple[str, list[Process]]]:
+    """A prefill node on one host, another and two decode nodes on the other; a proxy that reaches
+    both. ``url`` of the proxy, and the nodes."""
+    key = logs / "cluster.key"
+    key.write_text(secrets.token_hex(32))
+    secured = ["--cluster-key-file", str(key)]
+    common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
+    common += ["--transfer-backend", "tcp", *secured, *NODE_FLAGS]
+    nodes: list[Process] = []
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, *command: str, host: netns.Host | None = None) -> Process:
+            prefix = () if host is None else host.prefix
+            process = Process(*command, log=logs / f"{name}.log", prefix=prefix)
+            stack.callback(process.stop)
+            return process
+
+        for number, (role, host) in enumerate(
+            [("prefill", net.a), ("prefill", net.b), ("decode", net.b), ("decode", net.b)]
+        ):
+            place = ["--host", "0.0.0.0", "--advertise-host", host.address]
+            ports = ["--port", str(30000 + number)]
+            ports += ["--bootstrap-port", str(31000 + number)] if role == "prefill" else []
+            nodes.append(start(f"{role}{number}", role, *place, *ports, *common, host=host))
+        workers = [flag for node in nodes for flag in (f"--{node.command[0]}", node.url)]
+        command = ["proxy", "--port", str(free_port()), "--policy", "round_robin", *workers]
+        command += secured
+        proxy = start("proxy", *command, "--tokenizer", str(model))
+        wait_ready(proxy, nodes)
+        yield proxy.url, nodes
+
+
+def test_every_feature_survives_a_link_that_is_cut(model: Path, tmp_path: Path, seed: int) -> None:
+    """The proxy reaches all nodes all the time; one prefill node reaches no decode node."""
+    netns.require()
+    rng, moved = random.Random(seed), 0
+    with netns.network() as net, two_hosts(net, model, tmp_path) as (url, nodes):
+        expected = undisturbed(url)
+        for _ in range(ROUNDS):
+            asked = AllAtOnce(url, expected)
+            asked.wait_tokens(rng.randrange(50))
+            net.cut()
+            try:
+                moved += asked.check()
+            finally:
+                net.restore()
+            time.sleep(1.0)
+        print(f"{moved} streams went on elsewhere")
+        for node in nodes:
+            wait_until(lambda node=node: is_idle(node.server_info()), 60, node.server_info)
