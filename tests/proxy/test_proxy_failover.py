@@ -15,7 +15,7 @@ import pytest
 from fake_node import EOS, wait_until
 from proxy_cluster import wait_for_all
 
-from pd.core.messages import Finish, Stages
+from pd.core.messages import ErrorInfo, Finish, Stages, StepFailed
 from pd.core.sampling_params import choice_seed
 from pd.proxy.breaker import FAILURES
 from pd.proxy.suspicion import DEATHS_IN_COMPANY
@@ -525,3 +525,68 @@ def test_a_step_that_fails_counts_once_however_many_were_in_it(cluster: Cluster)
         one.join()
     errors = [one.error() for one in asked if one.events[-1] != "DONE"]
     assert ["nodes died in a row" in error["message"] for error in errors] == [True]
+
+
+@pytest.mark.parametrize("position", [0, 1, 4])
+def test_a_node_that_goes_on_with_nonsense_is_left_for_another(
+    cluster: Cluster, position: int
+) -> None:
+    """It contradicts tokens that the client has, or leaves a gap; no wrong token is shown."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.say(request, TOKENS[:2], cached_tokens=0)
+    asked.wait_tokens(2)
+    first.fail(request, "node_failed")
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    second = next(node for node in nodes if node is not first and node.generates)
+    second.say(second.generates[0], [77, 78], position=position)
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 3)
+    third = next(node for node in nodes if node not in (first, second))
+    third.say(third.generates[0], TOKENS, finish=Finish("length"))  # repeats what is known
+    assert ids_of(third.generates[0]) == PROMPT + TOKENS[:2]
+    assert asked.result()["output_ids"] == TOKENS
+    second.wait_abort(second.generates[0].room)
+
+
+def test_a_node_fails_no_rooms_but_its_own(cluster: Cluster) -> None:
+    """Not those of other nodes, nor those that ended, however often it names them."""
+    good, bad = (cluster.node("unified", auto=False) for _ in range(2))
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    asked = [Asked(client, {}) for _ in range(2)]
+    theirs, own = good.wait_generate(), bad.wait_generate()
+    rooms, error = [theirs.room, own.room, own.room, b"x" * 16], ErrorInfo("internal", "nonsense")
+    bad.send(own.sender, StepFailed(to="", sender="", rooms=rooms, error=error))
+    again = good.wait_generate(2)
+    assert (ids_of(again), again.room != own.room) == (PROMPT, True)
+    bad.send(own.sender, StepFailed(to="", sender="", rooms=[*rooms, again.room], error=error))
+    bad.fail(again, "invalid_request")
+    beats = sum(bad.heartbeats.values())
+    wait_until(lambda: sum(bad.heartbeats.values()) > beats + 2)
+    assert (len(good.generates), good.aborts) == (2, [])
+    for request in good.generates:
+        good.reply(request)
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * 2
+
+
+def test_nothing_is_sent_for_a_client_that_left_while_there_was_no_node(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = cluster.proxy(failover="on", text=False)
+    client = cluster.client(proxy)
+    body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"ignore_eos": True}}
+
+    def begin() -> None:
+        node.say(node.wait_generate(), TOKENS[:2], cached_tokens=0)
+
+    threading.Thread(target=begin).start()
+    with client.stream("POST", "/generate", json=body):
+        node.kill()
+        wait_until(lambda: not ready_urls(client))
+    running = "pd_proxy_running_requests 0"
+    wait_until(lambda: running in client.get("/metrics").text)
+    node.start()
+    wait_for_all(client)
+    beats = sum(node.heartbeats.values())
+    wait_until(lambda: sum(node.heartbeats.values()) > beats + 3)
+    assert node.generates == []
