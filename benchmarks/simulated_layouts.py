@@ -48,6 +48,8 @@ H200 = StepCost(
     context=32e-9,
     stream=4e-6,
 )
+# How long the host is busy with launching a step: kernel by kernel, or as a graph.
+LAUNCH_SECONDS, GRAPH_SECONDS = 0.012, 0.0005
 LAYOUTS = {
     "split": (("prefill", "decode"), []),
     "unified": (("unified", "unified"), []),
@@ -99,7 +101,9 @@ class _SimulatedGPU:
                 pairs += chunk_pairs(item.start, count)
         seconds = H200.seconds(StepShape(tokens, pairs, streams, context)) * self._slower
         now = time.monotonic()
-        self._free = max(self._free, now) + seconds
+        host = (LAUNCH_SECONDS if tokens else GRAPH_SECONDS) * self._slower
+        self._free = max(max(self._free, now) + seconds, now + host)
+        time.sleep(host)
         if on_layers_done is not None:
             on_layers_done(0, self._engine.model_config.num_layers)
         return torch.zeros(sum(item.num_logits for item in items), _CONFIG["vocab_size"])

@@ -26,13 +26,11 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT = 0.05
 # Steps take fractions of a second, but for kernels that are compiled in one.
 STEP_LIMIT_SECONDS = 300.0
-# A step is planned before the one before it is predicted to end: by so many times as long as the
-# host takes to plan and to launch one, since a host is late at times, and by this share of the
-# predicted time, since predictions err.
-_LEAD_FACTOR, _LEAD_SHARE = 1.5, 0.1
-# How often the device is asked whether a step is over, and the weight of one more launch's time.
-_POLL_SECONDS = 0.001
-_HOST_WEIGHT = 0.1
+# A step is planned so long before the one before it is predicted to end, and by this share of the
+# predicted time: the host plans and launches meanwhile, and predictions err.
+_LEAD_SECONDS, _LEAD_SHARE = 0.03, 0.1
+# How often the device is asked whether a step is over.
+_POLL_SECONDS = 0.002
 
 
 def _num_tokens(works: list[Work]) -> int:
@@ -56,9 +54,9 @@ class StepLoop(threading.Thread):
 
     With overlap, the next step is planned and launched before the last one is accounted for, as
     long as :meth:`CombinedScheduler.may_plan_ahead` allows: while the GPU computes one step the CPU
-    is busy with its neighbours. At most two steps are launched. A node that knows how long its
-    steps take plans shortly before the launched step ends, so that requests which arrive during a
-    long step, and answers that come from other nodes, wait for that one alone.
+    is busy with its neighbours. At most two steps are launched. Behind a step of prompt tokens
+    alone, a node that knows how long its steps take plans shortly before that one ends, so that
+    requests which arrive meanwhile, and answers that come from other nodes, wait for it alone.
     """
 
     def __init__(self, core: NodeCore, scheduler: CombinedScheduler) -> None:
@@ -72,8 +70,8 @@ class StepLoop(threading.Thread):
         self._completed_at = 0.0
         # When the launched step was seen to be over, if that was before the next was launched.
         self._over_at: float | None = None
-        # Time from the begin of planning to the end of launching, on average.
-        self._host_seconds = 0.0
+        # When the launch of the step behind the one to be accounted for began, if there is one.
+        self._next_began: float | None = None
         self._watch = StepWatch()
         # Works of the steps that are under way.
         self._under_way: list[Work] = []
@@ -148,7 +146,6 @@ class StepLoop(threading.Thread):
         works: list[Work] = []
         if last is not None:
             self._wait_to_plan(last)
-        planned_at = time.monotonic()
         with events.event():
             # NOTE: cleared before planning, so that work which arrives later sets it again.
             events.work_available.clear()
@@ -171,10 +168,8 @@ class StepLoop(threading.Thread):
             last, began = None, time.monotonic()
             self._begin(began, works)
         accounted = _Once(partial(self._account, last)) if last is not None else None
+        self._next_began = began if last is not None else None
         self._launched = self._launch(works, last, accounted) if works else None
-        if last is not None:
-            taken = time.monotonic() - planned_at
-            self._host_seconds += _HOST_WEIGHT * (taken - self._host_seconds)
         if accounted is not None:
             accounted()
         if self._launched is not None and not self._overlap:
@@ -189,13 +184,16 @@ class StepLoop(threading.Thread):
             self._rooms.outputs.flush()
 
     def _wait_to_plan(self, launched: LaunchedStep) -> None:
-        """Wait until the launched step is about to end, if that can be predicted."""
+        """Wait until a launched step of prompt tokens alone is about to end, if that can be
+        predicted. Steps with answers are short, and launching one takes the host a good part of
+        that."""
         costs = self._core.costs
-        if costs is None:
+        shape = shape_of(launched.works)
+        if costs is None or shape.streams:
             return
-        seconds = costs.cost.seconds(shape_of(launched.works))
+        seconds = costs.cost.seconds(shape)
         ends = max(launched.began, self._completed_at) + seconds
-        until = ends - _LEAD_FACTOR * self._host_seconds - _LEAD_SHARE * seconds
+        until = ends - _LEAD_SECONDS - _LEAD_SHARE * seconds
         while (left := until - time.monotonic()) > 0 and not self._stopping:
             if launched.is_over:
                 self._over_at = time.monotonic()
@@ -242,6 +240,10 @@ class StepLoop(threading.Thread):
             return None
 
     def _account(self, step: LaunchedStep) -> None:
+        if self._over_at is None and self._next_began is not None and step.is_over:
+            # It ended while the next one was launched, whose time counts from its launch then.
+            self._over_at = self._next_began
+        self._next_began = None
         try:
             step.complete()
         except Exception as error:
