@@ -66,6 +66,7 @@ def main() -> int:
     parser.add_argument("--goodput", default="ttft:1s+1ms,tpot:25")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-cache-tokens", type=int, default=65536, help="of each node")
+    parser.add_argument("--logs", type=Path, help="keep logs and metrics of all processes here")
     parser.add_argument("--note", help="what else ran on the machine")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--page", type=Path)
@@ -147,7 +148,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[Case, list[Path]]:
     file.write_text(yaml.safe_dump(deployment(args)))
     cases = [Case(name, scale) for scale in args.time_scales for name in args.layouts]
     found: dict[Case, list[Path]] = {case: [] for case in cases}
-    with up(load_spec(file), file, report=print) as running:
+    with up(load_spec(file), file, logs=args.logs, report=print) as running:
         for number in range(args.rounds):
             # The layout that goes first changes from round to round.
             for case in cases[:: -1 if number % 2 else 1]:

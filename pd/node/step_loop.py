@@ -271,8 +271,12 @@ class StepLoop(threading.Thread):
         self._completed_at, self._over_at = now, None
         costs = self._core.costs
         if costs is not None:
+            shape, taken = shape_of(step.works), now - max(step.began, last)
+            if logger.isEnabledFor(logging.DEBUG):
+                predicted = costs.cost.seconds(shape)
+                logger.debug("%s: %.1f ms, predicted %.1f", shape, 1e3 * taken, 1e3 * predicted)
             with self._events.lock:
-                error = costs.observe(shape_of(step.works), now - max(step.began, last))
+                error = costs.observe(shape, taken)
             self._core.metrics.step_errors.observe(abs(error))
 
     def _step_failed(self, works: list[Work], error: StepFailedError) -> None:

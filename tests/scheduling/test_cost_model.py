@@ -151,7 +151,12 @@ def test_without_answers_a_step_is_for_prompts_alone() -> None:
 def test_prompts_get_on_beside_answers_that_miss_the_objective_anyway() -> None:
     chosen = slices()
     chosen.wanted = 1e-3
-    assert chosen.tokens(StepShape(streams=100, context=300_000)) == 64
+    decoding = StepShape(streams=100, context=300_000)
+    tokens = chosen.tokens(decoding)
+    least = DEVICE.seconds(decoding._replace(tokens=64, pairs=chunk_pairs(0, 64)))
+    step = DEVICE.seconds(decoding._replace(tokens=tokens, pairs=chunk_pairs(0, tokens)))
+    assert tokens > 200
+    assert 1.2 * least < step <= 1.25 * least, "several times as fast, for hardly any time more"
     assert slices(chunk=32).tokens(StepShape(streams=100, context=300_000)) == 1
 
 
