@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,9 @@ MAX_COMPILED_BYTES = 64 << 20
 # Grammars that wait to be compiled, of one owner and of all.
 MAX_WAITING = 256
 _MAX_WAITING_OF_ALL = 512
+# Memory of the grammars of all requests at once, in multiples of --grammar-cache; it is enough for
+# one of the largest in any case. Those that are being loaded may come on top.
+_IN_USE_FACTOR = 4
 # Processes, so that one grammar that takes long does not keep all others waiting.
 _CHILDREN = 2
 # Stack of the threads that load grammars.
@@ -92,6 +96,9 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, tuple[Compiled, int]] = OrderedDict()
         self._refused: OrderedDict[Grammar, PDError] = OrderedDict()
         self._bytes = 0
+        # Every compiled grammar that something refers to, and its size.
+        self._living: list[tuple[weakref.ref[Any], int]] = []
+        self._most_living = max(_IN_USE_FACTOR * cache_bytes, limits.max_bytes)
         self._wanted: dict[Grammar, _Wanted] = {}
         self._jobs: FairQueue[Grammar] = FairQueue()
         self._compilers: list[GrammarCompiler] = []
@@ -137,6 +144,25 @@ class Grammars:
         """Memory of the compiled grammars that are kept."""
         return self._bytes
 
+    @property
+    def living_bytes(self) -> int:
+        """Memory of the compiled grammars that are kept or that requests use."""
+        with self._lock:
+            return self._count_living()
+
+    def _count_living(self) -> int:
+        self._living = [each for each in self._living if each[0]() is not None]
+        return sum(size for _, size in self._living)
+
+    def _lack_of_memory(self, more: int) -> QueueFullError | None:
+        """Why there is no room for a compiled grammar of so many bytes. The lock is held."""
+        if (living := self._count_living()) + more <= self._most_living:
+            return None
+        return QueueFullError(
+            f"the grammars of requests under way take {living >> 20} MiB, and all together may "
+            f"take {self._most_living >> 20} MiB ({_IN_USE_FACTOR} times --grammar-cache)"
+        )
+
     def close(self) -> None:
         """Compile nothing more, and wait for what is being compiled here."""
         with self._lock:
@@ -172,6 +198,8 @@ class Grammars:
         number = self._jobs.count(owner)
         if number >= MAX_WAITING or len(self._jobs) >= _MAX_WAITING_OF_ALL:
             return QueueFullError(f"{number} grammars wait to be compiled")
+        if (full := self._lack_of_memory(0)) is not None:
+            return full
         self._wanted.setdefault(grammar, _Wanted()).owners.add(owner)
         self._jobs.put(owner, grammar)
         self._changed.notify()
@@ -205,6 +233,10 @@ class Grammars:
             found: MakeRules | PDError
             try:
                 result = compiler.compile(grammar)
+                with self._lock:
+                    full = self._lack_of_memory(len(result.compiled))
+                if full is not None:
+                    raise full
                 compiled = self._load(result, grammar, compiler.tokens)
                 found = self._make_rules(compiled)
             except PDError as error:
@@ -287,6 +319,7 @@ class Grammars:
     def _keep(self, grammar: Grammar, compiled: Compiled) -> None:
         size = int(compiled.memory_size_bytes) + len(grammar.text)
         self._compiled[grammar] = compiled, size
+        self._living.append((weakref.ref(compiled.free), size))
         self._bytes += size
         while self._bytes > self._cache_bytes and self._compiled:
             _, (_, dropped) = self._compiled.popitem(last=False)

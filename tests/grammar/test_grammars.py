@@ -295,3 +295,24 @@ def test_closing_answers_whoever_waits() -> None:
     threading.Timer(0.2, made.close).start()
     assert isinstance(found.get(timeout=60), UnavailableError)
     assert isinstance(wanted(made, SMALL), UnavailableError)
+
+
+def test_the_grammars_of_requests_have_a_limit_together() -> None:
+    """What requests use is not in the cache, or need not be; it is counted all the same."""
+    limits = LIMITS._replace(max_bytes=256 << 10)
+    made = Grammars(VOCABULARY, limits, 1 << 10)
+    try:
+        used: list[MakeRules] = []
+        for number in range(300):
+            found = wanted(made, Grammar("regex", f"[a-z]{{{number + 1}}}"))
+            if isinstance(found, PDError):
+                break
+            used.append(found)
+        assert isinstance(found, QueueFullError)
+        assert "--grammar-cache" in found.message
+        assert len(used) > 2
+        assert made.living_bytes < 2 * limits.max_bytes
+        used.clear()
+        assert not isinstance(wanted(made, SMALL), PDError), "those of ended requests are not"
+    finally:
+        made.close()
