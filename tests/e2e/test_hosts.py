@@ -276,7 +276,8 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     refused = Stream(hosts.far.url, long_prompts[2], SHORT_OUTPUT)
     assert_failed(refused, by, lambda: hosts.run_delay() - delay)
     again = Stream(hosts.near.url, survivors_prompt, LONG_OUTPUT // 8)
-    assert survivor.join().succeeded(), survivor
+    # A machine that does much else is slow.
+    assert survivor.join(600).succeeded(), survivor
     assert again.join().succeeded(), again
     assert survivor.output[: len(again.output)] == again.output
     assert all(node.healthy() for node in hosts.nodes)
