@@ -181,6 +181,8 @@ def measure(
 ) -> dict[str, object]:
     """One phase in a deployment of its own."""
     flags = ["--policy", "round_robin", "--max-failovers", str(MAX_FAILOVERS[phase])]
+    # With many kills no two nodes may be ready for as long as several starts take.
+    flags += ["--failover-wait", "300"]
     acts: dict[str, Callable[[Deployment], int]] = {
         "kills": lambda running: kill(running, args.seconds, 5.0, rng, ready=True),
         "many kills": lambda running: kill(running, args.seconds, 2.0, rng, ready=False),

@@ -201,6 +201,12 @@ def _add_requests(flags: ConfigFlags) -> None:
         type=int,
         metavar="N",
     )
+    flags.add(
+        "--failover-wait",
+        "how long a request that lost its node waits for another, if none can go on with it",
+        type=float,
+        metavar="SECONDS",
+    )
 
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:

@@ -3,6 +3,7 @@ proxy only where a value is checked."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ class ProxyConfig:
         workers: processes that serve the port.
         failover: ``on`` or ``off``: whether requests go on elsewhere when nodes fail.
         max_failovers: how often a request does, at most.
+        failover_wait: seconds that it waits for a node that can go on with it.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -69,6 +71,7 @@ class ProxyConfig:
     workers: int = 1
     failover: str = "on"
     max_failovers: int = 2
+    failover_wait: float = 60.0
 
     @property
     def itl(self) -> float:
@@ -116,6 +119,8 @@ class ProxyConfig:
             raise UsageError(
                 f"--max-failovers must be between 0 and {MAX_FAILOVERS}, not {self.max_failovers}"
             )
+        if not 0 <= self.failover_wait < math.inf:
+            raise UsageError(f"--failover-wait must be seconds, not {self.failover_wait}")
         if self.elastic not in ELASTIC:
             raise UsageError(f"--elastic must be auto or off, not {self.elastic!r}")
         for flag, objective in (

@@ -69,9 +69,10 @@ class Dispatcher:
         request_timeout: float | None,
         ledger: Ledger,
         max_failovers: int,
+        failover_wait: float,
         on_released: Callable[[Worker], None],
     ) -> None:
-        """``max_failovers``: see :class:`pd.proxy.failover.Failovers`."""
+        """``max_failovers``, ``failover_wait``: see :class:`pd.proxy.failover.Failovers`."""
         self.jobs: set[Job] = set()
         self.draining = False
         # When a node last sent output, in time.monotonic().
@@ -81,7 +82,9 @@ class Dispatcher:
         self._max_queue = max_queue
         self._request_timeout = request_timeout
         self._attempts = Attempts(instance_id, router, metrics, on_released)
-        self._failovers = Failovers(self._attempts, metrics, max_failovers, self._fail)
+        self._failovers = Failovers(
+            self._attempts, metrics, max_failovers, failover_wait, self._fail
+        )
         self._moves = Moves(
             instance_id, router, self._attempts, metrics, self._failovers.place_anew
         )

@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How long a request that lost its nodes waits for others: a node that is started again loads its
-# model meanwhile.
-WAIT_SECONDS = 60.0
-
 
 class Failovers:
     """Takes over attempts that were lost. Everything runs on the event loop.
@@ -39,6 +35,7 @@ class Failovers:
     Args:
         max_failovers: times that a choice goes on elsewhere after a failure, at most; 0 turns off
             failover, breakers and moves.
+        wait_seconds: how long an attempt waits for a node that can go on with it.
         fail: ends a generation that cannot go on.
     """
 
@@ -47,11 +44,13 @@ class Failovers:
         attempts: Attempts,
         metrics: Metrics,
         max_failovers: int,
+        wait_seconds: float,
         fail: Callable[[Generation, PDError], None],
     ) -> None:
         self._attempts = attempts
         self._metrics = metrics
         self._max_failovers = max_failovers
+        self._wait_seconds = wait_seconds
         self._fail = fail
         # Attempts for which there is no node: the error of those before them, and when they began
         # to wait.
@@ -246,9 +245,9 @@ class Failovers:
         for attempt, (error, since) in list(self._waiting.items()):
             if not self._is_wanted(attempt):
                 del self._waiting[attempt]
-            elif time.monotonic() - since > WAIT_SECONDS:
+            elif time.monotonic() - since > self._wait_seconds:
                 del self._waiting[attempt]
-                text = f"{error.message}; no other node could go on within {WAIT_SECONDS:g} s"
+                text = f"{error.message}; no other node could go on within {self._wait_seconds:g} s"
                 self._give_up(attempt, NodeFailedError(text), "no_node")
             else:
                 self._open(attempt, error)

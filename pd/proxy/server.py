@@ -154,6 +154,7 @@ class Proxy:
             request_timeout=config.request_timeout,
             ledger=Ledger() if shared is None else shared.ledger,
             max_failovers=config.max_failovers if config.failover == "on" else 0,
+            failover_wait=config.failover_wait,
             on_released=self._pool.release,
         )
         self._background = Background()

@@ -285,6 +285,15 @@ def test_a_request_waits_for_a_node_that_is_started_again(cluster: Cluster) -> N
     assert asked.result()["output_ids"] == TOKENS
 
 
+def test_a_request_waits_no_longer_than_it_may(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    asked = Asked(cluster.client(failover="on", text=False, failover_wait=1.0), {})
+    node.say(node.wait_generate(), TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    node.kill()
+    assert "no other node could go on within 1 s" in asked.error()["message"]
+
+
 def test_a_decode_node_goes_on_alone_where_no_other_can(cluster: Cluster) -> None:
     prefill, decode = cluster.pair(auto=False)
     client = cluster.client(failover="on", text=False)
