@@ -50,6 +50,7 @@ def test_measures_every_kind_of_work_in_one_node(tmp_path, capsys) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
+@pytest.mark.full
 def test_steps_with_other_sampling_are_measured(tmp_path) -> None:
     output = tmp_path / "engine.json"
     work = ["sampled:2", "filters:2", "penalties:2", "schema:2", "schema-prefill:48"]
@@ -76,6 +77,7 @@ def test_drafts_are_measured_beside_plain_steps(tmp_path) -> None:
     assert row["tokens_per_s"] == pytest.approx(8 / row["median_ms"] * 1e3, rel=0.01)
 
 
+@pytest.mark.full
 def test_acceptance_is_simulated(tmp_path) -> None:
     output = tmp_path / "engine.json"
     flags = ["--speculative-algorithm", "ngram", "--speculative-adaptive", "off"]

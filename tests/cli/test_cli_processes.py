@@ -285,6 +285,7 @@ def test_a_demo_that_fails_says_why_and_leaves_nothing_behind(tmp_path: Path) ->
     assert len(urls(shown)) == 2 and all(refuses(url) for url in urls(shown))
 
 
+@pytest.mark.full
 def test_a_node_whose_tensor_parallel_worker_dies_ends_with_status_1(tmp_path: Path) -> None:
     with unified(tmp_path, "--tp-size", 2) as node:
         pid = node.child.pid

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("prompts", [2, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("prompts", [60])
 @pytest.mark.timeout(600)
 def test_the_digest_notices_all_and_the_rate_of_other_answers_is_told(
     tmp_path: Path, seed: int, prompts: int

@@ -181,7 +181,7 @@ class TestStart:
         assert set(workers_of(os.getpid())) <= before
 
 
-@pytest.mark.parametrize("how", ["killed", "drained"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("drained", marks=pytest.mark.full)])
 def test_workers_end_with_their_node(how: str, tmp_path: Path) -> None:
     """They also heed no Ctrl-C, which a terminal sends to all: rank 0 drains first."""
     command = ["unified", "--model", str(tiny_model()), "--load-format", "dummy", "--port", "0"]

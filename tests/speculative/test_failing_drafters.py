@@ -135,7 +135,16 @@ def raising_now_and_then(call: Callable[..., Any]) -> Callable[..., Any]:
     return maybe
 
 
-@pytest.mark.parametrize("where", ["nowhere", "begin", "draft", "accept", "_move_accepted"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "begin",
+        "draft",
+        "_move_accepted",
+        pytest.param("nowhere", marks=pytest.mark.full),
+        pytest.param("accept", marks=pytest.mark.full),
+    ],
+)
 def test_trees_of_a_drafter_that_raises(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     (expected,) = plain_answer(PROMPTS[1], max_tokens=100, **SEEDED)
     (other,) = plain_answer(PROMPTS[0], max_tokens=3)

@@ -145,6 +145,7 @@ def test_a_write_to_a_closed_target_fails(mover, buffers) -> None:
     path.close()
 
 
+@pytest.mark.full
 def test_links_one_after_another_use_the_engines_again(mover, buffers) -> None:
     threads = set()
     for _ in range(14):
