@@ -49,6 +49,8 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mixed: a step that computes prompt tokens, in addition.
         first, middle, rest: a new token below, between and above :data:`KNEES`.
         pair: a pair of query and key of prompt tokens.
+        short: in addition, such a pair of the first tokens up to the second of :data:`KNEES`: over
+            the same context, short chunks make less good use of a GPU.
         context: a token that answers attend to.
         stream: a row that is sampled.
 
@@ -62,6 +64,7 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     middle: _Coefficient = 0.0
     rest: _Coefficient = 0.0
     pair: _Coefficient = 0.0
+    short: _Coefficient = 0.0
     context: _Coefficient = 0.0
     stream: _Coefficient = 0.0
 
@@ -146,6 +149,7 @@ def features(shape: StepShape) -> tuple[float, ...]:
         min(max(rows - low, 0), high - low),
         max(rows - high, 0),
         shape.pairs,
+        shape.pairs * min(1.0, high / max(1, shape.tokens)),
         shape.context,
         shape.streams,
     )

@@ -28,9 +28,10 @@ SECONDS = 2.0
 _REPEATS = 4
 _STREAMS = (1, 8, 32, 128)
 _CHUNKS = (16, 64, 256, 512, 1024, 4096)
-# Positions at which long sequences are measured, and a chunk of a long prompt.
+# Positions at which long sequences are measured, and a short and a long chunk of a long prompt.
 _FAR = 4096
 _LATE = 32768
+_LONG = 2048
 # Weight of a measured shape in the fit, in steps.
 _WEIGHT = 8
 
@@ -92,9 +93,9 @@ def _rehearsals(engine: Engine, config: NodeConfig) -> Iterator[_Rehearsal]:
     yield _Rehearsal(streams=batches[1 if len(batches) > 1 else 0], context=far)
     yield _Rehearsal(streams=batches[-1], chunk=chunks[len(chunks) // 2])
     yield from (_Rehearsal(streams=batch) for batch in batches[2:])
-    late = chunks[len(chunks) // 2]
-    if late < tokens:
-        yield _Rehearsal(chunk=late, start=min(_LATE, tokens - late))
+    for late in (chunks[len(chunks) // 2], min(_LONG, chunks[-1])):
+        if late < tokens:
+            yield _Rehearsal(chunk=late, start=min(_LATE, tokens - late))
     yield from (_Rehearsal(chunk=chunk) for chunk in chunks[3:])
 
 

@@ -212,3 +212,24 @@ def test_a_step_before_an_answer_from_another_node_keeps_its_pace(is_expected: b
     step = DEVICE.seconds(StepShape(work.stop, chunk_pairs(0, work.stop)))
     assert (0.016 if is_expected else 0.07) < step <= (0.02 if is_expected else 0.08)
     assert asked == [2 * scheduler.slices.longest], "a step under way, and the one that is planned"
+
+
+def test_short_chunks_over_long_contexts_are_not_the_price_of_long_ones(seed: int) -> None:
+    """A device whose attention takes twice as long for a pair in short chunks: what a node that
+    computes mostly those learns still predicts long ones."""
+
+    def seconds(shape: StepShape) -> float:
+        price = 2e-9 if 0 < shape.tokens <= 512 else 1e-9
+        return DEVICE.seconds(shape._replace(pairs=0.0)) + price * shape.pairs
+
+    rng = random.Random(seed)
+    model = CostModel()
+    for _ in range(600):
+        tokens = rng.choice([128, 256, 512, 512, 2048, 8192])
+        start = rng.randrange(0, 50_000)
+        shape = StepShape(tokens, chunk_pairs(start, tokens))
+        model.observe(shape, seconds(shape))
+    model.fit()
+    for tokens, start in ((300, 40_000), (8192, 40_000)):
+        shape = StepShape(tokens, chunk_pairs(start, tokens))
+        assert model.cost.seconds(shape) == pytest.approx(seconds(shape), rel=0.1)
