@@ -103,8 +103,8 @@ def _numbers(asked: ChatRequest) -> dict[str, int]:
 
 
 def _fields_of_tools(asked: ChatRequest, family: ToolFamily) -> GrammarFields:
-    """Of the whole grammar: the parameters of the only function whose arguments are constrained,
-    else all functions."""
+    """The field that an error about the whole grammar names: the parameters of the only function
+    whose arguments are constrained, else all functions."""
     assert asked.tools is not None
     numbers = _numbers(asked)
     if asked.choice.mode == "required":

@@ -91,7 +91,7 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
         wait_until(lambda: all(roles(p.url) == expected for p in proxies), 20)
         assert leases(nodes)[1]["fixed"]
 
-        # Whoever lacks the lease is not followed, and believes the node.
+        # The node does not follow a proxy without the lease, and the proxy learns the role from it.
         async def move_without() -> None:
             worker = other.proxy._pool.workers[2]
             assert worker.roles is not None

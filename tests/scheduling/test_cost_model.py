@@ -164,20 +164,26 @@ def test_without_an_objective_it_follows_from_the_models_speed() -> None:
     assert slices().itl == pytest.approx(3 * DEVICE.seconds(StepShape(0, 0, 32, 32 * 2048)))
 
 
+def combined(bench: PrefillBench, receiving: Any = None) -> CombinedScheduler:
+    """A scheduler of an elastic node that keeps 20 ms a token, with nothing to decode."""
+    config = SimpleNamespace(chunked_prefill_size=8192, max_running_requests=256)
+    costs = CostModel()
+    costs.cost = DEVICE
+    core: Any = SimpleNamespace(costs=costs, memory=bench.memory, config=config)
+    decode: Any = SimpleNamespace(plan=list, running=[], needs_memory=False)
+    made = CombinedScheduler(core, bench.scheduler, decode, None, receiving)
+    assert made.slices is not None
+    made.slices.wanted = 0.02
+    return made
+
+
 @pytest.mark.parametrize(("max_tokens", "is_sliced"), [(1, False), (2, True)])
 def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
     max_tokens: int, is_sliced: bool
 ) -> None:
     """The second token waits for the step that is planned ahead."""
     bench = PrefillBench(pages=4096)
-    config = SimpleNamespace(chunked_prefill_size=8192, max_running_requests=256)
-    costs = CostModel()
-    costs.cost = DEVICE
-    core: Any = SimpleNamespace(costs=costs, memory=bench.memory, config=config)
-    decode: Any = SimpleNamespace(plan=list, running=[], needs_memory=False)
-    scheduler = CombinedScheduler(core, bench.scheduler, decode)
-    assert scheduler.slices is not None
-    scheduler.slices.wanted = 0.02
+    scheduler = combined(bench)
     bench.add(range(100), params={"max_tokens": max_tokens})
     (last_chunk,) = scheduler.plan()
     assert last_chunk.stop == 100
@@ -188,14 +194,9 @@ def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
 
 @pytest.mark.parametrize("is_expected", [False, True])
 def test_a_step_before_an_answer_from_another_node_keeps_its_pace(is_expected: bool) -> None:
-    """Of an answer that may come at any time a step is a few times as long as the objective; once
-    the other node says that its prompt will be computed soon, it is as long as that."""
+    """A step is a few times as long as the objective while an answer may come at any time; it is as
+    long as the objective once the other node says that the prompt will be computed soon."""
     bench = PrefillBench(pages=4096)
-    config = SimpleNamespace(chunked_prefill_size=8192, max_running_requests=256)
-    costs = CostModel()
-    costs.cost = DEVICE
-    core: Any = SimpleNamespace(costs=costs, memory=bench.memory, config=config)
-    decode: Any = SimpleNamespace(plan=list, running=[], needs_memory=False)
     awaited = make_request(range(3000))
     asked: list[float] = []
 
@@ -204,9 +205,8 @@ def test_a_step_before_an_answer_from_another_node_keeps_its_pace(is_expected: b
         return [awaited] if is_expected else []
 
     receiving: Any = SimpleNamespace(awaits=True, expected=expected)
-    scheduler = CombinedScheduler(core, bench.scheduler, decode, None, receiving)
+    scheduler = combined(bench, receiving)
     assert scheduler.slices is not None
-    scheduler.slices.wanted = 0.02
     bench.add(range(9000, 18000))
     (work,) = scheduler.plan()
     step = DEVICE.seconds(StepShape(work.stop, chunk_pairs(0, work.stop)))
