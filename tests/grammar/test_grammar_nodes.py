@@ -29,6 +29,7 @@ from pd import assembly
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.engine.token_rules import MASK_SECONDS
+from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars
 from pd.grammar.rules import GrammarRules
 
@@ -158,7 +159,8 @@ def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> Non
             held.append(done)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "make_grammars", lambda *_: Held(None, (0, 0, 0), 0))
+        held_back = Held("none", CompileLimits(0.0, 0, 0), 0)
+        patch.setattr(assembly, "make_grammars", lambda *_: held_back)
         with cluster_of(model, "split") as cluster:
             waiting = ask(cluster, PROMPTS[0], grammar=slow)
             assert len(ask(cluster, PROMPTS[1]).tokens()) > 0
