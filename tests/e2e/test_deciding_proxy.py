@@ -61,6 +61,11 @@ def roles(url: str) -> list[str]:
     return [worker["role"] for worker in workers]
 
 
+def all_ready(url: str) -> bool:
+    """Whether a proxy has heard from every node; leases come to the nodes a moment earlier."""
+    return all(worker["ready"] for worker in httpx.get(f"{url}/workers").json()["workers"])
+
+
 def test_every_proxy_follows_the_one_that_decides_and_administrators(
     nodes: list[NodeServer],
 ) -> None:
@@ -110,8 +115,10 @@ def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set(
 ) -> None:
     with ProxyThread(ProxyConfig(port=0, **flags(nodes))) as proxy:
         wait_until(lambda: has_one(nodes), 20, lambda: leases(nodes))
+        wait_until(lambda: all_ready(proxy.url), 20)
         url = f"{proxy.url}/workers/{nodes[2].instance_id}"
-        assert httpx.post(url, json={"role": "prefill"}).status_code == 200
+        response = httpx.post(url, json={"role": "prefill"})
+        assert response.status_code == 200, response.text
         wait_until(lambda: leases(nodes)[2]["role"] == "prefill", 20)
         port = int(nodes[2].url.rpartition(":")[2])
         nodes[2].stop()
