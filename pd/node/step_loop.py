@@ -68,6 +68,8 @@ class StepLoop(threading.Thread):
         self._no_drafts = Seldom(logger)
         # When the last step was complete.
         self._completed_at = 0.0
+        # When the last step was accounted for, if the loop has been busy since.
+        self._busy_since: float | None = None
         # When the launched step was seen to be over, if that was before the next was launched.
         self._over_at: float | None = None
         # When the launch of the step behind the one to be accounted for began, if there is one.
@@ -154,6 +156,7 @@ class StepLoop(threading.Thread):
             if last is None or self._scheduler.may_plan_ahead(last.works):
                 works = self._scheduler.plan()
         if not works and last is None:
+            self._busy_since = None
             if not self._catch_up():
                 events.work_available.wait(_IDLE_WAIT)
             return
@@ -252,6 +255,7 @@ class StepLoop(threading.Thread):
             self._step_failed(step.works, StepFailedError(f"the step failed: {error}"))
             return
         self._observe(step)
+        self._observe_pace(step.works)
         self._core.metrics.steps.inc()
         self._watch.observe(time.monotonic() - step.began, _num_tokens(step.works))
         if any(work.draft is not None for work in step.works):
@@ -278,6 +282,18 @@ class StepLoop(threading.Thread):
             with self._events.lock:
                 error = costs.observe(shape, taken)
             self._core.metrics.step_errors.observe(abs(error))
+
+    def _observe_pace(self, works: list[Work]) -> None:
+        """Tell what chooses draft lengths how long it is since the last step was accounted for."""
+        now = time.monotonic()
+        last, self._busy_since = self._busy_since, now
+        if self._core.drafter is None or last is None:
+            return
+        if not all(work.is_decode for work in works):
+            return
+        asked = any(work.draft_limit or work.ahead_limit or work.draft for work in works)
+        drafted = [work.draft.size for work in works if work.draft is not None]
+        self._core.draft_lengths.took(now - last, len(works), drafted if asked else None)
 
     def _step_failed(self, works: list[Work], error: StepFailedError) -> None:
         """Fail the requests of a step that could not be computed; the node goes on."""

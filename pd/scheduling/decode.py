@@ -396,6 +396,8 @@ class DecodeScheduler:
                 sequence.carried.stop = sequence.num_computed
             if forced:
                 sequence.carried = None  # it may be of a token that was foretold and not taken
+        elif work.draft_limit:
+            self._lengths.observe_none(sequence)
         self._emit(sequence, taken + forced, finish)
         if finish is not None:
             sequence.finished = True

@@ -30,6 +30,14 @@ _KEPT, _KEPT_AT_REST = 0.9, 0.98
 _KEPT_OF_ALL = 0.98
 # Steps for which a batch that drafts nothing is not asked again.
 REST_STEPS = 16
+# How far a step moves what is believed of the time of steps of its kind, with drafts or without, and
+# how far it moves the belief of the other kind to that of its own, so that it is tried again.
+_PACE_STEP, _PACE_FORGOTTEN = 0.1, 0.005
+# After so many steps with drafts in a row, at first and later, a few are made without, for what they
+# take; the first of them were not launched ahead.
+_TRY_PLAIN_FIRST, _TRY_PLAIN, _PLAIN_STEPS = 32, 1024, 8
+# A step that took more times its cost than this, or less, counts as if it had taken so many.
+_PACE_MOST = 8.0
 
 
 @dataclass(frozen=True)
@@ -63,24 +71,77 @@ class StepCosts:
 @dataclass(slots=True)
 class _Acceptance:
     """Places at which the first guess of a sequence was looked at, and those at which it was right;
-    older ones weigh less. Guesses after a wrong one are not looked at."""
+    older ones weigh less. Guesses after a wrong one are not looked at. And how often the drafter
+    was asked, and had a draft."""
 
     tried: float = 0.0
     accepted: float = 0.0
+    asked: float = 0.0
+    found: float = 0.0
 
     def share(self, prior: float) -> float:
         """The probability that the first guess of the next token is right, which was ``prior``
         before any was seen."""
         return (self.accepted + prior * _PRIOR_WEIGHT) / (self.tried + _PRIOR_WEIGHT)
 
+    def found_share(self, prior: float) -> float:
+        """The probability that the drafter has a draft if it is asked, ``prior`` before it was."""
+        return (self.found + prior * _PRIOR_WEIGHT) / (self.asked + _PRIOR_WEIGHT)
+
     def add(self, tried: int, accepted: int, kept: float) -> None:
+        """Note a draft."""
         self.fade(kept)
         self.tried += tried
         self.accepted += accepted
+        self.asked += 1
+        self.found += 1
+
+    def add_none(self, kept: float) -> None:
+        """Note that the drafter had none."""
+        self.asked, self.found = self.asked * kept + 1, self.found * kept
 
     def fade(self, kept: float) -> None:
         self.tried *= kept
         self.accepted *= kept
+        self.asked *= kept
+        self.found *= kept
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Seconds of steps in the running node, as multiples of their costs; None before the first."""
+
+    plain_seen: float | None = None
+    drafting_seen: float | None = None
+    num_plain: int = 0
+    num_drafting: int = 0
+
+    @property
+    def plain(self) -> float:
+        """Of steps that were not drafted for."""
+        return next((p for p in (self.plain_seen, self.drafting_seen) if p is not None), 1.0)
+
+    @property
+    def drafting(self) -> float:
+        """Of steps that were."""
+        return next((p for p in (self.drafting_seen, self.plain_seen) if p is not None), 1.0)
+
+    def observe_plain(self, pace: float) -> None:
+        self.num_plain += 1
+        self.plain_seen = self._moved(self.plain_seen, pace, self.num_plain)
+        if self.drafting_seen is not None:
+            self.drafting_seen += _PACE_FORGOTTEN * (self.plain_seen - self.drafting_seen)
+
+    def observe_drafting(self, pace: float) -> None:
+        self.num_drafting += 1
+        self.drafting_seen = self._moved(self.drafting_seen, pace, self.num_drafting)
+        if self.plain_seen is not None:
+            self.plain_seen += _PACE_FORGOTTEN * (self.drafting_seen - self.plain_seen)
+
+    @staticmethod
+    def _moved(pace: float | None, seen: float, count: int) -> float:
+        seen = min(max(seen, 1 / _PACE_MOST), _PACE_MOST)
+        return seen if pace is None else pace + max(_PACE_STEP, 1 / count) * (seen - pace)
 
 
 class DraftLengths:
@@ -90,8 +151,13 @@ class DraftLengths:
     The ``j``-th token of a chain is accepted with probability ``p**j``, where ``p`` is the share of
     a sequence's first guesses that were right lately, or at first that of all sequences; in a tree
     further guesses of the same token get their part of the rest
-    (:func:`pd.speculative.shape.rank_chances`). The likeliest tokens of all sequences are drafted
-    first, as long as the expected tokens per second grow.
+    (:func:`pd.speculative.shape.rank_chances`). A drafter that finds nothing for a sequence counts,
+    too: all of that is as likely as a draft is found. The likeliest tokens of all sequences are
+    drafted first, as long as the expected tokens per second grow.
+
+    The costs were measured on steps that ran alone. What steps take in the running node, with all
+    that the host does between them, is noted by :meth:`took` for steps with and without drafts, and
+    scales the costs of either kind.
 
     Args:
         costs: seconds of steps; if None, as many tokens as possible are drafted.
@@ -109,6 +175,10 @@ class DraftLengths:
         self._seen: dict[TokenSequence, _Acceptance] = {}
         self._of_all = _Acceptance()
         self._rest = 0
+        # Steps with drafts that may follow before some are made without.
+        self._until_plain = _TRY_PLAIN_FIRST
+        self._pace = _Pace()
+        self._plain_seconds: dict[int, float] = {}
 
     @property
     def rests(self) -> bool:
@@ -126,10 +196,21 @@ class DraftLengths:
             return [0] * len(limits)
         if not sequences:
             return []
+        if self._until_plain == 0:
+            self._until_plain = _TRY_PLAIN
+            self._rest = _PLAIN_STEPS - 1
+            return [0] * len(limits)
         seen = [self._seen.setdefault(sequence, _Acceptance()) for sequence in sequences]
         prior = self._of_all.share(_PRIOR_SHARE)
-        lengths = self._best(np.array([each.share(prior) for each in seen]), np.array(limits))
-        if not lengths.any():
+        lengths = self._best(
+            np.array([each.share(prior) for each in seen]),
+            np.array(limits),
+            np.array([each.found_share(self._of_all.found_share(1.0)) for each in seen]),
+        )
+        if lengths.any():
+            self._until_plain -= 1
+        else:
+            self._until_plain = _TRY_PLAIN
             self._rest = REST_STEPS
             self._of_all.fade(_KEPT_AT_REST)
         self._fade([s for s, length in zip(sequences, lengths, strict=True) if not length])
@@ -145,6 +226,36 @@ class DraftLengths:
         if seen is not None:
             seen.add(tried, right, _KEPT)
 
+    def observe_none(self, sequence: TokenSequence) -> None:
+        """Note that nothing was drafted for a sequence though something might have been."""
+        self._of_all.add_none(_KEPT_OF_ALL)
+        if (seen := self._seen.get(sequence)) is not None:
+            seen.add_none(_KEPT)
+
+    def took(self, seconds: float, batch: int, drafted: Sequence[int] | None) -> None:
+        """Note how long after the step before it a step of ``batch`` sequences was complete, where
+        nothing else was computed between them. The lock is not needed, but the thread must be the
+        one that chooses.
+
+        Args:
+            drafted: tokens of each draft that was verified, maybe none of them; None if the drafter
+                was not asked.
+        """
+        costs = self._costs
+        if costs is None:
+            return
+        if drafted is None:
+            cost = self._plain_seconds.get(batch)
+            if cost is None:
+                cost = self._plain_seconds[batch] = float(costs.at(costs.plain, batch))
+            self._pace.observe_plain(seconds / cost)
+            return
+        computed = costs.verify if drafted else costs.plain
+        draft, deeper = (float(costs.at(each, batch)) for each in (costs.draft, costs.deeper))
+        depth = self._shape.first(max(drafted)).depth if drafted else 1
+        cost = float(costs.at(computed, batch + sum(drafted))) + draft + (depth - 1) * deeper
+        self._pace.observe_drafting(seconds / cost)
+
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the record of a sequence."""
         self._seen.pop(sequence, None)
@@ -154,19 +265,23 @@ class DraftLengths:
             if (seen := self._seen.get(sequence)) is not None:
                 seen.fade(_KEPT_AT_REST)
 
-    def _best(self, shares: FloatArray, limits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The lengths with the most expected tokens per second."""
+    def _best(
+        self, shares: FloatArray, limits: npt.NDArray[np.int64], found: FloatArray
+    ) -> npt.NDArray[np.int64]:
+        """The lengths with the most expected tokens per second, where each sequence has a draft
+        with the probability ``found``."""
         costs = self._costs
         assert costs is not None
         batch, most = len(shares), int(limits.max())
         best = np.zeros(batch, dtype=np.int64)
-        best_rate = float(batch / costs.at(costs.plain, batch))
+        best_rate = float(batch / costs.at(costs.plain, batch)) / self._pace.plain
         if most == 0:
             return best
         shape = self._shape.first(most)
         # The passes that draft so many guesses, the first ones of the shape.
         passes = np.maximum.accumulate(shape.tree.depths)
         likely = np.where(np.arange(most) < limits[:, None], self._chances(shape, shares), 0.0)
+        likely *= found[:, None]
         drafting, deeper = (float(costs.at(each, batch)) for each in (costs.draft, costs.deeper))
         for depth in range(1, int(passes[-1]) + 1):
             size = int(np.searchsorted(passes, depth, side="right"))
@@ -180,11 +295,12 @@ class DraftLengths:
                 break
             tokens = batch + np.cumsum(chances[order])
             sizes = batch + np.arange(1, len(order) + 1, dtype=np.float64)
-            rates = tokens / (costs.at(costs.verify, sizes) + drafting + (depth - 1) * deeper)
-            found = int(rates.argmax())
-            if rates[found] > best_rate:
-                best_rate = float(rates[found])
-                best = np.bincount(order[: found + 1] // size, minlength=batch)
+            seconds = costs.at(costs.verify, sizes) + drafting + (depth - 1) * deeper
+            rates = tokens / (seconds * self._pace.drafting)
+            fastest = int(rates.argmax())
+            if rates[fastest] > best_rate:
+                best_rate = float(rates[fastest])
+                best = np.bincount(order[: fastest + 1] // size, minlength=batch)
         return best
 
     @staticmethod

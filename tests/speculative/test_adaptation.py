@@ -100,6 +100,38 @@ def test_a_sequence_is_tried_again() -> None:
     assert tries[-1] > 700
 
 
+def test_a_drafter_that_finds_nothing_is_hardly_asked() -> None:
+    """Its steps cannot be launched ahead, which makes them slower."""
+    lengths = DraftLengths(costs([1.0, 1.0, 1.5, 6.0], [1.0, 1.2, 1.5, 6.0], draft=0.1))
+    some, asked = keys(4), 0
+    for _ in range(2000):
+        chosen = lengths.choose(some, [4] * 4)
+        asked += any(chosen)
+        for each, length in zip(some, chosen, strict=True):
+            if length:
+                lengths.observe_none(each)
+    assert 2 < asked < 400
+
+
+@pytest.mark.parametrize(("slower", "drafts"), [(1.0, True), (2.5, False)])
+def test_the_time_of_steps_in_the_running_node_decides(slower: float, drafts: bool) -> None:
+    """With overlap a plain step takes less than it did alone."""
+    table = costs([1.0, 1.0, 1.5, 6.0], [1.0, 1.1, 1.5, 6.0], draft=0.1)
+    lengths, (only,) = DraftLengths(table), keys(1)
+    counts = {True: 0, False: 0}
+    for step in range(1000):
+        (length,) = lengths.choose([only], [4])
+        if length:  # half of the guesses are right
+            lengths.observe(only, chain(length), range(min(length, step % 2)))
+            lengths.took(slower * (1.1 + 0.1 * length), 1, [length])
+        else:
+            lengths.took(1.0, 1, None)
+        counts[bool(length)] += 1
+    assert (counts[True] > 800) is drafts, counts
+    assert counts[True] > 2, "it is tried again"
+    assert drafts or counts[False] > 800, counts
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(0, 3)), min_size=1, max_size=3),
@@ -127,7 +159,7 @@ def test_the_choice_is_the_best_of_all(
         return float(tokens / (cost + draft + (max(chosen) - 1) * deeper))
 
     best = max(rate(each) for each in itertools.product(*(range(n + 1) for n in limits)))
-    mine = rate(tuple(DraftLengths(table)._best(shares, limits).tolist()))
+    mine = rate(tuple(DraftLengths(table)._best(shares, limits, np.ones(batch)).tolist()))
     assert mine == pytest.approx(best, rel=1e-9)
 
 
