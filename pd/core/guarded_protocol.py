@@ -60,22 +60,27 @@ class BodyWriter:
     ``send`` would be woken for each. For the event loop's thread; each request's scope has one as
     ``state["body_writer"]``."""
 
+    __slots__ = ("_cycle", "_flow", "_transport")
+
     def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
-        self._protocol, self._cycle = protocol, cycle
+        self._transport, self._flow, self._cycle = protocol.transport, protocol.flow, cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer's head was sent and its end was not, and it is chunked."""
+        cycle = self._cycle
+        is_under_way = cycle.response_started and not cycle.response_complete
+        return bool(is_under_way and cycle.chunked_encoding)
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`write` may be called: the answer's head was sent and its end was not, it
-        is chunked, and the client reads what it was sent."""
-        cycle, protocol = self._cycle, self._protocol
-        if not cycle.response_started or cycle.response_complete or cycle.disconnected:
-            return False
-        behind = protocol.flow.write_paused or protocol.transport.is_closing()
-        return bool(cycle.chunked_encoding) and not behind
+        """Whether :meth:`write` may be called, if :attr:`is_open`: the client is there and reads
+        what it was sent."""
+        return not (self._flow.write_paused or self._transport.is_closing())
 
     def write(self, data: bytes) -> None:
         """Write a part of the body that is not empty, framed as uvicorn does."""
-        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class GuardedProtocol(HttpToolsProtocol):

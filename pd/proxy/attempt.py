@@ -90,6 +90,25 @@ class Attempt:
         decode_spoke: whether the decode node has sent output, so that it has all of the KV.
     """
 
+    __slots__ = (
+        "_begins_at",
+        "_has_added",
+        "_silent",
+        "asked",
+        "begun",
+        "choices",
+        "decode",
+        "decode_spoke",
+        "first",
+        "generation",
+        "history",
+        "is_whole",
+        "predicted",
+        "progress",
+        "room",
+        "uncached_tokens",
+    )
+
     def __init__(
         self,
         generation: Generation,
@@ -100,7 +119,7 @@ class Attempt:
     ) -> None:
         """``is_whole``: the choices are all of the generation's, from the prompt on."""
         self.generation = generation
-        self.choices = choices
+        self.choices = tuple(choices)
         self.room = secrets.token_bytes(ROOM_BYTES)
         self.first: Worker | None = None
         self.decode: Worker | None = None
@@ -115,17 +134,20 @@ class Attempt:
         self.uncached_tokens = 0
         self.progress = 0
         self.decode_spoke = False
-        self._first_spoke: set[int] = set()
+        # Choices of which the first node has sent nothing.
+        self._silent = set(range(len(choices)))
         self._has_added = False
 
     @property
     def nodes(self) -> list[Worker]:
-        return [worker for worker in (self.first, self.decode) if worker is not None]
+        if self.decode is None:
+            return [] if self.first is None else [self.first]
+        return [self.decode] if self.first is None else [self.first, self.decode]
 
     @property
     def prompt_computed(self) -> bool:
         """Whether the first token of every choice came from the node that computes the prompt."""
-        return len(self._first_spoke) == len(self.choices)
+        return not self._silent
 
     @property
     def needs_first(self) -> bool:
@@ -166,8 +188,8 @@ class Attempt:
                 generation.add_prompt_logprobs(output.prompt_logprobs)
                 if not output.token_ids:
                     return 0  # the rest and token 1 follow
-            if output.index not in self._first_spoke:
-                self._first_spoke.add(output.index)
+            if self._silent and output.index in self._silent:
+                self._silent.remove(output.index)
                 self.progress += 1
         else:
             self.progress += not self.decode_spoke
@@ -175,7 +197,7 @@ class Attempt:
         generation.note_facts(self, output, from_first=from_first)
         if choice.finish is not None:
             return 0
-        first_may_come = not from_first and output.index not in self._first_spoke
+        first_may_come = not from_first and output.index in self._silent
         added = choice.accept(output, first_may_come=first_may_come)
         if added:
             self._note_tokens(choice)

@@ -113,8 +113,8 @@ class _ChatRenderer:
             yield self._chunk({"index": choice.index, "delta": part} | _open())
         yield self._chunk({"index": choice.index, "delta": last} | self._rest(choice, delta))
 
-    def is_plain(self, choice: Choice, delta: Delta) -> bool:
-        if self._plan.new_parser is not None or delta.first or delta.finish is not None:
+    def is_plain(self, choice: Choice) -> bool:
+        if self._plan.new_parser is not None:
             return False
         return self._options.are_plain and not choice.generation.spec.params.logprobs
 

@@ -236,7 +236,7 @@ class _ChoicesRenderer:
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         return ()
 
-    def is_plain(self, choice: Choice, delta: Delta) -> bool:
+    def is_plain(self, choice: Choice) -> bool:
         return False
 
     def last_events(self) -> Iterable[object]:

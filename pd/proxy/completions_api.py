@@ -138,11 +138,9 @@ class _CompletionRenderer:
         event = self._head | {"choices": [self._choice(choice, delta)]}
         yield event | openai_common.chunk_usage(self._options, self._job)
 
-    def is_plain(self, choice: Choice, delta: Delta) -> bool:
+    def is_plain(self, choice: Choice) -> bool:
         spec = choice.generation.spec
-        if delta.first or delta.finish is not None or spec.discard_output:
-            return False
-        return self._options.are_plain and not spec.params.logprobs
+        return self._options.are_plain and not (spec.discard_output or spec.params.logprobs)
 
     def last_events(self) -> Iterable[object]:
         if self._options.include_usage:

@@ -123,7 +123,8 @@ class TokenTable:
     ) -> Detokenizer:
         """``kept``: special tokens that are never skipped."""
         skipped: frozenset[int] = self._special_ids if skip_special_tokens else frozenset()
-        skipped -= {self._special[text] for text in kept if text in self._special}
+        if kept:
+            skipped -= {self._special[text] for text in kept if text in self._special}
         if self.byte_level:
             return _ByteLevelDetokenizer(self, skipped)
         return _WindowDetokenizer(self, skipped)
@@ -131,6 +132,8 @@ class TokenTable:
 
 class _ByteLevelDetokenizer:
     """Byte-level BPE: a text is its tokens' bytes, so decoding UTF-8 incrementally is exact."""
+
+    __slots__ = ("_is_inside", "_skipped", "_table", "_utf8")
 
     def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:
         self._table = table

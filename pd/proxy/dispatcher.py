@@ -420,7 +420,7 @@ class Dispatcher:
             return
         generation, choice = attempt.generation, attempt.choices[output.index]
         previous, ended = choice.last_token_at, choice.finish is not None
-        progress, missing = attempt.progress, generation.missing_prompt_logprobs
+        progress, lacking = attempt.progress, generation.lacks_prompt_logprobs
         try:
             added = attempt.accept(worker, output)
         except NodeFailedError as error:
@@ -430,9 +430,9 @@ class Dispatcher:
             log.exception("cannot take the output of %s", worker.url)
             self._fail(generation, PDError(INTERNAL))
             return
-        for node in attempt.nodes:
-            # A prefill node has done its part when the decode node has what it sent.
-            if attempt.decode is None or attempt.decode_spoke or attempt.finished:
+        # A prefill node has done its part when the decode node has what it sent.
+        if attempt.decode_spoke or attempt.decode is None or attempt.finished:
+            for node in attempt.nodes:
                 node.breaker.succeeded(attempt)
         if attempt.history.deaths:
             self._failovers.got_output(attempt)
@@ -441,11 +441,11 @@ class Dispatcher:
             self._metrics.tokens_arrived(generation, added, choice.last_token_at, previous)
         if choice.finish is not None and not ended:
             self._choice_finished(attempt, choice)
-        elif added and (missing is None or generation.missing_prompt_logprobs is None):
+        elif added and not (lacking and generation.lacks_prompt_logprobs):
             self._notify(generation, choice, added)
         elif added:
             generation.held[choice] = generation.held.get(choice, 0) + added
-        changed = attempt.progress != progress or missing is not None
+        changed = lacking or attempt.progress != progress
         if changed and attempt.prompt_computed:
             self._attempts.prompt_done(attempt)
         if (changed or choice.finish is not None) and not generation.awaits_first:
@@ -470,7 +470,7 @@ class Dispatcher:
     def _deliver_held(self, generation: Generation) -> None:
         """What only the first node knows is there, or is not waited for: pass on what waits for
         it."""
-        if generation.held and generation.missing_prompt_logprobs is None:
+        if generation.held and not generation.lacks_prompt_logprobs:
             for choice, added in generation.held.items():
                 self._notify(generation, choice, added)
             generation.held.clear()
@@ -521,6 +521,7 @@ class Dispatcher:
     def _close(self, generation: Generation) -> None:
         """Remove a generation from the records; no other method does."""
         generation.done = True
+        generation.job.num_done += 1
         generation.finished_at = time.monotonic()
         self._uncount(generation.spec)
         for attempt in list(generation.attempts):

@@ -26,34 +26,51 @@ class EventRenderer(Protocol):
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         """The values of events. From any thread."""
 
-    def is_plain(self, choice: Choice, delta: Delta) -> bool:
-        """Whether :meth:`events` is one event, which would be the same for any other such part of
-        the choice but for its text."""
+    def is_plain(self, choice: Choice) -> bool:
+        """Whether :meth:`events` of each part of the choice, but for the first and that with the
+        end, is one event, the same for all of them but for the text."""
 
 
 class EventWriter:
     """Writes the events of one answer. Nearly all have the same JSON around a text, which is
     encoded once for each choice."""
 
+    __slots__ = ("_around", "_before", "_behind", "_choice", "_renderer")
+
     def __init__(self, renderer: EventRenderer) -> None:
         self._renderer = renderer
+        # What stands before and behind the text; before it is nothing where events are not alike.
         self._around: dict[Choice, tuple[bytes, bytes]] = {}
+        # The choice that was written last, with the same.
+        self._choice: Choice | None = None
+        self._before = self._behind = b""
 
     def write(self, deltas: Sequence[tuple[Choice, Delta]]) -> bytes:
         """The events of these parts of choices, in their order. From any thread, one at a time."""
         parts: list[bytes] = []
         for choice, delta in deltas:
-            if self._renderer.is_plain(choice, delta):
-                around = self._around.get(choice)
-                if around is None:
-                    around = self._around[choice] = self._encode_around(choice, delta)
-                parts += (around[0], _json(delta.text), around[1])
+            if delta.first or delta.finish is not None:
+                parts += map(event, self._renderer.events(choice, delta))
+                continue
+            if choice is not self._choice:
+                self._choose(choice, delta)
+            if self._before:
+                parts += (self._before, _json(delta.text), self._behind)
             else:
                 parts += map(event, self._renderer.events(choice, delta))
         return b"".join(parts)
 
+    def _choose(self, choice: Choice, delta: Delta) -> None:
+        """Have what stands around the texts of a choice at hand."""
+        around = self._around.get(choice)
+        if around is None:
+            is_plain = self._renderer.is_plain(choice)
+            around = self._encode_around(choice, delta) if is_plain else (b"", b"")
+            self._around[choice] = around
+        self._choice = choice
+        self._before, self._behind = around
+
     def _encode_around(self, choice: Choice, delta: Delta) -> tuple[bytes, bytes]:
-        """What stands before and behind the text."""
         mark = secrets.token_hex(16)  # which nothing else in the event contains
         (only,) = self._renderer.events(choice, delta._replace(text=mark))
         before, _, behind = event(only).partition(_json(mark))

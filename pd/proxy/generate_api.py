@@ -173,7 +173,7 @@ class _GenerateRenderer:
             result = {"index": index} | result
         yield result
 
-    def is_plain(self, choice: Choice, delta: Delta) -> bool:
+    def is_plain(self, choice: Choice) -> bool:
         return False  # each event has its times
 
     def last_events(self) -> Iterable[object]:

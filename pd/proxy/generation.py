@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
+# About how many bytes of JSON a token is, and each log probability.
+TOKEN_BYTES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
@@ -87,8 +90,34 @@ class Choice:
 
     Attributes:
         end_taken: whether a delta with the choice's end was taken, so that no other will come.
-        text_ends: length of the text after each token (for ``text_offset``).
+        token_bytes: about how many bytes of JSON a token is.
+        text_ends: length of the text after each token (for ``text_offset``), if log probabilities
+            were asked for.
     """
+
+    # What every token touches lies together: between two steps all of it leaves the caches.
+    __slots__ = (
+        "_detokenizer",
+        "_interval",
+        "_merger",
+        "_min_tokens",
+        "_pieces",
+        "_stops",
+        "_taken",
+        "_taken_pieces",
+        "_taken_tokens",
+        "_text_length",
+        "_with_logprobs",
+        "end_taken",
+        "finish",
+        "generation",
+        "index",
+        "last_token_at",
+        "logprobs",
+        "output_ids",
+        "text_ends",
+        "token_bytes",
+    )
 
     def __init__(self, generation: Generation, index: int) -> None:
         spec = generation.spec
@@ -96,9 +125,9 @@ class Choice:
         self.index = index
         self.finish: FinishReason | None = None
         self.end_taken = False
-        self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text_ends: list[int] = []
+        self.token_bytes = TOKEN_BYTES * (1 + spec.params.top_logprobs)
         self.last_token_at: float | None = None
         self._pieces: list[str] = []
         self._text_length = 0
@@ -108,6 +137,9 @@ class Choice:
         self._merger = TokenMerger(
             spec.params.max_tokens, generation.vocab_size, spec.params.logprobs
         )
+        # The merger's, which appends; tokens behind a stop string are taken out again.
+        self.output_ids = self._merger.token_ids
+        self._interval = spec.stream_interval
         self._min_tokens = spec.params.min_tokens
         self._with_logprobs = spec.params.logprobs
         # A grammar is about the whole text, so a special token that it allowed is a part of it.
@@ -129,14 +161,14 @@ class Choice:
     def is_due(self) -> bool:
         """Whether what is new makes an event of a stream: the first token, the end, or as many
         tokens as the request wants in one."""
-        if self.untaken >= self.generation.spec.stream_interval:
+        if self.untaken >= self._interval:
             return True
         return self.finish is not None or not self._taken
 
     @property
     def started(self) -> bool:
         """Whether the first token is known."""
-        return bool(self._merger.token_ids)
+        return bool(self.output_ids)
 
     def accept(self, output: Output, *, first_may_come: bool) -> int:
         """Take a node's message; returns the number of new tokens.
@@ -192,28 +224,25 @@ class Choice:
         self.finish = reason
 
     def _append(self, new: NewTokens) -> int:
-        count = len(new.token_ids)
+        count, stops = len(new.token_ids), self._stops
         hidden = count - 1 if _ends_with_token(new.finish) else count
         for i, token in enumerate(new.token_ids):
-            self.output_ids.append(token)
+            if i != hidden:
+                text = self._detokenizer.push(token)
+                self._text_length += len(text)
+                shown = stops.push(text, may_match=new.position + i >= self._min_tokens)
+                if shown:
+                    self._pieces.append(shown)
             if self._with_logprobs:
                 self.logprobs.append(new.logprobs[i])
-            if i != hidden:
-                self._push(token)
-            self.text_ends.append(self._text_length)
-            if self._stops.matched is not None:
-                self.finish = FinishReason("stop", self._stops.matched)
+                self.text_ends.append(self._text_length)
+            if stops.matched is not None:
+                self.finish = FinishReason("stop", stops.matched)
+                del self.output_ids[new.position + i + 1 :]
                 return i + 1
         if new.finish is not None:
             self.end(FinishReason(new.finish.type, new.finish.matched))
         return count
-
-    def _push(self, token: int) -> None:
-        text = self._detokenizer.push(token)
-        self._text_length += len(text)
-        shown = self._stops.push(text, may_match=len(self.output_ids) > self._min_tokens)
-        if shown:
-            self._pieces.append(shown)
 
     def _show(self, text: str) -> None:
         if text:
@@ -253,10 +282,36 @@ class Generation:
         held: new tokens that the job does not know of yet, since log probabilities of the prompt
             go before them.
         unannounced: choices whose end the job does not know yet.
+        lacks_prompt_logprobs: whether log probabilities of the prompt were asked for and are not
+            complete.
         cached_tokens: as the first attempt that said so.
         predicted_cached: leading tokens that the first node was expected to have cached, or None.
         predicted_ttft: seconds until the first token by which the nodes were chosen, or None.
     """
+
+    __slots__ = (
+        "_reporting",
+        "_stages",
+        "attempts",
+        "cached_tokens",
+        "choices",
+        "created",
+        "done",
+        "failovers",
+        "finished_at",
+        "first_token_at",
+        "held",
+        "holder",
+        "job",
+        "lacks_prompt_logprobs",
+        "number",
+        "predicted_cached",
+        "predicted_ttft",
+        "prompt_logprobs",
+        "spec",
+        "unannounced",
+        "vocab_size",
+    )
 
     def __init__(self, spec: Spec, job: Job, vocab_size: int | None) -> None:
         self.spec = spec
@@ -277,6 +332,7 @@ class Generation:
         self.predicted_cached: int | None = None
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
+        self.lacks_prompt_logprobs = spec.params.prompt_logprobs_start is not None
         self._reporting: Attempt | None = None
         self._stages: dict[str, Stages] = {}
 
@@ -284,7 +340,7 @@ class Generation:
     def has_output(self) -> bool:
         """Whether the client may know of any token."""
         started = any(choice.output_ids for choice in self.choices)
-        return started and self.missing_prompt_logprobs is None
+        return started and not self.lacks_prompt_logprobs
 
     @property
     def awaits_first(self) -> bool:
@@ -300,13 +356,16 @@ class Generation:
     def missing_prompt_logprobs(self) -> str | None:
         """The error of the prompt's log probabilities; None if they are complete or were not asked
         for."""
-        start = self.spec.params.prompt_logprobs_start
-        if start is None:
+        if not self.lacks_prompt_logprobs:
             return None
-        wanted, have = len(self.spec.token_ids) - start, len(self.prompt_logprobs)
-        if have == wanted:
-            return None
+        wanted, have = self._num_prompt_logprobs, len(self.prompt_logprobs)
         return f"the prefill node sent log probabilities of {have} prompt tokens, not {wanted}"
+
+    @property
+    def _num_prompt_logprobs(self) -> int:
+        """How many were asked for."""
+        start = self.spec.params.prompt_logprobs_start
+        return 0 if start is None else len(self.spec.token_ids) - start
 
     @property
     def completion_tokens(self) -> int:
@@ -320,6 +379,7 @@ class Generation:
         """Forget what came, of which the client knows nothing."""
         self.choices = [Choice(self, index) for index in range(self.spec.params.n)]
         self.prompt_logprobs.clear()
+        self.lacks_prompt_logprobs = self.spec.params.prompt_logprobs_start is not None
         self.unannounced.clear()
         self.held.clear()
 
@@ -339,6 +399,7 @@ class Generation:
         """Add log probabilities of the prompt's next tokens. Raises NodeFailedError for too
         many."""
         self.prompt_logprobs += more
+        self.lacks_prompt_logprobs = len(self.prompt_logprobs) != self._num_prompt_logprobs
         if len(self.prompt_logprobs) > len(self.spec.token_ids):
             raise NodeFailedError("the prefill node sent log probabilities of too many tokens")
 

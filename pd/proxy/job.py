@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # What a client that does not read may leave lying here before it counts as gone.
 MAX_UNREAD_TOKENS = 1024
 MAX_UNREAD_BYTES = 1 << 20
-_TOKEN_BYTES = 64
 
 
 class Job:
@@ -31,6 +30,7 @@ class Job:
         owner: whose key it came with; only they may abort it by name.
         is_named: whether the client chose a name, of the request or of a prompt.
         num_prompts: generations that there will be.
+        num_done: generations that have ended.
         timeout: seconds until the request is given up, from its start; None: never.
         ended_by: what ended all prompts, those too that no node has seen yet.
         error: what ended the request, if it failed.
@@ -45,6 +45,34 @@ class Job:
         write_news: writes the news to the client at once, if it can; returns whether it did.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_changed",
+        "_news",
+        "_unread_bytes",
+        "_unread_tokens",
+        "abort_is_result",
+        "ended_by",
+        "endpoint",
+        "error",
+        "generations",
+        "grammar_fields",
+        "is_named",
+        "is_probe",
+        "num_done",
+        "num_prompts",
+        "on_overflow",
+        "outcome",
+        "owner",
+        "rid",
+        "started",
+        "streaming",
+        "timeout",
+        "together",
+        "write_news",
+        "writing",
+    )
+
     def __init__(
         self,
         rid: str,
@@ -57,6 +85,7 @@ class Job:
         together: bool = False,
         is_probe: bool = False,
     ) -> None:
+        self.num_done = 0
         self.rid = rid
         self.owner = owner
         self.is_named = is_named
@@ -91,10 +120,7 @@ class Job:
     @property
     def done(self) -> bool:
         """Nothing more will come."""
-        if self.error is not None:
-            return True
-        # Asked with every token, so without a generator.
-        return len(self.generations) == self.num_prompts and all([g.done for g in self.generations])
+        return self.num_done == self.num_prompts or self.error is not None
 
     @property
     def unread_bytes(self) -> int:
@@ -108,13 +134,15 @@ class Job:
                 return
             self._news[choice] = None
             new_tokens = choice.untaken  # with those that were no news yet
-        top = choice.generation.spec.params.top_logprobs
         self._unread_tokens += new_tokens
-        self._unread_bytes += new_tokens * _TOKEN_BYTES * (1 + top)
-        overflow = self._unread_tokens > MAX_UNREAD_TOKENS or self._unread_bytes > MAX_UNREAD_BYTES
-        if self.writing and overflow and self.on_overflow is not None:
+        self._unread_bytes += new_tokens * choice.token_bytes
+        if self.writing and self._overflows and self.on_overflow is not None:
             callback, self.on_overflow = self.on_overflow, None
             callback()
+
+    @property
+    def _overflows(self) -> bool:
+        return self._unread_tokens > MAX_UNREAD_TOKENS or self._unread_bytes > MAX_UNREAD_BYTES
 
     def deliver(self) -> None:
         """All that is new for now was notified: write it, or wake who waits for it."""

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 class NewTokens(NamedTuple):
-    """Tokens that continue a choice, each position once and in order."""
+    """Tokens that continue a choice, each position once and in order, from ``position`` on."""
 
+    position: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish: Finish | None
@@ -24,7 +25,19 @@ class TokenMerger:
     The prefill node sends position 0; the decode node repeats it and sends all others. Usually the
     prefill node is first, but nothing orders two connections. A node's own messages are ordered,
     so the only gap that may still close is position 0.
+
+    Attributes:
+        token_ids: all tokens so far.
     """
+
+    __slots__ = (
+        "_early",
+        "_early_end",
+        "_max_tokens",
+        "_vocab_size",
+        "_with_logprobs",
+        "token_ids",
+    )
 
     def __init__(self, max_tokens: int, vocab_size: int | None, with_logprobs: bool) -> None:
         self.token_ids: list[int] = []
@@ -47,7 +60,7 @@ class TokenMerger:
         if output.position == len(self.token_ids) and not self._early:
             # All but the first few messages of an answer.
             self.token_ids += output.token_ids
-            new = NewTokens(output.token_ids, output.logprobs or [], output.finish)
+            new = NewTokens(output.position, output.token_ids, output.logprobs or [], output.finish)
             return [new] if output.token_ids or output.finish else []
         if not self.token_ids and output.position > 0:
             if not first_may_come or output.position != self._early_end:
@@ -76,12 +89,12 @@ class TokenMerger:
                 f"the nodes disagree about the tokens from position {output.position} on: "
                 f"{self.token_ids[output.position :][: len(repeated)]} and {repeated}"
             )
-        fresh = output.token_ids[known:]
+        fresh, position = output.token_ids[known:], len(self.token_ids)
         self.token_ids += fresh
         # A finish that comes with nothing but tokens from further back is out of date.
         at_end = output.position + len(output.token_ids) == len(self.token_ids)
         logprobs = (output.logprobs or [])[known:]
-        return NewTokens(fresh, logprobs, output.finish if at_end else None)
+        return NewTokens(position, fresh, logprobs, output.finish if at_end else None)
 
     def _check(self, output: Output) -> None:
         count = len(output.token_ids)

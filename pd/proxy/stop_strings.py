@@ -15,6 +15,8 @@ class StopMatcher:
     the longest does. So the result does not depend on how the text is cut into pieces.
     """
 
+    __slots__ = ("_firsts", "_held", "_longest", "_stops", "matched")
+
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._longest = max(map(len, stops), default=0)

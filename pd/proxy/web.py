@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -101,8 +100,7 @@ class JobResponse(Response):
         self._timeout = timeout
         self._background = background
         self._events_of = EventWriter(renderer)
-        # Whether news were taken that are not written yet, so that nothing may go before them.
-        self._has_taken = False
+        self._writer: NewsWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self._job
@@ -151,12 +149,14 @@ class JobResponse(Response):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         body: BodyWriter | None = scope.get("state", {}).get("body_writer")
-        if body is not None and not self._renderer.cumulative:
-            job.write_news = partial(self._write_news, body)
+        if body is not None and body.is_open and not self._renderer.cumulative:
+            self._writer = NewsWriter(job, self._events_of, body)
+            job.write_news = self._writer.write
         while True:
             done = job.done
             error = job.error
-            self._has_taken = True
+            if self._writer is not None:
+                self._writer.must_wait = True
             data = await self._events(news)
             if error is not None:
                 data += event(error_body(error))
@@ -164,23 +164,13 @@ class JobResponse(Response):
                 last = [event(value) for value in self._renderer.last_events()]
                 data += b"".join([*last, DONE])
             await self._write(send, data, more=not done)
-            self._has_taken = False
+            if self._writer is not None:
+                self._writer.must_wait = False
             if done:
                 return
             if self._renderer.cumulative and len(data) > FREE_EVENT_BYTES:
                 await asyncio.sleep(len(data) / CUMULATIVE_BYTES_PER_SECOND)
             news = await job.news()
-
-    def _write_news(self, body: BodyWriter) -> bool:
-        """Write the news at once, unless that would take long, the client is behind, or the answer
-        ends. Returns whether they were written."""
-        job = self._job
-        if self._has_taken or job.done or job.unread_bytes > INLINE_BYTES or not body.ready:
-            return False
-        data = self._events_of.write([(choice, choice.take()) for choice in job.take_news()])
-        if data:
-            body.write(data)
-        return True
 
     async def _events(self, news: list[Choice]) -> bytes:
         """The news as server-sent events."""
@@ -212,6 +202,31 @@ class JobResponse(Response):
         job.abort_is_result = False
         job.outcome = outcome
         self._dispatcher.end(job, AbortedError(message), outcome)
+
+
+class NewsWriter:
+    """Writes a job's news at once, without the task of its response.
+
+    Attributes:
+        must_wait: the response took news that are not written yet, so nothing may go before them.
+    """
+
+    __slots__ = ("_body", "_events_of", "_job", "must_wait")
+
+    def __init__(self, job: Job, events_of: EventWriter, body: BodyWriter) -> None:
+        self._job, self._events_of, self._body = job, events_of, body
+        self.must_wait = False
+
+    def write(self) -> bool:
+        """Write the news, unless that would take long, the client is behind, or the answer ends.
+        Returns whether they were written."""
+        job = self._job
+        if self.must_wait or job.done or job.unread_bytes > INLINE_BYTES or not self._body.ready:
+            return False
+        data = self._events_of.write([(choice, choice.take()) for choice in job.take_news()])
+        if data:
+            self._body.write(data)
+        return True
 
 
 class ClaimingResponse(Response):

@@ -30,11 +30,11 @@ _KEPT, _KEPT_AT_REST = 0.9, 0.98
 _KEPT_OF_ALL = 0.98
 # Steps for which a batch that drafts nothing is not asked again.
 REST_STEPS = 16
-# How far a step moves what is believed of the time of steps of its kind, with drafts or without, and
-# how far it moves the belief of the other kind to that of its own, so that it is tried again.
+# How far a step moves what is believed of the time of steps of its kind, with drafts or without,
+# and how far it moves the belief of the other kind to that of its own, so that it is tried again.
 _PACE_STEP, _PACE_FORGOTTEN = 0.1, 0.005
-# After so many steps with drafts in a row, at first and later, a few are made without, for what they
-# take; the first of them were not launched ahead.
+# After so many steps with drafts in a row, at first and later, a few are made without, for what
+# they take; the first of them were not launched ahead.
 _TRY_PLAIN_FIRST, _TRY_PLAIN, _PLAIN_STEPS = 32, 1024, 8
 # A step that took more times its cost than this, or less, counts as if it had taken so many.
 _PACE_MOST = 8.0

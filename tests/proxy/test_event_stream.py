@@ -28,7 +28,7 @@ TEXT = 'the quick "brown"\n fox \\ 😀 \u2028 \x85 jumps over \x00 <b> ünd'
 
 
 class PlainRenderer:
-    def is_plain(self, choice: Any, delta: Delta) -> bool:
+    def is_plain(self, choice: Any) -> bool:
         return True
 
     def events(self, choice: Any, delta: Delta) -> Iterable[object]:
@@ -68,7 +68,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         parts = []
         for choice, delta in deltas:
             parts.append(write(self, [(choice, delta)]))
-            if self._renderer.is_plain(choice, delta):
+            is_outer = delta.first or delta.finish is not None
+            if not is_outer and self._renderer.is_plain(choice):
                 events = self._renderer.events(choice, delta)
                 found.append(parts[-1] == b"".join(map(event, events)))
         return b"".join(parts)

@@ -63,7 +63,7 @@ class Deployment:
         """Wait until every node has told its load so many times."""
         for node in self.nodes:
             before = sum(node.heartbeats.values())
-            wait_until(lambda n=node, b=before: sum(n.heartbeats.values()) > b + 2 * count)
+            wait_until(lambda n=node, b=before: sum(n.heartbeats.values()) > b + 2 * count, 60)
 
 
 def end(node: FakeNode, request: Generate) -> None:

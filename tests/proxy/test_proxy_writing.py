@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from processes import Stream, wait_until
 
 from pd.core.messages import Finish, Output, StepOutputs
-from pd.proxy.web import JobResponse
+from pd.proxy.web import NewsWriter
 
 if TYPE_CHECKING:
     import pytest
@@ -21,15 +21,15 @@ def test_a_stream_that_cannot_be_written_ends_and_others_of_the_message_go_on(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
-    write = JobResponse._write_news
+    write = NewsWriter.write
 
-    def write_or_raise(response: JobResponse, *arguments: object) -> bool:
-        tried.append(response._job.rid)
-        if response._job.rid == "broken":
+    def write_or_raise(writer: NewsWriter) -> bool:
+        tried.append(writer._job.rid)
+        if writer._job.rid == "broken":
             raise OSError("as scripted")
-        return write(response, *arguments)  # type: ignore[arg-type]
+        return write(writer)
 
-    monkeypatch.setattr(JobResponse, "_write_news", write_or_raise)
+    monkeypatch.setattr(NewsWriter, "write", write_or_raise)
     node = cluster.node("unified", auto=False)
     proxy = cluster.proxy()
     names = ("before", "broken", "behind")
