@@ -19,21 +19,34 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
     return make_cases(checkpoint("qwen3"), random.Random(seed))
 
 
-@over(PROCESSES, sample=[TCP])
-@pytest.mark.parametrize("requests", [pytest.param(n, marks=pytest.mark.full) for n in (100, 2000)])
-@pytest.mark.timeout(1500)
+@over(PROCESSES, sample=[])
+@pytest.mark.timeout(600)
 def test_churn(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
     cases: list[Case],
     seed: int,
     backend: Backend,
-    requests: int,
 ) -> None:
-    # A kill early enough for the shortest run.
-    events_per_kill = 2 if requests < 100 else EVENTS_PER_KILL
     check_churn(
         checkpoint("qwen3"),
-        *(tmp_path, cases, backend, requests, seed),
-        events_per_kill=events_per_kill,
+        *(tmp_path, cases, backend, 100, seed),
+        events_per_kill=EVENTS_PER_KILL,
+    )
+
+
+@pytest.mark.full
+@over([TCP])
+@pytest.mark.timeout(1500)
+def test_long_churn(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    cases: list[Case],
+    seed: int,
+    backend: Backend,
+) -> None:
+    check_churn(
+        checkpoint("qwen3"),
+        *(tmp_path, cases, backend, 2000, seed),
+        events_per_kill=EVENTS_PER_KILL,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -109,5 +110,6 @@ def check_streams(model: Path, seed: int, backend: str | None, streams: int) -> 
         retracted = metrics.retractions._value.get()
     assert not wrong
     assert evicted > 0, "the pool was large enough for everything"
-    if backend is not None:
+    # Elastic nodes share the streams, so that neither pool need be short.
+    if backend is not None and os.environ.get("PD_TEST_ELASTIC", "off") == "off":
         assert retracted > 0, "the decode pool was never short"
