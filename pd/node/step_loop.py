@@ -285,11 +285,11 @@ class StepLoop(threading.Thread):
 
     def _observe_pace(self, works: list[Work]) -> None:
         """Tell what chooses draft lengths how long it is since the last step was accounted for."""
+        if self._core.drafter is None:
+            return
         now = time.monotonic()
         last, self._busy_since = self._busy_since, now
-        if self._core.drafter is None or last is None:
-            return
-        if not all(work.is_decode for work in works):
+        if last is None or not all(work.is_decode for work in works):
             return
         asked = any(work.draft_limit or work.ahead_limit or work.draft for work in works)
         drafted = [work.draft.size for work in works if work.draft is not None]

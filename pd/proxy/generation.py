@@ -332,7 +332,7 @@ class Generation:
         self.predicted_cached: int | None = None
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
-        self.lacks_prompt_logprobs = spec.params.prompt_logprobs_start is not None
+        self.lacks_prompt_logprobs = self._num_prompt_logprobs > 0
         self._reporting: Attempt | None = None
         self._stages: dict[str, Stages] = {}
 
@@ -379,7 +379,7 @@ class Generation:
         """Forget what came, of which the client knows nothing."""
         self.choices = [Choice(self, index) for index in range(self.spec.params.n)]
         self.prompt_logprobs.clear()
-        self.lacks_prompt_logprobs = self.spec.params.prompt_logprobs_start is not None
+        self.lacks_prompt_logprobs = self._num_prompt_logprobs > 0
         self.unannounced.clear()
         self.held.clear()
 

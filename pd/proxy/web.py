@@ -100,7 +100,6 @@ class JobResponse(Response):
         self._timeout = timeout
         self._background = background
         self._events_of = EventWriter(renderer)
-        self._writer: NewsWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self._job
@@ -148,15 +147,16 @@ class JobResponse(Response):
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        writer: NewsWriter | None = None
         body: BodyWriter | None = scope.get("state", {}).get("body_writer")
         if body is not None and body.is_open and not self._renderer.cumulative:
-            self._writer = NewsWriter(job, self._events_of, body)
-            job.write_news = self._writer.write
+            writer = NewsWriter(job, self._events_of, body)
+            job.write_news = writer.write
         while True:
             done = job.done
             error = job.error
-            if self._writer is not None:
-                self._writer.must_wait = True
+            if writer is not None:
+                writer.must_wait = True
             data = await self._events(news)
             if error is not None:
                 data += event(error_body(error))
@@ -164,8 +164,8 @@ class JobResponse(Response):
                 last = [event(value) for value in self._renderer.last_events()]
                 data += b"".join([*last, DONE])
             await self._write(send, data, more=not done)
-            if self._writer is not None:
-                self._writer.must_wait = False
+            if writer is not None:
+                writer.must_wait = False
             if done:
                 return
             if self._renderer.cumulative and len(data) > FREE_EVENT_BYTES:

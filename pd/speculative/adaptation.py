@@ -109,39 +109,18 @@ class _Acceptance:
 
 @dataclass(slots=True)
 class _Pace:
-    """Seconds of steps in the running node, as multiples of their costs; None before the first."""
+    """What steps of one kind take in the running node, as a multiple of their cost."""
 
-    plain_seen: float | None = None
-    drafting_seen: float | None = None
-    num_plain: int = 0
-    num_drafting: int = 0
+    value: float = 1.0
+    count: int = 0
 
-    @property
-    def plain(self) -> float:
-        """Of steps that were not drafted for."""
-        return next((p for p in (self.plain_seen, self.drafting_seen) if p is not None), 1.0)
-
-    @property
-    def drafting(self) -> float:
-        """Of steps that were."""
-        return next((p for p in (self.drafting_seen, self.plain_seen) if p is not None), 1.0)
-
-    def observe_plain(self, pace: float) -> None:
-        self.num_plain += 1
-        self.plain_seen = self._moved(self.plain_seen, pace, self.num_plain)
-        if self.drafting_seen is not None:
-            self.drafting_seen += _PACE_FORGOTTEN * (self.plain_seen - self.drafting_seen)
-
-    def observe_drafting(self, pace: float) -> None:
-        self.num_drafting += 1
-        self.drafting_seen = self._moved(self.drafting_seen, pace, self.num_drafting)
-        if self.plain_seen is not None:
-            self.plain_seen += _PACE_FORGOTTEN * (self.drafting_seen - self.plain_seen)
-
-    @staticmethod
-    def _moved(pace: float | None, seen: float, count: int) -> float:
+    def observe(self, seen: float, other: _Pace) -> None:
+        """Note a step of this kind. Until one of the ``other`` kind was seen, both are taken to be
+        alike; from then on its value slowly becomes this one, so that it is tried again."""
+        self.count += 1
         seen = min(max(seen, 1 / _PACE_MOST), _PACE_MOST)
-        return seen if pace is None else pace + max(_PACE_STEP, 1 / count) * (seen - pace)
+        self.value += max(_PACE_STEP, 1 / self.count) * (seen - self.value)
+        other.value += (_PACE_FORGOTTEN if other.count else 1.0) * (self.value - other.value)
 
 
 class DraftLengths:
@@ -177,7 +156,7 @@ class DraftLengths:
         self._rest = 0
         # Steps with drafts that may follow before some are made without.
         self._until_plain = _TRY_PLAIN_FIRST
-        self._pace = _Pace()
+        self._plain, self._drafting = _Pace(), _Pace()
         self._plain_seconds: dict[int, float] = {}
 
     @property
@@ -248,13 +227,13 @@ class DraftLengths:
             cost = self._plain_seconds.get(batch)
             if cost is None:
                 cost = self._plain_seconds[batch] = float(costs.at(costs.plain, batch))
-            self._pace.observe_plain(seconds / cost)
+            self._plain.observe(seconds / cost, self._drafting)
             return
         computed = costs.verify if drafted else costs.plain
         draft, deeper = (float(costs.at(each, batch)) for each in (costs.draft, costs.deeper))
         depth = self._shape.first(max(drafted)).depth if drafted else 1
         cost = float(costs.at(computed, batch + sum(drafted))) + draft + (depth - 1) * deeper
-        self._pace.observe_drafting(seconds / cost)
+        self._drafting.observe(seconds / cost, self._plain)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the record of a sequence."""
@@ -274,7 +253,7 @@ class DraftLengths:
         assert costs is not None
         batch, most = len(shares), int(limits.max())
         best = np.zeros(batch, dtype=np.int64)
-        best_rate = float(batch / costs.at(costs.plain, batch)) / self._pace.plain
+        best_rate = float(batch / costs.at(costs.plain, batch)) / self._plain.value
         if most == 0:
             return best
         shape = self._shape.first(most)
@@ -296,7 +275,7 @@ class DraftLengths:
             tokens = batch + np.cumsum(chances[order])
             sizes = batch + np.arange(1, len(order) + 1, dtype=np.float64)
             seconds = costs.at(costs.verify, sizes) + drafting + (depth - 1) * deeper
-            rates = tokens / (seconds * self._pace.drafting)
+            rates = tokens / (seconds * self._drafting.value)
             fastest = int(rates.argmax())
             if rates[fastest] > best_rate:
                 best_rate = float(rates[fastest])

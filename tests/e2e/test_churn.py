@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from backends import PROCESSES, TCP, Backend, over
+from backends import PROCESSES, TCP, Backend
 from churn import EVENTS_PER_KILL, Case, check_churn, make_cases
 
 if TYPE_CHECKING:
@@ -19,34 +19,24 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
     return make_cases(checkpoint("qwen3"), random.Random(seed))
 
 
-@over(PROCESSES, sample=[])
-@pytest.mark.timeout(600)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("backend", "requests"),
+    [*((backend, 100) for backend in PROCESSES), (TCP, 2000)],
+    ids=str,
+    indirect=["backend"],
+)
+@pytest.mark.timeout(1500)
 def test_churn(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
     cases: list[Case],
     seed: int,
     backend: Backend,
+    requests: int,
 ) -> None:
     check_churn(
         checkpoint("qwen3"),
-        *(tmp_path, cases, backend, 100, seed),
-        events_per_kill=EVENTS_PER_KILL,
-    )
-
-
-@pytest.mark.full
-@over([TCP])
-@pytest.mark.timeout(1500)
-def test_long_churn(
-    checkpoint: Callable[[str], Path],
-    tmp_path: Path,
-    cases: list[Case],
-    seed: int,
-    backend: Backend,
-) -> None:
-    check_churn(
-        checkpoint("qwen3"),
-        *(tmp_path, cases, backend, 2000, seed),
+        *(tmp_path, cases, backend, requests, seed),
         events_per_kill=EVENTS_PER_KILL,
     )

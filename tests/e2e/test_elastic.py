@@ -120,6 +120,7 @@ def test_prompts_that_wait_move_to_the_idle_node_and_give_the_same_tokens(
             pending: list[Future[list[int]]] = []
             # How many it takes depends on how fast each node measured itself to be.
             while not scheduler.waiting:
+                assert len(pending) < len(prompts), "all prompts went to the decode node"
                 pending.append(pool.submit(deployment.ask, prompts[len(pending)]))
                 time.sleep(0.05)
             queue = [other.generate(p, (prefill,)) for p in random_prompts(seed + 1, [900] * 40)]
