@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Shapes that would not be measured within this time are left out: the fit follows when they occur.
+# Shapes that would not be measured within this time, without the compilation of kernels, are left out:
+# the fit follows when they occur.
 SECONDS = 2.0
 # The first is not counted, since it compiles kernels.
 _REPEATS = 4
@@ -50,31 +51,44 @@ class _Rehearsal(NamedTuple):
     start: int = 0
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether it is the beginning of a prompt and nothing else."""
+        return not self.streams and not self.start
+
+    @property
     def shape(self) -> StepShape:
         pairs = chunk_pairs(self.start, self.chunk)
         return StepShape(self.chunk, pairs, self.streams, self.streams * (self.context + 1.0))
 
 
 def calibrate(model: CostModel, engine: Engine, config: NodeConfig) -> None:
-    """Measure steps and fit the model to them, within a few seconds. Nothing else may use the
-    engine; the KV that is written belongs to no request."""
+    """Measure steps and fit the model to them. Nothing else may use the engine; the KV that is
+    written belongs to no request."""
     began = time.monotonic()
-    measured = 0
+    spent, measured = 0.0, 0
+    # The last chunk that was measured alone, and the seconds of its step.
+    longest, took = 0, 0.0
     for rehearsal in _rehearsals(engine, config):
-        left = began + SECONDS - time.monotonic()
-        if measured > 1 and _REPEATS * model.cost.seconds(rehearsal.shape) > left:
+        expected = model.cost.seconds(rehearsal.shape)
+        if rehearsal.is_prompt and longest:
+            # NOTE: a fit to short chunks says little of long ones.
+            expected = min(expected, took * rehearsal.chunk / longest)
+        if measured > 1 and spent + _REPEATS * expected > SECONDS:
             continue
         seconds = _timed(engine, rehearsal)
-        for _ in range(_WEIGHT):
-            model.observe(rehearsal.shape, seconds)
-        model.fit()
+        spent += _REPEATS * seconds
         measured += 1
+        if rehearsal.is_prompt:
+            longest, took = rehearsal.chunk, seconds
+        model.measured(rehearsal.shape, seconds, _WEIGHT)
+        model.fit(first=True)
     taken = time.monotonic() - began
     one, many = model.cost.seconds(StepShape(streams=1)), model.cost.seconds(StepShape(512, 131328))
     logger.info(
         "measured %d kinds of steps in %.1f s: a step takes %.2f ms, with 512 prompt tokens %.2f",
         *(measured, taken, 1e3 * one, 1e3 * many),
     )
+    logger.debug("%s", model.cost)
 
 
 def _rehearsals(engine: Engine, config: NodeConfig) -> Iterator[_Rehearsal]:

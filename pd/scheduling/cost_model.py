@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,14 +24,22 @@ _HALF_LIFE = 500
 _DECAY = 0.5 ** (1 / _HALF_LIFE)
 # Weight of the last fit in the next one, in steps: what the last steps do not tell stays.
 _ANCHOR = 5.0
-# A step that took this many times as long as predicted, or more, counts as this many times: it
-# compiled a kernel, or the process got no CPU.
+# Shares of the weight of what was measured by which a first fit prefers what it cannot tell apart: that
+# any step takes long, then that one with prompt tokens does, to any coefficient that grows with it.
+_FIRST_ANCHORS = (1e-6, 1e-5, *[1e-3] * (len(StepCost.__struct_fields__) - 2))
+# A step that took so many times as long as steps take lately, by their predictions, or so many times
+# less, counts as that many times: it compiled a kernel, or the process got no CPU.
 _OUTLIER = 3.0
+_RECENT = 9
 # Steps that seem to take less or more are no measurements.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e3
-# Steps after which a fit is made again.
+# A fit is made again after so many steps, or when the errors of the predictions add up to so much.
 _REFIT = 64
-_SWEEPS = 40
+_REFIT_ERRORS = 8.0
+# If most of the last steps took so many times as long as predicted, or so many times less, what was
+# observed before counts for a part of itself from then on.
+_WRONG = 1.5
+_KEPT = 0.25
 
 
 def shape_of(works: Sequence[Work]) -> StepShape:
@@ -51,8 +61,8 @@ class CostModel:
     """A fit of :class:`pd.core.step_cost.StepCost` to the steps of this node.
 
     Least squares of relative errors, in which older steps count less and less, with coefficients
-    that are not negative (coordinate descent, as by Franc, Hlaváč and Navara, 2005). The caller
-    holds the node's lock, except for :attr:`cost`, which may be read at any time.
+    that are not negative. The caller holds the node's lock, except for :attr:`cost`, which may be
+    read at any time.
 
     Attributes:
         cost: the present fit.
@@ -65,6 +75,9 @@ class CostModel:
         self.observed = 0
         self._matrix: FloatArray = np.zeros((count, count))
         self._target: FloatArray = np.zeros(count)
+        # By how much the last steps took longer than predicted, as factors.
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._errors = 0.0
 
     def observe(self, shape: StepShape, seconds: float) -> float:
         """Correct the fit by a step that was computed.
@@ -74,27 +87,59 @@ class CostModel:
         """
         predicted = self.cost.seconds(shape)
         error = seconds / predicted - 1 if predicted > 0 else 0.0
-        taken = min(seconds, _OUTLIER * predicted) if predicted > 0 else seconds
-        if _LEAST_SECONDS <= taken <= _MOST_SECONDS:
-            row = np.array(features(shape)) / taken
-            self._matrix = _DECAY * self._matrix + np.outer(row, row)
-            self._target = _DECAY * self._target + row
         self.observed += 1
-        if self.observed % _REFIT == 0:
+        if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            self._take(shape, seconds, predicted)
+        self._errors += min(abs(error), 1.0)
+        if self.observed % _REFIT == 0 or self._errors >= _REFIT_ERRORS:
             self.fit()
+            if self._recent and not 1 / _WRONG < median(self._recent) < _WRONG:
+                self._matrix *= _KEPT
+                self._target *= _KEPT
+                self._recent.clear()
         return error
 
-    def fit(self) -> None:
-        """Compute :attr:`cost` anew from what was observed."""
-        found = np.array(self.cost.coefficients)
-        scale = np.diag(self._matrix)
-        anchor = _ANCHOR * scale / max(1.0, self._weight) + 1e-30
-        matrix = self._matrix + np.diag(anchor)
-        target = self._target + anchor * found
-        for _ in range(_SWEEPS):
-            for index in range(len(found)):
-                gradient = matrix[index] @ found - target[index]
-                found[index] = max(0.0, found[index] - gradient / matrix[index, index])
+    def measured(self, shape: StepShape, seconds: float, weight: int) -> None:
+        """Take a step as true that was measured while nothing else ran, as ``weight`` of those that
+        :meth:`observe` sees."""
+        row = np.array(features(shape)) / seconds
+        self._matrix += weight * np.outer(row, row)
+        self._target += weight * row
+        self.observed += weight
+
+    def _take(self, shape: StepShape, seconds: float, predicted: float) -> None:
+        scale = seconds
+        if predicted > 0:
+            self._recent.append(seconds / predicted)
+            usual = predicted * median(self._recent)
+            seconds = min(max(seconds, usual / _OUTLIER), usual * _OUTLIER)
+            # NOTE: a step that seemed short, because the host looked late for the one before, must not
+            # weigh more than others.
+            scale = max(seconds, usual)
+        row = np.array(features(shape)) / scale
+        self._matrix = _DECAY * self._matrix + np.outer(row, row)
+        self._target = _DECAY * self._target + row * (seconds / scale)
+
+    def fit(self, *, first: bool = False) -> None:
+        """Compute :attr:`cost` anew from what was observed.
+
+        Args:
+            first: there is no earlier fit that is worth keeping.
+        """
+        self._errors = 0.0
+        weight = np.diag(self._matrix)
+        # Each coefficient in units in which it matters as much as any other.
+        units = np.sqrt(np.where(weight > 0, weight, 1.0))
+        if first:
+            anchor = np.array(_FIRST_ANCHORS)
+            before = np.zeros(len(units))
+        else:
+            anchor = np.full(len(units), _ANCHOR / max(1.0, self._weight))
+            before = np.array(self.cost.coefficients) * units
+        # What was never observed keeps its value.
+        matrix = self._matrix / np.outer(units, units) + np.diag(anchor + (weight <= 0))
+        target = self._target / units + (anchor + (weight <= 0)) * before
+        found = _least_squares(matrix, target) / units
         self.cost = StepCost(*np.minimum(found, 1e3).tolist())
 
     @property
@@ -102,3 +147,37 @@ class CostModel:
         """Steps that the fit consists of."""
         steps = min(self.observed, 10 * _HALF_LIFE)
         return float((1 - _DECAY**steps) / (1 - _DECAY))
+
+
+def _least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
+    """The ``x`` without negative entries for which ``x·matrix·x / 2 - target·x`` is least: the active
+    set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23), from normal
+    equations.
+
+    Args:
+        matrix: positive definite ``[n, n]``.
+        target: ``[n]``.
+    """
+    count = len(target)
+    found = np.zeros(count)
+    free = np.zeros(count, np.bool_)
+    tolerance = 1e-9 * (1.0 + np.abs(target).max())
+    for _ in range(3 * count):
+        gradient = np.where(free, 0.0, target - matrix @ found)
+        best = int(gradient.argmax())
+        if gradient[best] <= tolerance:
+            break
+        free[best] = True
+        while free.any():
+            wanted = np.zeros(count)
+            wanted[free] = np.linalg.solve(matrix[np.ix_(free, free)], target[free])
+            below = free & (wanted <= 0)
+            if not below.any():
+                found = wanted
+                break
+            # As far towards it as no entry becomes negative.
+            step = (found[below] / (found[below] - wanted[below])).min()
+            found = found + step * (wanted - found)
+            free &= found > 1e-15
+            found[~free] = 0.0
+    return found
