@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Shapes that would not be measured within this time, without the compilation of kernels, are left out:
-# the fit follows when they occur.
+# Shapes that would not be measured within this time, without the compilation of kernels, are left
+# out: the fit follows when they occur.
 SECONDS = 2.0
 # The first is not counted, since it compiles kernels.
 _REPEATS = 4

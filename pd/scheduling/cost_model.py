@@ -24,13 +24,13 @@ _HALF_LIFE = 500
 _DECAY = 0.5 ** (1 / _HALF_LIFE)
 # Weight of the last fit in the next one, in steps: what the last steps do not tell stays.
 _ANCHOR = 5.0
-# Shares of the weight of what was measured by which a first fit prefers what it cannot tell apart: that
-# any step takes long, then that one with prompt tokens does, to any coefficient that grows with it.
+# Shares of the weight of what was measured by which a first fit prefers what it cannot tell apart:
+# that any step takes long, then that one with prompt tokens does, to what grows with the step.
 _FIRST_ANCHORS = (1e-6, 1e-5, *[1e-3] * (len(StepCost.__struct_fields__) - 2))
-# A step that took so many times as long as steps take lately, by their predictions, or so many times
+# A step that took so many times as long as the last ones, by their predictions, or so many times
 # less, counts as that many times: it compiled a kernel, or the process got no CPU.
 _OUTLIER = 3.0
-_RECENT = 9
+_RECENT = 15
 # Steps that seem to take less or more are no measurements.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e3
 # A fit is made again after so many steps, or when the errors of the predictions add up to so much.
@@ -113,8 +113,8 @@ class CostModel:
             self._recent.append(seconds / predicted)
             usual = predicted * median(self._recent)
             seconds = min(max(seconds, usual / _OUTLIER), usual * _OUTLIER)
-            # NOTE: a step that seemed short, because the host looked late for the one before, must not
-            # weigh more than others.
+            # NOTE: a step that seemed short, because the host looked late for the one before, must
+            # not weigh more than others.
             scale = max(seconds, usual)
         row = np.array(features(shape)) / scale
         self._matrix = _DECAY * self._matrix + np.outer(row, row)
@@ -150,9 +150,10 @@ class CostModel:
 
 
 def _least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
-    """The ``x`` without negative entries for which ``x·matrix·x / 2 - target·x`` is least: the active
-    set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23), from normal
-    equations.
+    """The ``x`` without negative entries for which ``x·matrix·x / 2 - target·x`` is least.
+
+    The active set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23),
+    from normal equations.
 
     Args:
         matrix: positive definite ``[n, n]``.
