@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: a few hundred kernels launched by one call.
+"""Steps as CUDA graphs: a few hundred kernels launched by one call.
 
 A graph computes a fixed number of rows at fixed addresses, so there is one for each of a ladder of
-batch sizes, and a step uses the smallest that it fits in. Rows that are left over are padding: they
-attend to the pool's extra page, and their logits are not read. All graphs share the memory of their
+sizes, and a step uses the smallest that it fits in. Rows that are left over are padding: their KV
+goes to the pool's extra page, and their logits are not read. All graphs share the memory of their
 intermediate results and of their logits, since only one runs at a time.
 """
 
@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from pd.engine.device_copy import to_device
 from pd.engine.model_runner import hide_tokens, reread_rows, token_positions
-from pd.kernels.attention.base import VerifyAttention
+from pd.kernels.attention.base import DecodeAttention, MixedAttention, VerifyAttention
 from pd.kernels.attention.trees import MAX_TREE
 
 if TYPE_CHECKING:
@@ -29,14 +30,19 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.engine.model_runner import ForwardItem, ModelRunner
-    from pd.kernels.attention import AttentionBackend, DecodeAttention
-    from pd.kernels.attention.base import PlannedAttention
+    from pd.kernels.attention import AttentionBackend
+    from pd.kernels.attention.base import Int64Array, PlannedAttention
 
 logger = logging.getLogger(__name__)
 
 # Tokens of the largest step with drafts that is captured. Larger ones keep a GPU busy for longer
 # than their launches take.
 MAX_VERIFIED = 512
+# Tokens of the mixed steps that are captured: larger ones keep a GPU busy for longer than their
+# launches take. Those in between are computed with the next larger one.
+MIXED_SIZES = (*range(64, 513, 64), *range(640, 1025, 128))
+# Chunks of a mixed step, and tokens whose logits are wanted, at most.
+MAX_CHUNKS, MAX_WANTED = 8, 256
 # Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
 # larger batches each padded row costs time.
 _DENSE_FROM = 8
@@ -67,12 +73,12 @@ def default_sizes(max_running: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Captured:
-    """One captured size. ``inputs`` is int64 ``[fields * rows]``: the index of each row's token
-    among all tokens, positions, the tokens that the host has, and with an EAGLE head where the
-    state of the token before lies. ``logits`` ``[rows, vocab_size]`` holds the result of the last
-    replay."""
+    """One captured size. ``inputs`` is int64: of each row the index of its token among all tokens,
+    its position, the token if the host has it, and with an EAGLE head where the state of the token
+    before lies; in mixed steps followed by the rows whose logits are wanted. ``logits``
+    ``[rows, vocab_size]`` or ``[wanted, vocab_size]`` holds the result of the last replay."""
 
-    attention: DecodeAttention | VerifyAttention
+    attention: PlannedAttention
     inputs: torch.Tensor
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -106,8 +112,8 @@ class GraphRecorder:
         return graph, result
 
 
-class DecodeGraphs:
-    """Runs steps of one token per sequence, or of a few.
+class StepGraphs(ABC):
+    """Runs steps of up to so many tokens as the largest of its graphs has.
 
     Args:
         runner: not used by others meanwhile.
@@ -115,8 +121,7 @@ class DecodeGraphs:
         sizes: numbers of tokens to capture.
         max_tokens: tokens of the last step or its drafts to which a step may refer.
         max_context: tokens of a sequence.
-        several: capture steps of several tokens of each sequence.
-        progress: show a bar on standard error when it is a terminal.
+        progress: what a bar on standard error is about, when that is a terminal; empty for none.
     """
 
     def __init__(
@@ -127,55 +132,65 @@ class DecodeGraphs:
         *,
         max_tokens: int,
         max_context: int,
-        several: bool = False,
-        progress: bool = True,
+        progress: str = "",
     ) -> None:
         self._model, self._eagle = runner.model, runner.eagle
-        self._several = several
         self._fields = 3 if runner.eagle is None else 4
         self._device = runner.model.embedding.device
         self.sizes = sorted(sizes)
         largest = self.sizes[-1]
         # The inputs are followed by the tokens of the previous step, whose values only the device
         # has.
-        self._first_previous = self._fields * largest
+        self._first_previous = self._num_inputs(largest)
         self._tokens = torch.zeros(
             self._first_previous + max(max_tokens, largest), dtype=torch.int64, device=self._device
         )
         self._previous = self._tokens[self._first_previous :]
         dtype, size = runner.model.embedding.dtype, runner.model.config.vocab_size
-        self._logits = torch.zeros(largest, size, dtype=dtype, device=self._device)
+        wanted = self._wanted(largest) or largest
+        self._logits = torch.zeros(wanted, size, dtype=dtype, device=self._device)
         if runner.eagle is not None:
             self._fused = runner.eagle.carried.new_zeros(largest, runner.eagle.carried.shape[1])
         self._graphs: dict[int, _Captured] = {}
         bar = tqdm(
             sorted(sizes, reverse=True),
-            desc="CUDA graphs" + (" of steps with drafts" if several else ""),
+            desc=progress,
             unit="size",
             disable=not (progress and sys.stderr.isatty()),
         )
         for rows in bar:  # the largest first, for its memory serves all others
             attention = self._attention(runner.attention, rows, max_context)
-            inputs = self._tokens[: self._fields * rows]
+            inputs = self._tokens[: self._num_inputs(rows)]
             compute = functools.partial(self._compute, rows, inputs, attention)
             self._graphs[rows] = _Captured(attention, inputs, *recorder.record(compute))
         torch.cuda.empty_cache()
 
+    @abstractmethod
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        """Whether :meth:`run` can compute these."""
+
+    @abstractmethod
     def _attention(
         self, backend: AttentionBackend, rows: int, max_context: int
-    ) -> DecodeAttention | VerifyAttention:
-        none = np.zeros(0, np.int64)
-        if self._several:
-            verify = backend.verify_graph(rows, max_context)
-            if verify is not None:
-                verify.plan(none, none, [])
-                return verify
-        else:
-            decode = backend.decode_graph(rows, max_context)
-            if decode is not None:
-                decode.plan(none, [])
-                return decode
-        raise ValueError(f"attention backend {backend.name} has no such CUDA graphs")
+    ) -> PlannedAttention:
+        """Attention of the graph of so many tokens, planned for no sequence."""
+
+    @abstractmethod
+    def _plan(
+        self,
+        attention: PlannedAttention,
+        items: Sequence[ForwardItem],
+        starts: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        """Prepare what :meth:`_attention` returned for the next replay."""
+
+    def _wanted(self, rows: int) -> int:
+        """Tokens of which the graph of ``rows`` tokens has logits; 0 if it has those of all."""
+        return 0
+
+    def _num_inputs(self, rows: int) -> int:
+        return self._fields * rows + self._wanted(rows)
 
     def _compute(
         self, rows: int, inputs: torch.Tensor, attention: PlannedAttention
@@ -183,28 +198,13 @@ class DecodeGraphs:
         ids = self._tokens.index_select(0, inputs[:rows])
         positions = inputs[rows : 2 * rows]
         features = self._model.new_features(rows)
-        hidden = self._model(ids, positions, attention, features=features)
+        wanted = inputs[self._fields * rows :] if self._wanted(rows) else None
+        hidden = self._model(ids, positions, attention, rows=wanted, features=features)
         if self._eagle is not None and features is not None:
             before = inputs[3 * rows : 4 * rows]
             self._eagle.write(ids, positions, attention.slots, features, before)
             self._fused[:rows].copy_(self._eagle.fused)
-        return self._logits[:rows].copy_(self._model.logits(hidden))
-
-    def fits(self, items: Sequence[ForwardItem]) -> bool:
-        """Whether these are so few tokens, whose logits are wanted, and one of each sequence; or,
-        where such steps were captured, at most :data:`MAX_TREE`, of which the first may be computed
-        without. And whether there is room for the tokens that they refer to."""
-        most, total = MAX_TREE if self._several else 1, 0
-        lowest = -len(self._previous)
-        for item in items:
-            count = len(item.token_ids)
-            total += count
-            if count > most or not max(1, count - 1) <= item.num_logits <= count:
-                return False
-            # The last token has the highest place among those that only the device has.
-            if item.token_ids[-1] < lowest:
-                return False
-        return total <= self.sizes[-1]
+        return self._logits[: len(hidden)].copy_(self._model.logits(hidden))
 
     def run(
         self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
@@ -215,45 +215,169 @@ class DecodeGraphs:
         count = len(token_ids)
         rows = self.sizes[bisect_left(self.sizes, count)]
         graph = self._graphs[rows]
-        host = torch.zeros(self._fields * rows, dtype=torch.int64, pin_memory=True)
-        inputs = host.numpy().reshape(self._fields, rows)
+        host = torch.zeros(self._num_inputs(rows), dtype=torch.int64, pin_memory=True)
+        inputs = host.numpy()[: self._fields * rows].reshape(self._fields, rows)
         places, positions, tokens = inputs[:3]
         places[:] = 2 * rows + np.arange(rows)
         tokens[:count] = token_ids
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
-        positions[:count] = token_positions(items, starts, lengths) if self._several else starts
+        one_each = count == len(items)
+        positions[:count] = starts if one_each else token_positions(items, starts, lengths)
         if self._eagle is not None:
             inputs[3, :count] = self._eagle.places_before(items)
         previous = np.flatnonzero(tokens < 0)
         places[previous] = self._first_previous - 1 - tokens[previous]
+        wanted = wanted_rows(items, lengths) if self._wanted(rows) else None
+        if wanted is not None:
+            host.numpy()[self._fields * rows :][: len(wanted)] = wanted
         graph.inputs.copy_(host, non_blocking=True)
         if previous_tokens is not None:
             # Rows of prompts, of which there may be many choices, follow the rows that continue.
             known = previous_tokens[: len(self._previous)]
             self._previous[: len(known)].copy_(known)
-        pages = [item.pages for item in items]
-        if isinstance(graph.attention, VerifyAttention):
-            trees = None
-            if any(item.branches for item in items):
-                trees = [item.visible() for item in items]
-            graph.attention.plan(starts, lengths, pages, trees)
-            reread = reread_rows(items, self._device)
-            if reread is not None:
-                hide_tokens(graph.attention, reread)
-        else:
-            graph.attention.plan(starts, pages)
+        self._plan(graph.attention, items, starts, lengths)
+        reread = reread_rows(items, self._device)
+        if reread is not None:
+            hide_tokens(graph.attention, reread)
         graph.graph.replay()
         if self._eagle is not None:
             self._eagle.fused = self._fused[:rows]
-        logits = graph.logits[:count]
-        unwanted = [item.num_logits < len(item.token_ids) for item in items]
-        if not any(unwanted):
-            return logits
-        wanted = np.ones(count, np.bool_)
-        wanted[(np.cumsum(lengths) - lengths)[unwanted]] = False
-        chosen = np.flatnonzero(wanted)
-        return logits.index_select(0, to_device(chosen, torch.int64, self._device))
+        if wanted is not None:
+            return graph.logits[: len(wanted)]
+        if one_each or all(item.num_logits == len(item.token_ids) for item in items):
+            return graph.logits[:count]
+        chosen = to_device(wanted_rows(items, lengths), torch.int64, self._device)
+        return graph.logits.index_select(0, chosen)
+
+    @property
+    def _lowest(self) -> int:
+        """The last of the negative token ids for which there is room."""
+        return -len(self._previous)
+
+
+class DecodeGraphs(StepGraphs):
+    """Runs steps of one token per sequence."""
+
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        lowest = self._lowest
+        for item in items:
+            ids = item.token_ids
+            if len(ids) != 1 or item.num_logits != 1 or ids[0] < lowest:
+                return False
+        return len(items) <= self.sizes[-1]
+
+    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> DecodeAttention:
+        attention = backend.decode_graph(rows, max_context)
+        if attention is None:
+            raise ValueError(f"attention backend {backend.name} has no CUDA graphs")
+        attention.plan(np.zeros(0, np.int64), [])
+        return attention
+
+    def _plan(
+        self,
+        attention: PlannedAttention,
+        items: Sequence[ForwardItem],
+        starts: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        assert isinstance(attention, DecodeAttention)
+        attention.plan(starts, [item.pages for item in items])
+
+
+class VerifyGraphs(StepGraphs):
+    """Runs steps of a few tokens of each sequence, at most :data:`MAX_TREE`, whose logits are
+    wanted; of which the first may be computed without."""
+
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        total, lowest = 0, self._lowest
+        for item in items:
+            count = len(item.token_ids)
+            total += count
+            if count > MAX_TREE or not max(1, count - 1) <= item.num_logits <= count:
+                return False
+            # The last token has the highest place among those that only the device has.
+            if item.token_ids[-1] < lowest:
+                return False
+        return total <= self.sizes[-1]
+
+    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> VerifyAttention:
+        attention = backend.verify_graph(rows, max_context)
+        if attention is None:
+            raise ValueError(f"attention backend {backend.name} has no graphs of drafts")
+        none = np.zeros(0, np.int64)
+        attention.plan(none, none, [])
+        return attention
+
+    def _plan(
+        self,
+        attention: PlannedAttention,
+        items: Sequence[ForwardItem],
+        starts: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        assert isinstance(attention, VerifyAttention)
+        trees = None
+        if any(item.branches for item in items):
+            trees = [item.visible() for item in items]
+        attention.plan(starts, lengths, [item.pages for item in items], trees)
+
+
+class MixedGraphs(StepGraphs):
+    """Runs steps of chunks of a few prompts beside sequences that continue.
+
+    Their kernels take the host tens of milliseconds to launch one by one, as long as the GPU needs
+    for a thousand prompt tokens: answers would wait for that at every step.
+    """
+
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        total = chunks = wanted = 0
+        lowest = self._lowest
+        for item in items:
+            count = len(item.token_ids)
+            total += count
+            chunks += count > 1
+            wanted += item.num_logits
+            if item.branches or item.token_ids[-1] < lowest:
+                return False
+        if chunks > MAX_CHUNKS or total > self.sizes[-1]:
+            return False
+        rows = self.sizes[bisect_left(self.sizes, total)]
+        return max(wanted, len(items) - chunks) <= self._wanted(rows)
+
+    def _wanted(self, rows: int) -> int:
+        return min(rows, MAX_WANTED)
+
+    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> MixedAttention:
+        attention = backend.mixed_graph(rows, self._wanted(rows), MAX_CHUNKS, max_context)
+        if attention is None:
+            raise ValueError(f"attention backend {backend.name} has no graphs of mixed steps")
+        return attention
+
+    def _plan(
+        self,
+        attention: PlannedAttention,
+        items: Sequence[ForwardItem],
+        starts: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        assert isinstance(attention, MixedAttention)
+        attention.plan(starts, lengths, [item.pages for item in items])
+
+
+class CapturedSteps(NamedTuple):
+    """The graphs of a node's steps; None where it has no such steps, or its attention backend no
+    graphs of them.
+
+    Attributes:
+        decode: one token of each sequence.
+        verify: drafts.
+        mixed: prompts beside sequences that continue.
+    """
+
+    decode: DecodeGraphs
+    verify: VerifyGraphs | None
+    mixed: MixedGraphs | None
 
 
 def capture_steps(
@@ -265,9 +389,9 @@ def capture_steps(
     *,
     only_extremes: bool = False,
     progress: bool = True,
-) -> tuple[DecodeGraphs, DecodeGraphs | None]:
-    """Capture a node's decode steps and, where it has a drafter and an attention backend for
-    them, its steps with drafts.
+) -> CapturedSteps:
+    """Capture a node's decode steps and, where it has a drafter and an attention backend for them,
+    its steps with drafts; where it computes prompts beside them, mixed steps.
 
     Args:
         sizes: batch sizes.
@@ -277,26 +401,50 @@ def capture_steps(
         progress: show bars on standard error when it is a terminal.
     """
     rows = config.max_running_requests
+    of_each = config.speculative_num_draft_tokens + 1
+    drafts = config.speculative_algorithm != "none"
+    # With drafts, both running sequences and those whose places they took have some.
+    most = rows * 2 * of_each if drafts else rows
+
+    def chosen(ladder: Sequence[int]) -> Sequence[int]:
+        return [ladder[0], ladder[-1]] if only_extremes else ladder
+
+    what = "CUDA graphs" if progress else ""
     decode = DecodeGraphs(
         runner,
         recorder,
-        [min(sizes), max(sizes)] if only_extremes else sizes,
+        chosen(sorted(sizes)),
         max_tokens=rows,
         max_context=max_context,
-        progress=progress,
+        progress=what,
     )
-    of_each = config.speculative_num_draft_tokens + 1
-    if config.speculative_algorithm == "none" or not runner.attention.verify_graph(2, 2):
-        return decode, None
-    verified = verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each))
-    verify = DecodeGraphs(
-        runner,
-        recorder,
-        [verified[0], verified[-1]] if only_extremes else verified,
-        # Both running sequences and those whose places they took have drafts.
-        max_tokens=rows * 2 * of_each,
-        max_context=max_context,
-        several=True,
-        progress=progress,
-    )
-    return decode, verify
+    verify = mixed = None
+    if drafts and runner.attention.verify_graph(2, 2):
+        drafted = verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each))
+        verify = VerifyGraphs(
+            runner,
+            recorder,
+            chosen(drafted),
+            max_tokens=most,
+            max_context=max_context,
+            progress=what and f"{what} of steps with drafts",
+        )
+    ladder = [size for size in MIXED_SIZES if size <= config.chunked_prefill_size]
+    if config.computes_prompts and ladder and runner.attention.mixed_graph(2, 1, 1, 2):
+        mixed = MixedGraphs(
+            runner,
+            recorder,
+            chosen(ladder),
+            max_tokens=most,
+            max_context=max_context,
+            progress=what and f"{what} of mixed steps",
+        )
+    return CapturedSteps(decode, verify, mixed)
+
+
+def wanted_rows(items: Sequence[ForwardItem], lengths: Int64Array) -> Int64Array:
+    """Which rows of a step have logits that are wanted, int64."""
+    wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
+    ends = np.cumsum(lengths)
+    rows: Int64Array = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())
+    return rows

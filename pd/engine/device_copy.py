@@ -1,4 +1,4 @@
-"""Copies between host and device that do not wait for the device.
+"""Copies between host and device that do not wait for the device, and how long its work takes.
 
 A copy from or to ordinary host memory waits until everything queued on the stream is done; one that
 uses page-locked memory is only queued. Torch keeps page-locked memory until the copies that use it
@@ -53,3 +53,35 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
+
+
+class DeviceTimer:
+    """Measures how long a GPU works on what is queued on the current stream between the constructor
+    and :meth:`stop`; from when it is idle, or else done with what was queued before.
+
+    Args:
+        device: on a CPU nothing is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._mark()
+
+    def stop(self) -> None:
+        """End what is measured."""
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)
+
+    def seconds(self) -> float | None:
+        """Wait for the end, and return the time; None where nothing was measured."""
+        if len(self._events) < 2:
+            return None
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3

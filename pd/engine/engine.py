@@ -232,8 +232,16 @@ class Engine:
             *(config.model_name, dtype, device, attention.name, num_pages * config.page_size),
             *(num_pages, config.page_size),
         )
-        chunks = runner.chunk_graphs.sizes if runner.chunk_graphs is not None else ()
-        report(model, pool, needs.step, graphs, sizes, chunks)
+        captured = {
+            what: found.sizes
+            for what, found in (
+                ("batch", runner.graphs),
+                ("chunk", runner.chunk_graphs),
+                ("mixed step", runner.mixed_graphs),
+            )
+            if found is not None
+        }
+        report(model, pool, needs.step, graphs, captured)
         return cls(
             model_config=model_config,
             model_id=model_config.fingerprint(config.model, config.load_format, config.seed),
@@ -349,7 +357,7 @@ def _capture_graphs(
     recorder = GraphRecorder(device)
     reserved = torch.cuda.memory_reserved(device)
     if sizes:
-        runner.graphs, runner.verify_graphs = capture_steps(
+        runner.graphs, runner.verify_graphs, runner.mixed_graphs = capture_steps(
             runner, recorder, config, sizes, context_length, progress=progress
         )
     if config.computes_prompts and (sizes or not config.decodes):

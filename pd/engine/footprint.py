@@ -16,7 +16,7 @@ from pd.engine.model_runner import ForwardItem, ModelRunner
 from pd.kernels.paging import page_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pd.core.config import NodeConfig
     from pd.core.node_info import KVLayout
@@ -107,32 +107,29 @@ def report(
     pool: KVPool,
     step: int,
     graphs: int,
-    graph_sizes: Sequence[int],
-    chunk_sizes: Sequence[int],
+    captured: Mapping[str, Sequence[int]],
 ) -> None:
     """Log the use of a GPU's memory; on a CPU, do nothing.
 
     Args:
         step: bytes of the largest prefill step while it runs.
-        graphs: bytes that torch allocated for the graphs of decode batches of ``graph_sizes`` and
-            of chunks of ``chunk_sizes`` tokens.
+        graphs: bytes that torch allocated for CUDA graphs.
+        captured: their sizes, by what they compute.
     """
     device = pool.device
     if device.type != "cuda":
         return
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     free, total = torch.cuda.mem_get_info(device)
-    captured = [
-        f"{len(sizes)} {what} sizes up to {max(sizes)}"
-        for what, sizes in (("batch", graph_sizes), ("chunk", chunk_sizes))
-        if sizes
+    ladders = [
+        f"{len(sizes)} {what} sizes up to {max(sizes)}" for what, sizes in captured.items() if sizes
     ]
     cache = pool.memory.nbytes
     other = total - free - weights - cache - graphs
     rows = (
         ("weights", weights, ""),
         ("KV cache", cache, ""),
-        ("CUDA graphs", graphs, " and ".join(captured) or "none"),
+        ("CUDA graphs", graphs, ", ".join(ladders) or "none"),
         ("other", other, "work space, CUDA and its kernels, other processes"),
         ("free now", free, f"of {total / 2**30:.1f} GiB"),
         ("largest prefill step", step, "of what is free, while it runs"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.engine.chunk_graphs import ChunkGraphs
-    from pd.engine.cuda_graphs import DecodeGraphs
+    from pd.engine.cuda_graphs import DecodeGraphs, MixedGraphs, VerifyGraphs
     from pd.engine.draft_tree import DraftTree
     from pd.engine.eagle import EagleWriter
     from pd.engine.kv_pool import KVPool
@@ -157,6 +157,7 @@ class ModelRunner:
         graphs: graphs of decode steps, once captured; None to launch their kernels one by one.
         verify_graphs: graphs of steps of a few tokens of each sequence; None without them.
         chunk_graphs: graphs of steps of one short chunk; None without them.
+        mixed_graphs: graphs of steps of chunks beside sequences that continue; None without them.
         last_alone_from: from this many pairs of query and key on, the last layer attends only the
             wanted tokens, if they are few. With fewer pairs, planning this takes the host longer
             than it saves the GPU.
@@ -177,8 +178,9 @@ class ModelRunner:
         self.last_alone_from = 1 << 24
         self._last_attention = last_attention
         self.graphs: DecodeGraphs | None = None
-        self.verify_graphs: DecodeGraphs | None = None
+        self.verify_graphs: VerifyGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
 
     @classmethod
     def build(
@@ -202,7 +204,7 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Launch kernels one by one from now on."""
-        self.graphs = self.verify_graphs = self.chunk_graphs = None
+        self.graphs = self.verify_graphs = self.chunk_graphs = self.mixed_graphs = None
 
     @torch.inference_mode()
     def forward(
@@ -226,17 +228,27 @@ class ModelRunner:
             Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
             and on its device.
         """
-        if on_layers_done is None:
-            for graphs in (self.graphs, self.verify_graphs):
-                if graphs is not None and graphs.fits(items):
-                    return graphs.run(items, previous_tokens)
+        logits = self._replay(items, previous_tokens)
+        if logits is None:
+            return self._launch(items, on_layers_done, previous_tokens)
+        if on_layers_done is not None:
+            on_layers_done(0, self.model.config.num_layers + (self.eagle is not None))
+        return logits
+
+    def _replay(
+        self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """:meth:`forward` by a graph; None if none fits. All ranks choose the same, since they sum
+        tensors of the graph's size."""
+        for graphs in (self.graphs, self.verify_graphs):
+            if graphs is not None and graphs.fits(items):
+                return graphs.run(items, previous_tokens)
         short = self.chunk_graphs if previous_tokens is None else None
         if short is not None and short.fits(items):
-            logits = short.run(items[0])
-            if on_layers_done is not None:
-                on_layers_done(0, self.model.config.num_layers + (self.eagle is not None))
-            return logits
-        return self._launch(items, on_layers_done, previous_tokens)
+            return short.run(items[0])
+        if self.mixed_graphs is not None and self.mixed_graphs.fits(items):
+            return self.mixed_graphs.run(items, previous_tokens)
+        return None
 
     def _launch(
         self,

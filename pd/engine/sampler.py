@@ -164,9 +164,9 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
-        self._device = torch.device(device)
-        self._staging = PinnedStaging(self._device)
-        self._penalties = Penalties(vocab_size, self._device)
+        self.device = torch.device(device)
+        self._staging = PinnedStaging(self.device)
+        self._penalties = Penalties(vocab_size, self.device)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """Draw a token for each row of ``logits``, and return them."""
@@ -257,7 +257,7 @@ class Sampler:
         draws, rows = prepared.draws, int(prepared.counts.sum())
         assert logits.shape == (rows, self._vocab_size)
         if not draws:
-            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
             return Samples(nothing, nothing.bool(), None)
         params = [draw.state.params for draw in draws]
         tokens, finite = sample_rows(
@@ -334,10 +334,10 @@ class Sampler:
         return logits
 
     def _index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
-        return to_device(values, torch.int64, self._device)
+        return to_device(values, torch.int64, self.device)
 
     def _floats(self, values: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
-        return to_device(values, torch.float32, self._device)
+        return to_device(values, torch.float32, self.device)
 
 
 def _is_plain(draw: Draw) -> bool:

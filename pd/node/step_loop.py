@@ -269,13 +269,16 @@ class StepLoop(threading.Thread):
             self._rooms.closing.look_after_step()
 
     def _observe(self, step: LaunchedStep) -> None:
-        """Compare the time of a complete step with its prediction. It counts from the end of the
-        step before, while which it may have been launched."""
+        """Compare the time of a complete step with its prediction. Where the device does not tell
+        how long it took, it counts from the end of the step before, while which it may have been
+        launched."""
         now, last = self._over_at or time.monotonic(), self._completed_at
         self._completed_at, self._over_at = now, None
         costs = self._core.costs
         if costs is not None:
-            shape, taken = shape_of(step.works), now - max(step.began, last)
+            shape, taken = shape_of(step.works), step.timer.seconds()
+            if taken is None:
+                taken = now - max(step.began, last)
             if logger.isEnabledFor(logging.DEBUG):
                 predicted = costs.cost.seconds(shape)
                 logger.debug("%s: %.1f ms, predicted %.1f", shape, 1e3 * taken, 1e3 * predicted)

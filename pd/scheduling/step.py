@@ -17,7 +17,7 @@ import torch
 from pd.core.errors import NodeFailedError
 from pd.core.messages import TokenLogprobs
 from pd.core.seldom import Seldom
-from pd.engine.device_copy import HostCopy, to_device
+from pd.engine.device_copy import DeviceTimer, HostCopy, to_device
 from pd.engine.model_runner import ForwardItem
 from pd.engine.sampling_state import Draw
 from pd.speculative.drafter import DraftRequest, StepOnDevice
@@ -153,6 +153,7 @@ class LaunchedStep:
         prompt_logprobs: log probabilities of works that want them.
         began: monotonic time at which drafting began, or else the launch.
         draft_seconds: how long drafting took.
+        timer: of the device's work.
     """
 
     works: list[Work]
@@ -161,6 +162,7 @@ class LaunchedStep:
     prompt_logprobs: list[tuple[Work, PromptLogprobs]]
     began: float
     draft_seconds: float
+    timer: DeviceTimer
 
     @property
     def is_over(self) -> bool:
@@ -257,6 +259,7 @@ def launch(
             any work has rules.
     """
     began = time.monotonic()
+    timer = DeviceTimer(sampler.device)
     if drafter is not None:
         _begin(drafter, works)
         if drafts:
@@ -303,12 +306,13 @@ def launch(
             account()
         masks = sampler.fill_masks(prepared, known.on_host(drafted))
     samples = sampler.launch(logits, prepared, masks)
+    timer.stop()
     drafted = drafted or known.copies()
     if drafter is not None:
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
         _follow(drafter, StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
     copies = known.missing, drafted
-    return LaunchedStep(works, samples, copies, prompt_logprobs, began, draft_seconds)
+    return LaunchedStep(works, samples, copies, prompt_logprobs, began, draft_seconds, timer)
 
 
 # A drafter may raise anything, for want of memory say. The model goes on without it, and the output

@@ -18,7 +18,7 @@ from checkpoints import (
 from greedy_engine import generate, make_runner
 
 from pd.engine.chunk_graphs import SIZES, ChunkGraphs
-from pd.engine.cuda_graphs import DecodeGraphs, GraphRecorder
+from pd.engine.cuda_graphs import MAX_CHUNKS, DecodeGraphs, GraphRecorder, MixedGraphs
 from pd.engine.model_runner import ForwardItem
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 NEW_TOKENS = 24
+MIXED = (64, 128, 256)
 
 
 def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
@@ -39,9 +40,9 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 def with_graphs(runner: ModelRunner) -> ModelRunner:
     recorder = GraphRecorder(runner.pool.device)
-    runner.graphs = DecodeGraphs(
-        runner, recorder, (1, 2, 4), max_tokens=8, max_context=2048, progress=False
-    )
+    runner.graphs = DecodeGraphs(runner, recorder, (1, 2, 4), max_tokens=8, max_context=2048)
+    if runner.attention.mixed_graph(2, 1, 1, 2) is not None:
+        runner.mixed_graphs = MixedGraphs(runner, recorder, MIXED, max_tokens=8, max_context=2048)
     runner.chunk_graphs = ChunkGraphs(runner, recorder, max_context=2048)
     return runner
 
@@ -158,6 +159,52 @@ def test_chunks_in_graphs_are_those_without(tmp_path: Path, monkeypatch) -> None
     assert in_graphs == [length for length in lengths if length <= SIZES[-1]]
     error = (found[0] - found[1]).norm() / found[0].norm()
     assert error < 0.01, f"{error:.4f}"
+
+
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_mixed_steps_in_graphs_are_those_without(
+    tmp_path: Path, monkeypatch, architecture: str, attention: str
+) -> None:
+    """Chunks of several prompts beside sequences whose tokens only the GPU knows, of every number
+    of tokens around the captured ones; those that do not fit are launched one by one."""
+    in_graphs = []
+    run = MixedGraphs.run
+    monkeypatch.setattr(
+        MixedGraphs, "run", lambda *args: in_graphs.append(len(args[1])) or run(*args)
+    )
+    path = make_checkpoint(architecture, tmp_path, head_dim=128)
+    many = [2] * (MAX_CHUNKS + 1)
+    steps = [[50, 9], [60, 4], [61, 4], [2, 3], [200, 31, 20], [200, 53], [200, 54], [2], many]
+    prompts = prompts_of([600, 40, 130, *[sum(map(len, steps)) * 40] * len(many)])
+    tables = np.random.default_rng(0).permutation(64 * 40).astype(np.int32).reshape(40, 64)
+    found = []
+    for graphs in (False, True):
+        runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
+        if graphs:
+            with_graphs(runner)
+            runner.chunk_graphs = None
+        for prompt, table in zip(prompts[:3], tables, strict=False):
+            runner.forward([ForwardItem(np.array(prompt, np.int32), 0, table)])
+        lengths, starts = [600, 40, 130], [0] * len(many)
+        logits = []
+        for number, chunks in enumerate(steps):
+            items = []
+            for i in range(3):
+                token = np.array([-1 - i], np.int32)
+                items.append(ForwardItem(token, lengths[i], tables[i]))
+                lengths[i] += 1
+            for i, count in enumerate(chunks):
+                ids = np.array(prompts[3 + i][starts[i] : starts[i] + count], np.int32)
+                wanted = int((number + i) % 2)
+                items.append(ForwardItem(ids, starts[i], tables[3 + i], wanted))
+                starts[i] += count
+            known = torch.tensor([number, 7, 9], device="cuda")
+            logits.append(runner.forward(items, None, known).float().clone())
+        found.append(torch.cat(logits))
+    assert in_graphs == [3 + len(c) for c in steps if sum(c) <= MIXED[-1] - 3 and c is not many]
+    error = (found[0] - found[1]).norm() / found[0].norm()
+    assert error < 0.02, f"{error:.4f}"
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
-    from pd.kernels.attention.triton_graphs import TritonDraft, TritonVerify
+    from pd.kernels.attention.triton_graphs import TritonDraft, TritonMixed, TritonVerify
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 # KV heads, query heads per KV head, head size, page size.
@@ -92,7 +92,7 @@ class TestEager:
 
 
 def addresses(graph: TritonVerify | TritonDraft, *tensors: torch.Tensor) -> list[int]:
-    work = graph._launch.work
+    work = graph._launch.works[0]
     mine = (graph.slots, work.num_items, work.items, graph._launch.tables)
     return [tensor.data_ptr() for tensor in (*mine, *tensors)]
 
@@ -161,7 +161,7 @@ class TestVerify:
         assert backend.tree_kernel(4).tile_tokens == 4
         graph = backend.verify_graph(4, 640)
         graph.plan(np.array([600]), np.array([4]), case.pages)
-        work = graph._launch.work
+        work = graph._launch.works[0]
         items = work.items[: int(work.num_items)]
         assert (items[:, 1] == 4).all()
         begins, ends = items[:, 4], items[:, 5]
@@ -174,6 +174,70 @@ class TestVerify:
         before = addresses(graph, graph._masks)
         verified(graph, case, 12)
         assert addresses(graph, graph._masks) == before
+
+
+# Tokens in the pool and new tokens of each sequence.
+MIXED = [
+    [(40, 1), (300, 1), (0, 70), (130, 9), (3, 1)],
+    [(290, 130), (61, 2), (5, 1)],
+    [(515, 1), (64, 1)],
+    [(17, 40)],
+]
+
+
+class TestMixed:
+    @pytest.mark.parametrize("shape", SHAPES[:3])
+    def test_one_graph_is_planned_for_all_steps(self, shape: tuple) -> None:
+        """Single tokens and chunks, of one kind only, too, down to no sequence at all."""
+        cases = [make_case([(start, n, False) for start, n in step], shape) for step in MIXED]
+        kv_heads, group, _, page_size = shape
+        for case in cases:
+            backend = TritonAttention(case.pool, kv_heads * group)
+            graph = backend.mixed_graph(140, 3, 2, 600)
+            before = mixed_addresses(graph)
+            for _ in range(2):
+                out = replayed(graph, case, 140)
+                assert_right(out, case.reference())
+                none = np.empty(0, np.int64)
+                graph.plan(none, none, [])
+                extra = case.pool.num_pages * page_size
+                assert graph.slots.tolist() == [extra] * 140
+                assert [int(work.num_items) for work in graph._launch.works] == [0, 0]
+            assert mixed_addresses(graph) == before
+
+    def test_chunks_each_leave_a_tile_partly_empty(self) -> None:
+        """As many as there may be, of the most tokens that do."""
+        case = make_case([(9, 33, False)] * 4, (1, 4, 64, 16))
+        backend = TritonAttention(case.pool, 4)
+        size = backend.chunk_kernel.tile_tokens
+        case = make_case([(9, size + 1, False)] * 4, (1, 4, 64, 16))
+        backend = TritonAttention(case.pool, 4)
+        tokens = 4 * (size + 1)
+        graph = backend.mixed_graph(tokens, 1, 4, 256)
+        assert_right(replayed(graph, case, tokens), case.reference())
+
+
+def mixed_addresses(graph: TritonMixed) -> list[int]:
+    tensors = [graph.slots, graph._launch.tables]
+    for work in graph._launch.works:
+        tensors += [work.num_items, work.items]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def replayed(graph: TritonMixed, case: Case, tokens: int) -> torch.Tensor:
+    """Plan a mixed graph for a case and replay it; the rest of its tokens is padding."""
+    starts, lengths = np.array(case.shapes, np.int64).reshape(-1, 2).T
+    count = int(lengths.sum())
+    graph.plan(starts, lengths, case.pages)
+    q, k, v = (
+        torch.cat((x, torch.zeros(tokens - count, *x.shape[1:], dtype=x.dtype, device=DEVICE)))
+        for x in (case.q, case.k, case.v)
+    )
+    store_kv(case.pool.key(1), case.pool.value(1), graph.slots, k, v)
+    with poisoned_memory():
+        out = graph.attend(1, q, k, v)
+    assert not out[:count].isnan().any()
+    return out[:count]
 
 
 # Tokens of each sequence at most, and the sequences of the rows.

@@ -158,7 +158,7 @@ class TestGraph:
 
 def addresses(graph: TritonDecode) -> list[int]:
     launch = graph._launch
-    tensors = (graph.slots, launch.work.num_items, launch.work.items, launch.tables)
+    tensors = (graph.slots, launch.works[0].num_items, launch.works[0].items, launch.tables)
     return [tensor.data_ptr() for tensor in tensors]
 
 

@@ -162,6 +162,26 @@ class VerifyAttention(PlannedAttention):
         """
 
 
+class MixedAttention(PlannedAttention):
+    """A fixed number of new tokens, of sequences with one each and of a few chunks, for a CUDA
+    graph.
+
+    Addresses stay the same and a plan is for the replay that follows it, as with
+    :class:`DecodeAttention`.
+    """
+
+    @abstractmethod
+    def plan(self, starts: Int64Array, lengths: Int64Array, pages: Sequence[IntArray]) -> None:
+        """Queue the copies that prepare the next replay, waiting no longer than
+        :meth:`DecodeAttention.plan`.
+
+        Args:
+            starts, lengths, pages: as in :class:`AttentionBatch`, with no more tokens, sequences
+                and chunks than the graph has; there may be none. Tokens after them are padding:
+                they are written to the pool's extra page, and their results are undefined.
+        """
+
+
 class DraftAttention(PlannedAttention):
     """One new token for each of a fixed number of rows, whose place only the GPU knows, for CUDA
     graphs of several decode steps.
@@ -247,6 +267,18 @@ class AttentionBackend(PlannedAttention):
     def verify_graph(self, rows: int, max_context: int) -> VerifyAttention | None:
         """Attention for a CUDA graph over up to ``rows`` new tokens of several sequences, or None
         if this backend has none; buffers and ``max_context`` as in :meth:`decode_graph`."""
+        return None
+
+    def mixed_graph(
+        self, tokens: int, singles: int, chunks: int, max_context: int
+    ) -> MixedAttention | None:
+        """Attention for a CUDA graph over up to ``tokens`` new tokens, or None if this backend has
+        none; buffers and ``max_context`` as in :meth:`decode_graph`.
+
+        Args:
+            singles: sequences with one new token, at most.
+            chunks: sequences with more, at most.
+        """
         return None
 
     def draft_graph(self, rows: int, max_context: int) -> DraftAttention | None:

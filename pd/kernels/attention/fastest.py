@@ -11,15 +11,16 @@ if TYPE_CHECKING:
     from pd.kernels.attention.base import (
         DecodeAttention,
         DraftAttention,
+        MixedAttention,
         PagedKV,
         VerifyAttention,
     )
 
 
 class FastestAttention(FlashInferAttention):
-    """Chunks and mixed steps by FlashInfer, decode graphs by our Triton kernel: each is the faster
-    of the two there on an H200, but for one long sequence (``benchmarks/attention.py`` measures
-    both). Graphs that verify and draft are Triton's alone."""
+    """What no graph holds by FlashInfer, and graphs of decode steps by our Triton kernel: each is
+    the faster of the two there on an H200, but for one long sequence (``benchmarks/attention.py``
+    measures both). Graphs of mixed steps, and those that verify and draft, are Triton's alone."""
 
     name = "flashinfer+triton"
 
@@ -32,6 +33,11 @@ class FastestAttention(FlashInferAttention):
 
     def verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
         return self._triton.verify_graph(rows, max_context)
+
+    def mixed_graph(
+        self, tokens: int, singles: int, chunks: int, max_context: int
+    ) -> MixedAttention:
+        return self._triton.mixed_graph(tokens, singles, chunks, max_context)
 
     def draft_graph(self, rows: int, max_context: int) -> DraftAttention:
         return self._triton.draft_graph(rows, max_context)

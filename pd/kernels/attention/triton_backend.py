@@ -16,12 +16,18 @@ from pd.kernels.attention.base import (
     AttentionBatch,
     DecodeAttention,
     DraftAttention,
+    MixedAttention,
     PagedKV,
     VerifyAttention,
 )
 from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.trees import branching, tree_masks
-from pd.kernels.attention.triton_graphs import TritonDecode, TritonDraft, TritonVerify
+from pd.kernels.attention.triton_graphs import (
+    TritonDecode,
+    TritonDraft,
+    TritonMixed,
+    TritonVerify,
+)
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import SplitPolicy, Tiles, Work
 from pd.kernels.linear_triton import MAX_ROWS
@@ -209,7 +215,7 @@ class TritonAttention(AttentionBackend):
             )
             for n in (_FEW, _FEW + 1)
         )
-        self._chunk_kernel = Kernel(
+        self.chunk_kernel = Kernel(
             pool, num_heads, chunk or chunk_shape(dtype, head_dim, _shared_memory(self.device))
         )
         self.staging = PinnedStaging(self.device)
@@ -225,7 +231,7 @@ class TritonAttention(AttentionBackend):
         single, tree = lengths == 1, branching(lengths, batch.trees)
         parts = [
             (self.decode_kernel(int(single.sum())), single, False),
-            (self._chunk_kernel, ~single & ~tree, False),
+            (self.chunk_kernel, ~single & ~tree, False),
         ]
         masks = np.empty(0, np.int64)
         if tree.any():
@@ -266,6 +272,11 @@ class TritonAttention(AttentionBackend):
 
     def verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
         return TritonVerify(self, rows, max_context)
+
+    def mixed_graph(
+        self, tokens: int, singles: int, chunks: int, max_context: int
+    ) -> MixedAttention:
+        return TritonMixed(self, tokens, singles, chunks, max_context)
 
     def draft_graph(self, rows: int, max_context: int) -> DraftAttention:
         return TritonDraft(self, rows, max_context)

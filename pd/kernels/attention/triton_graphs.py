@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.kernels.attention.base import DecodeAttention, DraftAttention, Int64Array, VerifyAttention
+from pd.kernels.attention.base import (
+    DecodeAttention,
+    DraftAttention,
+    Int64Array,
+    MixedAttention,
+    VerifyAttention,
+)
 from pd.kernels.attention.page_tables import PageTables, extended, padded_decode, padded_tables
 from pd.kernels.attention.trees import MAX_TREE, tree_masks
 from pd.kernels.attention.triton_kernel import FIELDS, locate_tokens
@@ -27,42 +33,54 @@ if TYPE_CHECKING:
 _LOCATED = 128
 
 
-class _FixedLaunch:
-    """A kernel over buffers of a fixed size, in memory that the backend's graphs share.
+class _FixedLaunches:
+    """Kernels over buffers of a fixed size, in memory that the backend's graphs share, into one
+    result.
 
-    The grid is as large as the work of any plan; programs without a work item end at once.
+    Grids are as large as the work of any plan; programs without a work item end at once.
     """
 
     def __init__(
         self,
         backend: TritonAttention,
-        kernel: Kernel,
+        kernels: Sequence[tuple[Kernel, int]],
         rows: int,
+        sequences: int,
         max_context: int,
         row_dtypes: Sequence[type[np.generic]],
     ) -> None:
-        """``row_dtypes``: those of the arrays ``[rows]`` that every plan uploads beside its
-        work."""
-        self._backend, self._kernel = backend, kernel
-        self._capacity = rows + kernel.policy.max_slots
-        num_pages = rows * page_count(max_context, backend.pool.page_size)
+        """
+        Args:
+            kernels: each with the most tiles that a plan has for it.
+            rows: of the step.
+            sequences: page tables of a plan, at most.
+            row_dtypes: those of the arrays ``[rows]`` that every plan uploads beside its work.
+        """
+        self._backend = backend
+        self._kernels = [kernel for kernel, _ in kernels]
+        self._capacities = [tiles + kernel.policy.max_slots for kernel, tiles in kernels]
+        num_pages = sequences * page_count(max_context, backend.pool.page_size)
         largest = self._layout(
             [np.empty(rows, dtype) for dtype in row_dtypes],
-            np.empty((0, FIELDS), np.int32),
+            [np.empty((0, FIELDS), np.int32) for _ in kernels],
             np.empty(num_pages, np.int32),
         )
         self._memory = backend.graph_memory(packed_bytes(largest))
 
     def plan(
-        self, row_arrays: Sequence[Array], tiles: Tiles, tables: PageTables
+        self, row_arrays: Sequence[Array], tiles: Sequence[Tiles], tables: PageTables
     ) -> list[torch.Tensor]:
-        """Upload what ``tiles`` have to do, and return ``row_arrays`` on the device."""
-        arrays = self._layout(row_arrays, self._kernel.policy.work(tiles), tables.flat)
+        """Upload what each kernel's ``tiles`` have to do, and return ``row_arrays`` on the
+        device."""
+        works = [
+            kernel.policy.work(part) for kernel, part in zip(self._kernels, tiles, strict=True)
+        ]
+        arrays = self._layout(row_arrays, works, tables.flat)
         assert packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
-        *on_device, num_items, items, self.tables = self._backend.staging.upload(
-            arrays, self._memory
-        )
-        self.work = Work(num_items, items, self._capacity)
+        *uploaded, self.tables = self._backend.staging.upload(arrays, self._memory)
+        on_device, uploaded = uploaded[: len(row_arrays)], uploaded[len(row_arrays) :]
+        parts = zip(uploaded[::2], uploaded[1::2], self._capacities, strict=True)
+        self.works = [Work(*part) for part in parts]
         return on_device
 
     def attend(
@@ -75,14 +93,20 @@ class _FixedLaunch:
         """Do the planned work; ``masks`` and ``bases`` as in
         :func:`~pd.kernels.attention.triton_kernel.paged_attention`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._kernel.launch(layer, q, out, self.work, self.tables, masks, bases)
+        for kernel, work in zip(self._kernels, self.works, strict=True):
+            kernel.launch(layer, q, out, work, self.tables, masks, bases)
         return out
 
-    def _layout(self, row_arrays: Sequence[Array], work: IntArray, tables: IntArray) -> list[Array]:
+    def _layout(
+        self, row_arrays: Sequence[Array], works: Sequence[IntArray], tables: IntArray
+    ) -> list[Array]:
         """List the arrays to upload; all but the last have the same size in every plan."""
-        items = np.zeros((self._capacity, FIELDS), np.int32)
-        items[: len(work)] = work
-        return [*row_arrays, np.array([len(work)], np.int32), items, tables]
+        arrays = list(row_arrays)
+        for work, capacity in zip(works, self._capacities, strict=True):
+            items = np.zeros((capacity, FIELDS), np.int32)
+            items[: len(work)] = work
+            arrays += [np.array([len(work)], np.int32), items]
+        return [*arrays, tables]
 
 
 class TritonDecode(DecodeAttention):
@@ -90,15 +114,15 @@ class TritonDecode(DecodeAttention):
 
     def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
         self.pool, self._rows = backend.pool, rows
-        kernel = backend.decode_kernel(rows)
-        self._launch = _FixedLaunch(backend, kernel, rows, max_context, [np.int64])
+        kernels = [(backend.decode_kernel(rows), rows)]
+        self._launch = _FixedLaunches(backend, kernels, rows, rows, max_context, [np.int64])
         self.plan(np.empty(0, np.int64), [])
 
     def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
         starts, tables = padded_decode(self.pool, self._rows, starts, pages)
         slots = tables.slots(np.arange(self._rows), starts, np.ones(self._rows, np.int64))
         tiles = Tiles.single(starts, tables.offsets, starts + 1)
-        (self.slots,) = self._launch.plan([slots], tiles, tables)
+        (self.slots,) = self._launch.plan([slots], [tiles], tables)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._launch.attend(layer, q)
@@ -110,7 +134,9 @@ class TritonVerify(VerifyAttention):
     def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
         self.pool, self._rows = backend.pool, rows
         self._kernel = backend.tree_kernel(rows)
-        self._launch = _FixedLaunch(backend, self._kernel, rows, max_context, [np.int64, np.int64])
+        dtypes = [np.int64, np.int64]
+        kernels = [(self._kernel, rows)]
+        self._launch = _FixedLaunches(backend, kernels, rows, rows, max_context, dtypes)
         none = np.empty(0, np.int64)
         self.plan(none, none, [])
 
@@ -133,10 +159,49 @@ class TritonVerify(VerifyAttention):
         size = self._kernel.tile_tokens
         tiles = Tiles.cut(rows, starts, lengths, tables.offsets, size, trees=True)
         arrays = [slots, tree_masks(lengths, trees)]
-        self.slots, self._masks = self._launch.plan(arrays, tiles, tables)
+        self.slots, self._masks = self._launch.plan(arrays, [tiles], tables)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._launch.attend(layer, q, self._masks)
+
+
+class TritonMixed(MixedAttention):
+    """The kernel for decode steps and that for chunks."""
+
+    def __init__(
+        self, backend: TritonAttention, tokens: int, singles: int, chunks: int, max_context: int
+    ) -> None:
+        self.pool, self._tokens = backend.pool, tokens
+        self._chunk_tokens = backend.chunk_kernel.tile_tokens
+        kernels = [
+            (backend.decode_kernel(singles), singles),
+            # Each chunk may leave one tile partly empty.
+            (backend.chunk_kernel, tokens // self._chunk_tokens + chunks),
+        ]
+        # One more sequence is the padding.
+        self._launch = _FixedLaunches(
+            backend, kernels, tokens, singles + chunks + 1, max_context, [np.int64]
+        )
+        none = np.empty(0, np.int64)
+        self.plan(none, none, [])
+
+    def plan(self, starts: Int64Array, lengths: Int64Array, pages: Sequence[IntArray]) -> None:
+        count, pool = int(lengths.sum()), self.pool
+        missing = self._tokens - count
+        assert missing >= 0, "more tokens than the graph has"
+        tables = padded_tables(pool, pages, extended(starts + lengths, 1, 1))
+        slots = tables.slots(np.arange(len(starts)), starts, lengths)
+        rows = np.cumsum(lengths) - lengths
+        tiles = []
+        for members, size in ((lengths == 1, 1), (lengths > 1, self._chunk_tokens)):
+            chosen = np.flatnonzero(members)
+            offsets = tables.offsets[chosen]
+            tiles.append(Tiles.cut(rows[chosen], starts[chosen], lengths[chosen], offsets, size))
+        slots = extended(slots, missing, pool.num_pages * pool.page_size)
+        (self.slots,) = self._launch.plan([slots], tiles, tables)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._launch.attend(layer, q)
 
 
 class TritonDraft(DraftAttention):
@@ -147,8 +212,9 @@ class TritonDraft(DraftAttention):
         self.slots, self.places, self.bases, self.masks = (
             torch.zeros(rows, dtype=torch.int64, device=backend.device) for _ in range(4)
         )
-        kernel = backend.decode_kernel(rows)
-        self._launch = _FixedLaunch(backend, kernel, rows, max_context, [np.int32, np.int32])
+        dtypes = [np.int32, np.int32]
+        kernels = [(backend.decode_kernel(rows), rows)]
+        self._launch = _FixedLaunches(backend, kernels, rows, rows, max_context, dtypes)
         self.plan(np.empty(0, np.int64), [])
 
     def plan(self, limits: Int64Array, pages: Sequence[IntArray]) -> None:
@@ -158,7 +224,7 @@ class TritonDraft(DraftAttention):
         tables = padded_tables(self.pool, pages, ends)
         tiles = Tiles.single(ends, tables.offsets, ends)
         arrays = [ends.astype(np.int32), tables.offsets.astype(np.int32)]
-        self._limits, self._firsts = self._launch.plan(arrays, tiles, tables)
+        self._limits, self._firsts = self._launch.plan(arrays, [tiles], tables)
 
     def locate(self) -> None:
         launch(

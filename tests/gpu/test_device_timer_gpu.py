@@ -1,0 +1,33 @@
+"""What a step takes a GPU, whenever the host looks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from pd.engine.device_copy import DeviceTimer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CYCLES = 50_000_000
+
+
+def test_a_timer_counts_from_when_the_work_before_is_done() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    timers = []
+    for count in (1, 4, 1):
+        timer = DeviceTimer(device)
+        for _ in range(count):
+            torch.cuda._sleep(CYCLES)
+        timer.stop()
+        timers.append(timer)
+    torch.cuda.synchronize()
+    time.sleep(0.3)  # the host looks late
+    first, second, third = (timer.seconds() or 0.0 for timer in timers)
+    assert 0.001 < first < 0.2
+    assert second == pytest.approx(4 * first, rel=0.3)
+    assert third == pytest.approx(first, rel=0.3)
