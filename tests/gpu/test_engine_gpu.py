@@ -177,10 +177,15 @@ def test_mixed_steps_in_graphs_are_those_without(
     many = [2] * (MAX_CHUNKS + 1)
     steps = [[50, 9], [60, 4], [61, 4], [2, 3], [200, 31, 20], [200, 53], [200, 54], [2], many]
     prompts = prompts_of([600, 40, 130, *[sum(map(len, steps)) * 40] * len(many)])
-    tables = np.random.default_rng(0).permutation(64 * 40).astype(np.int32).reshape(40, 64)
+    sequences = 3 + len(many)
+    tables = np.random.default_rng(0).permutation(64 * sequences).astype(np.int32)
+    tables = tables.reshape(sequences, 64)
     found = []
     for graphs in (False, True):
-        runner = make_runner(path, dtype="bfloat16", device="cuda", attention=attention)
+        slots = 64 * 16 * sequences
+        runner = make_runner(
+            path, num_tokens=slots, dtype="bfloat16", device="cuda", attention=attention
+        )
         if graphs:
             with_graphs(runner)
             runner.chunk_graphs = None

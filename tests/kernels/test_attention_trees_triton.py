@@ -236,7 +236,7 @@ def replayed(graph: TritonMixed, case: Case, tokens: int) -> torch.Tensor:
     store_kv(case.pool.key(1), case.pool.value(1), graph.slots, k, v)
     with poisoned_memory():
         out = graph.attend(1, q, k, v)
-    assert not out[:count].isnan().any()
+    assert not out[count:].any()
     return out[:count]
 
 

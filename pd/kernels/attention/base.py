@@ -178,7 +178,7 @@ class MixedAttention(PlannedAttention):
         Args:
             starts, lengths, pages: as in :class:`AttentionBatch`, with no more tokens, sequences
                 and chunks than the graph has; there may be none. Tokens after them are padding:
-                they are written to the pool's extra page, and their results are undefined.
+                they are written to the pool's extra page, and their results are 0.
         """
 
 

@@ -89,10 +89,14 @@ class _FixedLaunches:
         q: torch.Tensor,
         masks: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
+        *,
+        fills: bool = False,
     ) -> torch.Tensor:
         """Do the planned work; ``masks`` and ``bases`` as in
-        :func:`~pd.kernels.attention.triton_kernel.paged_attention`."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        :func:`~pd.kernels.attention.triton_kernel.paged_attention`. Rows without work are 0 if
+        ``fills``, else undefined."""
+        make = torch.zeros if fills else torch.empty
+        out = make(q.shape, dtype=q.dtype, device=q.device)
         for kernel, work in zip(self._kernels, self.works, strict=True):
             kernel.launch(layer, q, out, work, self.tables, masks, bases)
         return out
@@ -201,7 +205,8 @@ class TritonMixed(MixedAttention):
         (self.slots,) = self._launch.plan([slots], tiles, tables)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._launch.attend(layer, q)
+        # Padding must stay finite: routers of experts choose by it.
+        return self._launch.attend(layer, q, fills=True)
 
 
 class TritonDraft(DraftAttention):
