@@ -4,8 +4,8 @@
         [--time-scales 3 2.5] [--window 900:918] [--slower 3] [--node-flags FLAG=VALUE ...]
 
 Every process is real but for the forward pass: it computes nothing, and its result is there when a
-GPU would be done with it (`H200`, fitted to the figures of `engine_gpu`). KV is transferred, of a
-model with little of it. So a policy can be tried where there is no GPU: figures are predictions, no
+GPU would be done with it (`H100`, fitted to the steps of nodes under this load). KV is transferred,
+of a model with little of it. So a policy can be tried where there is no GPU: figures are predictions, no
 measurements. `--slower N` has all times N times as long, for a host that is too slow for so many
 processes; reported times are divided by it. Layouts run one after the other, each alone.
 """
@@ -37,22 +37,23 @@ if TYPE_CHECKING:
     from pd.engine.model_runner import ForwardItem
     from pd.engine.sampler import PreparedDraws, SampledToken, Samples
 
-# Llama-3.1-8B's shape in bfloat16 on one H200.
-H200 = StepCost(
-    base=4.4e-3,
-    mixed=1e-3,
-    first=2e-6,
-    middle=16e-6,
-    rest=20e-6,
-    pair=0.97e-9,
-    context=32e-9,
-    stream=4e-6,
+# Llama-3.1-8B's shape in bfloat16 on one H100.
+H100 = StepCost(
+    base=5.6e-3,
+    mixed=0.5e-3,
+    middle=19e-6,
+    rest=19e-6,
+    pair=1.2e-9,
+    context=45e-9,
+    stream=40e-6,
 )
-# How long the host is busy with launching a step: kernel by kernel, or as a graph.
-LAUNCH_SECONDS, GRAPH_SECONDS = 0.012, 0.0005
+# How long the host is busy with launching a step: kernel by kernel, or as a graph, which there are
+# of so many tokens.
+LAUNCH_SECONDS, GRAPH_SECONDS, GRAPH_TOKENS = 0.02, 0.002, 1024
 LAYOUTS = {
     "split": (("prefill", "decode"), []),
     "unified": (("unified", "unified"), []),
+    "unified-1024": (("unified", "unified"), ["--chunked-prefill-size", "1024"]),
     "elastic": (("prefill", "decode"), ["--elastic", "auto"]),
 }
 _CONFIG = {
@@ -99,9 +100,9 @@ class _SimulatedGPU:
             else:
                 tokens += count
                 pairs += chunk_pairs(item.start, count)
-        seconds = H200.seconds(StepShape(tokens, pairs, streams, context)) * self._slower
+        seconds = H100.seconds(StepShape(tokens, pairs, streams, context)) * self._slower
         now = time.monotonic()
-        host = (LAUNCH_SECONDS if tokens else GRAPH_SECONDS) * self._slower
+        host = (LAUNCH_SECONDS if tokens > GRAPH_TOKENS else GRAPH_SECONDS) * self._slower
         self._free = max(max(self._free, now) + seconds, now + host)
         time.sleep(host)
         if on_layers_done is not None:
@@ -178,7 +179,7 @@ def layout(args: argparse.Namespace, name: str, directory: Path) -> Iterator[str
         words = []
         for index, role in enumerate(roles):
             port += 2
-            flags = [*own, *(f"--{flag}" for flag in args.node_flags)]
+            flags = [*(f"--{flag}" for flag in args.node_flags), *own]
             command = [__file__, "node", str(args.slower), role, "--model", str(directory)]
             command += ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1"]
             command += (

@@ -71,7 +71,7 @@ class Generate(Message):
         namespace: separates cached prefixes (``cache_salt``).
         owner: tells the keys apart with which clients came, without telling what they are.
         timeout: seconds until the deadline, or None.
-        ttft: seconds until the first token that were promised to the client; 0 if none were.
+        ttft: seconds within which the first token should come; 0 if nothing is said of that.
         waited: how many of them have passed.
         peer: instance id of the other node of the pair; empty when P needs no D.
         peer_bootstrap: on D, ``http://host:port`` of P's registry.

@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT = 0.05
 # Steps take fractions of a second, but for kernels that are compiled in one.
 STEP_LIMIT_SECONDS = 300.0
-# A step is planned so long before the one before it is predicted to end, and by this share of the
-# predicted time: the host plans and launches meanwhile, and predictions err.
-_LEAD_SECONDS, _LEAD_SHARE = 0.03, 0.1
+# A step is planned so long before the one before it is predicted to end as the host takes to plan
+# and launch one, and by these seconds and this share of the predicted time more: predictions err.
+_LEAD_SECONDS, _LEAD_SHARE = 0.003, 0.1
+# The time to launch is taken for what it was at most, of which each step forgets this part.
+_LAUNCH_FORGETS = 0.1
 # How often the device is asked whether a step is over.
 _POLL_SECONDS = 0.002
 
@@ -54,9 +56,9 @@ class StepLoop(threading.Thread):
 
     With overlap, the next step is planned and launched before the last one is accounted for, as
     long as :meth:`CombinedScheduler.may_plan_ahead` allows: while the GPU computes one step the CPU
-    is busy with its neighbours. At most two steps are launched. Behind a step of prompt tokens
-    alone, a node that knows how long its steps take plans shortly before that one ends, so that
-    requests which arrive meanwhile, and answers that come from other nodes, wait for it alone.
+    is busy with its neighbours. At most two steps are launched. Behind a step with prompt tokens, a
+    node that knows how long its steps take plans shortly before that one ends, so that requests
+    which arrive meanwhile, and answers that come from other nodes, wait for it alone.
     """
 
     def __init__(self, core: NodeCore, scheduler: CombinedScheduler) -> None:
@@ -72,6 +74,9 @@ class StepLoop(threading.Thread):
         self._busy_since: float | None = None
         # When the launched step was seen to be over, if that was before the next was launched.
         self._over_at: float | None = None
+        # Seconds in which the host plans and launches a step of prompt tokens alone, and one beside
+        # answers.
+        self._to_launch = [0.0, 0.0]
         # When the launch of the step behind the one to be accounted for began, if there is one.
         self._next_began: float | None = None
         self._watch = StepWatch()
@@ -148,6 +153,7 @@ class StepLoop(threading.Thread):
         works: list[Work] = []
         if last is not None:
             self._wait_to_plan(last)
+        planned = time.monotonic()
         with events.event():
             # NOTE: cleared before planning, so that work which arrives later sets it again.
             events.work_available.clear()
@@ -173,6 +179,10 @@ class StepLoop(threading.Thread):
         accounted = _Once(partial(self._account, last)) if last is not None else None
         self._next_began = began if last is not None else None
         self._launched = self._launch(works, last, accounted) if works else None
+        if last is not None:
+            beside = any(work.sequence.decodes for work in works)
+            known, taken = self._to_launch[beside], time.monotonic() - planned
+            self._to_launch[beside] = max(taken, known + _LAUNCH_FORGETS * (taken - known))
         if accounted is not None:
             accounted()
         if self._launched is not None and not self._overlap:
@@ -187,16 +197,16 @@ class StepLoop(threading.Thread):
             self._rooms.outputs.flush()
 
     def _wait_to_plan(self, launched: LaunchedStep) -> None:
-        """Wait until a launched step of prompt tokens alone is about to end, if that can be
-        predicted. Steps with answers are short, and launching one takes the host a good part of
-        that."""
+        """Wait until a launched step with prompt tokens is about to end, if that can be predicted.
+        Steps of answers alone are short, and launching one takes the host a good part of that."""
         costs = self._core.costs
         shape = shape_of(launched.works)
-        if costs is None or shape.streams:
+        if costs is None or not shape.tokens:
             return
         seconds = costs.cost.seconds(shape)
         ends = max(launched.began, self._completed_at) + seconds
-        until = ends - _LEAD_SECONDS - _LEAD_SHARE * seconds
+        lead = self._to_launch[shape.streams > 0] + _LEAD_SECONDS
+        until = ends - lead - _LEAD_SHARE * seconds
         while (left := until - time.monotonic()) > 0 and not self._stopping:
             if launched.is_over:
                 self._over_at = time.monotonic()

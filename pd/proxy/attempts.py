@@ -157,7 +157,10 @@ class Attempts:
     def _message(self, attempt: Attempt, node: Worker) -> Generate:
         """The part of a node that needs no other."""
         generation, asked, job = attempt.generation, attempt.asked, attempt.generation.job
-        ttft = 0.0 if generation.has_output else self._router.ttft
+        ttft = 0.0
+        if not generation.has_output:
+            predicted = attempt.predicted
+            ttft = self._router.ttft if predicted is None else predicted.objective
         return Generate(
             to=node.instance_id,
             sender=self._instance_id,

@@ -60,6 +60,7 @@ class Predicted(NamedTuple):
         decode: generates the answer; the same as ``first`` if KV does not travel.
         ttft: seconds until the first token.
         prefill: seconds of these in which the prompt is computed.
+        objective: seconds within which the first token should come.
         misses: streams, this one and others, that would miss an objective.
     """
 
@@ -67,6 +68,7 @@ class Predicted(NamedTuple):
     decode: Worker
     ttft: float
     prefill: float
+    objective: float
     misses: int
 
     @property
@@ -91,7 +93,12 @@ class _First(NamedTuple):
     worker: Worker
     ttft: float
     prefill: float
+    objective: float
     misses: int
+
+    def by(self, decode: Worker, misses: int) -> Predicted:
+        """The choice of this node, and of one that generates the answer."""
+        return Predicted(self.worker, decode, self.ttft, self.prefill, self.objective, misses)
 
 
 class _Second(NamedTuple):
@@ -188,13 +195,14 @@ class Predictor:
         prefill = load.prefill_seconds(length, cached)
         if ttft is None:
             ttft = load.queue_seconds + prefill
-        misses = int(demand.waited + ttft > self.ttft_objective(worker, demand))
+        objective = self.ttft_objective(worker, demand)
+        misses = int(demand.waited + ttft > objective)
         misses += length - cached > load.free_tokens  # it would wait for memory
         decoding = load.decoding
         if decoding.streams:
             step = load.reported.cost.seconds(decoding._replace(tokens=LEAST_SLICE))
             misses += decoding.streams * (step > load.reported.itl)
-        return _First(worker, ttft, prefill, misses)
+        return _First(worker, ttft, prefill, objective, misses)
 
     def _second(self, worker: Worker, demand: Demand) -> _Second:
         load = worker.load
@@ -219,14 +227,14 @@ def _choices(
     """With this node as the first: the whole request there, and the best other node to generate."""
     worker = first.worker
     if not seconds:
-        yield Predicted(worker, worker, first.ttft, first.prefill, first.misses)
+        yield first.by(worker, first.misses)
     others = True
     for second in seconds:
         other, misses = second.worker, first.misses + second.misses
         if other is worker:
-            yield Predicted(worker, worker, first.ttft, first.prefill, misses)
+            yield first.by(worker, misses)
         elif others and _may_travel(worker, other, demand) and fit(worker, other):
-            yield Predicted(worker, other, first.ttft, first.prefill, misses)
+            yield first.by(other, misses)
             others = False
 
 

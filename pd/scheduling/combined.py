@@ -71,8 +71,10 @@ class CombinedScheduler:
             budget = max(config.chunked_prefill_size - len(batch), 1)
         else:
             answers = self._answers(batch, self._receiving, self.slices)
-            awaits = self._receiving is not None and self._receiving.awaits
-            budget = self.slices.tokens(answers, self.prefill.next_position, awaits=awaits)
+            receiving, start = self._receiving, self.prefill.next_position
+            awaits = receiving is not None and receiving.awaits
+            joins = self._joins(batch, self.slices)
+            budget = self.slices.tokens(answers, start, awaits=awaits, joins=joins)
         chunks = self.prefill.plan(budget, config.max_running_requests - running)
         if self._sending is not None:
             for work in chunks:
@@ -96,18 +98,31 @@ class CombinedScheduler:
     ) -> StepShape:
         """Answers that wait for the step that is being planned: those that it continues; those of
         prompts whose last chunk is under way, which it delays by all of its time; and those whose
-        prompts other nodes will have computed before a long step is over that follows another."""
+        prompts other nodes will have computed before a long step is over."""
         shape = shape_of(batch)
         assert self.prefill is not None
         ending = [request for request in self.prefill.ending() if request.outgoing is None]
         if receiving is not None:
-            ending += receiving.expected(2 * slices.longest)
+            ending += receiving.expected(slices.horizon)
         for request in ending:
             if request.params.max_tokens > 1:
                 count = request.params.n
                 context = shape.context + count * len(request.prompt)
                 shape = shape._replace(streams=shape.streams + count, context=context)
         return shape
+
+    def _joins(self, batch: list[Work], slices: PromptSlices) -> bool:
+        """Whether an answer from another node continues here for the first time in the step that is
+        being planned, or will come while that is under way."""
+        receiving = self._receiving
+        if receiving is None:
+            return False
+        if any(receiving.expected(slices.next_step)):
+            return True
+        return any(
+            work.sequence.num_output_tokens == 1 and work.sequence.request.incoming is not None
+            for work in batch
+        )
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called while a step is launched and not accounted for. It may

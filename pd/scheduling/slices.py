@@ -18,6 +18,11 @@ _DEFAULT_FACTOR = 3.0
 _COMMON_STREAMS, _COMMON_CONTEXT = 32, 2048
 # Where an answer may come that nothing is known of yet, a step takes so many times the objective.
 _AWAITING_FACTOR = 4.0
+# Token 2 of an answer that comes from another node waits for the step under way, and then for one
+# of its own: these take so much of the objective each.
+_JOINING_SHARE = 0.75
+# By how much it may come later than predicted.
+_LATE_SECONDS = 0.015
 
 
 class PromptSlices:
@@ -46,21 +51,36 @@ class PromptSlices:
         return self.wanted or self._default
 
     @property
+    def horizon(self) -> float:
+        """Seconds within which an answer has to be expected to matter for the next step."""
+        return _AWAITING_FACTOR * self.itl + _LATE_SECONDS
+
+    @property
+    def next_step(self) -> float:
+        """Seconds within which an answer has to be expected to come in the next step, if that has
+        answers."""
+        return self.itl + _LATE_SECONDS
+
+    @property
     def longest(self) -> float:
         """Seconds that a step of prompt tokens alone takes at most, of a prompt's first tokens."""
         return self._costs.cost.prefill_seconds(0, self._most, self._most, StepShape())
 
-    def tokens(self, decoding: StepShape, start: int = 0, *, awaits: bool = False) -> int:
+    def tokens(
+        self, decoding: StepShape, start: int = 0, *, awaits: bool = False, joins: bool = False
+    ) -> int:
         """Prompt tokens of the next step.
 
         Args:
             decoding: the answers that it continues.
             start: position of the first prompt token.
             awaits: whether answers may come from other nodes at any moment.
+            joins: whether an answer is expected in this step, or continues here for the first time.
         """
         cost = self._costs.cost
         if awaits and not decoding.streams:
             least = min(LEAST_SLICE, self._most)
             limit = _AWAITING_FACTOR * self.itl
             return max(least, cost.largest_chunk(limit, start, decoding, self._most))
-        return slice_tokens(cost, self.itl, decoding, start, self._most)
+        limit = _JOINING_SHARE * self.itl if joins else self.itl
+        return slice_tokens(cost, limit, decoding, start, self._most)

@@ -97,7 +97,8 @@ def test_a_request_that_has_begun_stays_and_is_not_asked_for_again(cluster: Clus
     busy, idle = d.nodes
     asked = d.ask([1, 2, 3])
     request = busy.wait_generate()
-    assert (request.ttft, request.waited) == (0, 0), "nothing was promised"
+    assert request.ttft > 0, "what follows from the speed of the nodes, as nothing was promised"
+    assert 0 <= request.waited < 10
     queues(d.nodes, 9.0, 0.0)
     busy.give_back(busy.wait_take_back(), taken=False)
     d.heartbeats(3)
