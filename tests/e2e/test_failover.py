@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import held_transfers
 import pytest
 from cluster import wait_until
+from covering import every_two
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 
@@ -51,26 +51,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "speculation": ("none", "ngram"),
 }
 CELLS = list(itertools.product(*FACTORS.values()))
-
-
-def pairwise(rng: random.Random) -> list[tuple[str, ...]]:
-    """Cells in which every two values of different factors occur together."""
-
-    def pairs(cell: tuple[str, ...]) -> set[tuple[int, str, int, str]]:
-        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(cell), 2)}
-
-    missing = set().union(*map(pairs, CELLS))
-    found = []
-    while missing:
-        some = rng.sample(CELLS, 60)
-        best = max(some, key=lambda cell: len(pairs(cell) & missing))
-        if pairs(best) & missing:
-            found.append(best)
-            missing -= pairs(best)
-    return found
-
-
-SAMPLE = pairwise(random.Random(3))
+SAMPLE = every_two(CELLS, 3)
 
 
 _step = StepLoop._step

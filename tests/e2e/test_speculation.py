@@ -14,6 +14,7 @@ import pytest
 import torch
 from cluster import Cluster
 from counters import counter
+from covering import every_two
 from drafters import SEED
 from embedded.heldout import evaluation_set
 from embedded.text import Message, render
@@ -118,10 +119,12 @@ def plain() -> dict[str, list[Any]]:
 def sampled_cells(
     sharp: set[tuple[Any, ...]], *columns: Iterable[Any]
 ) -> list[tuple[Any, ...] | ParameterSet]:
-    """All rows of a matrix; those that are not ``sharp`` are marked ``full``."""
+    """Rows of a matrix with every two values of different columns, and those that are ``sharp``;
+    the others are marked ``full``."""
+    rows = list(itertools.product(*columns))
     return [
         row if row in sharp else pytest.param(*row, marks=pytest.mark.full)
-        for row in itertools.product(*columns)
+        for row in dict.fromkeys([*every_two(rows, 1), *sorted(sharp)])
     ]
 
 

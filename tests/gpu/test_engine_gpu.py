@@ -191,6 +191,7 @@ def test_mixed_steps_in_graphs_are_those_without(
             runner.chunk_graphs = None
         for prompt, table in zip(prompts[:3], tables, strict=False):
             runner.forward([ForwardItem(np.array(prompt, np.int32), 0, table)])
+        in_graphs.clear()
         lengths, starts = [600, 40, 130], [0] * len(many)
         logits = []
         for number, chunks in enumerate(steps):

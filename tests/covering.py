@@ -1,0 +1,33 @@
+"""Samples of matrices in which every two values of different columns occur together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Cell = tuple[Any, ...]
+
+# Cells among which the one is taken that adds most.
+_LOOKED_AT = 60
+
+
+def every_two(cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """Some of ``cells`` in which every two values that any of them has together occur together,
+    the same for the same seed."""
+
+    def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
+        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(cell), 2)}
+
+    rng, missing = random.Random(seed), set().union(*map(pairs, cells))
+    found = []
+    while missing:
+        some = rng.sample(cells, min(_LOOKED_AT, len(cells)))
+        best = max(some, key=lambda cell: len(pairs(cell) & missing))
+        if pairs(best) & missing:
+            found.append(best)
+            missing -= pairs(best)
+    return found
