@@ -5,9 +5,10 @@
 
 Every process is real but for the forward pass: it computes nothing, and its result is there when a
 GPU would be done with it (`H100`, fitted to the steps of nodes under this load). KV is transferred,
-of a model with little of it. So a policy can be tried where there is no GPU: figures are predictions, no
-measurements. `--slower N` has all times N times as long, for a host that is too slow for so many
-processes; reported times are divided by it. Layouts run one after the other, each alone.
+of a model with little of it. So a policy can be tried where there is no GPU: figures are
+predictions, no measurements. `--slower N` has all times N times as long, for a host that is too
+slow for so many processes; reported times are divided by it. Layouts run one after the other, each
+alone.
 """
 
 from __future__ import annotations
