@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # Without an objective, a first token may take so many times as long as the prompt would alone on an
 # idle node, and as half a step of prompt tokens besides.
 _DEFAULT_TTFT_FACTOR = 4.0
+# Each answer that a prompt slows while it is computed, within its objective, counts as if the first
+# token came later by this share of that time.
+_SLOWED_SHARE = 0.05
 # Choices whose first token is predicted within this share of the best, or so much later, are equal.
 _EQUAL_SHARE = 1.05
 _EQUAL_SECONDS = 0.01
@@ -60,6 +63,7 @@ class Predicted(NamedTuple):
         decode: generates the answer; the same as ``first`` if KV does not travel.
         ttft: seconds until the first token.
         prefill: seconds of these in which the prompt is computed.
+        price: seconds as which it counts that other answers are slowed meanwhile.
         objective: seconds within which the first token should come.
         misses: streams, this one and others, that would miss an objective.
     """
@@ -68,8 +72,14 @@ class Predicted(NamedTuple):
     decode: Worker
     ttft: float
     prefill: float
+    price: float
     objective: float
     misses: int
+
+    @property
+    def cost(self) -> float:
+        """Seconds by which choices are compared."""
+        return self.ttft + self.price
 
     @property
     def way(self) -> str:
@@ -93,12 +103,15 @@ class _First(NamedTuple):
     worker: Worker
     ttft: float
     prefill: float
+    price: float
     objective: float
     misses: int
 
     def by(self, decode: Worker, misses: int) -> Predicted:
         """The choice of this node, and of one that generates the answer."""
-        return Predicted(self.worker, decode, self.ttft, self.prefill, self.objective, misses)
+        return Predicted(
+            self.worker, decode, self.ttft, self.prefill, self.price, self.objective, misses
+        )
 
 
 class _Second(NamedTuple):
@@ -145,9 +158,9 @@ class Predictor:
             return None
         least = min(choice.misses for choice in found)
         kept = [choice for choice in found if choice.misses == least]
-        fastest = min(choice.ttft for choice in kept)
-        limit = max(fastest * _EQUAL_SHARE, fastest + _EQUAL_SECONDS)
-        return min((c for c in kept if c.ttft <= limit), key=_by_preference)
+        best = min(choice.cost for choice in kept)
+        limit = max(best * _EQUAL_SHARE, best + _EQUAL_SECONDS)
+        return min((c for c in kept if c.cost <= limit), key=_by_preference)
 
     def better(
         self,
@@ -169,12 +182,13 @@ class Predictor:
         found = self.choose(firsts, seconds, demand, fit)
         if found is None or present.first.load.reported is None:
             return None
-        misses = self._first(present.first, demand, present.ttft).misses
+        first = self._first(present.first, demand, present.ttft)
+        misses, cost = first.misses, first.ttft + first.price
         if seconds:
             misses += self._second(present.decode, demand).misses
         objective = self.ttft_objective(present.first, demand)
         least = max(LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
-        is_faster = present.ttft > max(found.ttft + least, found.ttft * _LEAST_RATIO)
+        is_faster = cost > max(found.cost + least, found.cost * _LEAST_RATIO)
         return found if is_faster and found.misses <= misses else None
 
     def ttft_objective(self, worker: Worker, demand: Demand) -> float:
@@ -202,7 +216,8 @@ class Predictor:
         if decoding.streams:
             step = load.reported.cost.seconds(decoding._replace(tokens=LEAST_SLICE))
             misses += decoding.streams * (step > load.reported.itl)
-        return _First(worker, ttft, prefill, objective, misses)
+        price = _SLOWED_SHARE * decoding.streams * prefill
+        return _First(worker, ttft, prefill, price, objective, misses)
 
     def _second(self, worker: Worker, demand: Demand) -> _Second:
         load = worker.load
@@ -246,7 +261,7 @@ def _by_second(second: _Second) -> tuple[int, int, float]:
 
 
 def _by_preference(choice: Predicted) -> tuple[bool, float]:
-    return not choice.fits_roles, choice.ttft
+    return not choice.fits_roles, choice.cost
 
 
 def _may_travel(first: Worker, second: Worker, demand: Demand) -> bool:

@@ -46,6 +46,16 @@ def test_a_long_queue_sends_the_prompt_to_the_decode_node() -> None:
     assert way([p, d]) == ("p", "d"), "the queue there is longer"
 
 
+def test_many_answers_are_slowed_only_for_a_much_earlier_first_token() -> None:
+    """Within their objective, but they are many."""
+    p, d = worker("prefill", "p", queue_seconds=0.5), worker("decode", "d", streams=3)
+    assert way([p, d]) == ("d", "d")
+    report(d, streams=100)
+    assert way([p, d]) == ("p", "d")
+    report(p, queue_seconds=8.0)
+    assert way([p, d], ttft=60.0) == ("d", "d")
+
+
 def test_choices_that_are_about_equal_are_split() -> None:
     p, d = worker("prefill", "p", queue_seconds=0.009), worker("decode", "d")
     assert way([p, d]) == ("p", "d")
