@@ -161,19 +161,18 @@ def test_chunks_in_graphs_are_those_without(tmp_path: Path, monkeypatch) -> None
     assert error < 0.01, f"{error:.4f}"
 
 
-@pytest.mark.parametrize("attention", ["auto", "triton"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_mixed_steps_in_graphs_are_those_without(
-    tmp_path: Path, monkeypatch, architecture: str, attention: str
+    checkpoint: Callable[[str], Path], monkeypatch, architecture: str
 ) -> None:
-    """Chunks of several prompts beside sequences whose tokens only the GPU knows, of every number
+    """In float32: routers of experts decide by the last bits. Chunks of several prompts beside sequences whose tokens only the GPU knows, of every number
     of tokens around the captured ones; those that do not fit are launched one by one."""
     in_graphs = []
     run = MixedGraphs.run
     monkeypatch.setattr(
         MixedGraphs, "run", lambda *args: in_graphs.append(len(args[1])) or run(*args)
     )
-    path = make_checkpoint(architecture, tmp_path, head_dim=128)
+    path = checkpoint(architecture)
     many = [2] * (MAX_CHUNKS + 1)
     steps = [[50, 9], [60, 4], [61, 4], [2, 3], [200, 31, 20], [200, 53], [200, 54], [2], many]
     prompts = prompts_of([600, 40, 130, *[sum(map(len, steps)) * 40] * len(many)])
@@ -183,9 +182,7 @@ def test_mixed_steps_in_graphs_are_those_without(
     found = []
     for graphs in (False, True):
         slots = 64 * 16 * sequences
-        runner = make_runner(
-            path, num_tokens=slots, dtype="bfloat16", device="cuda", attention=attention
-        )
+        runner = make_runner(path, num_tokens=slots, device="cuda", attention="triton")
         if graphs:
             with_graphs(runner)
             runner.chunk_graphs = None
@@ -209,8 +206,7 @@ def test_mixed_steps_in_graphs_are_those_without(
             logits.append(runner.forward(items, None, known).float().clone())
         found.append(torch.cat(logits))
     assert in_graphs == [3 + len(c) for c in steps if sum(c) <= MIXED[-1] - 3 and c is not many]
-    error = (found[0] - found[1]).norm() / found[0].norm()
-    assert error < 0.02, f"{error:.4f}"
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
