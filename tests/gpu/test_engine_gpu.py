@@ -165,8 +165,9 @@ def test_chunks_in_graphs_are_those_without(tmp_path: Path, monkeypatch) -> None
 def test_mixed_steps_in_graphs_are_those_without(
     checkpoint: Callable[[str], Path], monkeypatch, architecture: str
 ) -> None:
-    """In float32: routers of experts decide by the last bits. Chunks of several prompts beside sequences whose tokens only the GPU knows, of every number
-    of tokens around the captured ones; those that do not fit are launched one by one."""
+    """Chunks of several prompts beside sequences whose tokens only the GPU knows, of every number
+    of tokens around the captured ones; those that do not fit are launched one by one. In float32,
+    since routers of experts decide by the last bits."""
     in_graphs = []
     run = MixedGraphs.run
     monkeypatch.setattr(
