@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from cluster import random_prompts
-from processes import deployment
+from processes import deployment, kill_all
 from tiny import tiny_model
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ def test_service_goes_on_while_all_nodes_of_each_role_are_killed(
     with load.going_on():
         for role in (running.prefill, running.decode):
             load.wait_answered(2 * CLIENTS)
-            for node in role:
-                node.kill()
+            kill_all(role)
             load.wait_answered(4 * CLIENTS)
             for node in role:
                 node.restart()
