@@ -14,13 +14,14 @@ import torch
 from pd.core.errors import PDError, SetupError, UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.chunk_graphs import ChunkGraphs
-from pd.engine.cuda_graphs import GraphRecorder, capture_steps, default_sizes
+from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.eagle import EagleWriter, head_config, head_plane, load_head
 from pd.engine.footprint import footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
 from pd.engine.saved_pages import SavedPages
+from pd.engine.step_graphs import capture_steps, default_sizes
 from pd.engine.tensor_parallel.leader import Leader, LeadingRunner
 from pd.kernels.attention import find_attention_backend
 from pd.models.config import ModelConfig

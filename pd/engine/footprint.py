@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pd.engine.cuda_graphs import GraphRecorder, capture_steps
+from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.eagle import EagleWriter
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.step_graphs import capture_steps
 from pd.kernels.paging import page_count
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.engine.chunk_graphs import ChunkGraphs
-    from pd.engine.cuda_graphs import DecodeGraphs, MixedGraphs, VerifyGraphs
     from pd.engine.draft_tree import DraftTree
     from pd.engine.eagle import EagleWriter
     from pd.engine.kv_pool import KVPool
+    from pd.engine.step_graphs import DecodeGraphs, MixedGraphs, VerifyGraphs
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
 

@@ -71,7 +71,8 @@ def describe_drafter(config: NodeConfig, engine: Engine) -> str:
 
 
 def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
-    from pd.engine.cuda_graphs import MAX_VERIFIED, GraphRecorder, default_sizes
+    from pd.engine.cuda_graphs import GraphRecorder
+    from pd.engine.step_graphs import MAX_VERIFIED, default_sizes
     from pd.speculative.eagle import EagleDrafter
 
     writer = engine.runner.eagle

@@ -18,8 +18,9 @@ from checkpoints import (
 from greedy_engine import generate, make_runner
 
 from pd.engine.chunk_graphs import SIZES, ChunkGraphs
-from pd.engine.cuda_graphs import MAX_CHUNKS, DecodeGraphs, GraphRecorder, MixedGraphs
+from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.model_runner import ForwardItem
+from pd.engine.step_graphs import MAX_CHUNKS, DecodeGraphs, MixedGraphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.core.node_info import Plane
-    from pd.engine.cuda_graphs import DecodeGraphs
     from pd.engine.eagle import EagleWriter
     from pd.engine.model_runner import ForwardItem, ModelRunner
+    from pd.engine.step_graphs import DecodeGraphs
 
     IntArray = npt.NDArray[np.int32]
     M = TypeVar("M", bound=RankMessage)

@@ -1,0 +1,243 @@
+"""The steps of a node as CUDA graphs, by kind: one token of each sequence, drafts, and prompts
+beside sequences that continue."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pd.engine.cuda_graphs import StepGraphs
+from pd.kernels.attention.base import DecodeAttention, MixedAttention, VerifyAttention
+from pd.kernels.attention.trees import MAX_TREE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd.core.config import NodeConfig
+    from pd.engine.cuda_graphs import GraphRecorder
+    from pd.engine.model_runner import ForwardItem, ModelRunner
+    from pd.kernels.attention import AttentionBackend
+    from pd.kernels.attention.base import Int64Array, PlannedAttention
+
+# Tokens of the largest step with drafts that is captured. Larger ones keep a GPU busy for longer
+# than their launches take.
+MAX_VERIFIED = 512
+# Tokens of the mixed steps that are captured: larger ones keep a GPU busy for longer than their
+# launches take. Those in between are computed with the next larger one.
+MIXED_SIZES = (*range(64, 513, 64), *range(640, 1025, 128))
+# Chunks of a mixed step, and tokens whose logits are wanted, at most.
+MAX_CHUNKS, MAX_WANTED = 8, 256
+# Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
+# larger batches each padded row costs time.
+_DENSE_FROM = 8
+# For steps with drafts: sizes below the first number of a pair lie apart by the second.
+_VERIFY_STEPS = ((6, 1), (12, 2), (32, 4), (64, 8), (128, 16))
+
+
+def verify_sizes(max_tokens: int) -> tuple[int, ...]:
+    """The ladder for steps with drafts of up to ``max_tokens`` tokens. From 4 on, each size is at
+    most a third larger than the one before, so that little of a step is padding."""
+    sizes = [2]
+    while sizes[-1] < max_tokens:
+        size = sizes[-1]
+        sizes.append(size + next((step for below, step in _VERIFY_STEPS if size < below), 32))
+    return (*sizes[:-1], max_tokens) if max_tokens > 1 else ()
+
+
+def default_sizes(max_running: int) -> tuple[int, ...]:
+    """The ladder for batches of up to ``max_running`` sequences: powers of two, then multiples of
+    8, from 128 on of 16 and from 256 on of 32."""
+    sizes = [1, 2, 4]
+    size = _DENSE_FROM
+    while size < max_running:
+        sizes.append(size)
+        size += 8 if size < 128 else 16 if size < 256 else 32
+    return tuple(sorted({min(size, max_running) for size in [*sizes, size]}))
+
+
+class DecodeGraphs(StepGraphs):
+    """Runs steps of one token per sequence."""
+
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        lowest = self._lowest
+        for item in items:
+            ids = item.token_ids
+            if len(ids) != 1 or item.num_logits != 1 or ids[0] < lowest:
+                return False
+        return len(items) <= self.sizes[-1]
+
+    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> DecodeAttention:
+        attention = backend.decode_graph(rows, max_context)
+        if attention is None:
+            raise ValueError(f"attention backend {backend.name} has no CUDA graphs")
+        attention.plan(np.zeros(0, np.int64), [])
+        return attention
+
+    def _plan(
+        self,
+        attention: PlannedAttention,
+        items: Sequence[ForwardItem],
+        starts: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        assert isinstance(attention, DecodeAttention)
+        attention.plan(starts, [item.pages for item in items])
+
+
+class VerifyGraphs(StepGraphs):
+    """Runs steps of a few tokens of each sequence, at most :data:`MAX_TREE`, whose logits are
+    wanted; of which the first may be computed without."""
+
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        total, lowest = 0, self._lowest
+        for item in items:
+            count = len(item.token_ids)
+            total += count
+            if count > MAX_TREE or not max(1, count - 1) <= item.num_logits <= count:
+                return False
+            # The last token has the highest place among those that only the device has.
+            if item.token_ids[-1] < lowest:
+                return False
+        return total <= self.sizes[-1]
+
+    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> VerifyAttention:
+        attention = backend.verify_graph(rows, max_context)
+        if attention is None:
+            raise ValueError(f"attention backend {backend.name} has no graphs of drafts")
+        none = np.zeros(0, np.int64)
+        attention.plan(none, none, [])
+        return attention
+
+    def _plan(
+        self,
+        attention: PlannedAttention,
+        items: Sequence[ForwardItem],
+        starts: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        assert isinstance(attention, VerifyAttention)
+        trees = None
+        if any(item.branches for item in items):
+            trees = [item.visible() for item in items]
+        attention.plan(starts, lengths, [item.pages for item in items], trees)
+
+
+class MixedGraphs(StepGraphs):
+    """Runs steps of chunks of a few prompts beside sequences that continue.
+
+    Their kernels take the host tens of milliseconds to launch one by one, as long as the GPU needs
+    for a thousand prompt tokens: answers would wait for that at every step.
+    """
+
+    def fits(self, items: Sequence[ForwardItem]) -> bool:
+        total = chunks = wanted = 0
+        lowest = self._lowest
+        for item in items:
+            count = len(item.token_ids)
+            total += count
+            chunks += count > 1
+            wanted += item.num_logits
+            if item.branches or item.token_ids[-1] < lowest:
+                return False
+        if chunks > MAX_CHUNKS or total > self.sizes[-1]:
+            return False
+        rows = self.sizes[bisect_left(self.sizes, total)]
+        return max(wanted, len(items) - chunks) <= self._wanted(rows)
+
+    def _wanted(self, rows: int) -> int:
+        return min(rows, MAX_WANTED)
+
+    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> MixedAttention:
+        attention = backend.mixed_graph(rows, self._wanted(rows), MAX_CHUNKS, max_context)
+        if attention is None:
+            raise ValueError(f"attention backend {backend.name} has no graphs of mixed steps")
+        return attention
+
+    def _plan(
+        self,
+        attention: PlannedAttention,
+        items: Sequence[ForwardItem],
+        starts: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        assert isinstance(attention, MixedAttention)
+        attention.plan(starts, lengths, [item.pages for item in items])
+
+
+class CapturedSteps(NamedTuple):
+    """The graphs of a node's steps; None where it has no such steps, or its attention backend no
+    graphs of them.
+
+    Attributes:
+        decode: one token of each sequence.
+        verify: drafts.
+        mixed: prompts beside sequences that continue.
+    """
+
+    decode: DecodeGraphs
+    verify: VerifyGraphs | None
+    mixed: MixedGraphs | None
+
+
+def capture_steps(
+    runner: ModelRunner,
+    recorder: GraphRecorder,
+    config: NodeConfig,
+    sizes: Sequence[int],
+    max_context: int,
+    *,
+    only_extremes: bool = False,
+    progress: bool = True,
+) -> CapturedSteps:
+    """Capture a node's decode steps and, where it has a drafter and an attention backend for them,
+    its steps with drafts; where it computes prompts beside them, mixed steps.
+
+    Args:
+        sizes: batch sizes.
+        max_context: tokens of a sequence.
+        only_extremes: of each kind only the smallest graph and the largest, which take as much
+            memory as all.
+        progress: show bars on standard error when it is a terminal.
+    """
+    rows = config.max_running_requests
+    of_each = config.speculative_num_draft_tokens + 1
+    drafts = config.speculative_algorithm != "none"
+    # With drafts, both running sequences and those whose places they took have some.
+    most = rows * 2 * of_each if drafts else rows
+
+    def chosen(ladder: Sequence[int]) -> Sequence[int]:
+        return [ladder[0], ladder[-1]] if only_extremes else ladder
+
+    what = "CUDA graphs" if progress else ""
+    decode = DecodeGraphs(
+        runner,
+        recorder,
+        chosen(sorted(sizes)),
+        max_tokens=rows,
+        max_context=max_context,
+        progress=what,
+    )
+    verify = mixed = None
+    if drafts and runner.attention.verify_graph(2, 2):
+        drafted = verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each))
+        verify = VerifyGraphs(
+            runner,
+            recorder,
+            chosen(drafted),
+            max_tokens=most,
+            max_context=max_context,
+            progress=what and f"{what} of steps with drafts",
+        )
+    ladder = [size for size in MIXED_SIZES if size <= config.chunked_prefill_size]
+    if config.computes_prompts and ladder and runner.attention.mixed_graph(2, 1, 1, 2):
+        mixed = MixedGraphs(
+            runner,
+            recorder,
+            chosen(ladder),
+            max_tokens=most,
+            max_context=max_context,
+            progress=what and f"{what} of mixed steps",
+        )
+    return CapturedSteps(decode, verify, mixed)
