@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import is_idle, wait_until
-from decode_helpers import PROMPT, ask, lose, state_of
+from decode_helpers import PROMPT, ask, handled, lose, state_of
 from prefill_peer import PrefillPeer
 from raw_peer import SOON, proxy_of
 from tiny import tiny_node
@@ -20,6 +20,7 @@ from pd.core.messages import (
     Failed,
     NodeHeartbeat,
     PeerHeartbeat,
+    PromptExpected,
     ProxyHeartbeat,
     Reservation,
     StepOutputs,
@@ -250,3 +251,36 @@ def test_nodes_that_are_met_before_a_request_names_them_are_bounded(
     with decode.node.core.events.event():
         peers.meet({"later": "http://127.0.0.1:9"}, 1100.0)
     assert asked[-1] == "later"
+
+
+def test_only_the_peer_of_a_hand_off_says_when_its_prompt_will_be_computed(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    """Steps are cut short for answers that are expected: nobody else may make them be."""
+    receiving = decode.node.receiving
+    assert receiving is not None
+
+    def expected() -> int:
+        with decode.node.core.events.lock:
+            return len(list(receiving.expected(60.0)))
+
+    with PrefillPeer(decode) as other:
+        ask(proxy, decode, other)
+        other.receive(Reservation)
+        room = ask(proxy, decode, prefill)
+        reservation = prefill.receive(Reservation)
+        for epoch, seconds in ((reservation.epoch + 1, 1.0), (reservation.epoch, 100.0)):
+            prefill.say(PromptExpected, room, epoch, seconds=seconds)
+        other.say(PromptExpected, room, reservation.epoch, seconds=1.0)
+        claimed = PromptExpected(
+            to=decode.instance_id,
+            sender=prefill.name,
+            room=room,
+            epoch=reservation.epoch,
+            seconds=1.0,
+        )
+        other.send(claimed)
+        handled(decode)
+        assert expected() == 0
+        prefill.say(PromptExpected, room, reservation.epoch, seconds=1.0)
+        wait_until(lambda: expected() == 1, 5)
