@@ -1,0 +1,165 @@
+"""Streams of two elastic nodes while the nodes change their roles, again and again.
+
+    python benchmarks/role_change.py --output FILE
+
+Clients ask for turns of conversations, one after the other. Every few seconds both nodes are told
+the other role (`POST /workers/{id}`). `after a change` are the gaps between tokens that began at most
+a second later, `otherwise` all others; `failed` are requests without all of their tokens, and
+`cached` the share of prompt tokens that came from a prefix cache. The first part runs without any
+change. All processes share a CPU's cores, which is what most long gaps come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from processes import deployment  # noqa: E402
+
+from pd.bench.report import write_report  # noqa: E402
+from pd.embedded import EMBEDDED_MODEL  # noqa: E402
+
+TOKENS = 48
+NEAR_SECONDS = 1.0
+# A conversation begins anew when its next turn might not fit any more.
+LONGEST = 3000
+
+
+@dataclass
+class Seen:
+    """What clients saw: times of the tokens of each answer, in order; and what was cached."""
+
+    times: list[list[float]] = field(default_factory=list)
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Client(threading.Thread):
+    """A conversation, turn after turn."""
+
+    def __init__(self, url: str, seed: int, seen: Seen, until: float) -> None:
+        super().__init__()
+        self._url, self._rng, self._seen, self._until = url, random.Random(seed), seen, until
+
+    def run(self) -> None:
+        history: list[int] = []
+        with httpx.Client(timeout=120) as client:
+            while time.monotonic() < self._until:
+                if len(history) > LONGEST:
+                    history = []
+                history += [self._rng.randrange(256) for _ in range(self._rng.randrange(20, 300))]
+                history += self._turn(client, history)
+
+    def _turn(self, client: httpx.Client, prompt: list[int]) -> list[int]:
+        params = {"max_new_tokens": TOKENS, "ignore_eos": True}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "stream": True}
+        body["incremental"] = True
+        output: list[int] = []
+        times: list[float] = []
+        cached = 0
+        with client.stream("POST", f"{self._url}/generate", json=body) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    break
+                output += event["output_ids"]
+                times.append(time.monotonic())
+                cached = event["meta_info"]["cached_tokens"]
+        self._seen.times.append(times)
+        self._seen.failed += len(output) != TOKENS
+        self._seen.prompt_tokens += len(prompt)
+        self._seen.cached_tokens += cached
+        return output
+
+
+def row(part: str, gaps: list[float], seen: Seen) -> dict[str, object]:
+    """One line of the report. ``gaps``: seconds."""
+    if not gaps:
+        raise SystemExit(f"no token came in the part {part!r}: run for longer")
+    p50, p99 = np.percentile(gaps, [50, 99]) * 1e3
+    return {
+        "gaps": part,
+        "requests": len(seen.times),
+        "failed": seen.failed,
+        "cached": round(seen.cached_tokens / max(1, seen.prompt_tokens), 3),
+        "count": len(gaps),
+        "p50_ms": round(float(p50), 2),
+        "p99_ms": round(float(p99), 2),
+        "max_ms": round(1e3 * max(gaps), 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each of the two parts")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between changes")
+    parser.add_argument("--note", help="what else ran on the machine")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    flags = ["--elastic", "auto", "--load-format", "auto"]
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        deployment(EMBEDDED_MODEL, Path(scratch), node_flags=flags) as running,
+    ):
+        url = running.proxy.url
+        instances = [node.ready()["instance_id"] for node in running.nodes]
+
+        def change(roles: tuple[str, str]) -> None:
+            for instance, role in zip(instances, roles, strict=True):
+                asked = httpx.post(f"{url}/workers/{instance}", json={"role": role}, timeout=30)
+                asked.raise_for_status()
+
+        rows = []
+        for changes in (False, True):
+            seen, moments = Seen(), list[float]()
+            until = time.monotonic() + args.seconds
+            clients = [Client(url, seed, seen, until) for seed in range(args.clients)]
+            for client in clients:
+                client.start()
+            for roles in itertools.cycle((("decode", "prefill"), ("prefill", "decode"))):
+                time.sleep(args.every)
+                if time.monotonic() > until:
+                    break
+                if changes:
+                    moments.append(time.monotonic())
+                    change(roles)
+            for client in clients:
+                client.join()
+            near, far = list[float](), list[float]()
+            for times in seen.times:
+                for start, stop in itertools.pairwise(times):
+                    is_near = any(start <= at + NEAR_SECONDS and stop >= at for at in moments)
+                    (near if is_near else far).append(stop - start)
+            if changes:
+                rows += [row("after a change", near, seen), row("otherwise", far, seen)]
+            else:
+                rows.append(row("without changes", far, seen))
+    for each in rows:
+        print(each)
+    command = shlex.join(["python", "benchmarks/role_change.py", *sys.argv[1:]])
+    write_report(args.output, command, rows, measured=["pd"], note=args.note)
+    return int(any(each["failed"] for each in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
