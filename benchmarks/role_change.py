@@ -4,9 +4,9 @@
 
 Clients ask for turns of conversations, one after the other. Every few seconds both nodes are told
 the other role (`POST /workers/{id}`). Gaps between tokens are `after a change` if they begin at
-most a second later, and else `otherwise`; `failed` are requests without all of their tokens, and `cached`
-the share of prompt tokens that came from a prefix cache. The first part runs without any change.
-All processes share a CPU's cores, which is what most long gaps come from.
+most a second later, and else `otherwise`; `failed` are requests without all of their tokens, and
+`cached` the share of prompt tokens that came from a prefix cache. The first part runs without any
+change. All processes share a CPU's cores, which is what most long gaps come from.
 """
 
 from __future__ import annotations
