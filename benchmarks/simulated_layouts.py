@@ -21,6 +21,7 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -47,10 +48,11 @@ H100 = StepCost(
     pair=1.2e-9,
     context=45e-9,
     stream=40e-6,
+    graphs=1024,
 )
 # How long the host is busy with launching a step: kernel by kernel, or as a graph, which there are
 # of so many tokens.
-LAUNCH_SECONDS, GRAPH_SECONDS, GRAPH_TOKENS = 0.02, 0.002, 1024
+LAUNCH_SECONDS, GRAPH_SECONDS = 0.02, 0.002
 LAYOUTS = {
     "split": (("prefill", "decode"), []),
     "unified": (("unified", "unified"), []),
@@ -84,6 +86,7 @@ class _SimulatedGPU:
         self._sample = engine.sampler.launch
         engine.runner.forward = self.forward  # type: ignore[method-assign]
         engine.sampler.launch = self.launch  # type: ignore[method-assign]
+        engine.runner.mixed_graphs = SimpleNamespace(sizes=(H100.graphs,))  # type: ignore
 
     def forward(
         self,
@@ -103,7 +106,7 @@ class _SimulatedGPU:
                 pairs += chunk_pairs(item.start, count)
         seconds = H100.seconds(StepShape(tokens, pairs, streams, context)) * self._slower
         now = time.monotonic()
-        host = (LAUNCH_SECONDS if tokens > GRAPH_TOKENS else GRAPH_SECONDS) * self._slower
+        host = (LAUNCH_SECONDS if tokens > H100.graphs else GRAPH_SECONDS) * self._slower
         self._free = max(max(self._free, now) + seconds, now + host)
         time.sleep(host)
         if on_layers_done is not None:

@@ -108,7 +108,8 @@ def make_core(
 
 
 def _measured_costs(config: NodeConfig, engine: Engine) -> CostModel:
-    costs = CostModel()
+    mixed = engine.runner.mixed_graphs
+    costs = CostModel(mixed.sizes[-1] if mixed is not None else 0)
     calibrate(costs, engine, config)
     return costs
 

@@ -20,6 +20,17 @@ _MISS_FACTOR = 1.25
 _Coefficient = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 
 
+# Sizes of CUDA graphs of steps with prompt tokens are multiples of the first number up to the
+# second, and of the third beyond.
+_GRAPH_STEP, _DENSE_GRAPHS, _WIDE_GRAPH_STEP = 64, 512, 128
+
+
+def graph_rows(rows: int) -> int:
+    """The least size of a graph in which so many rows fit, if there are any as large."""
+    step = _GRAPH_STEP if rows <= _DENSE_GRAPHS else _WIDE_GRAPH_STEP
+    return -(-rows // step) * step
+
+
 class StepShape(NamedTuple):
     """What one step computes.
 
@@ -53,6 +64,8 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the same context, short chunks make less good use of a GPU.
         context: a token that answers attend to.
         stream: a row that is sampled.
+        graphs: steps with prompt tokens of up to so many rows are replayed as CUDA graphs, in which
+            rows that are left over take as long as others; 0 if no steps are.
 
     Raises:
         ValueError: a coefficient is not a finite number (a ValidationError of msgspec on decoding).
@@ -67,21 +80,40 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     short: _Coefficient = 0.0
     context: _Coefficient = 0.0
     stream: _Coefficient = 0.0
+    graphs: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
     def __post_init__(self) -> None:
-        for name, value in zip(self.__struct_fields__, self.coefficients, strict=True):
+        for name, value in zip(COEFFICIENTS, self.coefficients, strict=True):
             if not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number of seconds, not {value}")
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The coefficients in the order of :func:`features`."""
-        return msgspec.structs.astuple(self)
+        """The coefficients in the order of :meth:`features`."""
+        return tuple(getattr(self, name) for name in COEFFICIENTS)
 
     def seconds(self, shape: StepShape) -> float:
         """Predicted time of one step."""
-        pairs = zip(self.coefficients, features(shape), strict=True)
+        pairs = zip(self.coefficients, self.features(shape), strict=True)
         return sum(coefficient * feature for coefficient, feature in pairs)
+
+    def features(self, shape: StepShape) -> tuple[float, ...]:
+        """What the coefficients are multiplied by."""
+        low, high = KNEES
+        rows = shape.tokens + shape.streams
+        if shape.tokens and rows <= self.graphs:
+            rows = graph_rows(rows)
+        return (
+            1.0,
+            1.0 if shape.tokens else 0.0,
+            min(rows, low),
+            min(max(rows - low, 0), high - low),
+            max(rows - high, 0),
+            shape.pairs,
+            shape.pairs * min(1.0, high / max(1, shape.tokens)),
+            shape.context,
+            shape.streams,
+        )
 
     def largest_chunk(self, limit: float, start: int, beside: StepShape, most: int) -> int:
         """Most prompt tokens, ``most`` at most, with which a step takes no longer than ``limit``
@@ -114,6 +146,9 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return steps * self.seconds(each)
 
 
+COEFFICIENTS = tuple(name for name in StepCost.__struct_fields__ if name != "graphs")
+
+
 def slice_tokens(cost: StepCost, limit: float, decoding: StepShape, start: int, most: int) -> int:
     """Prompt tokens that a step computes beside answers.
 
@@ -136,20 +171,3 @@ def slice_tokens(cost: StepCost, limit: float, decoding: StepShape, start: int, 
 
 def _with_chunk(shape: StepShape, start: int, tokens: int) -> StepShape:
     return shape._replace(tokens=tokens, pairs=chunk_pairs(start, tokens))
-
-
-def features(shape: StepShape) -> tuple[float, ...]:
-    """What the coefficients of :class:`StepCost` are multiplied by."""
-    low, high = KNEES
-    rows = shape.tokens + shape.streams
-    return (
-        1.0,
-        1.0 if shape.tokens else 0.0,
-        min(rows, low),
-        min(max(rows - low, 0), high - low),
-        max(rows - high, 0),
-        shape.pairs,
-        shape.pairs * min(1.0, high / max(1, shape.tokens)),
-        shape.context,
-        shape.streams,
-    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pd.core.step_cost import graph_rows
 from pd.engine.cuda_graphs import StepGraphs
 from pd.kernels.attention.base import DecodeAttention, MixedAttention, VerifyAttention
 from pd.kernels.attention.trees import MAX_TREE
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 MAX_VERIFIED = 512
 # Tokens of the mixed steps that are captured: larger ones keep a GPU busy for longer than their
 # launches take. Those in between are computed with the next larger one.
-MIXED_SIZES = (*range(64, 513, 64), *range(640, 1025, 128))
+MIXED_SIZES = tuple(sorted({graph_rows(rows) for rows in range(1, 1025)}))
 # Chunks of a mixed step, and tokens whose logits are wanted, at most.
 MAX_CHUNKS, MAX_WANTED = 8, 256
 # Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in

@@ -6,9 +6,10 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from pd.core.step_cost import StepCost, StepShape, chunk_pairs, features
+from pd.core.step_cost import COEFFICIENTS, StepCost, StepShape, chunk_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ _DECAY = 0.5 ** (1 / _HALF_LIFE)
 _ANCHOR = 5.0
 # Shares of the weight of what was measured by which a first fit prefers what it cannot tell apart:
 # that any step takes long, then that one with prompt tokens does, to what grows with the step.
-_FIRST_ANCHORS = (1e-6, 1e-5, *[1e-3] * (len(StepCost.__struct_fields__) - 2))
+_FIRST_ANCHORS = (1e-6, 1e-5, *[1e-3] * (len(COEFFICIENTS) - 2))
 # A step that took so many times as long as the last ones, by their predictions, or so many times
 # less, counts as that many times: it compiled a kernel, or the process got no CPU.
 _OUTLIER = 3.0
@@ -64,14 +65,17 @@ class CostModel:
     that are not negative. The caller holds the node's lock, except for :attr:`cost`, which may be
     read at any time.
 
+    Args:
+        graphs: see :class:`~pd.core.step_cost.StepCost`.
+
     Attributes:
         cost: the present fit.
         observed: number of steps that were observed.
     """
 
-    def __init__(self) -> None:
-        count = len(StepCost.__struct_fields__)
-        self.cost = StepCost()
+    def __init__(self, graphs: int = 0) -> None:
+        count = len(COEFFICIENTS)
+        self.cost = StepCost(graphs=graphs)
         self.observed = 0
         self._matrix: FloatArray = np.zeros((count, count))
         self._target: FloatArray = np.zeros(count)
@@ -102,7 +106,7 @@ class CostModel:
     def measured(self, shape: StepShape, seconds: float, weight: int) -> None:
         """Take a step as true that was measured while nothing else ran, as ``weight`` of those that
         :meth:`observe` sees."""
-        row = np.array(features(shape)) / seconds
+        row = np.array(self.cost.features(shape)) / seconds
         self._matrix += weight * np.outer(row, row)
         self._target += weight * row
         self.observed += weight
@@ -116,7 +120,7 @@ class CostModel:
             # NOTE: a step that seemed short, because the host looked late for the one before, must
             # not weigh more than others.
             scale = max(seconds, usual)
-        row = np.array(features(shape)) / scale
+        row = np.array(self.cost.features(shape)) / scale
         self._matrix = _DECAY * self._matrix + np.outer(row, row)
         self._target = _DECAY * self._target + row * (seconds / scale)
 
@@ -140,7 +144,8 @@ class CostModel:
         matrix = self._matrix / np.outer(units, units) + np.diag(anchor + (weight <= 0))
         target = self._target / units + (anchor + (weight <= 0)) * before
         found = _least_squares(matrix, target) / units
-        self.cost = StepCost(*np.minimum(found, 1e3).tolist())
+        fitted = dict(zip(COEFFICIENTS, np.minimum(found, 1e3).tolist(), strict=True))
+        self.cost = msgspec.structs.replace(self.cost, **fitted)
 
     @property
     def _weight(self) -> float:

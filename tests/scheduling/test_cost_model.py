@@ -12,7 +12,7 @@ import pytest
 from prefill_bench import PrefillBench
 from requests_for_tests import make_request
 
-from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs
+from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs, graph_rows
 from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.cost_model import CostModel
 from pd.scheduling.slices import PromptSlices
@@ -132,10 +132,28 @@ def test_times_that_cannot_be_leave_a_fit_that_can_be_published(seed: int, secon
 def test_a_published_cost_is_numbers_within_bounds() -> None:
     sent = msgspec.msgpack.encode(DEVICE)
     assert msgspec.msgpack.decode(sent, type=StepCost) == DEVICE
+    for graphs in (-1, 1 << 21, "1"):
+        sent = msgspec.msgpack.encode(msgspec.structs.asdict(DEVICE) | {"graphs": graphs})
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(sent, type=StepCost)
     fields = msgspec.structs.asdict(DEVICE)
     for wrong in (-1.0, math.nan, math.inf, 1e4, "1"):
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(msgspec.msgpack.encode(fields | {"pair": wrong}), type=StepCost)
+
+
+def test_a_chunk_fills_the_graph_in_which_it_is_replayed(seed: int) -> None:
+    """Rows of padding take as long as others, so they are prompt tokens instead."""
+    device = msgspec.structs.replace(DEVICE, graphs=1024, pair=0.0)
+    rng, model = random.Random(seed), CostModel(graphs=1024)
+    watch(model, device, rng, 1000)
+    assert worst_error(model, device, rng) < 0.05
+    beside = StepShape(streams=40, context=40 * 3000)
+    for limit in (0.016, 0.018, 0.02, 0.022):
+        tokens = device.largest_chunk(limit, 0, beside, 8192)
+        rows = tokens + beside.streams
+        assert rows == graph_rows(rows) < 1024
+        assert device.seconds(beside._replace(tokens=tokens, pairs=chunk_pairs(0, tokens))) <= limit
 
 
 @pytest.mark.parametrize("start", [0, 5000])

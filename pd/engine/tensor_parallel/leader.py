@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import Plane
     from pd.engine.eagle import EagleWriter
     from pd.engine.model_runner import ForwardItem, ModelRunner
-    from pd.engine.step_graphs import DecodeGraphs
+    from pd.engine.step_graphs import DecodeGraphs, MixedGraphs
 
     IntArray = npt.NDArray[np.int32]
     M = TypeVar("M", bound=RankMessage)
@@ -363,6 +363,11 @@ class LeadingRunner:
     def graphs(self) -> DecodeGraphs | None:
         """See :class:`pd.engine.model_runner.ModelRunner`."""
         return self._runner.graphs
+
+    @property
+    def mixed_graphs(self) -> MixedGraphs | None:
+        """See :class:`pd.engine.model_runner.ModelRunner`."""
+        return self._runner.mixed_graphs
 
     def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
         """See :meth:`pd.engine.kv_pool.KVPool.move_tokens`; on all ranks.
