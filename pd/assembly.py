@@ -66,8 +66,18 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
     draft = load_draft_model(config)
     engine = Engine.build(config, 0 if draft is None else draft.page_bytes)
     control = ControlThread(instance_id, config.host, config.cluster_key, mutual=config.is_elastic)
-    drafter = make_drafter(config, engine, draft)
-    core = make_core(config, engine, instance_id, control, drafter)
+    try:
+        drafter = make_drafter(config, engine, draft)
+        core = make_core(config, engine, instance_id, control, drafter)
+        return _node_of_role(core, control, bootstrap_url)
+    except BaseException:
+        control.stop()
+        engine.close()
+        raise
+
+
+def _node_of_role(core: NodeCore, control: ControlThread, bootstrap_url: str) -> Assembled:
+    config = core.config
     if config.is_elastic:
         return elastic_node(core, control, bootstrap_url)
     if config.role == "unified":

@@ -102,6 +102,8 @@ class ControlThread(threading.Thread):
         try:
             self.port: int = self._router.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
+            # NOTE: the end of a context waits for its sockets, for ever if nobody closes them.
+            self._context.destroy(linger=0)
             raise SetupError(f"cannot listen on {host}: {error}") from error
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
         self._sent: dict[Link, Sent] = {}
@@ -194,7 +196,11 @@ class ControlThread(threading.Thread):
             self._received.pop(link, None)
 
     def stop(self) -> None:
-        """End the thread and close its sockets; what was posted before is still sent."""
+        """End the thread and close its sockets; what was posted before is still sent. A thread that
+        was never started has sockets, too."""
+        if self.ident is None:
+            self._close()
+            return
         self.call(self._end)
         if self.is_alive():
             self.join(timeout=5)

@@ -13,8 +13,11 @@ import zmq
 from cluster import random_prompts, wait_until
 from raw_peer import RawPeer, proxy_of
 from requests_for_tests import make_generate
-from tiny import tiny_cluster, tiny_node
+from tiny import tiny_cluster, tiny_model, tiny_node
 
+from pd import assembly
+from pd.core.config import NodeConfig
+from pd.core.errors import SetupError
 from pd.core.messages import (
     Abort,
     Commit,
@@ -227,3 +230,28 @@ def test_what_is_posted_before_the_stop_is_sent_and_later_calls_do_nothing() -> 
         server.node.control.call(lambda: None)
     assert threading.active_count() == before
     assert server.node.control._wakeup.fileno() == -1
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_node_that_cannot_be_assembled_leaves_no_sockets(
+    monkeypatch: pytest.MonkeyPatch, key: bytes | None
+) -> None:
+    """The interpreter would wait for them when it collects their context, for ever."""
+    made: list[ControlThread] = []
+
+    def control(*args: Any, **kwargs: Any) -> ControlThread:
+        made.append(ControlThread(*args, **kwargs))
+        return made[-1]
+
+    def no_drafter(*args: Any) -> None:
+        raise SetupError("there is no such drafter")
+
+    monkeypatch.setattr(assembly, "ControlThread", control)
+    monkeypatch.setattr(assembly, "make_drafter", no_drafter)
+    config = NodeConfig(
+        role="decode", model=tiny_model(), load_format="dummy", device="cpu", cluster_key=key
+    )
+    with pytest.raises(SetupError, match="no such drafter"):
+        assembly.assemble(config, "d", "")
+    (thread,) = made
+    assert thread._context.closed
