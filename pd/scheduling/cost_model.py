@@ -25,8 +25,8 @@ _HALF_LIFE = 500
 _DECAY = 0.5 ** (1 / _HALF_LIFE)
 # Weight of the last fit in the next one, in steps: what the last steps do not tell stays.
 _ANCHOR = 5.0
-# Shares of the weight of what was measured by which a first fit prefers what it cannot tell apart:
-# that any step takes long, then that one with prompt tokens does, to what grows with the step.
+# A first fit cannot tell some coefficients apart. The smaller its anchor, the more of the time a
+# coefficient gets: first ``base``, then ``mixed``.
 _FIRST_ANCHORS = (1e-6, 1e-5, *[1e-3] * (len(COEFFICIENTS) - 2))
 # A step that took so many times as long as the last ones, by their predictions, or so many times
 # less, counts as that many times: it compiled a kernel, or the process got no CPU.
@@ -41,6 +41,8 @@ _REFIT_ERRORS = 8.0
 # observed before counts for a part of itself from then on.
 _WRONG = 1.5
 _KEPT = 0.25
+# A feature of which so little is left of the weight that it had counts as never observed.
+_STALE = 1e-100
 
 
 def shape_of(works: Sequence[Work]) -> StepShape:
@@ -96,12 +98,18 @@ class CostModel:
             self._take(shape, seconds, predicted)
         self._errors += min(abs(error), 1.0)
         if self.observed % _REFIT == 0 or self._errors >= _REFIT_ERRORS:
-            self.fit()
-            if self._recent and not 1 / _WRONG < median(self._recent) < _WRONG:
+            if self._is_wrong:
                 self._matrix *= _KEPT
                 self._target *= _KEPT
                 self._recent.clear()
+            self.fit()
         return error
+
+    @property
+    def _is_wrong(self) -> bool:
+        """Whether most of the last steps took far longer than predicted, or far less."""
+        is_known = len(self._recent) > _RECENT // 2
+        return is_known and not 1 / _WRONG < median(self._recent) < _WRONG
 
     def measured(self, shape: StepShape, seconds: float, weight: int) -> None:
         """Take a step as true that was measured while nothing else ran, as ``weight`` of those that
@@ -131,7 +139,9 @@ class CostModel:
             first: there is no earlier fit that is worth keeping.
         """
         self._errors = 0.0
-        weight = np.diag(self._matrix)
+        weight = np.diag(self._matrix).copy()
+        stale = (weight > 0) & (weight < _STALE)
+        weight[stale] = self._matrix[stale] = self._matrix[:, stale] = self._target[stale] = 0.0
         # Each coefficient in units in which it matters as much as any other.
         units = np.sqrt(np.where(weight > 0, weight, 1.0))
         if first:
@@ -167,14 +177,16 @@ def _least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
     count = len(target)
     found = np.zeros(count)
     free = np.zeros(count, np.bool_)
-    tolerance = 1e-9 * (1.0 + np.abs(target).max())
+    # NOTE: of each coordinate its own, since some were hardly observed lately.
+    tolerance = 1e-9 * np.abs(target)
     for _ in range(3 * count):
-        gradient = np.where(free, 0.0, target - matrix @ found)
+        gradient = target - matrix @ found
+        gradient = np.where(free | (gradient <= tolerance), 0.0, gradient)
         best = int(gradient.argmax())
-        if gradient[best] <= tolerance:
+        if gradient[best] <= 0:
             break
         free[best] = True
-        while free.any():
+        while True:
             wanted = np.zeros(count)
             wanted[free] = np.linalg.solve(matrix[np.ix_(free, free)], target[free])
             below = free & (wanted <= 0)
@@ -182,8 +194,9 @@ def _least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
                 found = wanted
                 break
             # As far towards it as no entry becomes negative.
-            step = (found[below] / (found[below] - wanted[below])).min()
+            ratios = np.where(below, found / np.where(below, found - wanted, 1.0), np.inf)
+            step = ratios.min()
             found = found + step * (wanted - found)
-            free &= found > 1e-15
+            free &= ratios > step
             found[~free] = 0.0
     return found

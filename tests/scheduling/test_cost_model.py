@@ -102,10 +102,30 @@ def test_what_the_last_steps_do_not_tell_stays_known(seed: int) -> None:
     watch(model, DEVICE, rng, 1000)
     prompt = StepShape(8000, chunk_pairs(0, 8000))
     before = model.cost.seconds(prompt)
-    for _ in range(20_000):
-        shape = StepShape(streams=8, context=8 * 500)
+    for _ in range(40_000):
+        streams = rng.randrange(8, 64)
+        shape = StepShape(streams=streams, context=streams * rng.randrange(100, 2000))
         model.observe(shape, DEVICE.seconds(shape) * rng.uniform(0.95, 1.05))
     assert model.cost.seconds(prompt) == pytest.approx(before, rel=0.2)
+    # As if they had been many more: the weight of what is not observed vanishes.
+    for feature in (1, 3, 4, 5, 6):
+        model._matrix[feature] *= 1e-60
+        model._matrix[:, feature] *= 1e-60
+        model._target[feature] *= 1e-60
+    watch_decoding = StepShape(streams=8, context=8 * 500)
+    for _ in range(1000):
+        model.observe(watch_decoding, DEVICE.seconds(watch_decoding) * rng.uniform(0.95, 1.05))
+    assert model.cost.seconds(prompt) == pytest.approx(before, rel=0.3)
+
+
+def test_one_slow_step_is_not_most_of_them(seed: int) -> None:
+    rng, model = random.Random(seed), CostModel()
+    watch(model, DEVICE, rng, 1023)
+    model._recent.clear()
+    kept = model._matrix.copy()
+    shape = StepShape(streams=8, context=4000)
+    model.observe(shape, 6 * DEVICE.seconds(shape))
+    assert model._matrix[0, 0] > 0.9 * kept[0, 0]
 
 
 def test_a_step_that_compiled_a_kernel_hardly_changes_the_fit(seed: int) -> None:
