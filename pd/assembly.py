@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
@@ -64,16 +65,18 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
         UsageError, SetupError: the model, the device or the transfer backend cannot be had.
     """
     draft = load_draft_model(config)
-    engine = Engine.build(config, 0 if draft is None else draft.page_bytes)
-    control = ControlThread(instance_id, config.host, config.cluster_key, mutual=config.is_elastic)
-    try:
+    with ExitStack() as made:
+        engine = Engine.build(config, 0 if draft is None else draft.page_bytes)
+        made.callback(engine.close)
+        control = ControlThread(
+            instance_id, config.host, config.cluster_key, mutual=config.is_elastic
+        )
+        made.callback(control.stop)
         drafter = make_drafter(config, engine, draft)
         core = make_core(config, engine, instance_id, control, drafter)
-        return _node_of_role(core, control, bootstrap_url)
-    except BaseException:
-        control.stop()
-        engine.close()
-        raise
+        node = _node_of_role(core, control, bootstrap_url)
+        made.pop_all()
+        return node
 
 
 def _node_of_role(core: NodeCore, control: ControlThread, bootstrap_url: str) -> Assembled:

@@ -182,7 +182,7 @@ class Request:
         num_produced: how many tokens at the end of ``prompt`` are output of other nodes.
         resumed: sampling state of a resumed request, which has observed these tokens; else None.
         owner: tells the keys of clients apart; grammars are compiled for them in turn.
-        ttft: seconds until the first token that were promised to the client; 0 if none were.
+        ttft: seconds within which the first token should come; 0 if nothing is said of that.
         due: when they are over, on the monotonic clock.
         peer: instance id of the other node of the hand-off, or empty.
         peer_bootstrap: on a node that receives the KV, URL of the peer's registry, or empty.

@@ -64,8 +64,9 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the same context, short chunks make less good use of a GPU.
         context: a token that answers attend to.
         stream: a row that is sampled.
-        graphs: steps with prompt tokens of up to so many rows are replayed as CUDA graphs, in which
-            rows that are left over take as long as others; 0 if no steps are.
+        graphs: steps with prompt tokens of up to so many rows are replayed as CUDA graphs of
+            :func:`graph_rows`, where there is room for their sequences; rows that are left over
+            take as long as others. 0 if no steps are.
 
     Raises:
         ValueError: a coefficient is not a finite number (a ValidationError of msgspec on decoding).

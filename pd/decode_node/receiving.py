@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -259,10 +260,11 @@ class ReceivingEnd(PromptReceiver):
     def awaits(self) -> bool:
         return bool(self.transfer)
 
-    def expected(self, seconds: float) -> Iterator[Request]:
-        latest = time.monotonic() + seconds
+    def expected(self, seconds: float, late: float = math.inf) -> Iterator[Request]:
+        now = time.monotonic()
         for incoming in self.transfer:
-            if incoming.expected_at is not None and incoming.expected_at < latest:
+            expected_at = incoming.expected_at
+            if expected_at is not None and now - late <= expected_at < now + seconds:
                 yield incoming.request
 
     def _on_commit(self, identity: bytes, message: Commit) -> None:

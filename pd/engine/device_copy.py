@@ -78,10 +78,13 @@ class DeviceTimer:
             event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
 
-    def seconds(self) -> float | None:
-        """Wait for the end, and return the time; None where nothing was measured."""
-        if len(self._events) < 2:
-            return None
+    @property
+    def measures(self) -> bool:
+        """Whether :meth:`seconds` may be called after :meth:`stop`."""
+        return bool(self._events)
+
+    def seconds(self) -> float:
+        """Wait for the end, and return the time."""
         begin, end = self._events
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3

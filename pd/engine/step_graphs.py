@@ -28,8 +28,9 @@ MAX_VERIFIED = 512
 # Tokens of the mixed steps that are captured: larger ones keep a GPU busy for longer than their
 # launches take. Those in between are computed with the next larger one.
 MIXED_SIZES = tuple(sorted({graph_rows(rows) for rows in range(1, 1025)}))
-# Chunks of a mixed step, and tokens whose logits are wanted, at most.
-MAX_CHUNKS, MAX_WANTED = 8, 256
+# Sequences with several tokens in a mixed step, which are prompts and chains of drafts, and tokens
+# whose logits are wanted, at most. Steps with more are launched kernel by kernel.
+MAX_CHUNKS, MAX_WANTED = 32, 256
 # Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
 # larger batches each padded row costs time.
 _DENSE_FROM = 8
@@ -130,7 +131,31 @@ class MixedGraphs(StepGraphs):
 
     Their kernels take the host tens of milliseconds to launch one by one, as long as the GPU needs
     for a thousand prompt tokens: answers would wait for that at every step.
+
+    Args:
+        max_running: sequences that continue, at most.
     """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        recorder: GraphRecorder,
+        sizes: Sequence[int],
+        *,
+        max_running: int,
+        max_tokens: int,
+        max_context: int,
+        progress: str = "",
+    ) -> None:
+        self._most_wanted = min(MAX_WANTED, max_running + MAX_CHUNKS)
+        super().__init__(
+            runner,
+            recorder,
+            sizes,
+            max_tokens=max_tokens,
+            max_context=max_context,
+            progress=progress,
+        )
 
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         total = chunks = wanted = 0
@@ -148,7 +173,7 @@ class MixedGraphs(StepGraphs):
         return max(wanted, len(items) - chunks) <= self._wanted(rows)
 
     def _wanted(self, rows: int) -> int:
-        return min(rows, MAX_WANTED)
+        return min(rows, self._most_wanted)
 
     def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> MixedAttention:
         attention = backend.mixed_graph(rows, self._wanted(rows), MAX_CHUNKS, max_context)
@@ -237,6 +262,7 @@ def capture_steps(
             runner,
             recorder,
             chosen(ladder),
+            max_running=rows,
             max_tokens=most,
             max_context=max_context,
             progress=what and f"{what} of mixed steps",

@@ -103,6 +103,8 @@ class ControlThread(threading.Thread):
             self.port: int = self._router.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
             # NOTE: the end of a context waits for its sockets, for ever if nobody closes them.
+            if self._authenticator is not None:
+                self._authenticator.stop()
             self._context.destroy(linger=0)
             raise SetupError(f"cannot listen on {host}: {error}") from error
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}

@@ -24,7 +24,7 @@ def node_load(
     answers = sequences.copy()
     if receiving is not None:
         sequences += receiving.queued()
-        answers += [request.sequence for request in receiving.expected(2 * slices.longest)]
+        answers += [request.sequence for request in receiving.expected(slices.horizon)]
     context = sum(sequence.num_tokens for sequence in sequences)
     attended = sum(sequence.num_tokens for sequence in answers)
     beside = StepShape(streams=len(answers), context=attended)

@@ -18,6 +18,8 @@ from pd.scheduling.step import LaunchedStep, Work, launch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd.core.step_cost import StepShape
+    from pd.engine.device_copy import DeviceTimer
     from pd.scheduling.combined import CombinedScheduler
     from pd.scheduling.core import NodeCore
 
@@ -29,8 +31,8 @@ STEP_LIMIT_SECONDS = 300.0
 # A step is planned so long before the one before it is predicted to end as the host takes to plan
 # and launch one, and by these seconds and this share of the predicted time more: predictions err.
 _LEAD_SECONDS, _LEAD_SHARE = 0.003, 0.1
-# The time to launch is taken for what it was at most, of which each step forgets this part.
-_LAUNCH_FORGETS = 0.1
+# The time to launch is a maximum that decays towards the last one by this share with each step.
+_LAUNCH_DECAY = 0.1
 # How often the device is asked whether a step is over.
 _POLL_SECONDS = 0.002
 
@@ -40,15 +42,22 @@ def _num_tokens(works: list[Work]) -> int:
 
 
 class _Once:
-    """Calls a function the first time that it is called."""
+    """Calls a function the first time that it is called.
+
+    Attributes:
+        seconds: how long the function took, so far 0.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
+        self.seconds = 0.0
 
     def __call__(self) -> None:
         function, self._function = self._function, None
         if function is not None:
+            began = time.monotonic()
             function()
+            self.seconds = time.monotonic() - began
 
 
 class StepLoop(threading.Thread):
@@ -77,6 +86,8 @@ class StepLoop(threading.Thread):
         # Seconds in which the host plans and launches a step of prompt tokens alone, and one beside
         # answers.
         self._to_launch = [0.0, 0.0]
+        # The last step, if the device tells how long it took.
+        self._timed: tuple[StepShape, DeviceTimer] | None = None
         # When the launch of the step behind the one to be accounted for began, if there is one.
         self._next_began: float | None = None
         self._watch = StepWatch()
@@ -179,10 +190,11 @@ class StepLoop(threading.Thread):
         accounted = _Once(partial(self._account, last)) if last is not None else None
         self._next_began = began if last is not None else None
         self._launched = self._launch(works, last, accounted) if works else None
-        if last is not None:
+        if accounted is not None:
             beside = any(work.sequence.decodes for work in works)
-            known, taken = self._to_launch[beside], time.monotonic() - planned
-            self._to_launch[beside] = max(taken, known + _LAUNCH_FORGETS * (taken - known))
+            # A launch whose rules need the last step's tokens waits for that step.
+            known, taken = self._to_launch[beside], time.monotonic() - planned - accounted.seconds
+            self._to_launch[beside] = max(taken, known + _LAUNCH_DECAY * (taken - known))
         if accounted is not None:
             accounted()
         if self._launched is not None and not self._overlap:
@@ -279,16 +291,19 @@ class StepLoop(threading.Thread):
             self._rooms.closing.look_after_step()
 
     def _observe(self, step: LaunchedStep) -> None:
-        """Compare the time of a complete step with its prediction. Where the device does not tell
-        how long it took, it counts from the end of the step before, while which it may have been
-        launched."""
+        """Compare the time of a step with its prediction. Where the device does not tell how long
+        it took, it counts from the end of the step before, while which it may have been launched.
+        The device tells it one step later: what is drafted behind a step is a part of it."""
         now, last = self._over_at or time.monotonic(), self._completed_at
         self._completed_at, self._over_at = now, None
         costs = self._core.costs
         if costs is not None:
-            shape, taken = shape_of(step.works), step.timer.seconds()
-            if taken is None:
-                taken = now - max(step.began, last)
+            shape, taken = shape_of(step.works), now - max(step.began, last)
+            if step.timer.measures:
+                timed, self._timed = self._timed, (shape, step.timer)
+                if timed is None:
+                    return
+                shape, taken = timed[0], timed[1].seconds()
             if logger.isEnabledFor(logging.DEBUG):
                 predicted = costs.cost.seconds(shape)
                 logger.debug("%s: %.1f ms, predicted %.1f", shape, 1e3 * taken, 1e3 * predicted)

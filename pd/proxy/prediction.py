@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd.core.node_load import MAX_SECONDS
 from pd.core.step_cost import LEAST_SLICE, StepShape
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Predicted(NamedTuple):
         decode: generates the answer; the same as ``first`` if KV does not travel.
         ttft: seconds until the first token.
         prefill: seconds of these in which the prompt is computed.
-        price: seconds as which it counts that other answers are slowed meanwhile.
+        price: seconds that are added for the answers which the prompt slows.
         objective: seconds within which the first token should come.
         misses: streams, this one and others, that would miss an objective.
     """
@@ -107,7 +108,7 @@ class _First(NamedTuple):
     objective: float
     misses: int
 
-    def by(self, decode: Worker, misses: int) -> Predicted:
+    def with_decode(self, decode: Worker, misses: int) -> Predicted:
         """The choice of this node, and of one that generates the answer."""
         return Predicted(
             self.worker, decode, self.ttft, self.prefill, self.price, self.objective, misses
@@ -182,13 +183,15 @@ class Predictor:
         found = self.choose(firsts, seconds, demand, fit)
         if found is None or present.first.load.reported is None:
             return None
-        first = self._first(present.first, demand, present.ttft)
+        own = demand.streams if present.decode is present.first else 0
+        first = self._first(present.first, demand, present.ttft, own)
         misses, cost = first.misses, first.ttft + first.price
         if seconds:
             misses += self._second(present.decode, demand).misses
         objective = self.ttft_objective(present.first, demand)
         least = max(LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
-        is_faster = cost > max(found.cost + least, found.cost * _LEAST_RATIO)
+        is_faster = present.ttft > max(found.ttft + least, found.ttft * _LEAST_RATIO)
+        is_faster &= cost > found.cost
         return found if is_faster and found.misses <= misses else None
 
     def ttft_objective(self, worker: Worker, demand: Demand) -> float:
@@ -199,10 +202,16 @@ class Predictor:
         assert report is not None
         alone = report.cost.prefill_seconds(0, demand.length, report.chunk, _IDLE)
         half = report.cost.prefill_seconds(0, max(1, report.chunk // 2), report.chunk, _IDLE)
-        return _DEFAULT_TTFT_FACTOR * (alone + half)
+        return min(_DEFAULT_TTFT_FACTOR * (alone + half), MAX_SECONDS)
 
-    def _first(self, worker: Worker, demand: Demand, ttft: float | None = None) -> _First:
-        """``ttft``: that of a request which waits there already; None predicts it for a new one."""
+    def _first(
+        self, worker: Worker, demand: Demand, ttft: float | None = None, own: int = 0
+    ) -> _First:
+        """
+        Args:
+            ttft: that of a request which waits there already; None predicts it for a new one.
+            own: answers of that request which the node counts among its own.
+        """
         load, length = worker.load, demand.length
         assert load.reported is not None
         cached = min(worker.tree.match(*demand.prompt) if worker.tree else 0, length - 1)
@@ -216,7 +225,7 @@ class Predictor:
         if decoding.streams:
             step = load.reported.cost.seconds(decoding._replace(tokens=LEAST_SLICE))
             misses += decoding.streams * (step > load.reported.itl)
-        price = _SLOWED_SHARE * decoding.streams * prefill
+        price = _SLOWED_SHARE * max(0, decoding.streams - own) * prefill
         return _First(worker, ttft, prefill, price, objective, misses)
 
     def _second(self, worker: Worker, demand: Demand) -> _Second:
@@ -242,14 +251,14 @@ def _choices(
     """With this node as the first: the whole request there, and the best other node to generate."""
     worker = first.worker
     if not seconds:
-        yield first.by(worker, first.misses)
+        yield first.with_decode(worker, first.misses)
     others = True
     for second in seconds:
         other, misses = second.worker, first.misses + second.misses
         if other is worker:
-            yield first.by(worker, misses)
+            yield first.with_decode(worker, misses)
         elif others and _may_travel(worker, other, demand) and fit(worker, other):
-            yield first.by(other, misses)
+            yield first.with_decode(other, misses)
             others = False
 
 

@@ -37,7 +37,7 @@ _LONG = 2048
 _WEIGHT = 8
 
 
-class _Rehearsal(NamedTuple):
+class _SampleStep(NamedTuple):
     """A step to measure.
 
     Attributes:
@@ -68,19 +68,19 @@ def calibrate(model: CostModel, engine: Engine, config: NodeConfig) -> None:
     spent, measured = 0.0, 0
     # The last chunk that was measured alone, and the seconds of its step.
     longest, took = 0, 0.0
-    for rehearsal in _rehearsals(engine, config):
-        expected = model.cost.seconds(rehearsal.shape)
-        if rehearsal.is_prompt and longest:
+    for sample in _sample_steps(engine, config):
+        expected = model.cost.seconds(sample.shape)
+        if sample.is_prompt and longest:
             # NOTE: a fit to short chunks says little of long ones.
-            expected = min(expected, took * rehearsal.chunk / longest)
+            expected = min(expected, took * sample.chunk / longest)
         if measured > 1 and spent + _REPEATS * expected > SECONDS:
             continue
-        seconds = _timed(engine, rehearsal)
+        seconds = _timed(engine, sample)
         spent += _REPEATS * seconds
         measured += 1
-        if rehearsal.is_prompt:
-            longest, took = rehearsal.chunk, seconds
-        model.measured(rehearsal.shape, seconds, _WEIGHT)
+        if sample.is_prompt:
+            longest, took = sample.chunk, seconds
+        model.measured(sample.shape, seconds, _WEIGHT)
         model.fit(first=True)
     taken = time.monotonic() - began
     one, many = model.cost.seconds(StepShape(streams=1)), model.cost.seconds(StepShape(512, 131328))
@@ -91,7 +91,7 @@ def calibrate(model: CostModel, engine: Engine, config: NodeConfig) -> None:
     logger.debug("%s", model.cost)
 
 
-def _rehearsals(engine: Engine, config: NodeConfig) -> Iterator[_Rehearsal]:
+def _sample_steps(engine: Engine, config: NodeConfig) -> Iterator[_SampleStep]:
     """Shapes that the node can have, cheap ones first."""
     pool = engine.pool
     tokens = min(engine.context_length, pool.num_pages * pool.page_size) - 1
@@ -102,37 +102,37 @@ def _rehearsals(engine: Engine, config: NodeConfig) -> Iterator[_Rehearsal]:
     chunks = sorted({min(chunk, tokens) for chunk in chunks})
     far = min(_FAR, tokens - 1)
     batches = sorted({min(batch, streams) for batch in _STREAMS})
-    yield from (_Rehearsal(streams=batch) for batch in batches[:2])
-    yield from (_Rehearsal(chunk=chunk) for chunk in chunks[:3])
-    yield _Rehearsal(streams=batches[1 if len(batches) > 1 else 0], context=far)
-    yield _Rehearsal(streams=batches[-1], chunk=chunks[len(chunks) // 2])
-    yield from (_Rehearsal(streams=batch) for batch in batches[2:])
+    yield from (_SampleStep(streams=batch) for batch in batches[:2])
+    yield from (_SampleStep(chunk=chunk) for chunk in chunks[:3])
+    yield _SampleStep(streams=batches[1 if len(batches) > 1 else 0], context=far)
+    yield _SampleStep(streams=batches[-1], chunk=chunks[len(chunks) // 2])
+    yield from (_SampleStep(streams=batch) for batch in batches[2:])
     for late in (chunks[len(chunks) // 2], min(_LONG, chunks[-1])):
         if late < tokens:
-            yield _Rehearsal(chunk=late, start=min(_LATE, tokens - late))
-    yield from (_Rehearsal(chunk=chunk) for chunk in chunks[3:])
+            yield _SampleStep(chunk=late, start=min(_LATE, tokens - late))
+    yield from (_SampleStep(chunk=chunk) for chunk in chunks[3:])
 
 
-def _timed(engine: Engine, rehearsal: _Rehearsal) -> float:
+def _timed(engine: Engine, sample: _SampleStep) -> float:
     """Least seconds of a step: whatever else runs on this host only adds to them."""
     seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        _run(engine, rehearsal)
+        _run(engine, sample)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
 
 
-def _run(engine: Engine, rehearsal: _Rehearsal) -> None:
+def _run(engine: Engine, sample: _SampleStep) -> None:
     one = np.zeros(1, np.int32)
     items = [
-        ForwardItem(one, rehearsal.context, _pages(engine, index, rehearsal.context + 1))
-        for index in range(rehearsal.streams)
+        ForwardItem(one, sample.context, _pages(engine, index, sample.context + 1))
+        for index in range(sample.streams)
     ]
-    if rehearsal.chunk:
-        ids = np.zeros(rehearsal.chunk, np.int32)
-        stop = rehearsal.start + rehearsal.chunk
-        items.append(ForwardItem(ids, rehearsal.start, _pages(engine, rehearsal.streams, stop)))
+    if sample.chunk:
+        ids = np.zeros(sample.chunk, np.int32)
+        stop = sample.start + sample.chunk
+        items.append(ForwardItem(ids, sample.start, _pages(engine, sample.streams, stop)))
     prepared = engine.sampler.prepare([Draw(greedy_state(engine))] * len(items))
     engine.sampler.launch(engine.runner.forward(items), prepared).result()
 

@@ -9,7 +9,7 @@ from pd.core.errors import PDError
 from pd.core.messages import FirstToken, Output, Stages
 from pd.core.request import RequestState
 from pd.scheduling.cost_model import shape_of
-from pd.scheduling.slices import PromptSlices
+from pd.scheduling.slices import LATE_SECONDS, PromptSlices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,10 +117,13 @@ class CombinedScheduler:
         receiving = self._receiving
         if receiving is None:
             return False
-        if any(receiving.expected(slices.next_step)):
+        if any(receiving.expected(slices.next_step, LATE_SECONDS)):
             return True
+        # A work that follows another is the second one of its answer already.
         return any(
-            work.sequence.num_output_tokens == 1 and work.sequence.request.incoming is not None
+            work.sequence.num_output_tokens == 1
+            and work.sequence.request.incoming is not None
+            and work.follows is None
             for work in batch
         )
 

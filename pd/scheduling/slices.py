@@ -22,7 +22,7 @@ _AWAITING_FACTOR = 4.0
 # of its own: these take so much of the objective each.
 _JOINING_SHARE = 0.75
 # By how much it may come later than predicted.
-_LATE_SECONDS = 0.015
+LATE_SECONDS = 0.015
 
 
 class PromptSlices:
@@ -53,18 +53,12 @@ class PromptSlices:
     @property
     def horizon(self) -> float:
         """Seconds within which an answer has to be expected to matter for the next step."""
-        return _AWAITING_FACTOR * self.itl + _LATE_SECONDS
+        return _AWAITING_FACTOR * self.itl + LATE_SECONDS
 
     @property
     def next_step(self) -> float:
-        """Seconds within which an answer has to be expected to come in the next step, if that has
-        answers."""
-        return self.itl + _LATE_SECONDS
-
-    @property
-    def longest(self) -> float:
-        """Seconds that a step of prompt tokens alone takes at most, of a prompt's first tokens."""
-        return self._costs.cost.prefill_seconds(0, self._most, self._most, StepShape())
+        """Seconds from now within which an answer would come during the next step."""
+        return self.itl + LATE_SECONDS
 
     def tokens(
         self, decoding: StepShape, start: int = 0, *, awaits: bool = False, joins: bool = False

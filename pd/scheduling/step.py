@@ -153,7 +153,7 @@ class LaunchedStep:
         prompt_logprobs: log probabilities of works that want them.
         began: monotonic time at which drafting began, or else the launch.
         draft_seconds: how long drafting took.
-        timer: of the device's work.
+        timer: of the device's work, with what is drafted behind the step.
     """
 
     works: list[Work]
@@ -306,12 +306,12 @@ def launch(
             account()
         masks = sampler.fill_masks(prepared, known.on_host(drafted))
     samples = sampler.launch(logits, prepared, masks)
-    timer.stop()
     drafted = drafted or known.copies()
     if drafter is not None:
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
         _follow(drafter, StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
     copies = known.missing, drafted
+    timer.stop()
     return LaunchedStep(works, samples, copies, prompt_logprobs, began, draft_seconds, timer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -151,8 +152,9 @@ class PromptReceiver(TransferEnd):
         """Whether there is a request whose KV will come."""
 
     @abstractmethod
-    def expected(self, seconds: float) -> Iterator[Request]:
-        """Requests whose prompts are predicted to be computed within ``seconds`` from now on."""
+    def expected(self, seconds: float, late: float = math.inf) -> Iterator[Request]:
+        """Requests whose prompts are predicted to be computed within ``seconds`` from now on, or
+        were so ``late`` seconds ago at most."""
 
     @property
     @abstractmethod

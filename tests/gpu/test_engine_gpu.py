@@ -43,7 +43,9 @@ def with_graphs(runner: ModelRunner) -> ModelRunner:
     recorder = GraphRecorder(runner.pool.device)
     runner.graphs = DecodeGraphs(runner, recorder, (1, 2, 4), max_tokens=8, max_context=2048)
     if runner.attention.mixed_graph(2, 1, 1, 2) is not None:
-        runner.mixed_graphs = MixedGraphs(runner, recorder, MIXED, max_tokens=8, max_context=2048)
+        runner.mixed_graphs = MixedGraphs(
+            runner, recorder, MIXED, max_running=8, max_tokens=8, max_context=2048
+        )
     runner.chunk_graphs = ChunkGraphs(runner, recorder, max_context=2048)
     return runner
 

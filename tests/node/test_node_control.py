@@ -255,3 +255,11 @@ def test_a_node_that_cannot_be_assembled_leaves_no_sockets(
         assembly.assemble(config, "d", "")
     (thread,) = made
     assert thread._context.closed
+
+
+def test_an_address_that_cannot_be_had_leaves_no_threads() -> None:
+    before = threading.active_count()
+    for key in (None, KEY):
+        with pytest.raises(SetupError, match=r"cannot listen on 203\.0\.113\.1"):
+            ControlThread("x", "203.0.113.1", key)
+    wait_until(lambda: threading.active_count() <= before, 5)

@@ -164,3 +164,23 @@ def test_heartbeats_without_answers_take_no_memory() -> None:
     for _ in range(1000):
         load.beat()
     assert len(load._marks) <= 64
+
+
+def test_a_waiting_request_moves_for_an_earlier_first_token_only() -> None:
+    """However many answers its prompt slows where it is, and its own are none of them."""
+    p, d = worker("prefill", "p", queue_seconds=0.28), worker("decode", "d", streams=48)
+    wanted = demand(8_000)
+    predictor = Predictor()
+    waiting = predictor.choose([d], [d], wanted, lambda *_: True)
+    assert waiting is not None
+    present = waiting._replace(ttft=0.336)
+    assert predictor.better(present, [p], [p, d], wanted, lambda *_: True) is None
+    report(p)
+    many = demand(8_000, streams=16)
+    report(d, streams=16)
+    waiting = predictor.choose([d], [d], many, lambda *_: True)
+    assert waiting is not None
+    present = waiting._replace(ttft=1.0)
+    moved = predictor.better(present, [p], [p, d], many, lambda *_: True)
+    assert moved is not None
+    assert moved.first is p

@@ -271,19 +271,21 @@ def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
 
 @pytest.mark.parametrize(
     ("expected_in", "least", "most"),
-    [(None, 0.07, 0.08), (0.07, 0.018, 0.02), (0.03, 0.0135, 0.015)],
+    [(None, 0.07, 0.08), (0.07, 0.018, 0.02), (0.03, 0.0135, 0.015), (-1.0, 0.018, 0.02)],
 )
 def test_a_step_before_an_answer_from_another_node_keeps_its_pace(
     expected_in: float | None, least: float, most: float
 ) -> None:
     """A step is a few times as long as the objective while an answer may come at any time; it is as
-    long as the objective if the answer is expected before such a long step is over, and shorter if
-    it is expected in this step, for it waits for its rest and then for one of its own."""
+    long as the objective if the answer is expected before such a long step is over, or long
+    overdue, and shorter if it is expected in this step, for it waits for its rest and then for one
+    of its own."""
     bench = PrefillBench(pages=4096)
     awaited = make_request(range(3000))
 
-    def expected(seconds: float) -> list[Any]:
-        return [awaited] if expected_in is not None and expected_in < seconds else []
+    def expected(seconds: float, late: float = math.inf) -> list[Any]:
+        comes = expected_in is not None and -late <= expected_in < seconds
+        return [awaited] if comes else []
 
     receiving: Any = SimpleNamespace(awaits=True, expected=expected)
     scheduler = combined(bench, receiving)
@@ -297,21 +299,28 @@ def test_a_step_before_an_answer_from_another_node_keeps_its_pace(
 
 
 def test_the_first_step_of_an_answer_from_another_node_is_short() -> None:
-    receiving: Any = SimpleNamespace(awaits=False, expected=lambda seconds: [])
+    receiving: Any = SimpleNamespace(awaits=False, expected=lambda *_: [])
     taken = []
-    for produced, incoming in ((1, True), (1, False), (2, True)):
+    for produced, incoming, follows in (
+        (1, True, None),
+        (1, True, object()),
+        (1, False, None),
+        (2, True, None),
+    ):
         bench = PrefillBench(pages=4096)
         scheduler = combined(bench, receiving)
         request = make_request(range(1000))
         request.incoming = SimpleNamespace() if incoming else None
         sequence = SimpleNamespace(request=request, num_output_tokens=produced, decodes=True)
-        work = SimpleNamespace(sequence=sequence, start=1000, stop=1001, num_drafted=0)
+        work = SimpleNamespace(
+            sequence=sequence, start=1000, stop=1001, num_drafted=0, follows=follows
+        )
         scheduler.decode = SimpleNamespace(plan=lambda w=work: [w], running=[], needs_memory=False)
         bench.add(range(9000, 18000))
         taken.append(sum(chunk.stop - chunk.start for chunk in scheduler.plan()[1:]))
-    joining, here, later = taken
+    joining, second, here, later = taken
     assert joining < 0.85 * later
-    assert here == later
+    assert second == here == later
 
 
 def test_short_chunks_over_long_contexts_are_not_the_price_of_long_ones(seed: int) -> None:
