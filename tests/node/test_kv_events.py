@@ -306,6 +306,7 @@ def test_who_asks_for_more_than_is_kept_gets_everything_soon(
     source.publish()
     wait_until(lambda: (late.read(), set(late.blocks) == all_blocks(source.radix))[1], 20)
     late.next = 0
+    late.blocks.clear()
     late.replay()
     assert not source.publisher.take_snapshot_wish(101.0), "everybody may ask, but not all the time"
     assert source.publisher.take_snapshot_wish(106.0)
