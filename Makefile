@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One worker per core; most files stay on one worker, for their fixtures (tests/conftest.py).
-PARALLEL := -n 2 --dist loadfile
+# One worker per core; most files stay on one worker, for their fixtures, in an order of our own
+# (tests/conftest.py).
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # What make test-all runs with elastic nodes, too: parity, reuse, load, faults and failover.
 ELASTIC = $(addprefix tests/e2e/test_,parity.py serving.py load.py faults.py failover.py)
 # What make bench compares with, and how often it measures both.

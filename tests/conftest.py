@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import ssl
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,22 +30,40 @@ SHARED_BY_WORKERS = (
     "tests/transfer/test_transfer_nixl.py",
 )
 
+# A test that takes minutes and little of the processors.
+BESIDE_OTHERS = "tests/proxy/test_proxy_soak.py"
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but for :data:`SHARED_BY_WORKERS`.
-
-    Files of many tests come first and single tests last, so that both workers end at about the same
-    time.
-    """
+    """``--dist loadfile``, but for :data:`SHARED_BY_WORKERS`."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return nodeid if file in SHARED_BY_WORKERS else file
+            return _together(nodeid)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def _together(nodeid: str) -> str:
+    """A name for the tests that stay on one worker with this one."""
+    file = nodeid.partition("::")[0]
+    return nodeid if file in SHARED_BY_WORKERS else file
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, files of many tests come first, and single tests last, so that all
+    workers end at about the same time; before them those of :data:`BESIDE_OTHERS`."""
+    if not hasattr(config, "workerinput"):
+        return
+    counts = Counter(_together(item.nodeid) for item in items)
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        is_first = item.nodeid.startswith(BESIDE_OTHERS)
+        return not is_first, -counts[_together(item.nodeid)]
+
+    items.sort(key=place)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
