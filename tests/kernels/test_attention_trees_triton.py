@@ -186,7 +186,10 @@ MIXED = [
 
 
 class TestMixed:
-    @pytest.mark.parametrize("shape", SHAPES[:3])
+    @pytest.mark.parametrize(
+        "shape",
+        [SHAPES[1], *(pytest.param(s, marks=pytest.mark.full) for s in (SHAPES[0], SHAPES[2]))],
+    )
     def test_one_graph_is_planned_for_all_steps(self, shape: tuple) -> None:
         """Single tokens and chunks, of one kind only, too, down to no sequence at all."""
         cases = [make_case([(start, n, False) for start, n in step], shape) for step in MIXED]

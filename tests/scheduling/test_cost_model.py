@@ -102,7 +102,7 @@ def test_what_the_last_steps_do_not_tell_stays_known(seed: int) -> None:
     watch(model, DEVICE, rng, 1000)
     prompt = StepShape(8000, chunk_pairs(0, 8000))
     before = model.cost.seconds(prompt)
-    for _ in range(40_000):
+    for _ in range(30_000):
         streams = rng.randrange(8, 64)
         shape = StepShape(streams=streams, context=streams * rng.randrange(100, 2000))
         model.observe(shape, DEVICE.seconds(shape) * rng.uniform(0.95, 1.05))
