@@ -86,7 +86,7 @@ class _SimulatedGPU:
         self._sample = engine.sampler.launch
         engine.runner.forward = self.forward  # type: ignore[method-assign]
         engine.sampler.launch = self.launch  # type: ignore[method-assign]
-        engine.runner.mixed_graphs = SimpleNamespace(sizes=(H100.graphs,))  # type: ignore
+        engine.runner.mixed_graphs = SimpleNamespace(sizes=(H100.graphs,))  # type: ignore[assignment]
 
     def forward(
         self,

@@ -14,7 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pd.engine.model_runner import ForwardItem, ModelRunner
     from pd.kernels.attention import AttentionBackend
-    from pd.kernels.attention.base import Int64Array, PlannedAttention
+    from pd.kernels.attention.base import Int64Array, IntArray, PlannedAttention
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,24 @@ class GraphRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = compute()
         return graph, result
+
+
+class StepTokens(NamedTuple):
+    """The new tokens of a step.
+
+    Attributes:
+        items: by sequence.
+        starts, lengths: of each, as in :class:`pd.kernels.attention.AttentionBatch`.
+    """
+
+    items: Sequence[ForwardItem]
+    starts: Int64Array
+    lengths: Int64Array
+
+    @property
+    def pages(self) -> list[IntArray]:
+        """Page tables."""
+        return [item.pages for item in self.items]
 
 
 class StepGraphs(ABC):
@@ -138,13 +156,7 @@ class StepGraphs(ABC):
         """Attention of the graph of so many tokens, planned for no sequence."""
 
     @abstractmethod
-    def _plan(
-        self,
-        attention: PlannedAttention,
-        items: Sequence[ForwardItem],
-        starts: Int64Array,
-        lengths: Int64Array,
-    ) -> None:
+    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
         """Prepare what :meth:`_attention` returned for the next replay."""
 
     def _wanted(self, rows: int) -> int:
@@ -198,7 +210,7 @@ class StepGraphs(ABC):
             # Rows of prompts, of which there may be many choices, follow the rows that continue.
             known = previous_tokens[: len(self._previous)]
             self._previous[: len(known)].copy_(known)
-        self._plan(graph.attention, items, starts, lengths)
+        self._plan(graph.attention, StepTokens(items, starts, lengths))
         reread = reread_rows(items, self._device)
         if reread is not None:
             hide_tokens(graph.attention, reread)

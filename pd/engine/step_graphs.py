@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.core.config import NodeConfig
-    from pd.engine.cuda_graphs import GraphRecorder
+    from pd.engine.cuda_graphs import GraphRecorder, StepTokens
     from pd.engine.model_runner import ForwardItem, ModelRunner
     from pd.kernels.attention import AttentionBackend
-    from pd.kernels.attention.base import Int64Array, PlannedAttention
+    from pd.kernels.attention.base import PlannedAttention
 
 # Tokens of the largest step with drafts that is captured. Larger ones keep a GPU busy for longer
 # than their launches take.
@@ -77,15 +77,9 @@ class DecodeGraphs(StepGraphs):
         attention.plan(np.zeros(0, np.int64), [])
         return attention
 
-    def _plan(
-        self,
-        attention: PlannedAttention,
-        items: Sequence[ForwardItem],
-        starts: Int64Array,
-        lengths: Int64Array,
-    ) -> None:
+    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
         assert isinstance(attention, DecodeAttention)
-        attention.plan(starts, [item.pages for item in items])
+        attention.plan(step.starts, step.pages)
 
 
 class VerifyGraphs(StepGraphs):
@@ -112,18 +106,12 @@ class VerifyGraphs(StepGraphs):
         attention.plan(none, none, [])
         return attention
 
-    def _plan(
-        self,
-        attention: PlannedAttention,
-        items: Sequence[ForwardItem],
-        starts: Int64Array,
-        lengths: Int64Array,
-    ) -> None:
+    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
         assert isinstance(attention, VerifyAttention)
         trees = None
-        if any(item.branches for item in items):
-            trees = [item.visible() for item in items]
-        attention.plan(starts, lengths, [item.pages for item in items], trees)
+        if any(item.branches for item in step.items):
+            trees = [item.visible() for item in step.items]
+        attention.plan(step.starts, step.lengths, step.pages, trees)
 
 
 class MixedGraphs(StepGraphs):
@@ -181,15 +169,9 @@ class MixedGraphs(StepGraphs):
             raise ValueError(f"attention backend {backend.name} has no graphs of mixed steps")
         return attention
 
-    def _plan(
-        self,
-        attention: PlannedAttention,
-        items: Sequence[ForwardItem],
-        starts: Int64Array,
-        lengths: Int64Array,
-    ) -> None:
+    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
         assert isinstance(attention, MixedAttention)
-        attention.plan(starts, lengths, [item.pages for item in items])
+        attention.plan(step.starts, step.lengths, step.pages)
 
 
 class CapturedSteps(NamedTuple):

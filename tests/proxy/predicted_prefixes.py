@@ -92,8 +92,13 @@ class Conversations:
 
 
 class Shares(NamedTuple):
-    """Of how many prompts exactly as many tokens were cached as was expected, by the node's reports
-    and by a guess from what was sent; and the share of tokens that was cached."""
+    """What a proxy knew.
+
+    Attributes:
+        reports: share of prompts whose cached tokens it knew exactly by the node's reports.
+        guess: the same by what it had sent there.
+        cached: share of prompt tokens that were cached.
+    """
 
     reports: float
     guess: float
