@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # One worker per core; most files stay on one worker, for their fixtures, in an order of our own
 # (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Matrices, whose tests wait for other processes much of the time.
+MATRICES := -n 3 --dist loadfile --no-loadscope-reorder
 # What make test-all runs with elastic nodes, too: parity, reuse, load, faults and failover.
 ELASTIC = $(addprefix tests/e2e/test_,parity.py serving.py load.py faults.py failover.py)
 # What make bench compares with, and how often it measures both.
@@ -31,7 +33,7 @@ test-all: $(VENV)/.installed
 	$(BIN)/coverage run -m pytest $(PARALLEL) -m "not full and not starved"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-	$(BIN)/python -m pytest $(PARALLEL) -m "full and not starved and not alone"
+	$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
 	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(PARALLEL) -m "not full and not starved" $(ELASTIC)
 	$(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest -m starved

@@ -336,7 +336,6 @@ class FakeNode:
             for position in range(0, len(tokens), 3):
                 part = tokens[position : position + 3]
                 last = position + 3 >= len(tokens)
-                extra = {"logprobs": self.logprobs(part, params.top_logprobs)}
                 self.say(
                     request,
                     part,
@@ -344,20 +343,23 @@ class FakeNode:
                     index=index,
                     finish=finish if last else None,
                     stages=stages,
-                    **(extra if params.logprobs else {}),
+                    logprobs=self.logprobs(part, params.top_logprobs) if params.logprobs else None,
                 )
             return
         shown = tokens[:1] if request.peer else tokens
         start = params.prompt_logprobs_start
-        entries = self.logprobs(prompt, params.top_logprobs)
-        entries[0] = TokenLogprobs(prompt[0], None)
+        entries = None
+        if start is not None:
+            entries = self.logprobs(prompt, params.top_logprobs)
+            entries[0] = TokenLogprobs(prompt[0], None)
+            entries = entries[start:]
         self.say(
             request,
             shown,
             index=index,
             finish=finish if len(shown) == len(tokens) else None,
             cached_tokens=self.cached_tokens,
-            prompt_logprobs=None if start is None else entries[start:],
+            prompt_logprobs=entries,
             logprobs=self.logprobs(shown, params.top_logprobs) if params.logprobs else None,
             stages=Stages(queue=0.125, bootstrap=0.0625, prefill=1.5),
         )

@@ -20,6 +20,7 @@ import pytest
 
 from pd.core.messages import LEASE_SECONDS, Finish
 from pd.core.starvation import RUN_DELAY
+from pd.proxy.loop import SWITCH_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
 
@@ -146,6 +147,8 @@ class Stream:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_SECONDS)  # as in a process of a proxy
         yield Cluster(stack, MODEL)
 
 
