@@ -16,6 +16,10 @@ KNEES = (64, 512)
 # hardly any time more they get on several times as fast.
 LEAST_SLICE = 64
 _MISS_FACTOR = 1.25
+# A few prompt tokens are computed in steps that take hardly longer than the answers' own: so many
+# times as long as one with the least slice. They are few if they are done all the same within this
+# many times what a step may take.
+_GENTLE_FACTOR, _GENTLE_STEPS = 1.1, 4
 
 _Coefficient = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 
@@ -150,7 +154,14 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 COEFFICIENTS = tuple(name for name in StepCost.__struct_fields__ if name != "graphs")
 
 
-def slice_tokens(cost: StepCost, limit: float, decoding: StepShape, start: int, most: int) -> int:
+def slice_tokens(
+    cost: StepCost,
+    limit: float,
+    decoding: StepShape,
+    start: int,
+    most: int,
+    queued: int | None = None,
+) -> int:
     """Prompt tokens that a step computes beside answers.
 
     Args:
@@ -158,16 +169,23 @@ def slice_tokens(cost: StepCost, limit: float, decoding: StepShape, start: int, 
         decoding: the answers that it continues.
         start: position of the first prompt token.
         most: tokens of a step.
+        queued: tokens of all prompts that wait or are under way, without those that were cached;
+            None if they are not known to be few.
     """
     if not decoding.streams:
         return most
     most = max(1, most - decoding.streams)
     least = min(LEAST_SLICE, most)
+    shortest = cost.seconds(_with_chunk(decoding, start, least))
+    gentle = _GENTLE_FACTOR * shortest
+    if queued is not None and gentle < limit:
+        found = cost.largest_chunk(gentle, start, decoding, most)
+        if math.ceil(queued / found) * gentle <= _GENTLE_STEPS * limit:
+            return found
     found = cost.largest_chunk(limit, start, decoding, most)
     if found >= least:
         return found
-    missed = _MISS_FACTOR * cost.seconds(_with_chunk(decoding, start, least))
-    return max(least, cost.largest_chunk(missed, start, decoding, most))
+    return max(least, cost.largest_chunk(_MISS_FACTOR * shortest, start, decoding, most))
 
 
 def _with_chunk(shape: StepShape, start: int, tokens: int) -> StepShape:

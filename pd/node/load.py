@@ -30,7 +30,7 @@ def node_load(
     beside = StepShape(streams=len(answers), context=attended)
     tokens, pairs = prefill.uncached()
     cost = core.costs.cost
-    queue = cost.queue_seconds(tokens, pairs, slices.tokens(beside), beside)
+    queue = cost.queue_seconds(tokens, pairs, slices.tokens(beside, queued=tokens), beside)
     return NodeLoad(
         cost=cost,
         itl=min(slices.itl, MAX_SECONDS),

@@ -103,5 +103,7 @@ class LoadEstimate:
         """Seconds from the first to the last step of a prompt with so many cached tokens."""
         assert self.reported is not None
         report, beside = self.reported, self.reported.beside
-        chunk = slice_tokens(report.cost, report.itl, beside, cached, report.chunk)
-        return report.cost.prefill_seconds(cached, tokens - cached, chunk, beside)
+        left = tokens - cached
+        queued = report.queued_tokens + left
+        chunk = slice_tokens(report.cost, report.itl, beside, cached, report.chunk, queued)
+        return report.cost.prefill_seconds(cached, left, chunk, beside)

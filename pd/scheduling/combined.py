@@ -74,7 +74,9 @@ class CombinedScheduler:
             receiving, start = self._receiving, self.prefill.next_position
             awaits = receiving is not None and receiving.awaits
             joins = self._joins(batch, self.slices)
-            budget = self.slices.tokens(answers, start, awaits=awaits, joins=joins)
+            budget = self.slices.tokens(
+                answers, start, queued=self.prefill.queued_whole(), awaits=awaits, joins=joins
+            )
         chunks = self.prefill.plan(budget, config.max_running_requests - running)
         if self._sending is not None:
             for work in chunks:

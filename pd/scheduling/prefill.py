@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
 MAX_LOGPROB_CHUNK = 512
+# Prompts whose tokens are counted with each step; more of them are not few.
+_MOST_COUNTED = 16
 
 
 @dataclass(slots=True)
@@ -117,14 +119,29 @@ class PrefillScheduler:
             tokens += left
             pairs += chunk_pairs(len(request.prompt) - left, left)
         for request in self.waiting:
-            progress = request.progress
-            if progress.cached_on_arrival is None:
-                cached = self._memory.cached(request.sequence, reusable_tokens(request))
-                progress.cached_on_arrival = cached
-            left = len(request.prompt) - progress.cached_on_arrival
+            cached = self._cached_on_arrival(request)
+            left = len(request.prompt) - cached
             tokens += left
-            pairs += chunk_pairs(progress.cached_on_arrival, left)
+            pairs += chunk_pairs(cached, left)
         return tokens, pairs
+
+    def queued_whole(self) -> int | None:
+        """Prompt tokens of the requests that have some left to be computed, those that are computed
+        already included, without those that were cached; None if there are more requests than are
+        worth counting with each step."""
+        if len(self.running) + len(self.waiting) > _MOST_COUNTED:
+            return None
+        begun = [request for request in self.running if self._left(request)]
+        tokens = sum(len(request.prompt) - request.progress.cached_tokens for request in begun)
+        return tokens + sum(len(r.prompt) - self._cached_on_arrival(r) for r in self.waiting)
+
+    def _cached_on_arrival(self, request: Request) -> int:
+        """Leading tokens of a waiting prompt that were cached when it was first asked for."""
+        progress = request.progress
+        if progress.cached_on_arrival is None:
+            cached = self._memory.cached(request.sequence, reusable_tokens(request))
+            progress.cached_on_arrival = cached
+        return progress.cached_on_arrival
 
     @property
     def next_position(self) -> int:

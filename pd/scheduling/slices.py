@@ -61,13 +61,20 @@ class PromptSlices:
         return self.itl + LATE_SECONDS
 
     def tokens(
-        self, decoding: StepShape, start: int = 0, *, awaits: bool = False, joins: bool = False
+        self,
+        decoding: StepShape,
+        start: int = 0,
+        *,
+        queued: int | None = None,
+        awaits: bool = False,
+        joins: bool = False,
     ) -> int:
         """Prompt tokens of the next step.
 
         Args:
             decoding: the answers that it continues.
             start: position of the first prompt token.
+            queued: see :func:`slice_tokens`.
             awaits: whether answers may come from other nodes at any moment.
             joins: whether an answer is expected in this step, or continues here for the first time.
         """
@@ -77,4 +84,4 @@ class PromptSlices:
             limit = _AWAITING_FACTOR * self.itl
             return max(least, cost.largest_chunk(limit, start, decoding, self._most))
         limit = _JOINING_SHARE * self.itl if joins else self.itl
-        return slice_tokens(cost, limit, decoding, start, self._most)
+        return slice_tokens(cost, limit, decoding, start, self._most, queued)

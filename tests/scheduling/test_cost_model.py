@@ -16,6 +16,7 @@ from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs, graph_row
 from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.cost_model import CostModel
 from pd.scheduling.slices import PromptSlices
+from pd.scheduling.step import Work
 
 # About an 8B model on a large GPU, in seconds.
 DEVICE = StepCost(
@@ -235,6 +236,42 @@ def test_prompts_get_on_beside_answers_that_miss_the_objective_anyway() -> None:
     assert tokens > 200
     assert 1.2 * least < step <= 1.25 * least, "several times as fast, for hardly any time more"
     assert slices(chunk=32).tokens(StepShape(streams=100, context=300_000)) == 1
+
+
+@pytest.mark.parametrize("streams", [1, 20, 60])
+def test_a_few_prompt_tokens_are_computed_in_steps_hardly_longer_than_without(streams: int) -> None:
+    chosen = slices()
+    chosen.wanted = 0.02
+    decoding = StepShape(streams=streams, context=streams * 2000)
+
+    def seconds(tokens: int) -> float:
+        return DEVICE.seconds(decoding._replace(tokens=tokens, pairs=chunk_pairs(0, tokens)))
+
+    gentle, usual = chosen.tokens(decoding, queued=512), chosen.tokens(decoding)
+    assert 64 <= gentle < usual
+    assert seconds(gentle) <= 1.1 * seconds(64)
+    assert math.ceil(512 / gentle) * seconds(gentle) <= 4 * 0.02
+    most = gentle * int(4 * 0.02 / (1.1 * seconds(64)))
+    assert chosen.tokens(decoding, queued=most) == gentle
+    assert chosen.tokens(decoding, queued=most + 1) == usual
+
+
+def test_the_end_of_a_long_prompt_is_not_a_few_tokens() -> None:
+    bench = PrefillBench(pages=4096)
+    scheduler = combined(bench)
+    decode: Any = scheduler.decode
+    answer = make_request(range(20_000, 22_000)).sequence
+    answer.sampling = SimpleNamespace()
+    decode.plan = lambda: [Work(answer, 1999, 2000)]
+    bench.add(range(8000))
+    sizes = []
+    while sum(sizes) < 8000:
+        _, chunk = scheduler.plan()
+        sizes.append(chunk.stop - chunk.start)
+    assert min(sizes[:-1]) > 300, sizes
+    bench.add(range(30_000, 30_400))
+    (_, chunk) = scheduler.plan()
+    assert 64 <= chunk.stop - chunk.start < 300
 
 
 def test_without_an_objective_it_follows_from_the_models_speed() -> None:
