@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def main() -> int:
             last = [f"{case.layout}-{case.time_scale}={f[-1]}" for case, f in valid(runs).items()]
             command = ["report", *last, "--output", str(args.page), "--title", title]
             subprocess.run([sys.executable, "-m", "pd.bench", *command], cwd=ROOT, check=True)
-        rows = [row(case, runs[case], found) for case, found in valid(runs).items()]
+        named = [part.partition(":")[0] for part in re.split(r"[,\s]+", args.goodput)]
+        rows = [row(case, runs[case], found, named) for case, found in valid(runs).items()]
     write_report(
         args.output,
         shlex.join(["python", "benchmarks/trace_layouts.py", *sys.argv[1:]]),
@@ -184,8 +186,8 @@ def ask(url: str, args: argparse.Namespace, time_scale: str, window: str, direct
         raise SystemExit(f"{shlex.join(command)} ended with status {status}")
 
 
-def row(case: Case, runs: list[Path], kept: list[Path]) -> dict[str, Any]:
-    """Medians over the runs that are kept."""
+def row(case: Case, runs: list[Path], kept: list[Path], objectives: list[str]) -> dict[str, Any]:
+    """Medians over the runs that are kept. ``objectives``: names of ``--goodput``."""
     summaries = [summary(run) for run in kept]
     measures = [each["measures"] for each in summaries]
 
@@ -210,8 +212,9 @@ def row(case: Case, runs: list[Path], kept: list[Path]) -> dict[str, Any]:
         "cached_share": middle("cached_share"),
         "goodput_share": middle("goodput", "share"),
     }
-    for objective in measures[0]["goodput"]["missed"]:
-        missed = [m["goodput"]["missed"][objective] / m["goodput"]["counted"] for m in measures]
+    for objective in objectives:
+        goodputs = [measure["goodput"] for measure in measures]
+        missed = [each["missed"].get(objective, 0) / each["counted"] for each in goodputs]
         found[f"{objective}_share"] = round(1 - median(missed), 4)
     for latency in _LATENCIES:
         for which in ("p50", "p90", "p99", "p99.9"):

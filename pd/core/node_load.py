@@ -29,6 +29,7 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         context: tokens of the streams.
         free_tokens: tokens whose KV new requests can have room for.
         chunk: tokens of a step (``--chunked-prefill-size``).
+        prompt_share: part of the last seconds by which steps took longer for prompt tokens.
     """
 
     cost: StepCost
@@ -40,11 +41,12 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: _Count = 0
     free_tokens: _Count = 0
     chunk: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1
+    prompt_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("itl", "queue_seconds"):
+        for name in ("itl", "queue_seconds", "prompt_share"):
             if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number of seconds")
+                raise ValueError(f"{name} must be a finite number")
 
     @property
     def decoding(self) -> StepShape:

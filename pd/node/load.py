@@ -41,4 +41,5 @@ def node_load(
         context=context,
         free_tokens=core.memory.available * core.memory.page_size,
         chunk=core.config.chunked_prefill_size,
+        prompt_share=scheduler.prompt_share.value(queue),
     )

@@ -308,7 +308,7 @@ class StepLoop(threading.Thread):
                 predicted = costs.cost.seconds(shape)
                 logger.debug("%s: %.1f ms, predicted %.1f", shape, 1e3 * taken, 1e3 * predicted)
             with self._events.lock:
-                error = costs.observe(shape, taken)
+                error = self._scheduler.observe(shape, taken)
             self._core.metrics.step_errors.observe(abs(error))
 
     def _observe_pace(self, works: list[Work]) -> None:

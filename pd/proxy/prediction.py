@@ -22,6 +22,9 @@ _SLOWED_SHARE = 0.05
 # Choices whose first token is predicted within this share of the best, or so much later, are equal.
 _EQUAL_SHARE = 1.05
 _EQUAL_SECONDS = 0.01
+# Where prompts take a smaller part of the nodes' time, answers are generated where steps are
+# shortest.
+_FEW_PROMPTS = 0.1
 # To move a request that waits must bring its first token forward by half a second, or by a third of
 # the objective if that is less, but by so many seconds and this part of it at least.
 _GAIN_SECONDS, _GAIN_SHARE, LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
@@ -67,6 +70,7 @@ class Predicted(NamedTuple):
         price: seconds that are added for the answers which the prompt slows.
         objective: seconds within which the first token should come.
         misses: streams, this one and others, that would miss an objective.
+        is_slow: whether steps are shorter at another node, and prompts are few.
     """
 
     first: Worker
@@ -76,6 +80,7 @@ class Predicted(NamedTuple):
     price: float
     objective: float
     misses: int
+    is_slow: bool
 
     @property
     def cost(self) -> float:
@@ -108,20 +113,28 @@ class _First(NamedTuple):
     objective: float
     misses: int
 
-    def with_decode(self, decode: Worker, misses: int) -> Predicted:
+    def with_decode(self, decode: Worker, misses: int, *, is_slow: bool = False) -> Predicted:
         """The choice of this node, and of one that generates the answer."""
         return Predicted(
-            self.worker, decode, self.ttft, self.prefill, self.price, self.objective, misses
+            self.worker,
+            decode,
+            self.ttft,
+            self.prefill,
+            self.price,
+            self.objective,
+            misses,
+            is_slow,
         )
 
 
 class _Second(NamedTuple):
-    """A node that may generate the answer: streams that would miss their objective, and seconds of
-    a step, less for a prefix that need not travel."""
+    """A node that may generate the answer: streams that would miss their objective, seconds of a
+    step, less for a prefix that need not travel, and whether that is to be avoided."""
 
     worker: Worker
     misses: int
     step: float
+    is_slow: bool = False
 
 
 class Predictor:
@@ -153,7 +166,11 @@ class Predictor:
         if not firsts or any(worker.load.reported is None for worker in (*firsts, *seconds)):
             return None
         ranked = [self._first(worker, demand) for worker in firsts]
-        joined = sorted((self._second(worker, demand) for worker in seconds), key=_by_second)
+        joined = [self._second(worker, demand) for worker in seconds]
+        if joined and _prompts_are_few((*firsts, *seconds)):
+            limit = _EQUAL_SHARE * min(second.step for second in joined)
+            joined = [second._replace(is_slow=second.step > limit) for second in joined]
+        joined.sort(key=_by_second)
         found = [choice for first in ranked for choice in _choices(first, joined, demand, fit)]
         if not found:
             return None
@@ -256,21 +273,29 @@ def _choices(
     for second in seconds:
         other, misses = second.worker, first.misses + second.misses
         if other is worker:
-            yield first.with_decode(worker, misses)
+            yield first.with_decode(worker, misses, is_slow=second.is_slow)
         elif others and _may_travel(worker, other, demand) and fit(worker, other):
-            yield first.with_decode(other, misses)
+            yield first.with_decode(other, misses, is_slow=second.is_slow)
             others = False
 
 
 _RANKS = {"decode": 0, "unified": 1, "prefill": 2}
 
 
-def _by_second(second: _Second) -> tuple[int, int, float]:
-    return second.misses, _RANKS[second.worker.role], second.step
+def _by_second(second: _Second) -> tuple[int, bool, int, float]:
+    return second.misses, second.is_slow, _RANKS[second.worker.role], second.step
 
 
-def _by_preference(choice: Predicted) -> tuple[bool, float]:
-    return not choice.fits_roles, choice.cost
+def _by_preference(choice: Predicted) -> tuple[bool, bool, float]:
+    return choice.is_slow, not choice.fits_roles, choice.cost
+
+
+def _prompts_are_few(workers: Sequence[Worker]) -> bool:
+    """Whether prompts take little of the nodes' time, so that answers need not keep away from nodes
+    that compute them."""
+    reports = {id(worker): worker.load.reported for worker in workers}.values()
+    shares = [report.prompt_share for report in reports if report is not None]
+    return sum(shares) < _FEW_PROMPTS * len(shares)
 
 
 def _may_travel(first: Worker, second: Worker, demand: Demand) -> bool:

@@ -9,6 +9,7 @@ from pd.core.errors import PDError
 from pd.core.messages import FirstToken, Output, Stages
 from pd.core.request import RequestState
 from pd.scheduling.cost_model import shape_of
+from pd.scheduling.prompt_share import PromptShare
 from pd.scheduling.slices import LATE_SECONDS, PromptSlices
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class CombinedScheduler:
     Attributes:
         slices: chooses how many prompt tokens a step computes beside answers, on an elastic node;
             None on others, where that follows from ``--chunked-prefill-size``.
+        prompt_share: which part of the recent time prompts took.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class CombinedScheduler:
         self.prefill, self.decode, self._sending = prefill, decode, sending
         self._receiving = receiving
         self.slices: PromptSlices | None = None
+        self.prompt_share = PromptShare()
         if core.costs is not None:
             pool_tokens = core.memory.num_pages * core.memory.page_size
             most = core.config.chunked_prefill_size
@@ -218,6 +221,13 @@ class CombinedScheduler:
                 output.prompt_logprobs = request.progress.logprobs
             rooms.emit(request, output)
         return tokens
+
+    def observe(self, shape: StepShape, seconds: float) -> float:
+        """Correct the predictions of an elastic node by a step that was computed; returns the
+        relative error of its prediction."""
+        assert self._core.costs is not None
+        self.prompt_share.observe(self._core.costs.cost, shape)
+        return self._core.costs.observe(shape, seconds)
 
     # ---- requests
 

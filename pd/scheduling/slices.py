@@ -20,7 +20,7 @@ _COMMON_STREAMS, _COMMON_CONTEXT = 32, 2048
 _AWAITING_FACTOR = 4.0
 # Token 2 of an answer that comes from another node waits for the step under way, and then for one
 # of its own: these take so much of the objective each.
-_JOINING_SHARE = 0.75
+_JOINING_SHARE = 0.5
 # By how much it may come later than predicted.
 LATE_SECONDS = 0.015
 

@@ -211,9 +211,12 @@ def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> Non
         assert (idle.queued_tokens, idle.queue_seconds, idle.streams) == (0, 0.0, 0)
         assert idle.cost.seconds(StepShape(streams=1)) > 0
         assert idle.free_tokens == 2048
+        with decode.node.core.events.lock:
+            decode.node.scheduler.prompt_share._seconds = 0.0
         stream = cluster.client.generate(range(9), (decode,), max_tokens=400)
         wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
         busy = load(2)
+        assert 0 < busy.prompt_share < 1, "its prompt was the only one"
         assert (busy.streams, busy.context > 9) == (1, True)
         stream.tokens()
         cluster.wait_idle()

@@ -56,6 +56,20 @@ def test_many_answers_are_slowed_only_for_a_much_earlier_first_token() -> None:
     assert way([p, d], ttft=60.0) == ("d", "d")
 
 
+def test_where_prompts_are_few_answers_go_where_steps_are_shortest() -> None:
+    """They keep away from a node that computes prompts only as long as there are many of these."""
+    p, d = worker("prefill", "p"), worker("decode", "d")
+    for share, expected in ((0.05, ("p", "p")), (0.15, ("p", "d"))):
+        report(p, prompt_share=2 * share)
+        report(d, prompt_share=0.0, streams=20)
+        assert way([p, d]) == expected
+        report(d, prompt_share=0.0, streams=2)
+        assert way([p, d]) == ("p", "d"), "about equal"
+        report(p, prompt_share=2 * share, streams=10)
+        report(d, prompt_share=0.0, streams=10)
+        assert way([p, d]) == ("p", "d")
+
+
 def test_choices_that_are_about_equal_are_split() -> None:
     p, d = worker("prefill", "p", queue_seconds=0.009), worker("decode", "d")
     assert way([p, d]) == ("p", "d")

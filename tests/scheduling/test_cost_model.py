@@ -308,7 +308,7 @@ def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
 
 @pytest.mark.parametrize(
     ("expected_in", "least", "most"),
-    [(None, 0.07, 0.08), (0.07, 0.018, 0.02), (0.03, 0.0135, 0.015), (-1.0, 0.018, 0.02)],
+    [(None, 0.07, 0.08), (0.07, 0.018, 0.02), (0.03, 0.009, 0.01), (-1.0, 0.018, 0.02)],
 )
 def test_a_step_before_an_answer_from_another_node_keeps_its_pace(
     expected_in: float | None, least: float, most: float
