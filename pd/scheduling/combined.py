@@ -84,19 +84,23 @@ class CombinedScheduler:
         if self._sending is not None:
             for work in chunks:
                 self._sending.open(work.sequence.request)
-                self._tell_expected(work, self._sending, budget, shape_of(batch))
+            self._tell_expected(chunks, batch, self._sending, budget)
         return batch + chunks
 
     def _tell_expected(
-        self, work: Work, sending: PromptSender, budget: int, beside: StepShape
+        self, chunks: list[Work], batch: list[Work], sending: PromptSender, budget: int
     ) -> None:
-        """Tell the peer that will generate the answer when the prompt will be computed."""
-        if self._core.costs is not None:
+        """Tell the peers that will generate the answers when the prompts will be computed: at the
+        end of this step, or of more of them."""
+        if self._core.costs is None:
+            return
+        cost, beside = self._core.costs.cost, shape_of(batch)
+        step = cost.seconds(shape_of(batch + chunks))
+        for work in chunks:
             request = work.sequence.request
-            left = len(request.prompt) - work.start
-            cost = self._core.costs.cost
-            seconds = cost.prefill_seconds(work.start, left, budget, beside)
-            sending.tell_expected(request, seconds)
+            left = len(request.prompt) - work.stop
+            more = cost.prefill_seconds(work.stop, left, budget, beside)
+            sending.tell_expected(request, step + more)
 
     def _answers(
         self, batch: list[Work], receiving: PromptReceiver | None, slices: PromptSlices

@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 _DEFAULT_FACTOR = 3.0
 _COMMON_STREAMS, _COMMON_CONTEXT = 32, 2048
 # Where an answer may come that nothing is known of yet, a step takes so many times the objective.
-_AWAITING_FACTOR = 4.0
+_AWAITING_FACTOR = 2.0
 # Token 2 of an answer that comes from another node waits for the step under way, and then for one
 # of its own: these take so much of the objective each.
 _JOINING_SHARE = 0.5
-# By how much it may come later than predicted.
-LATE_SECONDS = 0.015
+# By how much it may come earlier or later than predicted.
+_EARLY_SECONDS, LATE_SECONDS = 0.015, 0.03
 
 
 class PromptSlices:
@@ -53,12 +53,12 @@ class PromptSlices:
     @property
     def horizon(self) -> float:
         """Seconds within which an answer has to be expected to matter for the next step."""
-        return _AWAITING_FACTOR * self.itl + LATE_SECONDS
+        return _AWAITING_FACTOR * self.itl + _EARLY_SECONDS
 
     @property
     def next_step(self) -> float:
         """Seconds from now within which an answer would come during the next step."""
-        return self.itl + LATE_SECONDS
+        return self.itl + _EARLY_SECONDS
 
     def tokens(
         self,

@@ -278,14 +278,14 @@ def test_without_an_objective_it_follows_from_the_models_speed() -> None:
     assert slices().itl == pytest.approx(3 * DEVICE.seconds(StepShape(0, 0, 32, 32 * 2048)))
 
 
-def combined(bench: PrefillBench, receiving: Any = None) -> CombinedScheduler:
+def combined(bench: PrefillBench, receiving: Any = None, sending: Any = None) -> CombinedScheduler:
     """A scheduler of an elastic node that keeps 20 ms a token, with nothing to decode."""
     config = SimpleNamespace(chunked_prefill_size=8192, max_running_requests=256)
     costs = CostModel()
     costs.cost = DEVICE
     core: Any = SimpleNamespace(costs=costs, memory=bench.memory, config=config)
     decode: Any = SimpleNamespace(plan=list, running=[], needs_memory=False)
-    made = CombinedScheduler(core, bench.scheduler, decode, None, receiving)
+    made = CombinedScheduler(core, bench.scheduler, decode, sending, receiving)
     assert made.slices is not None
     made.slices.wanted = 0.02
     return made
@@ -308,12 +308,12 @@ def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
 
 @pytest.mark.parametrize(
     ("expected_in", "least", "most"),
-    [(None, 0.07, 0.08), (0.07, 0.018, 0.02), (0.03, 0.009, 0.01), (-1.0, 0.018, 0.02)],
+    [(None, 0.035, 0.04), (0.05, 0.018, 0.02), (0.03, 0.009, 0.01), (-1.0, 0.018, 0.02)],
 )
 def test_a_step_before_an_answer_from_another_node_keeps_its_pace(
     expected_in: float | None, least: float, most: float
 ) -> None:
-    """A step is a few times as long as the objective while an answer may come at any time; it is as
+    """A step is twice as long as the objective while an answer may come at any time; it is as
     long as the objective if the answer is expected before such a long step is over, or long
     overdue, and shorter if it is expected in this step, for it waits for its rest and then for one
     of its own."""
@@ -379,3 +379,24 @@ def test_short_chunks_over_long_contexts_are_not_the_price_of_long_ones(seed: in
     for tokens, start in ((300, 40_000), (8192, 40_000)):
         shape = StepShape(tokens, chunk_pairs(start, tokens))
         assert model.cost.seconds(shape) == pytest.approx(seconds(shape), rel=0.1)
+
+
+def test_peers_are_told_when_the_step_ends_in_which_a_prompt_is_computed() -> None:
+    """A short prompt waits for the long ones in its step."""
+    told: dict[int, float] = {}
+
+    def tell(request: Any, seconds: float) -> None:
+        told[len(request.prompt)] = seconds
+
+    sending: Any = SimpleNamespace(open=lambda request: None, tell_expected=tell)
+    bench = PrefillBench(pages=4096)
+    scheduler = combined(bench, sending=sending)
+    bench.add(range(10_000, 18_500))
+    bench.add(range(500))
+    works = scheduler.plan()
+    assert {len(work.sequence.request.prompt) for work in works} == {8500, 500}
+    pairs = sum(chunk_pairs(work.start, work.stop - work.start) for work in works)
+    step = DEVICE.seconds(StepShape(8192, pairs))
+    assert told[500] == pytest.approx(step)
+    rest = DEVICE.prefill_seconds(8192 - 500, 8500 - (8192 - 500), 8192, StepShape())
+    assert told[8500] == pytest.approx(step + rest)
