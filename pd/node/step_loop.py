@@ -164,6 +164,7 @@ class StepLoop(threading.Thread):
         works: list[Work] = []
         if last is not None:
             self._wait_to_plan(last)
+        begins = None if last is None else partial(self._seconds_left, last)
         planned = time.monotonic()
         with events.event():
             # NOTE: cleared before planning, so that work which arrives later sets it again.
@@ -171,7 +172,7 @@ class StepLoop(threading.Thread):
             if last is None:
                 self._rooms.closing.look_after_step()
             if last is None or self._scheduler.may_plan_ahead(last.works):
-                works = self._scheduler.plan()
+                works = self._scheduler.plan(begins)
         if not works and last is None:
             self._busy_since = None
             if not self._catch_up():
@@ -215,15 +216,23 @@ class StepLoop(threading.Thread):
         shape = shape_of(launched.works)
         if costs is None or not shape.tokens:
             return
-        seconds = costs.cost.seconds(shape)
-        ends = max(launched.began, self._completed_at) + seconds
         lead = self._to_launch[shape.streams > 0] + _LEAD_SECONDS
-        until = ends - lead - _LEAD_SHARE * seconds
+        lead += _LEAD_SHARE * costs.cost.seconds(shape)
+        until = time.monotonic() + self._seconds_left(launched) - lead
         while (left := until - time.monotonic()) > 0 and not self._stopping:
             if launched.is_over:
                 self._over_at = time.monotonic()
                 return
             time.sleep(min(left, _POLL_SECONDS))
+
+    def _seconds_left(self, launched: LaunchedStep) -> float:
+        """Predicted seconds until a launched step ends; 0 where nothing is predicted."""
+        costs = self._core.costs
+        if costs is None or self._over_at is not None:
+            return 0.0
+        began = max(launched.began, self._completed_at)
+        seconds = costs.cost.seconds(shape_of(launched.works))
+        return max(0.0, began + seconds - time.monotonic())
 
     def _begin(self, since: float, works: list[Work]) -> None:
         """Steps of these works are under way since then."""

@@ -61,8 +61,9 @@ class CombinedScheduler:
 
     # ---- a step
 
-    def plan(self) -> list[Work]:
-        """The works of the next step; empty when there is nothing to compute."""
+    def plan(self, begins: Callable[[], float] | None = None) -> list[Work]:
+        """The works of the next step; empty when there is nothing to compute. ``begins`` predicts
+        the seconds until the step before ends, if there is one."""
         if self._sending is not None and self.decode is not None and self.decode.needs_memory:
             self._sending.park(self._core.memory.num_pages)
         batch = [] if self.decode is None else self.decode.plan()
@@ -84,23 +85,28 @@ class CombinedScheduler:
         if self._sending is not None:
             for work in chunks:
                 self._sending.open(work.sequence.request)
-            self._tell_expected(chunks, batch, self._sending, budget)
+            self._tell_expected(chunks, batch, self._sending, budget, begins)
         return batch + chunks
 
     def _tell_expected(
-        self, chunks: list[Work], batch: list[Work], sending: PromptSender, budget: int
+        self,
+        chunks: list[Work],
+        batch: list[Work],
+        sending: PromptSender,
+        budget: int,
+        begins: Callable[[], float] | None,
     ) -> None:
         """Tell the peers that will generate the answers when the prompts will be computed: at the
         end of this step, or of more of them."""
-        if self._core.costs is None:
+        if self._core.costs is None or not chunks:
             return
         cost, beside = self._core.costs.cost, shape_of(batch)
-        step = cost.seconds(shape_of(batch + chunks))
+        ends = (0.0 if begins is None else begins()) + cost.seconds(shape_of(batch + chunks))
         for work in chunks:
             request = work.sequence.request
             left = len(request.prompt) - work.stop
             more = cost.prefill_seconds(work.stop, left, budget, beside)
-            sending.tell_expected(request, step + more)
+            sending.tell_expected(request, ends + more)
 
     def _answers(
         self, batch: list[Work], receiving: PromptReceiver | None, slices: PromptSlices

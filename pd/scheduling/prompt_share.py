@@ -17,11 +17,10 @@ _SECONDS = 10.0
 
 class PromptShare:
     """Counts by how much steps took longer for the prompt tokens in them, and forgets it gradually.
-    A node that has just begun counts as one that computed nothing but prompts. The caller holds the
-    node's lock."""
+    The caller holds the node's lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._at, self._seconds = clock, clock(), _SECONDS
+        self._clock, self._at, self._seconds = clock, clock(), 0.0
 
     def observe(self, cost: StepCost, shape: StepShape) -> None:
         """A step was computed. ``cost``: by which its time is divided between prompts and

@@ -79,9 +79,8 @@ class PromptSlices:
             joins: whether an answer is expected in this step, or continues here for the first time.
         """
         cost = self._costs.cost
-        if awaits and not decoding.streams:
-            least = min(LEAST_SLICE, self._most)
-            limit = _AWAITING_FACTOR * self.itl
-            return max(least, cost.largest_chunk(limit, start, decoding, self._most))
-        limit = _JOINING_SHARE * self.itl if joins else self.itl
-        return slice_tokens(cost, limit, decoding, start, self._most, queued)
+        if joins or (awaits and not decoding.streams):
+            limit = (_JOINING_SHARE if joins else _AWAITING_FACTOR) * self.itl
+            most = max(1, self._most - decoding.streams)
+            return max(min(LEAST_SLICE, most), cost.largest_chunk(limit, start, decoding, most))
+        return slice_tokens(cost, self.itl, decoding, start, self._most, queued)
