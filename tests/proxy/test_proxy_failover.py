@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from fake_node import EOS, wait_until
 from proxy_cluster import wait_for_all
+from proxy_tokenizers import byte_level
 
 from pd.core.messages import ErrorInfo, Finish, Stages, StepFailed
 from pd.core.sampling_params import choice_seed
@@ -80,9 +83,9 @@ def ready_urls(client: httpx.Client) -> list[str]:
     return [worker["url"] for worker in worker_entries(client) if worker["ready"]]
 
 
-def two_pairs(cluster: Cluster, **options: Any) -> httpx.Client:
+def two_pairs(cluster: Cluster, node: dict[str, Any] | None = None, **options: Any) -> httpx.Client:
     for _ in range(2):
-        cluster.pair(auto=False)
+        cluster.pair(auto=False, **(node or {}))
     options = {"failover": "on", "policy": "round_robin", "text": False} | options
     client = cluster.client(**options)
     wait_for_all(client)
@@ -100,6 +103,17 @@ def next_of(nodes: list[FakeNode], before: FakeNode) -> tuple[FakeNode, Generate
     """The other node, once it was asked."""
     (other,) = (node for node in nodes if node is not before)
     return other, other.wait_generate()
+
+
+def newest_of(nodes: list[FakeNode], seen: set[bytes]) -> tuple[FakeNode, Generate]:
+    """The node that was asked for a room that none of those is, and what it was asked."""
+
+    def found() -> list[tuple[FakeNode, Generate]]:
+        last = [(node, node.generates[-1]) for node in nodes if node.generates]
+        return [pair for pair in last if pair[1].room not in seen]
+
+    wait_until(lambda: bool(found()))
+    return found()[0]
 
 
 def ids_of(request: Generate) -> list[int]:
@@ -224,6 +238,70 @@ def test_a_grammar_forces_behind_token_1_what_it_forced_before(cluster: Cluster)
     assert (ids_of(third), third.produced) == (PROMPT + TOKENS[:5], 5)
     prefill.say(third, TOKENS[5:], position=5, finish=Finish("length"))
     assert asked.result()["output_ids"] == TOKENS
+
+
+@pytest.mark.parametrize("said", [1, 2, 3])
+def test_a_stop_string_that_a_failover_divides_is_found(cluster: Cluster, said: int) -> None:
+    """Its first part came from a node that is lost, and the client has not seen it: it is held back
+    until the rest is known."""
+    text = byte_level()
+    tokens = text.encode("hello world, the quick brown fox").ids
+    stop = text.decode(tokens[-3:])
+    params = {"stop": [stop, "never"], "max_new_tokens": 2 * len(tokens)}
+    asked = Asked(two_pairs(cluster, text=True), params, incremental=True)
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    cut = len(tokens) - 3 + said
+    prefill.say(first, tokens[:1])
+    decode.say(first, tokens[: cut - 1])
+    decode.say(first, tokens[cut - 1 : cut], position=cut - 1)
+    if said < 3:
+        decode.fail(first, "node_failed")
+        other, second = next_of(cluster.prefill, prefill)
+        last, _ = next_of(cluster.decode, decode)
+        assert ids_of(second) == PROMPT + tokens[:cut]
+        other.say(second, tokens[cut : cut + 1], position=cut)
+        last.say(second, [*tokens[cut:], *TOKENS], position=cut)
+    result = asked.result()
+    shown = "".join(event["text"] for event in asked.events[:-1])
+    assert shown == text.decode(tokens[:-3])
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert len(result["meta_info"].get("failovers", [])) == int(said < 3)
+
+
+def test_a_client_that_reads_nothing_meanwhile_gets_every_token_once(cluster: Cluster) -> None:
+    """It reads again only when its answer has moved twice and ended."""
+    client = two_pairs(cluster, {"context_length": 1 << 20, "pages": {"total": 1 << 20}})
+    tokens = [number % 499 for number in range(20_000)]
+    sampling = {"max_new_tokens": len(tokens), "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, "incremental": True}
+    content = json.dumps(body)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((client.base_url.host, client.base_url.port))
+        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+        kind = "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+        connection.sendall((head + kind + content).encode())
+        asked = [asked_of(nodes) for nodes in (cluster.prefill, cluster.decode)]
+        done = 0
+        for stop in (6_000, 12_000, len(tokens)):
+            (prefill, request), (decode, _) = asked
+            assert ids_of(request) == PROMPT + tokens[:done]
+            prefill.say(request, tokens[done : done + 1], position=done)
+            for start in range(done, stop, 100):
+                ends = Finish("length") if start + 100 == len(tokens) else None
+                decode.say(request, tokens[start : start + 100], position=start, finish=ends)
+            if stop < len(tokens):
+                seen = {node.generates[-1].room for node in cluster.decode if node.generates}
+                decode.fail(request, "node_failed")
+                asked = [newest_of(nodes, seen) for nodes in (cluster.prefill, cluster.decode)]
+            done = stop
+        received = b""
+        while data := connection.recv(1 << 16):
+            received += data
+    events = [json.loads(event) for event in re.findall(rb"data: (\{.*\})", received)]
+    assert [token for event in events for token in event["output_ids"]] == tokens
+    assert len(events[-1]["meta_info"]["failovers"]) == 2
 
 
 def test_options_of_a_choice_go_to_one_other_node(cluster: Cluster) -> None:
