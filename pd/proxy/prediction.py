@@ -128,13 +128,23 @@ class _First(NamedTuple):
 
 
 class _Second(NamedTuple):
-    """A node that may generate the answer: streams that would miss their objective, seconds of a
-    step, less for a prefix that need not travel, and whether that is to be avoided."""
+    """A node that may generate the answer: streams that would miss their objective, a step with
+    this one and its seconds, less for a prefix that need not travel, and whether that is to be
+    avoided."""
 
     worker: Worker
     misses: int
+    shape: StepShape
     step: float
     is_slow: bool = False
+
+    def compared_with(self, other: _Second) -> _Second:
+        """The same, and whether a step would be shorter with the other node's answers instead of
+        its own. Both by the cost model of this node: fits of equal nodes differ by some percent."""
+        report = self.worker.load.reported
+        assert report is not None
+        limit = _EQUAL_SHARE * report.cost.seconds(other.shape)
+        return self._replace(is_slow=report.cost.seconds(self.shape) > limit)
 
 
 class Predictor:
@@ -168,8 +178,8 @@ class Predictor:
         ranked = [self._first(worker, demand) for worker in firsts]
         joined = [self._second(worker, demand) for worker in seconds]
         if joined and _prompts_are_few((*firsts, *seconds)):
-            limit = _EQUAL_SHARE * min(second.step for second in joined)
-            joined = [second._replace(is_slow=second.step > limit) for second in joined]
+            fastest = min(joined, key=lambda second: second.step)
+            joined = [second.compared_with(fastest) for second in joined]
         joined.sort(key=_by_second)
         found = [choice for first in ranked for choice in _choices(first, joined, demand, fit)]
         if not found:
@@ -251,12 +261,13 @@ class Predictor:
         decoding = load.decoding
         streams = decoding.streams + demand.streams
         context = decoding.context + demand.streams * demand.length
-        step = load.reported.cost.seconds(StepShape(streams=streams, context=context))
+        shape = StepShape(streams=streams, context=context)
+        step = load.reported.cost.seconds(shape)
         misses = streams * (step > load.reported.itl)
         cached = worker.tree.match(*demand.prompt) if worker.tree else 0
         if demand.tokens - cached > load.free_tokens:
             misses += demand.streams  # they would wait for memory
-        return _Second(worker, misses, step * (1 - 0.2 * cached / demand.length))
+        return _Second(worker, misses, shape, step * (1 - 0.2 * cached / demand.length))
 
 
 def _choices(
