@@ -70,7 +70,7 @@ def check_streams(model: Path, seed: int, backend: str | None, streams: int) -> 
         unified=unified,
         **settings,
         decode_settings={
-            "kv_cache_tokens": 800,
+            "kv_cache_tokens": 440,
             "reserved_decode_tokens": 1,
             "retraction_host_memory": 1 << 20,
         },

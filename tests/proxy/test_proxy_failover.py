@@ -641,6 +641,7 @@ def test_a_node_fails_no_rooms_but_its_own(cluster: Cluster) -> None:
     """Not those of other nodes, nor those that ended, however often it names them."""
     good, bad = (cluster.node("unified", auto=False) for _ in range(2))
     client = cluster.client(failover="on", policy="round_robin", text=False)
+    wait_for_all(client)
     asked = [Asked(client, {}) for _ in range(2)]
     theirs, own = good.wait_generate(), bad.wait_generate()
     rooms, error = [theirs.room, own.room, own.room, b"x" * 16], ErrorInfo("internal", "nonsense")
