@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests start many processes, each of which would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; most files stay on one worker, for their fixtures, in an order of our own
 # (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
