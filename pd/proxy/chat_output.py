@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,7 +82,7 @@ def _grammar(
     elif wanted is None or reasoning is None:
         return wanted
     else:
-        content = tags.json_value(json.loads(wanted.text))
+        content = tags.format_of(wanted)
     if reasoning is not None:
         content = reasoning.then(stage, content)
     try:
@@ -166,8 +165,8 @@ def _with_calls(asked: ChatRequest, family: ToolFamily, functions: list[Function
     if asked.choice.mode == "required":
         return family.form.calls(functions, several=several)
     if grammar is not None:
-        instance = tags.json_value(json.loads(grammar.text))
-        return tags.one_of(family.form.calls(functions, several=several), instance)
+        calls = family.form.calls(functions, several=several)
+        return tags.one_of(calls, tags.format_of(grammar))
     return family.form.calls_or_text(functions, several=several)
 
 

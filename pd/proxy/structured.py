@@ -39,6 +39,8 @@ def response_format_grammar(value: dict[str, Any] | None) -> Grammar | None:
     """The grammar of OpenAI's ``response_format``; None for text. Its shape was checked."""
     if value is None or value["type"] == "text":
         return None
+    if value["type"] == "structural_tag":
+        return _tag_grammar(_as_format(value), "response_format")
     if value["type"] == "json_object":
         return Grammar("json_schema", '{"type": "object"}')
     described = value["json_schema"]
@@ -47,12 +49,16 @@ def response_format_grammar(value: dict[str, Any] | None) -> Grammar | None:
 
 
 def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
-    """Raise for a ``response_format`` of another shape than OpenAI's."""
+    """Raise for a ``response_format`` of another shape than OpenAI's, or than a structural tag's
+    as vLLM and SGLang take them."""
     kind = value.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
+    if kind not in ("text", "json_object", "json_schema", "structural_tag"):
         raise problem(
-            f"must have the type 'text', 'json_object' or 'json_schema', not {show(kind)}"
+            "must have the type 'text', 'json_object', 'json_schema' or 'structural_tag', not "
+            f"{show(kind)}"
         )
+    if kind == "structural_tag":
+        _check_tag(value)
     if kind == "json_schema":
         described = value.get("json_schema")
         if not isinstance(described, dict):
@@ -89,13 +95,48 @@ def only_grammar(
     if kind == "json_schema":
         return schema_grammar(json_schema, kind)
     if kind == "structural_tag":
-        return _tag_grammar(structural_tag)
+        return _tag_grammar(structural_tag, kind)
     return Grammar(kind, str(texts[kind]))
 
 
-def _tag_grammar(value: object) -> Grammar:
-    """The grammar of a structural tag, an object or its text, whose schemas are enforced."""
-    param: GrammarKind = "structural_tag"
+def _check_tag(value: dict[str, Any]) -> None:
+    if "structures" not in value and "triggers" not in value:
+        if not isinstance(value.get("format"), dict):
+            raise problem(f"must have an object 'format', not {show(value.get('format'))}")
+        return
+    structures, triggers = value.get("structures"), value.get("triggers")
+    if not isinstance(structures, list) or not all(isinstance(each, dict) for each in structures):
+        raise problem(f"must have a list of objects 'structures', not {show(structures)}")
+    if not isinstance(triggers, list) or not all(isinstance(each, str) for each in triggers):
+        raise problem(f"must have a list of strings 'triggers', not {show(triggers)}")
+    for number, each in enumerate(structures):
+        for name in ("begin", "end"):
+            if not isinstance(each.get(name), str):
+                raise problem(
+                    f"must have a string 'structures[{number}].{name}', not {show(each.get(name))}"
+                )
+
+
+def _as_format(value: dict[str, Any]) -> dict[str, Any]:
+    """A structural tag of lists of structures and triggers as one with a format."""
+    if "structures" not in value:
+        return value
+    tags = [
+        {
+            "type": "tag",
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
+            "end": each["end"],
+        }
+        for each in value["structures"]
+    ]
+    content = {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
+    return {"type": "structural_tag", "format": content}
+
+
+def _tag_grammar(value: object, param: str) -> Grammar:
+    """The grammar of a structural tag, an object or its text, whose schemas are enforced.
+    ``param``: the field, for messages."""
     if isinstance(value, str):
         value = _parsed(value, param)
     try:
@@ -105,7 +146,7 @@ def _tag_grammar(value: object) -> Grammar:
         raise InvalidRequestError(f"{param} has no JSON schema: {error}", param=param) from None
     if found is not None:
         raise InvalidRequestError(f"{param}: {found} is not enforced by this server", param=param)
-    return Grammar(param, text)
+    return Grammar("structural_tag", text)
 
 
 def _parsed(text: str, param: str) -> object:

@@ -103,6 +103,47 @@ def test_any_object(client: openai.OpenAI) -> None:
         assert (answer.message.content or "").startswith("{")
 
 
+NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
+BETWEEN_TAGS: Any = {
+    "type": "tag",
+    "begin": "<n>",
+    "content": {"type": "json_schema", "json_schema": NUMBER},
+    "end": "</n>",
+}
+TRIGGERED: Any = {
+    "type": "structural_tag",
+    "structures": [{"begin": f" {letter}<n>", "schema": NUMBER, "end": "</n>"} for letter in "ab"],
+    "triggers": [" "],
+}
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+def test_structural_tags(client: openai.OpenAI, path: str) -> None:
+    """As vLLM and SGLang take them in ``response_format``."""
+    asked: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 60, "model": "embedded"}
+    body = {"response_format": {"type": "structural_tag", "format": BETWEEN_TAGS}}
+    if path == "chat":
+        answer = client.chat.completions.create(messages=ASKED, extra_body=body, **asked)
+        text = answer.choices[0].message.content
+    else:
+        text = client.completions.create(prompt="a", extra_body=body, **asked).choices[0].text
+    assert re.fullmatch(r"<n>[1-9][0-9]</n>", text or "")
+
+
+def test_what_a_trigger_begins_is_a_structure(client: openai.OpenAI) -> None:
+    """A space does here, so every one is followed by one of two tags with a number."""
+    answer = client.chat.completions.create(
+        model="embedded",
+        messages=ASKED,
+        extra_body={"response_format": TRIGGERED},
+        temperature=1.0,
+        seed=5,
+        max_tokens=80,
+    )
+    text = answer.choices[0].message.content or ""
+    assert 0 < text.count(" ") == len(re.findall(" [ab]<n>[1-9][0-9]</n>", text)), text
+
+
 TOOLS: Any = [openai.pydantic_function_tool(City, name="show_city")]
 
 

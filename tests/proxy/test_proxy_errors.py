@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 JSON = {"Content-Type": "application/json"}
+ANY_TEXT = {"type": "any_text"}
 EVEN = {"type": "integer", "multipleOf": 2}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<n>", "schema": EVEN, "end": "</n>"}],
+    "triggers": ["<n>"],
+}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -218,6 +224,22 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(response_format={"type": "grammar"}), "not 'grammar'", "response_format"),
     (completion(response_format=schema_format({"not": {}})), "'not'", "response_format"),
     (completion(response_format=schema_format(5)), "'schema'", "response_format"),
+    (chat(response_format={"type": "structural_tag"}), "object 'format'", "response_format"),
+    (
+        chat(response_format={"type": "structural_tag", "structures": [{}], "triggers": ["<"]}),
+        "'structures[0].begin', not None",
+        "response_format",
+    ),
+    (
+        chat(response_format={"type": "structural_tag", "structures": [], "triggers": "<"}),
+        "'triggers', not '<'",
+        "response_format",
+    ),
+    (
+        completion(response_format=TAG),
+        "'multipleOf' (at format/tags/0/content/json_schema)",
+        "response_format",
+    ),
     (completion(regex="a+"), "regex is not supported", "regex"),
     (completion(guided_json={}), "guided_json", "guided_json"),
     (chat(response_format={"type": "json_schema"}), "json_schema", "response_format"),
@@ -266,6 +288,11 @@ GRAMMARS = [
     (generate({"regex": "a"}), "regex"),
     (generate({"json_schema": {"type": "string"}}), "json_schema"),
     (generate({"structural_tag": {"type": "structural_tag"}}), "structural_tag"),
+    (chat(response_format={"type": "structural_tag", "format": ANY_TEXT}), "structural_tag"),
+    (
+        completion(response_format={"type": "structural_tag", "structures": [], "triggers": []}),
+        "structural_tag",
+    ),
 ]
 
 

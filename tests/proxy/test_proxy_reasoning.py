@@ -118,6 +118,10 @@ def test_a_grammar_begins_after_reasoning(model: Scripted) -> None:
     assert grammar is not None
     assert grammar.kind == "json_schema"
 
+    content = {"type": "any_text", "excludes": ["<n>"]}
+    ask(model, "hm</think>a", response_format={"type": "structural_tag", "format": content})
+    assert model.structural_tag(4)["elements"][1] == content
+
 
 def test_so_do_required_calls(model: Scripted) -> None:
     text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'

@@ -347,6 +347,11 @@ def test_a_response_format_leaves_a_choice_between_calls_and_it(model: Scripted)
     assert calls["type"] == "tags_with_separator"
     assert instance["json_schema"] == schema
 
+    content = {"type": "any_text", "excludes": ["<n>"]}
+    tagged = {"type": "structural_tag", "format": content}
+    model.ask("free", response_format=tagged, extra_body=NO_THINKING)
+    assert model.structural_tag(2)["elements"] == [calls, content]
+
 
 # ---- special tokens
 

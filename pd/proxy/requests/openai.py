@@ -87,9 +87,9 @@ class OpenAIRequest(SamplingFields, RequestFields):
     response_format: Annotated[dict[str, object], AfterValidator(check_response_format)] | None = (
         Field(
             None,
-            description='`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": '
-            '"json_schema", "json_schema": {"schema": …}}`. Keywords of a schema that are not '
-            "enforced are a 400, unless `strict` is false.",
+            description='`{"type": "text"}`, `{"type": "json_object"}`, `{"type": "json_schema", '
+            '"json_schema": {"schema": …}}`, or `{"type": "structural_tag", "format": {…}}`. '
+            "Keywords of a schema that are not enforced are a 400, unless `strict` is false.",
         )
     )
     return_token_ids: bool = Field(

@@ -70,6 +70,12 @@ def json_value(schema: object) -> Format:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
 
 
+def format_of(grammar: Grammar) -> Format:
+    """The format of a response, of a JSON schema or a structural tag."""
+    content = json.loads(grammar.text)
+    return content["format"] if grammar.kind == "structural_tag" else json_value(content)
+
+
 def grammar_of(content: Format, param: str) -> Grammar:
     """The grammar of a format. Definitions that many parameters share repeat in it, so it may be
     far larger than the request, and is not written down any further than it may be long.
