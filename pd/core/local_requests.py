@@ -25,6 +25,8 @@ JSON = "application/json"
 # A server that adds one of these passes on requests of others, so its address proves nothing.
 _FORWARDING = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 
+_OTHERS = ("cross-site", "same-site")
+
 # [::1]:8000, localhost:8000, 127.0.0.1
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:@,\s]+))(?::\d*)?")
 
@@ -55,10 +57,14 @@ def has_local_host(scope: Scope, names: Collection[str] = ()) -> bool:
 
 def foreign_origin(scope: Scope, allowed: Collection[str] = ()) -> str | None:
     """The ``Origin`` of a request that a web page sent, unless the page is the server's own (at a
-    local ``Host``) or its origin is allowed (``*`` allows all)."""
+    local ``Host``) or its origin is allowed (``*`` allows all). Images, frames and the like come
+    without one; browsers say of them that they are of another site."""
     origin = header(scope, b"origin")
-    if not origin or ANY_ORIGIN in allowed or origin.lower() in allowed:
+    if ANY_ORIGIN in allowed or origin.lower() in allowed:
         return None
+    if not origin:
+        is_part = header(scope, b"sec-fetch-dest") != "document"
+        return "another site" if is_part and header(scope, b"sec-fetch-site") in _OTHERS else None
     own = f"{scope.get('scheme', 'http')}://{header(scope, b'host')}"
     return None if origin == own and has_local_host(scope) else origin
 

@@ -37,6 +37,7 @@ class CompatAPI:
         self._service = service
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
+        self._health = asyncio.Lock()
 
     async def version(self, request: Request) -> Response:
         """The proxy's version, in vLLM's shape."""
@@ -62,11 +63,17 @@ class CompatAPI:
         return json_response(info)
 
     async def health_generate(self, request: Request) -> Response:
-        """200 if a token comes from the nodes within 20 s, else 503, as in SGLang."""
+        """200 if a token comes from the nodes within 20 s, else 503, as in SGLang. However many
+        ask, one request at a time is sent to nodes."""
         model = await self._service.model(None)
         began = time.monotonic()
         try:
-            await self._generate(model, began)
+            await asyncio.wait_for(self._health.acquire(), HEALTH_SECONDS)
+        except TimeoutError:
+            raise UnavailableError(f"no token came for {HEALTH_SECONDS:g} s") from None
+        try:
+            if self._dispatcher.last_output <= began:
+                await self._generate(model, began)
         except QueueFullError:
             while self._dispatcher.last_output <= began:
                 if time.monotonic() - began > HEALTH_SECONDS:
@@ -76,6 +83,8 @@ class CompatAPI:
                 await asyncio.sleep(_POLL_SECONDS)
         except PDError as error:
             raise UnavailableError(f"nothing can be generated: {error.message}") from error
+        finally:
+            self._health.release()
         return Response()
 
     async def _generate(self, model: ModelView, began: float) -> None:

@@ -19,6 +19,7 @@ from proxy_tokenizers import byte_level
 
 from pd import __version__
 from pd.core.errors import SetupError, UsageError
+from pd.core.messages import Finish
 from pd.proxy.config import ProxyConfig
 from pd.proxy.server import Proxy, ProxyThread
 
@@ -87,6 +88,19 @@ def test_health_generate_is_about_tokens(cluster: Cluster, monkeypatch: pytest.M
         assert health.result().status_code == 200
         client.post("/abort_request", json={"abort_all": True})
         assert running.result(20).status_code == 200
+
+
+def test_many_health_checks_are_one_request_at_a_time(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(text=False, max_queue=4)
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(client.get, "/health_generate") for _ in range(20)]
+        request = node.wait_generate()
+        assert len(node.generates) == 1
+        node.say(request, [40], finish=Finish("length"))
+        answers = [each.result(20) for each in asked]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(node.generates) == 1
 
 
 def test_nodes_that_do_not_fit_together_are_warned_about_and_named_in_every_503(

@@ -72,6 +72,17 @@ def test_a_web_page_cannot_drive_a_proxy(keyless: ProxyThread, page: str) -> Non
     assert ask(keyless, "POST", "/generate", GENERATE) == 200
 
 
+@pytest.mark.parametrize("dest", ["image", "script", "iframe", "empty"])
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_parts_of_a_web_page_cannot_either(keyless: ProxyThread, site: str, dest: str) -> None:
+    """A browser loads them with GET and without ``Origin``."""
+    sent = {"Sec-Fetch-Site": site, "Sec-Fetch-Dest": dest}
+    assert httpx.get(f"{keyless.url}/health_generate", headers=sent).status_code == 403
+    # A link to the server is followed, and its own page loads what it needs.
+    for sent in (sent | {"Sec-Fetch-Dest": "document"}, sent | {"Sec-Fetch-Site": "same-origin"}):
+        assert httpx.get(f"{keyless.url}/docs", headers=sent).status_code == 200
+
+
 def test_a_name_that_was_made_to_resolve_here_reads_nothing(keyless: ProxyThread) -> None:
     for path in ("/workers", "/v1/models", "/metrics", "/openapi.json", "/docs", "/nothing"):
         assert ask(keyless, "GET", path, Host="evil.example") == 403
