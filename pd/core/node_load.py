@@ -24,12 +24,13 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         itl: seconds between tokens that the node keeps while it computes prompts beside answers.
         queued_tokens: prompt tokens that wait or are computed, without those that are cached.
         queue_seconds: predicted time until these are computed.
-        streams: sequences that are generated here, or will be as soon as their KV is here.
+        streams: sequences that are generated here, or will be when their prompts are computed.
         answering: those of them that are generated now, or that are predicted to be very soon.
         context: tokens of the streams.
         free_tokens: tokens whose KV new requests can have room for.
         chunk: tokens of a step (``--chunked-prefill-size``).
-        prompt_share: part of the last seconds by which steps took longer for prompt tokens.
+        prompt_share: part of the node's recent time that prompts took, and that those which wait
+            will take.
     """
 
     cost: StepCost

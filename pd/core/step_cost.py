@@ -73,7 +73,8 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             take as long as others. 0 if no steps are.
 
     Raises:
-        ValueError: a coefficient is not a finite number (a ValidationError of msgspec on decoding).
+        ValueError: a coefficient is not a finite number, or ``graphs`` no size of a graph (a
+            ValidationError of msgspec on decoding).
     """
 
     base: _Coefficient = 0.0
@@ -91,6 +92,8 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, value in zip(COEFFICIENTS, self.coefficients, strict=True):
             if not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number of seconds, not {value}")
+        if self.graphs != graph_rows(self.graphs):
+            raise ValueError(f"graphs must be the size of a graph, not {self.graphs}")
 
     @property
     def coefficients(self) -> tuple[float, ...]:
@@ -174,12 +177,12 @@ def slice_tokens(
     """
     if not decoding.streams:
         return most
-    most = max(1, most - decoding.streams)
     least = min(LEAST_SLICE, most)
+    most = max(least, most - decoding.streams)
     shortest = cost.seconds(_with_chunk(decoding, start, least))
     gentle = _GENTLE_FACTOR * shortest
     if queued is not None and gentle < limit:
-        found = cost.largest_chunk(gentle, start, decoding, most)
+        found = max(least, cost.largest_chunk(gentle, start, decoding, most))
         if math.ceil(queued / found) * gentle <= _GENTLE_STEPS * limit:
             return found
     found = cost.largest_chunk(limit, start, decoding, most)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.node_load import MAX_SECONDS, NodeLoad
 from pd.core.step_cost import StepShape
+from pd.scheduling.cost_model import with_answers
 
 if TYPE_CHECKING:
     from pd.scheduling.combined import CombinedScheduler
@@ -20,14 +21,16 @@ def node_load(
     slices, prefill, decode = scheduler.slices, scheduler.prefill, scheduler.decode
     if core.costs is None or slices is None or prefill is None or decode is None:
         return None
-    sequences = list(decode.queued())
-    answers = sequences.copy()
+    generated = list(decode.queued())
+    attended = sum(sequence.num_tokens for sequence in generated)
+    beside = StepShape(streams=len(generated), context=attended)
+    streams = beside
     if receiving is not None:
-        sequences += receiving.queued()
-        answers += [request.sequence for request in receiving.expected(slices.horizon)]
-    context = sum(sequence.num_tokens for sequence in sequences)
-    attended = sum(sequence.num_tokens for sequence in answers)
-    beside = StepShape(streams=len(answers), context=attended)
+        beside = with_answers(beside, receiving.expected(slices.horizon))
+        streams = with_answers(streams, (each.request for each in receiving.queued()))
+    own = (each.request for each in prefill.queued() if each.request.outgoing is None)
+    streams = with_answers(streams, own)
+    waiting = sum(len(each.prompt) for each in prefill.waiting if each.outgoing is None)
     tokens, pairs = prefill.uncached()
     cost = core.costs.cost
     queue = cost.queue_seconds(tokens, pairs, slices.tokens(beside, queued=tokens), beside)
@@ -36,10 +39,10 @@ def node_load(
         itl=min(slices.itl, MAX_SECONDS),
         queued_tokens=tokens,
         queue_seconds=min(queue, MAX_SECONDS),
-        streams=len(sequences),
-        answering=len(answers),
-        context=context,
-        free_tokens=core.memory.available * core.memory.page_size,
+        streams=streams.streams,
+        answering=beside.streams,
+        context=int(streams.context),
+        free_tokens=max(0, core.memory.available * core.memory.page_size - waiting),
         chunk=core.config.chunked_prefill_size,
         prompt_share=scheduler.prompt_share.value(queue),
     )

@@ -282,6 +282,7 @@ class StepLoop(threading.Thread):
             step.complete()
         except Exception as error:
             # An error of a kernel, which the host learns of late.
+            self._over_at = None
             logger.exception("a step failed")
             self._step_failed(step.works, StepFailedError(f"the step failed: {error}"))
             return

@@ -7,6 +7,7 @@ takes effect with the next request; nothing drains, caches stay, and streams go 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ class _RoleLoads(NamedTuple):
     decode: float
 
 
+@dataclass
+class _State:
+    """Which role the nodes of a model lack, if one, since when, and before when nothing moves."""
+
+    wanted: Role | None = None
+    since: float = 0.0
+    next: float = 0.0
+
+
 class RoleBalancer:
     """Looks at the reports of nodes and moves one role at a time, with hysteresis, while this proxy
     is the one that decides. A role that an administrator set is left alone. Everything runs on the
@@ -51,24 +61,29 @@ class RoleBalancer:
         move: Callable[[Worker, Role], None],
     ) -> None:
         self._workers, self._lease, self._move = workers, lease, move
-        self._wanted: Role | None = None
-        self._since = 0.0
-        self._next = 0.0
+        self._states: dict[str, _State] = {}
 
     def look(self, now: float) -> None:
-        """Move a role if that was called for long enough. ``now``: on the monotonic clock."""
-        prefill, decode = self._nodes("prefill"), self._nodes("decode")
+        """Move a role of each model if that was called for long enough. ``now``: on the monotonic
+        clock."""
+        models = dict.fromkeys(worker.info.model for worker in self._workers if worker.info)
+        self._states = {model: self._states.get(model, _State()) for model in models}
+        for model, state in self._states.items():
+            self._look(model, state, now)
+
+    def _look(self, model: str, state: _State, now: float) -> None:
+        prefill, decode = self._nodes(model, "prefill"), self._nodes(model, "decode")
         if not self._lease.decides() or not prefill or not decode:
-            self._wanted = None
+            state.wanted = None
             return
         loads = _RoleLoads(
             sum(worker.load.queue_seconds for worker in prefill) / len(prefill),
             sum(_decode_share(worker) for worker in decode) / len(decode),
         )
         wanted = self._lacking(loads)
-        if wanted != self._wanted:
-            self._wanted, self._since = wanted, now
-        if wanted is None or now < max(self._since + _HOLD_SECONDS, self._next):
+        if wanted != state.wanted:
+            state.wanted, state.since = wanted, now
+        if wanted is None or now < max(state.since + _HOLD_SECONDS, state.next):
             return
         others = decode if wanted == "prefill" else prefill
         givers = [w for w in others if self._lease.has(w) and not w.role_is_fixed]
@@ -81,13 +96,14 @@ class RoleBalancer:
             *(chosen.role, chosen.url, wanted, loads.queue, 100 * loads.decode),
         )
         self._move(chosen, wanted)
-        self._next, self._wanted = now + _PAUSE_SECONDS, None
+        state.next, state.wanted = now + _PAUSE_SECONDS, None
 
-    def _nodes(self, role: Role) -> list[Worker]:
+    def _nodes(self, model: str, role: Role) -> list[Worker]:
         return [
             worker
             for worker in self._workers
             if worker.role == role and worker.ready and worker.load.reported is not None
+            if worker.info is not None and worker.info.model == model
         ]
 
     @staticmethod

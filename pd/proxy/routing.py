@@ -341,7 +341,10 @@ class Router:
                     or f": those that are ready cannot take its {demand.length} tokens"
                 )
             )
-        if preferred is None and (route := self._predicted(firsts, demand, avoided)) is not None:
+        if (
+            preferred is None
+            and (route := self._predicted(model, firsts, demand, avoided)) is not None
+        ):
             return route
         needs_decode = demand.output > 1
         return self._by_roles(firsts, demand.prompt, preferred, avoided, needs_decode=needs_decode)
@@ -370,7 +373,8 @@ class Router:
             for worker in self._firsts(model, demand)
             if worker.elastic and worker is not present.first
         ]
-        return self._predictor.better(present, firsts, self._seconds(demand), demand, _fit)
+        seconds = self._seconds(model, demand)
+        return self._predictor.better(present, firsts, seconds, demand, _fit)
 
     def _firsts(self, model: str, demand: Demand) -> list[Worker]:
         """Nodes that may compute the prompt."""
@@ -383,21 +387,26 @@ class Router:
             and self._can_start(worker, size, with_decode=needs_decode)
         ]
 
-    def _seconds(self, demand: Demand) -> list[Worker]:
-        """Elastic nodes that may generate the answer; none if one token is wanted."""
+    def _seconds(self, model: str, demand: Demand) -> list[Worker]:
+        """Nodes that may generate the answer; none if one token is wanted."""
         if demand.output <= 1:
             return []
-        return [w for w in self._workers if w.elastic and w.can_take(demand.length)]
+        return [
+            worker
+            for worker in self._workers
+            if worker.can_take(demand.length) and worker.info and worker.info.model == model
+        ]
 
     def _predicted(
-        self, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
+        self, model: str, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
     ) -> Route | None:
-        """The route with the best prediction; None where nodes do not report what that takes."""
-        elastic = _without(avoided, [worker for worker in firsts if worker.elastic])
-        if self._predictor is None or not elastic:
+        """The route with the best prediction; None where some node does not report what that
+        takes, so that nothing can be said of a choice with it."""
+        seconds = self._seconds(model, demand)
+        if self._predictor is None or not all(worker.elastic for worker in (*firsts, *seconds)):
             return None
-        seconds = _without(avoided, self._seconds(demand))
-        best = self._predictor.choose(elastic, seconds, demand, _fit)
+        firsts, seconds = _without(avoided, firsts), _without(avoided, seconds)
+        best = self._predictor.choose(firsts, seconds, demand, _fit)
         if best is None:
             return None
         reasons = [(best.first, best.way)]

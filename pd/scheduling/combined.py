@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pd.core.errors import PDError
 from pd.core.messages import FirstToken, Output, Stages
 from pd.core.request import RequestState
-from pd.scheduling.cost_model import shape_of
+from pd.scheduling.cost_model import shape_of, with_answers
 from pd.scheduling.prompt_share import PromptShare
 from pd.scheduling.slices import LATE_SECONDS, PromptSlices
 
@@ -119,12 +119,7 @@ class CombinedScheduler:
         ending = [request for request in self.prefill.ending() if request.outgoing is None]
         if receiving is not None:
             ending += receiving.expected(slices.horizon)
-        for request in ending:
-            if request.params.max_tokens > 1:
-                count = request.params.n
-                context = shape.context + count * len(request.prompt)
-                shape = shape._replace(streams=shape.streams + count, context=context)
-        return shape
+        return with_answers(shape, ending)
 
     def _joins(self, batch: list[Work], slices: PromptSlices) -> bool:
         """Whether an answer from another node continues here for the first time in the step that is

@@ -12,10 +12,11 @@ import numpy as np
 from pd.core.step_cost import COEFFICIENTS, StepCost, StepShape, chunk_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
+    from pd.core.request import Request
     from pd.scheduling.step import Work
 
     FloatArray = npt.NDArray[np.float64]
@@ -58,6 +59,16 @@ def shape_of(works: Sequence[Work]) -> StepShape:
             tokens += count
             pairs += chunk_pairs(work.start, count)
     return StepShape(tokens, pairs, streams, context)
+
+
+def with_answers(shape: StepShape, requests: Iterable[Request]) -> StepShape:
+    """A step that also continues the answers of these requests, whose prompts it attends to."""
+    for request in requests:
+        if request.params.max_tokens > 1:
+            count = request.params.n
+            context = shape.context + count * len(request.prompt)
+            shape = shape._replace(streams=shape.streams + count, context=context)
+    return shape
 
 
 class CostModel:

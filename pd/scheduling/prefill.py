@@ -131,6 +131,8 @@ class PrefillScheduler:
         worth counting with each step."""
         if len(self.running) + len(self.waiting) > _MOST_COUNTED:
             return None
+        if not self.running and not self.waiting:
+            return 0
         begun = [request for request in self.running if self._left(request)]
         tokens = sum(len(request.prompt) - request.progress.cached_tokens for request in begun)
         return tokens + sum(len(r.prompt) - self._cached_on_arrival(r) for r in self.waiting)

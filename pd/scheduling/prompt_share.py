@@ -1,4 +1,4 @@
-"""Which part of a node's recent time prompts took."""
+"""Which part of a node's recent time prompts took, and will take."""
 
 from __future__ import annotations
 

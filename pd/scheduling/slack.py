@@ -25,8 +25,8 @@ class SlackOrder:
 
     Prompts that can still be in time go before those that are late, which would otherwise have all
     behind them be late, too. A late one is passed over for as long again as its objective at most:
-    then only older ones go before it. A prompt that was admitted before goes first, and one without
-    an objective counts as one that cannot wait.
+    then only those that were due before it go before it. A prompt that was admitted before goes
+    first, and one without an objective counts as one that cannot wait.
 
     Args:
         seconds: predicts the time that the prompt of a request takes alone.

@@ -21,6 +21,9 @@ _AWAITING_FACTOR = 2.0
 # Token 2 of an answer that comes from another node waits for the step under way, and then for one
 # of its own: these take so much of the objective each.
 _JOINING_SHARE = 0.5
+# Of more such steps than these in a row one is as long as others, so that prompts get on where
+# answers come all the time.
+_MOST_SHORTENED = 4
 # By how much it may come earlier or later than predicted.
 _EARLY_SECONDS, LATE_SECONDS = 0.015, 0.03
 
@@ -43,6 +46,7 @@ class PromptSlices:
         # NOTE: of the speeds measured at the start, so that it does not follow the load.
         self._default = max(1e-4, _DEFAULT_FACTOR * costs.cost.seconds(common))
         self.wanted = 0.0
+        self._shortened = 0
         logger.info("without an objective, answers keep %.1f ms a token", 1e3 * self._default)
 
     @property
@@ -78,9 +82,14 @@ class PromptSlices:
             awaits: whether answers may come from other nodes at any moment.
             joins: whether an answer is expected in this step, or continues here for the first time.
         """
-        cost = self._costs.cost
-        if joins or (awaits and not decoding.streams):
-            limit = (_JOINING_SHARE if joins else _AWAITING_FACTOR) * self.itl
-            most = max(1, self._most - decoding.streams)
-            return max(min(LEAST_SLICE, most), cost.largest_chunk(limit, start, decoding, most))
-        return slice_tokens(cost, self.itl, decoding, start, self._most, queued)
+        cost, least = self._costs.cost, min(LEAST_SLICE, self._most)
+        usual = slice_tokens(cost, self.itl, decoding, start, self._most, queued)
+        if joins and self._shortened < _MOST_SHORTENED:
+            self._shortened += 1
+            shorter = cost.largest_chunk(_JOINING_SHARE * self.itl, start, decoding, usual)
+            return max(least, shorter)
+        self._shortened = 0
+        if awaits and not decoding.streams:
+            limit = _AWAITING_FACTOR * self.itl
+            return max(least, cost.largest_chunk(limit, start, decoding, self._most))
+        return usual

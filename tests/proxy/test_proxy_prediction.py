@@ -153,6 +153,33 @@ def test_without_reports_roles_decide() -> None:
     assert way([p, d]) == ("d", "d")
 
 
+def test_beside_nodes_that_are_fixed_roles_decide() -> None:
+    """Nothing can be predicted of a choice with one of those."""
+    e = worker("prefill", "e", queue_seconds=30.0)
+    fixed = [worker("prefill", "p"), worker("decode", "d")]
+    for node in fixed:
+        assert node.info is not None
+        node.claimed = node.info = msgspec.structs.replace(node.info, elastic=False)
+        node.load.heard(None, 0)
+    route = Router(CacheAware(), [e, *fixed], Predictor()).route(
+        "m", demand(), avoided=frozenset([e])
+    )
+    assert (route.first.instance_id, route.decode) == ("p", fixed[1])
+    assert route.predicted is None
+
+
+def test_nodes_of_another_model_change_nothing() -> None:
+    nodes = [worker("prefill", "p", streams=10), worker("decode", "d", streams=60)]
+    for node in nodes:
+        report(node, prompt_share=0.05, streams=node.load.decoding.streams)
+    other = worker("decode", "x", prompt_share=0.0)
+    assert other.info is not None
+    other.claimed = other.info = msgspec.structs.replace(other.info, model="other")
+    assert way(nodes) == way([*nodes, other]) == ("p", "p")
+    other.load.heard(None, 0)
+    assert way([*nodes, other]) == ("p", "p")
+
+
 def test_off_leaves_elastic_nodes_to_their_roles() -> None:
     nodes = [worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")]
     route = Router(CacheAware(), nodes).route("m", demand())

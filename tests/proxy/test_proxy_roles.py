@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from elastic_workers import report, worker
 
@@ -156,3 +157,14 @@ def test_only_elastic_nodes_change_their_role(cluster: Cluster) -> None:
     wrong = client.post(f"/workers/{elastic.instance_id}", json={"role": "queen"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "role")
     assert client.post("/workers/nobody", json={"role": "decode"}).status_code == 404
+
+
+def test_each_model_has_roles_of_its_own() -> None:
+    """The last node of a role of one model stays, whatever nodes another model has."""
+    fleet = Fleet("prefill", "decode", "prefill", "decode", "decode")
+    for node in fleet.nodes[:2]:
+        assert node.info is not None
+        node.claimed = node.info = msgspec.structs.replace(node.info, model="other")
+    fleet.run(30, queue=3.0, streams=20)
+    assert fleet.roles[:2] == ["prefill", "decode"]
+    assert fleet.roles[2:] == ["prefill", "prefill", "decode"]

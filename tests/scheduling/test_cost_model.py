@@ -153,7 +153,7 @@ def test_times_that_cannot_be_leave_a_fit_that_can_be_published(seed: int, secon
 def test_a_published_cost_is_numbers_within_bounds() -> None:
     sent = msgspec.msgpack.encode(DEVICE)
     assert msgspec.msgpack.decode(sent, type=StepCost) == DEVICE
-    for graphs in (-1, 1 << 21, "1"):
+    for graphs in (-1, 1 << 21, "1", 513, 100):
         sent = msgspec.msgpack.encode(msgspec.structs.asdict(DEVICE) | {"graphs": graphs})
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(sent, type=StepCost)
@@ -235,7 +235,8 @@ def test_prompts_get_on_beside_answers_that_miss_the_objective_anyway() -> None:
     step = DEVICE.seconds(decoding._replace(tokens=tokens, pairs=chunk_pairs(0, tokens)))
     assert tokens > 200
     assert 1.2 * least < step <= 1.25 * least, "several times as fast, for hardly any time more"
-    assert slices(chunk=32).tokens(StepShape(streams=100, context=300_000)) == 1
+    assert slices(chunk=32).tokens(StepShape(streams=100, context=300_000)) == 32
+    assert slices(chunk=128).tokens(StepShape(streams=500, context=300_000)) == 64
 
 
 @pytest.mark.parametrize("streams", [1, 20, 60])
@@ -272,6 +273,16 @@ def test_the_end_of_a_long_prompt_is_not_a_few_tokens() -> None:
     bench.add(range(30_000, 30_400))
     (_, chunk) = scheduler.plan()
     assert 64 <= chunk.stop - chunk.start < 300
+
+
+def test_prompts_get_on_where_answers_join_in_every_step() -> None:
+    chosen = slices()
+    chosen.wanted = 0.02
+    decoding = StepShape(streams=20, context=40_000)
+    usual = chosen.tokens(decoding)
+    found = [chosen.tokens(decoding, joins=True) for _ in range(10)]
+    assert [tokens == usual for tokens in found] == 2 * [False, False, False, False, True]
+    assert min(found) >= 64
 
 
 def test_without_an_objective_it_follows_from_the_models_speed() -> None:
