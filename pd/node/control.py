@@ -17,6 +17,7 @@ from pd.core.errors import HandshakeError, SetupError
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
 from pd.core.numbering import Received, Sent
 from pd.node.curve import admit_only
+from pd.node.half_open import HalfOpenLimit
 from pd.node.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -114,7 +115,9 @@ class ControlThread(threading.Thread):
         self._calls: deque[Callable[[], None]] = deque()
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
+        self._half_open = HalfOpenLimit(self._router)
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._half_open.monitor, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
         self._running = True
 
@@ -220,6 +223,8 @@ class ControlThread(threading.Thread):
             for ready, _ in self._poller.poll(timeout):
                 if ready == self._wakeup.fileno():
                     self._wakeup.clear()
+                elif ready is self._half_open.monitor:
+                    self._half_open.look()
                 else:
                     self._receive(ready)
             while self._calls:

@@ -13,6 +13,7 @@ import zmq
 from pd.core.cluster_key import kv_events_client_keypair, kv_events_server_keypair
 from pd.core.errors import SetupError
 from pd.node.curve import admit_only
+from pd.node.half_open import HalfOpenLimit
 from pd.node.kv_events.wire import END_OF_REPLAY, NUMBER_BYTES, EventEncoder
 from pd.node.wakeup import Wakeup
 
@@ -123,10 +124,15 @@ class KVEventPublisher(threading.Thread):
         poller.register(self._wakeup, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
+        limits = [HalfOpenLimit(each) for each in (self._pub, self._router) if each is not None]
+        for limit in limits:
+            poller.register(limit.monitor, zmq.POLLIN)
         while self._running or self._waiting:
             ready = dict(poller.poll(None if self._running else 0))
             if self._wakeup.fileno() in ready:
                 self._wakeup.clear()
+            for limit in limits:
+                limit.look()
             try:
                 while self._waiting:
                     self._send(self._waiting.popleft())

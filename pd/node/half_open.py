@@ -1,0 +1,81 @@
+"""Connections to a listening ZMQ socket whose peers have not proved who they are.
+
+ZMQ accepts without a limit, and gives a peer half a minute for its handshake. So whoever reaches
+the port could take every descriptor of the process. Here the oldest of too many are ended instead,
+as the HTTP servers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pd.core.seldom import Seldom
+
+if TYPE_CHECKING:
+    from zmq.utils.monitor import _MonitorMessage
+
+logger = logging.getLogger(__name__)
+
+# Peers that are let in need a few round trips, so even many nodes that start at once are rarely as
+# many.
+MOST = 256
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class HalfOpenLimit:
+    """Ends the oldest connections without a handshake while there are more than :data:`MOST`.
+
+    Belongs to the thread that polls the socket, which also polls :attr:`monitor` and then calls
+    :meth:`look`.
+
+    Args:
+        listener: a bound socket, whose monitor nobody else takes.
+
+    Attributes:
+        monitor: readable when connections began or ended.
+    """
+
+    def __init__(self, listener: zmq.Socket[bytes]) -> None:
+        self.monitor: zmq.Socket[bytes] = listener.get_monitor_socket(_EVENTS)
+        endpoint = listener.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._port = int(endpoint.rpartition(":")[2])
+        # By their descriptors, the oldest first.
+        self._waiting: dict[int, None] = {}
+        self._ended = Seldom(logger)
+
+    def look(self) -> None:
+        """Take note of what happened."""
+        while True:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._note(event)
+
+    def _note(self, event: _MonitorMessage) -> None:
+        descriptor = event["value"]
+        self._waiting.pop(descriptor, None)
+        if event["event"] != zmq.EVENT_ACCEPTED:
+            return
+        self._waiting[descriptor] = None
+        if len(self._waiting) > MOST:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            self._end(oldest)
+
+    def _end(self, descriptor: int) -> None:
+        """End a connection; ZMQ sees its peer leave. The descriptor may be another's by now."""
+        self._ended.warn(f"more than {MOST} connections to port {self._port} without a handshake")
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=descriptor)
+            try:
+                if connection.getsockname()[1:2] == (self._port,):
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()

@@ -1,0 +1,94 @@
+"""Strangers who connect to a node's message ports and say nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+from cluster import wait_until
+from raw_peer import proxy_of
+from tiny import tiny_node
+
+from pd.core.messages import NodeHeartbeat, ProxyHeartbeat
+from pd.node import half_open
+from pd.node.half_open import HalfOpenLimit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+@contextlib.contextmanager
+def strangers(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """Connections that send nothing."""
+    with contextlib.ExitStack() as stack:
+        connect = socket.create_connection
+        yield [stack.enter_context(connect(("127.0.0.1", port))) for _ in range(count)]
+
+
+def was_ended(connection: socket.socket) -> bool:
+    """Whether the other side ended it. Until then there is its greeting to read, and no more."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 10):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_of_too_many_the_oldest_are_ended_and_holders_of_the_key_are_not(
+    monkeypatch: pytest.MonkeyPatch, key: bytes | None
+) -> None:
+    monkeypatch.setattr(half_open, "MOST", 20)
+    server = tiny_node("unified", cluster_key=key)
+    try:
+        port = server.node.control.port
+        with proxy_of(server) as known:
+            known.send(ProxyHeartbeat(to="", sender=known.name))
+            known.receive(NodeHeartbeat)
+            before = len(os.listdir("/proc/self/fd"))
+            with strangers(port, 100) as connections:
+                wait_until(lambda: all(was_ended(each) for each in connections[:80]), 20)
+                assert not any(was_ended(each) for each in connections[80:])
+                # Both ends are in this process.
+                wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 100 + 20, 20)
+                known.send(ProxyHeartbeat(to="", sender=known.name))
+                known.receive(NodeHeartbeat)
+                with proxy_of(server) as late:
+                    late.send(ProxyHeartbeat(to="", sender=late.name))
+                    late.receive(NodeHeartbeat)
+    finally:
+        server.stop()
+
+
+def test_a_descriptor_that_is_anothers_by_now_is_left_alone() -> None:
+    context = zmq.Context()
+    try:
+        listener = context.socket(zmq.ROUTER)
+        listener.bind("tcp://127.0.0.1:*")
+        limit = HalfOpenLimit(listener)
+        one, other = socket.socketpair()
+        with one, other:
+            limit._end(one.fileno())
+            limit._end(10_000)
+            one.sendall(b"here")
+            assert other.recv(9) == b"here"
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as connection,
+            server.accept()[0] as accepted,
+        ):
+            limit._end(accepted.fileno())
+            accepted.sendall(b"here")
+            assert connection.recv(9) == b"here"
+    finally:
+        context.destroy(linger=0)
