@@ -35,6 +35,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "speculative_num_draft_tokens": 6,
     },
     "half right": {"speculative_algorithm": "ngram", "speculative_adaptive": "off"},
+    "draft": {"speculative_algorithm": "draft", "speculative_adaptive": "off"},
 }
 
 PROMPTS = list(random_prompts(9, [5, 40, 90]))
@@ -114,7 +115,10 @@ def share_grammars(
 def cluster_of(model: Path, kind: str, **settings: Any) -> Cluster:
     counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
     if settings.get("speculative_algorithm") == "eagle":
-        settings["speculative_draft_model"] = tiny_head("eagle3", vocab_size=VOCAB_SIZE)
+        head = tiny_head("eagle3", vocab_size=VOCAB_SIZE)
+        settings.setdefault("speculative_draft_model", head)
+    if settings.get("speculative_algorithm") == "draft":
+        settings.setdefault("speculative_draft_model", model)
     defaults = {"load_format": "dummy", "page_size": 4, "kv_cache_tokens": 8192}
     return Cluster(model, *counts, **defaults | settings)
 

@@ -15,6 +15,7 @@ from random_schemas import random_schema
 from tokenizers import Tokenizer
 
 from pd.core.grammar import Grammar
+from pd.embedded import EMBEDDED_MODEL
 from pd.grammar.grammars import MAX_WAITING
 from pd.proxy.json_schemas import what_is_not_enforced
 
@@ -22,14 +23,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from cluster import Cluster
+
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
-DEPLOYMENTS: list[tuple[str, str, dict[str, Any]]] = [
+Deployment = tuple[str, str, dict[str, Any]]
+DEPLOYMENTS: list[Deployment] = [
     ("unified", "none", {"overlap_schedule": "off"}),
     ("unified", "eagle", {}),
     ("split", "none", {"overlap_schedule": "on"}),
     ("split", "ngram", {}),
     ("split", "tree", {"overlap_schedule": "on"}),
+    ("split", "draft", {}),
 ]
+WEIGHTS = {"load_format": "auto"}
+HEADS = EMBEDDED_MODEL.parent
+EAGLE3 = {"speculative_draft_model": HEADS / "embedded-eagle3"}
+TRAINED: list[Deployment] = [
+    ("unified", "none", WEIGHTS),
+    ("split", "none", WEIGHTS),
+    ("split", "ngram", WEIGHTS),
+    ("split", "eagle", WEIGHTS | EAGLE3),
+    ("unified", "tree", WEIGHTS | EAGLE3),
+    ("split", "draft", WEIGHTS | {"speculative_draft_model": HEADS / "embedded-draft"}),
+]
+TRAINED_EOS = 2
 
 
 @pytest.fixture(scope="module")
@@ -45,41 +62,64 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ids=["40", "300"],
 )
 @pytest.mark.timeout(900)
-def test_random_schemas(
-    model: Path, count: int, deployments: list[tuple[str, str, dict[str, Any]]]
-) -> None:
+def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) -> None:
+    check(model, EOS, count, deployments)
+
+
+@pytest.mark.parametrize(
+    ("count", "deployments"),
+    [
+        (10, TRAINED[::3]),
+        pytest.param(60, TRAINED, marks=pytest.mark.full),
+        pytest.param(300, TRAINED[::3], marks=pytest.mark.full),
+    ],
+    ids=["10", "60", "300"],
+)
+@pytest.mark.timeout(900)
+def test_random_schemas_on_a_trained_model(count: int, deployments: list[Deployment]) -> None:
+    """Its drafters are right more often than not."""
+    with share_grammars(EMBEDDED_MODEL, 2048, TRAINED_EOS):
+        check(EMBEDDED_MODEL, TRAINED_EOS, count, deployments)
+
+
+def check(model: Path, eos: int, count: int, deployments: list[Deployment]) -> None:
+    """The first deployment's answers are instances, and those of all are the same."""
     print(f"PD_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     schemas = [random_schema(rng) for _ in range(count)]
-    found: dict[tuple[str, str], list[list[int]]] = {}
+    plain: list[list[int]] | None = None
     for kind, drafter, settings in deployments:
-        with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
-            tokens_there: list[list[int]] = []
-            # A node lets so many grammars wait at most.
-            for start in range(0, count, MAX_WAITING):
-                asked = [
-                    ask(
-                        cluster,
-                        [1 + number % 200, 7, 9],
-                        grammar=Grammar("json_schema", json.dumps(schemas[number])),
-                        temperature=1.0,
-                        seed=number,
-                        max_tokens=800,
-                    )
-                    for number in range(start, min(start + MAX_WAITING, count))
-                ]
-                tokens_there += [pending.tokens() for pending in asked]
-            found[kind, drafter] = tokens_there
+        with cluster_of(model, kind, **DRAFTERS[drafter] | settings) as cluster:
+            found = answers(cluster, schemas)
             cluster.wait_idle(30.0)
-    plain = found["unified", "none"]
+        plain = plain or found
+        assert found == plain, f"{kind}, {drafter}, PD_TEST_SEED={SEED}"
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    for number, (schema, tokens) in enumerate(zip(schemas, plain, strict=True)):
+    for number, (schema, tokens) in enumerate(zip(schemas, plain or [], strict=True)):
         assert what_is_not_enforced(schema) is None, schema
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        assert tokens[-1] == EOS, (schema, text)
+        assert tokens[-1] == eos, (schema, text)
         try:
             jsonschema.validate(json.loads(text), schema)
         except (ValueError, jsonschema.ValidationError) as error:
             pytest.fail(f"PD_TEST_SEED={SEED}, {number}: {json.dumps(schema)}\n{text}\n{error}")
-    for deployment, tokens_there in found.items():
-        assert tokens_there == plain, f"{deployment}, PD_TEST_SEED={SEED}"
+
+
+def answers(cluster: Cluster, schemas: list[Any]) -> list[list[int]]:
+    """What the model writes at temperature 1 for each schema."""
+    found: list[list[int]] = []
+    # A node lets so many grammars wait at most.
+    for start in range(0, len(schemas), MAX_WAITING):
+        asked = [
+            ask(
+                cluster,
+                [1 + number % 200, 7, 9],
+                grammar=Grammar("json_schema", json.dumps(schema)),
+                temperature=1.0,
+                seed=number,
+                max_tokens=800,
+            )
+            for number, schema in enumerate(schemas[start : start + MAX_WAITING], start)
+        ]
+        found += [pending.tokens() for pending in asked]
+    return found
