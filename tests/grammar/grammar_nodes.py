@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Cluster, random_prompts
-from drafters import SEED, Oracle
+from drafters import Oracle
 from grammar_model import EOS, VOCAB_SIZE
 from tiny import tiny_head
 
@@ -19,6 +20,7 @@ from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -78,12 +80,23 @@ FEATURES: dict[str, dict[str, Any]] = {
 Answers = dict[str, list[list[list[int]]]]
 
 
-def answers(cluster: Cluster) -> Answers:
-    """Tokens of all choices of each feature and prompt, all asked for at once."""
-    asked = {
-        name: [ask(cluster, prompt, **params) for prompt in PROMPTS]
-        for name, params in FEATURES.items()
-    }
+def answers(cluster: Cluster, aborting: random.Random | None = None) -> Answers:
+    """Tokens of all choices of each feature and prompt, all asked for at once.
+
+    Args:
+        aborting: asks for everything once more and aborts that, each request whenever it likes.
+    """
+    asked: dict[str, list[Pending]] = {}
+    ended: list[Pending] = []
+    for name, params in FEATURES.items():
+        asked[name] = [ask(cluster, prompt, **params) for prompt in PROMPTS]
+        if aborting is not None:
+            ended += [ask(cluster, prompt, **params) for prompt in PROMPTS]
+    if aborting is not None:
+        aborting.shuffle(ended)
+        for pending in ended:
+            cluster.client.abort(pending)
+            time.sleep(aborting.random() * 0.02)
     return {name: [each.result() for each in pending] for name, pending in asked.items()}
 
 
@@ -136,12 +149,13 @@ def check_answers(
     kind: str,
     drafter: str,
     settings: dict[str, Any],
+    aborting: random.Random | None = None,
 ) -> None:
     """A deployment with a drafter gives the answers that are known of another."""
     if drafter == "half right":
         monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(known))
-    with cluster_of(model, kind, **DRAFTERS[drafter], **settings) as cluster:
-        found = answers(cluster)
+    with cluster_of(model, kind, **DRAFTERS[drafter] | settings) as cluster:
+        found = answers(cluster, aborting)
         for name in FEATURES:
-            assert found[name] == known[name], f"{name}, PD_TEST_SEED={SEED}"
+            assert found[name] == known[name], name
         cluster.wait_idle(30.0)

@@ -3,12 +3,15 @@ with every other feature of a request."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+from covering import every_two
 from grammar_model import EOS, make_model
 from grammar_nodes import (
     DRAFTERS,
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from _pytest.mark import ParameterSet
     from grammar_nodes import Answers
 
 
@@ -70,35 +74,52 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
     assert checked > 20
 
 
-CELLS = [
-    ("unified", "none", {"overlap_schedule": "on"}),
-    pytest.param(
-        *("split", "none", {"overlap_schedule": "on", "chunked_prefill_size": 16}),
-        marks=pytest.mark.full,
-    ),
-    pytest.param("split", "ngram", {}, marks=pytest.mark.full),
-    pytest.param("split", "eagle", {"page_size": 16}, marks=pytest.mark.full),
-    pytest.param("unified", "tree", {"overlap_schedule": "on"}, marks=pytest.mark.full),
-    ("split", "half right", {"overlap_schedule": "on", "page_size": 1}),
-    ("unified", "half right", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
-    pytest.param(
-        *("split", "none", {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}),
-        marks=pytest.mark.full,
-    ),
-    pytest.param("split", "eagle", {"tp_size": 2}, marks=pytest.mark.full),
-]
+LITTLE_MEMORY = {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}
+COLUMNS: tuple[tuple[Any, ...], ...] = (
+    ("split", "unified"),
+    tuple(DRAFTERS),
+    ("on", "off"),  # overlap
+    (1, 4, 16),  # tokens of a page
+    (True, False),  # whether memory is short, so that answers are retracted
+    (1, 2),  # GPUs of a node
+    (True, False),  # whether other requests are aborted meanwhile
+)
 
 
-@pytest.mark.parametrize(("kind", "drafter", "settings"), CELLS)
+def cells() -> Iterator[ParameterSet]:
+    """Every feature of a request with every value of each column; with every two of them in
+    ``make test-all``. Two ranks are threads here, which take turns."""
+    wanted = every_two([c for c in itertools.product(*COLUMNS) if c[5] == 1 or c[6]], 5)
+    missing = set().union(*map(enumerate, wanted))
+    while wanted:
+        cell = max(wanted, key=lambda cell: len(missing & set(enumerate(cell))))
+        wanted.remove(cell)
+        marks = () if missing else (pytest.mark.full,)
+        missing -= set(enumerate(cell))
+        yield pytest.param(*cell, marks=marks, id="-".join(map(str, cell)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter", "overlap", "page_size", "is_short", "tp_size", "aborts"), list(cells())
+)
+@pytest.mark.timeout(240)
 def test_every_deployment_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
     model: Path,
     plain: Answers,
+    seed: int,
     kind: str,
     drafter: str,
-    settings: dict[str, Any],
+    overlap: str,
+    page_size: int,
+    is_short: bool,
+    tp_size: int,
+    aborts: bool,
 ) -> None:
-    check_answers(monkeypatch, model, plain, kind, drafter, settings)
+    settings = {"overlap_schedule": overlap, "page_size": page_size, "tp_size": tp_size}
+    settings |= LITTLE_MEMORY if is_short else {}
+    aborting = random.Random(seed) if aborts else None
+    check_answers(monkeypatch, model, plain, kind, drafter, settings, aborting)
 
 
 @pytest.mark.parametrize(
