@@ -89,6 +89,33 @@ def test_streams_are_the_same(client: openai.OpenAI) -> None:
     City.model_validate_json(whole or "")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_an_answer_inside_the_grammar(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "embedded",
+        "messages": ASKED,
+        "temperature": 1.0,
+        "seed": 8,
+        "max_tokens": 100,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "city", "schema": City.model_json_schema()},
+        },
+    }
+    whole = client.chat.completions.create(**asked).choices[0].message.content or ""
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    answer = client.chat.completions.create(**asked, stop=stop, stream=stream)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer if chunk.choices]
+        text = "".join(choice.delta.content or "" for choice in choices)
+        reason = choices[-1].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (text, reason) == (whole[: whole.index(stop)], "stop")
+
+
 def test_any_object(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="embedded",
