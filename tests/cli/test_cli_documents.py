@@ -125,16 +125,12 @@ def test_files_and_names_in_extending_are_there() -> None:
 def test_tables_and_tests_in_extending_are_there() -> None:
     """Names in capitals, functions that start with ``test_``, and methods, wherever they are."""
     text = (ROOT / "docs/extending.md").read_text()
-    lines = [
-        line
-        for path in [*ROOT.glob("pd/**/*.py"), *ROOT.glob("tests/**/*.py")]
-        for line in path.read_text().splitlines()
-    ]
-    tables = {found[0] for line in lines if (found := re.match(r"_?[A-Z][A-Z_]+\b", line))}
-    defined = {
-        found[1] for line in lines if (found := re.match(r"\s*(?:async )?def (\w+)\(", line))
-    }
-    classes = {found[1] for line in lines if (found := re.match(r"\s*class (\w+)", line))}
+    code = "\n".join(
+        path.read_text() for path in [*ROOT.glob("pd/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    )
+    tables = set(re.findall(r"^_?[A-Z][A-Z_]+\b", code, re.MULTILINE))
+    defined = set(re.findall(r"^ *(?:async )?def (\w+)\(", code, re.MULTILINE))
+    classes = set(re.findall(r"^ *class (\w+)", code, re.MULTILINE))
     listed = set(re.findall(r"`(_?[A-Z]{2,}(?:_[A-Z]+)*)`", text))
     owners = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
     assert listed and owners
