@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -98,10 +99,25 @@ def seconds_to_end(process: Process) -> float:
     return time.monotonic() - began
 
 
+@contextmanager
+def few_files() -> Iterator[None]:
+    """Processes begin with a low limit on open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, hard - 1), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_the_ready_line_says_who_serves_where(tmp_path: Path) -> None:
-    with unified_and_proxy(tmp_path) as (node, proxy):
+    with few_files(), unified_and_proxy(tmp_path) as (node, proxy):
         for running, role in ((node, "unified"), (proxy, "proxy")):
             ready = running.ready()
+            limits = Path(f"/proc/{running.child.pid}/limits").read_text()
+            found = re.search(r"^Max open files +(\d+) +(\d+)", limits, re.MULTILINE)
+            assert found is not None
+            assert found[1] == found[2], "raised to the hard limit at the start"
             assert set(ready) == {"event", "role", "url", "instance_id"}
             assert (ready["event"], ready["role"]) == ("ready", role)
             assert httpx.get(ready["url"] + "/health").status_code == 200

@@ -212,6 +212,19 @@ def test_deadlines_are_not_those_of_streams_and_idle_clients(
     stream.check()
 
 
+def test_a_connection_without_a_next_request_is_closed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = limited(monkeypatch, cluster, keep_alive_seconds=1)
+    with clients(proxy.url) as client:
+        connection = client.open(HEALTH)
+        for _ in range(2):
+            assert status_of(read_answer(connection)) == 200
+            time.sleep(0.2)
+            connection.sendall(HEALTH)
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
 def test_a_half_request_behind_a_running_stream_does_not_end_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
