@@ -157,7 +157,7 @@ class PromptProgress:
         drafter_state: what the drafter of the node that decodes needs of the last prompt token.
         cached_tokens: leading tokens that were cached when the prompt was first admitted.
         cached_on_arrival: leading tokens that were cached when the load of the node was first
-            asked for.
+            asked for, or that prompts before this one will have cached.
         overtaken: younger requests that were admitted before this one.
     """
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pd.core.request import Request, RequestState
 from pd.core.step_cost import chunk_pairs
 from pd.engine.sampling_state import SamplingState
+from pd.radix import RadixCache
 from pd.scheduling.step import Work
 from pd.scheduling.waiting_queue import WINDOW, reusable_tokens
 
@@ -89,6 +92,8 @@ class PrefillScheduler:
         self._headroom = headroom
         self.waiting = waiting
         self.running: list[Request] = []
+        # Prompts whose load was asked for: what they begin with is computed once for all.
+        self._asked = RadixCache(memory.page_size)
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -114,7 +119,12 @@ class PrefillScheduler:
         """Prompt tokens that are still to be computed, without those that are cached, and their
         pairs of query and key."""
         tokens, pairs = 0, 0.0
+        if not self.running and not self.waiting:
+            self._asked = RadixCache(self._memory.page_size)
         for request in self.running:
+            if request.progress.cached_on_arrival is None:
+                request.progress.cached_on_arrival = request.progress.cached_tokens
+                self._remember(request)
             left = self._left(request)
             tokens += left
             pairs += chunk_pairs(len(request.prompt) - left, left)
@@ -138,12 +148,24 @@ class PrefillScheduler:
         return tokens + sum(len(r.prompt) - self._cached_on_arrival(r) for r in self.waiting)
 
     def _cached_on_arrival(self, request: Request) -> int:
-        """Leading tokens of a waiting prompt that were cached when it was first asked for."""
+        """Leading tokens of a waiting prompt that were cached when it was first asked for, or will
+        be by prompts that came before it."""
         progress = request.progress
         if progress.cached_on_arrival is None:
-            cached = self._memory.cached(request.sequence, reusable_tokens(request))
-            progress.cached_on_arrival = cached
+            most = reusable_tokens(request)
+            shared = self._asked.peek(request.prompt, request.namespace)
+            cached = self._memory.cached(request.sequence, most)
+            progress.cached_on_arrival = max(cached, min(shared, most))
+            self._remember(request)
         return progress.cached_on_arrival
+
+    def _remember(self, request: Request) -> None:
+        asked, memory = self._asked, self._memory
+        num_pages = min(len(request.prompt) // memory.page_size, memory.num_pages)
+        tokens = request.prompt[: num_pages * memory.page_size]
+        asked.insert(tokens, np.zeros(num_pages, dtype=np.int32), request.namespace)
+        if asked.evictable_pages > memory.num_pages:
+            asked.evict(asked.evictable_pages - memory.num_pages)
 
     @property
     def next_position(self) -> int:

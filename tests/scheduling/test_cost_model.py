@@ -411,3 +411,20 @@ def test_peers_are_told_when_the_step_ends_in_which_a_prompt_is_computed() -> No
     assert told[500] == pytest.approx(ends)
     rest = DEVICE.prefill_seconds(8192 - 500, 8500 - (8192 - 500), 8192, StepShape())
     assert told[8500] == pytest.approx(ends + rest)
+
+
+@pytest.mark.parametrize("first_runs", [False, True])
+def test_what_waiting_prompts_share_is_queued_once(first_runs: bool) -> None:
+    """A burst on a new system prompt computes that once."""
+    bench = PrefillBench(pages=4096, page_size=4)
+    scheduler = combined(bench)
+    bench.add([*range(128), 900])
+    if first_runs:
+        scheduler.plan()
+    for number in range(19):
+        bench.add([*range(128), 1000 + number])
+    tokens, _ = bench.scheduler.uncached()
+    assert tokens == (0 if first_runs else 129) + 19
+    bench.add(range(500, 600))
+    assert bench.scheduler.uncached()[0] == tokens + 100
+    assert bench.scheduler.queued_whole() is None, "too many to be counted with each step"
