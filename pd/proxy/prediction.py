@@ -25,6 +25,8 @@ _EQUAL_SECONDS = 0.01
 # Where prompts take a smaller part of the nodes' time, answers are generated where steps are
 # shortest.
 _FEW_PROMPTS = 0.1
+# By so many answers a node must have more than another to be passed over for that one.
+_MORE_STREAMS = 4
 # To move a request that waits must bring its first token forward by half a second, or by a third of
 # the objective if that is less, but by so many seconds and this part of it at least.
 _GAIN_SECONDS, _GAIN_SHARE, LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
@@ -144,7 +146,9 @@ class _Second(NamedTuple):
         report = self.worker.load.reported
         assert report is not None
         limit = _EQUAL_SHARE * report.cost.seconds(other.shape)
-        return self._replace(is_slow=report.cost.seconds(self.shape) > limit)
+        is_slow = report.cost.seconds(self.shape) > limit
+        is_slow &= self.shape.streams >= other.shape.streams + _MORE_STREAMS
+        return self._replace(is_slow=is_slow)
 
 
 class Predictor:

@@ -66,6 +66,9 @@ def test_where_prompts_are_few_answers_go_where_steps_are_shortest() -> None:
         assert way([p, d]) == expected
         report(d, prompt_share=0.0, streams=2)
         assert way([p, d]) == ("p", "d"), "about equal"
+        large = msgspec.structs.replace(COST, stream=COST.base / 10)
+        report(d, prompt_share=0.0, streams=3, cost=large)
+        assert way([p, d]) == ("p", "d"), "hardly more, though each takes long"
         report(p, prompt_share=2 * share, streams=10)
         slower = msgspec.structs.replace(COST, base=1.2 * COST.base)
         report(d, prompt_share=0.0, streams=10, cost=slower)
