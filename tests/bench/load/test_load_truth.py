@@ -76,18 +76,25 @@ def test_aiperf_agrees_within_5_percent(scripted, tmp_path) -> None:
     command = ["serve", "--url", server.url, *LOAD, *LENIENT, "--output-dir", str(ours)]
     endpoint = ["--endpoint", "/v1/chat/completions", "--request-rate", "50"]
     assert cli.bench([*command, *endpoint, "--num-prompts", "400", "--arrival", "constant"]) == 0
+    # Without a network it reads tokenizers from the cache of Hugging Face alone.
+    hub = tmp_path / "hub"
+    model, commit = hub / "models--pd--embedded", "0" * 40
+    for name in ("refs", "snapshots"):
+        (model / name).mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    (model / "snapshots" / commit).symlink_to(EMBEDDED_MODEL)
     subprocess.run(
         [
             program, "profile", "--model", "scripted", "--url", server.url,
             "--endpoint-type", "chat", "--streaming", "--request-rate", "50",
             "--arrival-pattern", "constant", "--request-count", "400",
             "--isl", "64", "--osl", "16", "--use-server-token-count",
-            "--tokenizer", str(EMBEDDED_MODEL), "--use-legacy-max-tokens",
+            "--tokenizer", "pd/embedded", "--use-legacy-max-tokens",
             "--ui", "none", "--artifact-dir", str(theirs),
         ],
         check=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)},
     )  # fmt: skip
     export = next(theirs.rglob("profile_export.jsonl"))
     imported = tmp_path / "imported"
