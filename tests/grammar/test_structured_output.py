@@ -67,18 +67,21 @@ def test_models_of_pydantic_are_parsed(client: openai.OpenAI, temperature: float
         assert isinstance(choice.message.parsed, City)
 
 
+SEEDED_CITY: dict[str, Any] = {
+    "model": "embedded",
+    "messages": ASKED,
+    "temperature": 1.0,
+    "seed": 8,
+    "max_tokens": 100,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "city", "schema": City.model_json_schema()},
+    },
+}
+
+
 def test_streams_are_the_same(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
-        "model": "embedded",
-        "messages": ASKED,
-        "temperature": 1.0,
-        "seed": 8,
-        "max_tokens": 100,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "city", "schema": City.model_json_schema()},
-        },
-    }
+    asked = SEEDED_CITY
     whole = client.chat.completions.create(**asked).choices[0].message.content
     parts = [
         chunk.choices[0].delta.content or ""
@@ -93,17 +96,7 @@ def test_streams_are_the_same(client: openai.OpenAI) -> None:
 def test_a_stop_string_ends_an_answer_inside_the_grammar(
     client: openai.OpenAI, stream: bool
 ) -> None:
-    asked: dict[str, Any] = {
-        "model": "embedded",
-        "messages": ASKED,
-        "temperature": 1.0,
-        "seed": 8,
-        "max_tokens": 100,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "city", "schema": City.model_json_schema()},
-        },
-    }
+    asked = SEEDED_CITY
     whole = client.chat.completions.create(**asked).choices[0].message.content or ""
     stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
     answer = client.chat.completions.create(**asked, stop=stop, stream=stream)
