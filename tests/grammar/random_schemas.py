@@ -1,6 +1,7 @@
 """Random JSON schemas of what is enforced: nesting, enums, arrays, bounded numbers, optional
 fields, references, unions, other scripts. Strings and arrays are bounded, or random outputs would
-not end."""
+not end. Times have as many decimals as a model likes, and a trained one may repeat them for ever:
+it is asked for none."""
 
 from __future__ import annotations
 
@@ -22,37 +23,43 @@ _NAMES = [
     "$ref",
 ]
 _VALUES = [None, True, 0, -7, 2.5, "", "red", "ä", 'q"', "日本", "🦊", "new\nline", [], [1, "a"]]
-_FORMATS = ["date", "time", "uuid", "ipv4", "date-time"]
+_FORMATS = ["date", "uuid", "ipv4"]
+_TIMES = ["time", "date-time"]
 _PATTERNS = ["^[a-f]{2,5}$", "^(yes|no)$", "^[0-9]{3}-[0-9]{2}$", "^[äöü]{1,3}$"]
 
 
-def random_schema(rng: random.Random) -> dict[str, Any]:
+def random_schema(rng: random.Random, *, times: bool = True) -> dict[str, Any]:
     """A schema, whose references lead to definitions of its own."""
-    definitions = {f"d{i}": _leaf(rng) for i in range(rng.randrange(3))}
+    formats = _FORMATS + _TIMES * times
+    definitions = {f"d{i}": _leaf(rng, formats) for i in range(rng.randrange(3))}
     names = [f"#/$defs/{name}" for name in definitions]
-    schema = _schema(rng, 3, names)
+    schema = _schema(rng, 3, names, formats)
     return {**schema, "$defs": definitions} if definitions and "$ref" not in schema else schema
 
 
-def _schema(rng: random.Random, depth: int, references: list[str]) -> dict[str, Any]:
+def _schema(
+    rng: random.Random, depth: int, references: list[str], formats: list[str]
+) -> dict[str, Any]:
     kind = rng.random()
     if depth == 0 or kind < 0.2:
-        return _leaf(rng)
+        return _leaf(rng, formats)
     if kind < 0.65:
-        return _object(rng, depth, references)
+        return _object(rng, depth, references, formats)
     if kind < 0.8:
-        return _array(rng, depth, references)
+        return _array(rng, depth, references, formats)
     if kind < 0.9 and references:
         # Only inside, where the definitions are found.
         inside = {"type": "object", "properties": {"ref": {"$ref": rng.choice(references)}}}
         return {**inside, "required": ["ref"], "additionalProperties": False}
-    several = [_schema(rng, depth - 1, references) for _ in range(rng.randrange(1, 4))]
+    several = [_schema(rng, depth - 1, references, formats) for _ in range(rng.randrange(1, 4))]
     return {"anyOf": several, "title": "one of them"}
 
 
-def _object(rng: random.Random, depth: int, references: list[str]) -> dict[str, Any]:
+def _object(
+    rng: random.Random, depth: int, references: list[str], formats: list[str]
+) -> dict[str, Any]:
     names = rng.sample(_NAMES, rng.randrange(1, 5))
-    properties = {name: _schema(rng, depth - 1, references) for name in names}
+    properties = {name: _schema(rng, depth - 1, references, formats) for name in names}
     required = [name for name in names if rng.random() < 0.6]
     schema: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
     if rng.random() < 0.7:
@@ -60,16 +67,18 @@ def _object(rng: random.Random, depth: int, references: list[str]) -> dict[str, 
     return schema
 
 
-def _array(rng: random.Random, depth: int, references: list[str]) -> dict[str, Any]:
+def _array(
+    rng: random.Random, depth: int, references: list[str], formats: list[str]
+) -> dict[str, Any]:
     low = rng.randrange(3)
     if rng.random() < 0.3:
-        first = [_schema(rng, depth - 1, references) for _ in range(rng.randrange(1, 3))]
+        first = [_schema(rng, depth - 1, references, formats) for _ in range(rng.randrange(1, 3))]
         return {"type": "array", "prefixItems": first, "items": False}
-    items = _schema(rng, depth - 1, references)
+    items = _schema(rng, depth - 1, references, formats)
     return {"type": "array", "items": items, "minItems": low, "maxItems": low + rng.randrange(3)}
 
 
-def _leaf(rng: random.Random) -> dict[str, Any]:
+def _leaf(rng: random.Random, formats: list[str]) -> dict[str, Any]:
     kind = rng.randrange(8)
     if kind == 0:
         return {"enum": rng.sample(_VALUES, rng.randrange(1, 5))}
@@ -86,5 +95,5 @@ def _leaf(rng: random.Random) -> dict[str, Any]:
     if kind == 5:
         return {"type": "string", "pattern": rng.choice(_PATTERNS)}
     if kind == 6:
-        return {"type": "string", "format": rng.choice(_FORMATS)}
+        return {"type": "string", "format": rng.choice(formats)}
     return {"type": rng.choice(["boolean", "null", ["boolean", "null"]])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -136,8 +137,8 @@ def test_pages_of_ended_sequences_are_free_again() -> None:
                     pending.result()
         cluster.wait_idle()
         drafter: Any = server.node.core.drafter
-        wait_until(lambda: drafter._memories == {}, 5.0)
-        assert drafter._allocator.count(draft_model.PageState.FREE) == 600 // 4
+        free = partial(drafter._allocator.count, draft_model.PageState.FREE)
+        wait_until(lambda: drafter._memories == {} and free() == 600 // 4, 10.0)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
