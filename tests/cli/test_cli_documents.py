@@ -129,8 +129,8 @@ def test_tables_and_tests_in_extending_are_there() -> None:
         path.read_text() for path in [*ROOT.glob("pd/**/*.py"), *ROOT.glob("tests/**/*.py")]
     )
     tables = set(re.findall(r"^_?[A-Z][A-Z_]+\b", code, re.MULTILINE))
-    defined = set(re.findall(r"^ *(?:async )?def (\w+)\(", code, re.MULTILINE))
-    classes = set(re.findall(r"^ *class (\w+)", code, re.MULTILINE))
+    defined = set(re.findall(r"\bdef (\w+)\(", code))
+    classes = set(re.findall(r"\bclass (\w+)", code))
     listed = set(re.findall(r"`(_?[A-Z]{2,}(?:_[A-Z]+)*)`", text))
     owners = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
     assert listed and owners

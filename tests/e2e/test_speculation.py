@@ -23,12 +23,16 @@ from tokenizers import Tokenizer
 from pd.embedded import EMBEDDED_MODEL
 from pd.proxy.config import ProxyConfig
 from pd.proxy.server import ProxyThread
+from pd.speculative.draft_model import ModelDrafter
 from pd.speculative.eagle import EagleDrafter
+from pd.speculative.ngram import NgramDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from _pytest.mark import ParameterSet
+
+    from pd.speculative.draft import Draft
 
 HEADS = EMBEDDED_MODEL.parent
 DRAFT_MODEL = HEADS / "embedded-draft"
@@ -45,6 +49,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "speculative_draft_model": HEADS / "embedded-eagle3",
     },
 }
+TREE = {"tree": DRAFTERS["eagle3"] | {"speculative_topk": 3, "speculative_num_draft_tokens": 8}}
 LAYOUTS = {"unified": {"prefill": 0, "decode": 0, "unified": 1}, "split": {}}
 
 
@@ -224,6 +229,17 @@ def together(cluster: Cluster, given_up: int | None = None) -> list[list[int] | 
     return found
 
 
+# Shares of the drafted tokens that are accepted, below the first if half of them are spoiled, above
+# the second if none is.
+SHARES = {
+    "ngram": (0.35, 0.35),
+    "draft": (0.4, 0.6),
+    "eagle": (0.4, 0.6),
+    "eagle3": (0.4, 0.55),
+    "tree": (0.25, 0.25),
+}
+
+
 @pytest.fixture(scope="module")
 def plain_tokens() -> list[list[int] | None]:
     with cluster_of("unified") as cluster:
@@ -231,33 +247,46 @@ def plain_tokens() -> list[list[int] | None]:
 
 
 def spoil_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace about half of the tokens that a head drafts by others, on the device."""
-    draft = EagleDrafter._draft
+    """Replace about half of the drafted tokens by others, where they are."""
     generator = torch.Generator().manual_seed(SEED)
 
-    @torch.inference_mode()
-    def spoiled(*args: Any) -> Any:
-        drafts = draft(*args)
-        tokens = drafts[0].batch.tokens
-        wrong = torch.rand(len(tokens), generator=generator) < 0.5
-        tokens.add_(wrong.to(tokens.device)).remainder_(2048)
-        return drafts
+    def spoil(draft: Callable[..., list[Draft | None]]) -> Callable[..., list[Draft | None]]:
+        @torch.inference_mode()
+        def spoiled(*args: Any) -> list[Draft | None]:
+            drafts = draft(*args)
+            for batch in {each.batch: None for each in drafts if each is not None}:
+                wrong = torch.rand(len(batch.tokens), generator=generator) < 0.5
+                batch.tokens.add_(wrong.to(batch.tokens.device)).remainder_(2048)
+                if batch.host is not None:
+                    batch.host[:] = (batch.host + wrong.numpy()) % 2048
+            return drafts
 
-    monkeypatch.setattr(EagleDrafter, "_draft", spoiled)
+        return spoiled
+
+    # A head drafts behind the step, and `draft` only asks for what it made.
+    for drafter, method in (
+        (EagleDrafter, "_draft"),
+        (ModelDrafter, "draft"),
+        (NgramDrafter, "draft"),
+    ):
+        monkeypatch.setattr(drafter, method, spoil(getattr(drafter, method)))
 
 
 @pytest.mark.parametrize(
-    ("drafter", "kind", "page_size", "drafts", "memory"),
+    ("drafter", "kind", "page_size", "tp_size", "drafts", "memory"),
     sampled_cells(
-        {("eagle3", "split", 16, "spoiled", "few")},
-        ("eagle", "eagle3"),
+        {("eagle3", "split", 16, 1, "spoiled", "few")},
+        DRAFTERS | TREE,
         LAYOUTS,
         (1, 16),
+        (1, 2),
         ("right", "spoiled"),
         ("few", "many"),
     )
     # Nothing outgrows a page of 64, so nothing leaves a pool of them.
-    + sampled_cells(set(), ("eagle", "eagle3"), LAYOUTS, (64,), ("right", "spoiled"), ("many",)),
+    + sampled_cells(
+        set(), DRAFTERS | TREE, LAYOUTS, (64,), (1, 2), ("right", "spoiled"), ("many",)
+    ),
 )
 def test_tokens_of_batches_are_the_same(
     plain_tokens: list[list[int] | None],
@@ -265,16 +294,21 @@ def test_tokens_of_batches_are_the_same(
     drafter: str,
     kind: str,
     page_size: int,
+    tp_size: int,
     drafts: str,
     memory: str,
 ) -> None:
     """Alone and 32 at once, greedy and sampled; with too little memory also beside aborts."""
     if drafts == "spoiled":
         spoil_drafts(monkeypatch)
-    settings: dict[str, Any] = {"speculative_adaptive": "off", "page_size": page_size}
+    settings: dict[str, Any] = {
+        "speculative_adaptive": "off",
+        "page_size": page_size,
+        "tp_size": tp_size,
+    }
     if memory == "few":
         settings |= {"kv_cache_tokens": 512, "reserved_decode_tokens": 1}
-    with cluster_of(kind, **settings, **DRAFTERS[drafter]) as cluster:
+    with cluster_of(kind, **settings, **(DRAFTERS | TREE)[drafter]) as cluster:
         decoding = cluster.nodes[-1]
         for turn in range(10):
             given_up = turn % 5 if memory == "few" else None
@@ -292,4 +326,5 @@ def test_tokens_of_batches_are_the_same(
             assert pending.tokens() == expected
         accepted = counter(decoding, "pd_speculative_accepted_total")
         share = accepted / counter(decoding, "pd_speculative_drafted_total")
-        assert share < 0.4 if drafts == "spoiled" else share > 0.55
+        low, high = SHARES[drafter]
+        assert 0 < share < low if drafts == "spoiled" else share > high

@@ -122,7 +122,7 @@ def validate(message: Any, tools: list[Any]) -> None:
         jsonschema.validate(arguments, schemas[call.function.name])
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.full)], ids=["3", "40"])
+@pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.full)], ids=["2", "40"])
 @pytest.mark.parametrize("name", MODELS)
 def test_random_models_call_random_functions(
     clients: dict[str, openai.OpenAI], model_dir: Path, name: str, count: int

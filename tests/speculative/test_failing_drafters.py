@@ -138,7 +138,7 @@ def raising_now_and_then(call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "where",
     [
-        "begin",
+        pytest.param("begin", marks=pytest.mark.full),
         "draft",
         "_move_accepted",
         pytest.param("nowhere", marks=pytest.mark.full),

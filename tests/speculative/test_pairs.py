@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,6 +40,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "batch": (1, 8),
     "cache": ("cold", "warm"),
     "tp_size": (1, 2),
+    # The others are computed beside requests that are given up meanwhile.
+    "aborts": ("none", "some"),
     # One request after the other is of these kinds, so a batch has all three.
     "first request": ("greedy", "penalties", "stop ids"),
     "second request": ("seeded", "bias", "log probabilities"),
@@ -88,13 +91,17 @@ def rows(strength: int) -> list[dict[str, Any]]:
     return found
 
 
-def asked(cluster: Cluster, names: list[str], batch: int) -> list[Pending]:
+def asked(cluster: Cluster, names: list[str], batch: int, *, aborts: bool = False) -> list[Pending]:
     """Ask all prompts, or if ``batch`` is 1 three of them, one after the other, with requests of
-    these kinds in turn."""
+    these kinds in turn; with ``aborts`` each twice, of which the first is given up."""
     nodes = list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
-    requests = []
+    requests, rng = [], random.Random(SEED)
     for prompt, name in zip(PROMPTS[:: stride(batch)], itertools.cycle(names), strict=False):
         params = {"max_tokens": TOKENS, **REQUESTS[name]}
+        if aborts:
+            given_up = cluster.client.generate(prompt, nodes, **params)
+            time.sleep(rng.choice((0.0, 0.01, 0.05)))
+            cluster.client.abort(given_up)
         requests.append(cluster.client.generate(prompt, nodes, **params))
         if batch == 1:
             requests[-1].result()
@@ -125,8 +132,8 @@ def expected_in_turn(names: list[str], step: int) -> list[list[list[int]]]:
 
 def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings, names = dict(row), [row[kind] for kind in KINDS]
-    drafter, kind, batch, cache = (
-        settings.pop(key) for key in ("drafter", "kind", "batch", "cache")
+    drafter, kind, batch, cache, aborts = (
+        settings.pop(key) for key in ("drafter", "kind", "batch", "cache", "aborts")
     )
     for kind_of_request in KINDS:
         del settings[kind_of_request]
@@ -153,7 +160,8 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
     with tiny_cluster(*counts, reserved_decode_tokens=4, **settings) as cluster:
         for _ in range(2 if cache == "warm" else 1):
-            found = [request.result() for request in asked(cluster, names, batch)]
+            requests = asked(cluster, names, batch, aborts=aborts == "some")
+            found = [request.result() for request in requests]
             assert found == answers, f"{row}, PD_TEST_SEED={SEED}"
         cluster.wait_idle(30.0)
 

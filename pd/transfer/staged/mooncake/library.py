@@ -86,11 +86,12 @@ def load_library() -> type[Any]:
 
 def library_version() -> str:
     """Version of the installed package; empty if there is none."""
-    names = [*_PACKAGES, *metadata.packages_distributions().get("mooncake", ())]
-    for name in names:
+    for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-    return ""
+    # NOTE: this reads what every installed package contains, which takes a third of a second.
+    others = metadata.packages_distributions().get("mooncake", ())
+    return metadata.version(others[0]) if others else ""
 
 
 def is_supported(version: str) -> bool:
