@@ -7,13 +7,13 @@ Both ways are made of the same passes, which are measured here on one idle node,
 are medians.
 
 - On the prefill node, every chunk of a prompt is computed by the model and then by the draft model
-  (`both_ms` instead of `prompt_ms`). That delays the first token and takes part of what the node
-  can prefill. The draft model's planes travel with the pages: `added_bytes` is the share by which
-  a prompt's KV grows.
+  (`both_ms` instead of `prompt_ms`, longer by `delay_rate`). That delays the first token and takes
+  part of what the node can prefill. The draft model's planes travel with the pages, and a prompt's
+  KV grows by `added_bytes_rate`.
 - On the decode node, the draft model computes the prompt while another node computes the model's
-  KV. Nothing waits for it unless `catch_up_ms` is longer than `prompt_ms`. Sequences that decode
-  there meanwhile are delayed in `pieces` steps: a step of `batch` of them takes `step_beside_ms`
-  with a piece of the prompt and `step_ms` without.
+  KV. Nothing waits for it unless `catch_up_ms` is longer than `prompt_ms` (`catch_up_rate` is their
+  quotient). Sequences that decode there meanwhile are delayed in `pieces` steps: a step of `batch`
+  of them takes `step_beside_ms` with a piece of the prompt and `step_ms` without.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Passes:
 
     @property
     def added_bytes(self) -> float:
-        """By which share the draft model's KV of a token adds to the model's."""
+        """The share by which the draft model's KV of a token adds to the model's."""
         sizes = [
             sum(plane.buffer.nbytes for plane in runner.pool.planes) / runner.pool.num_pages
             for runner in (self.engine.runner, self.draft)
@@ -136,11 +136,12 @@ def measure(passes: Passes, prompts: list[int], rounds: int) -> list[dict[str, A
                 if turn:
                     seconds[name].append(time.perf_counter() - began)
         times = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
-        pieces = -(-tokens // CATCH_UP_TOKENS)
-        added = passes.added_bytes
-        rows.append({"prompt_tokens": tokens, **times, "pieces": pieces, "added_bytes": added})
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in times.items())
-        print(f"{tokens} tokens: {shown}, {pieces} pieces, {added:+.0%} bytes", flush=True)
+        row = {"prompt": f"{tokens} tokens", **times, "pieces": -(-tokens // CATCH_UP_TOKENS)}
+        row["delay_rate"] = times["both_ms"] / times["prompt_ms"] - 1
+        row["catch_up_rate"] = times["catch_up_ms"] / times["prompt_ms"]
+        row["added_bytes_rate"] = passes.added_bytes
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        rows.append(row)
     return rows
 
 
