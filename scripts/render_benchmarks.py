@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "benchmarks.md"
 # Where programs stand now that recorded commands name by an earlier place.
-MOVED = {"scripts/evaluate_model.py": "training/evaluate_model.py"}
+MOVED = {
+    "scripts/evaluate_model.py": "training/evaluate_model.py",
+    "python -m pd.bench.radix": "pd-bench radix",
+}
 
 HEAD = """\
 # Benchmarks

@@ -9,27 +9,25 @@ else ran there. Elsewhere nothing is judged, and the exit status is 0 whatever w
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import platform
 import random
 import shlex
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd.bench.report import add_output, check_output, describe_machine, write_report
+from pd.core.errors import UsageError
 from pd.radix import EVICTION_POLICIES, IntArray, RadixCache
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
 DEFAULT_TRACE = Path("../shared/traces/mooncake_synthetic.jsonl")
@@ -88,21 +86,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, help=f"request trace to replay (default: {DEFAULT_TRACE}, if there)"
     )
-    parser.add_argument("--output", type=Path, help="also write the results to this JSON file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write. Returns 1 if a bar was missed, 2 for unusable arguments."""
+    """Measure, print and write. Returns 1 if a bar was missed.
+
+    ``args`` has also the whole ``command_line``, as it was typed. Raises UsageError for arguments
+    that cannot be used.
+    """
     if min(args.rounds, args.prompt_tokens // 512, args.leaves) < 1:
-        print(
-            f"pd-bench radix: --rounds {args.rounds}, --leaves {args.leaves} and --prompt-tokens "
-            f"{args.prompt_tokens} must be at least 1, 1 and 512",
-            file=sys.stderr,
+        raise UsageError(
+            f"--rounds {args.rounds}, --leaves {args.leaves} and --prompt-tokens "
+            f"{args.prompt_tokens} must be at least 1, 1 and 512"
         )
-        return 2
     if args.trace is not None and not args.trace.is_file():
-        print(f"pd-bench radix: --trace {args.trace} is not a file", file=sys.stderr)
-        return 2
+        raise UsageError(f"--trace {args.trace} is not a file")
+    check_output(args.output)
     obstacle = no_verdict()
     if obstacle is not None:
         print(f"no bar is judged: {obstacle}")
@@ -113,13 +113,18 @@ def run(args: argparse.Namespace) -> int:
         print(result.row(), flush=True)
         results.append(result)
     if args.output is not None:
-        write(args.output, results)
+        write_report(
+            args.output,
+            shlex.join(["pd-bench", *args.command_line]),
+            [asdict(result) for result in results],
+            measured=["pd/bench/radix.py", "pd/radix"],
+        )
     return int(any(result.missed for result in results))
 
 
 def no_verdict() -> str | None:
     """Why nothing measured here can be judged by the bars; None where it can."""
-    cpu = machine()["cpu"]
+    cpu = describe_machine()["cpu"]
     if cpu != BAR_CPU:
         return f"the bars were set on {BAR_CPU}, this is {cpu or 'an unknown processor'}"
     load = os.getloadavg()[0]
@@ -312,50 +317,3 @@ def timed(
 
 def arange(length: int) -> IntArray:
     return np.arange(length, dtype=np.int32)
-
-
-def write(path: Path, results: list[Measurement]) -> None:
-    as_module = Path(sys.argv[0]).name == Path(__file__).name
-    program = ["python", "-m", "pd.bench.radix"] if as_module else [Path(sys.argv[0]).name]
-    report = {
-        "command": shlex.join([*program, *sys.argv[1:]]),
-        "commit": commit(),
-        "machine": machine(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "results": [asdict(result) for result in results],
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def commit() -> str:
-    """The commit of this code, marked if the measured files differ from it; else "unknown"."""
-    here = Path(__file__).parent
-    head = git("rev-parse", "HEAD", cwd=here).stdout.strip()
-    changed = git("status", "--porcelain", "--", "radix.py", "../radix", cwd=here).stdout.strip()
-    return f"{head or 'unknown'}{'-dirty' if changed else ''}"
-
-
-def git(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, check=False)
-
-
-def machine() -> dict[str, object]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="pd-bench radix", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,5 @@
 """`pd-bench radix` runs, measures what it says and reports where it came from."""
 
-import argparse
 import gc
 import json
 import os
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pd import cli
 from pd.bench import radix
 from pd.radix import EVICTION_POLICIES
 
@@ -36,10 +36,8 @@ def trace(tmp_path: Path) -> Path:
 
 
 def bench(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    radix.add_arguments(parser)
     small = ["--rounds", "1", "--prompt-tokens", "1024", "--leaves", "50"]
-    return radix.run(parser.parse_args([*small, *flags]))
+    return cli.bench(["radix", *small, *flags])
 
 
 def test_expands_hash_ids_to_distinct_blocks_and_cuts_the_last(trace: Path) -> None:
@@ -74,7 +72,7 @@ def test_says_why_the_trace_is_skipped(
 def missed_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that the bars are for, and one that cannot be met with the small sizes here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(radix, "machine", lambda: {"cpu": radix.BAR_CPU})
+    monkeypatch.setattr(radix, "describe_machine", lambda: {"cpu": radix.BAR_CPU})
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(radix, "BAR_PROMPT_TOKENS", 1024)
     monkeypatch.setattr(radix, "MATCH_BAR_US", 0.0)
@@ -96,7 +94,7 @@ def test_exit_status_tells_of_a_missed_bar(
         pytest.param(
             *(
                 radix,
-                "machine",
+                "describe_machine",
                 lambda: {"cpu": "Z80"},
                 "the bars were set on AMD EPYC, this is Z80",
             ),
