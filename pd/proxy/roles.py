@@ -26,13 +26,22 @@ _PAUSE_SECONDS = 30.0
 _LONG_QUEUE, _SHORT_QUEUE = 1.0, 0.1
 # Decode nodes are full from the first share of their pace or memory on, and idle below the second.
 _FULL, _IDLE = 0.9, 0.5
+# Nodes that keep a role would not be as busy as this without one of them, or it would be called
+# back.
+_BUSY_AFTER = 0.8
 
 
 class _RoleLoads(NamedTuple):
-    """Load of the nodes of each role: seconds for which prompts wait, on average, and the share of
-    pace or memory, whichever is more, that answers take."""
+    """Load of the nodes of each role, on average.
+
+    Attributes:
+        queue: seconds for which prompts wait.
+        prompts: share of their time that prompts take.
+        decode: share of their pace or memory, whichever is more, that answers take.
+    """
 
     queue: float
+    prompts: float
     decode: float
 
 
@@ -78,16 +87,17 @@ class RoleBalancer:
             return
         loads = _RoleLoads(
             sum(worker.load.queue_seconds for worker in prefill) / len(prefill),
+            sum(_prompt_share(worker) for worker in prefill) / len(prefill),
             sum(_decode_share(worker) for worker in decode) / len(decode),
         )
-        wanted = self._lacking(loads)
+        wanted = self._lacking(loads, len(prefill), len(decode))
         if wanted != state.wanted:
             state.wanted, state.since = wanted, now
         if wanted is None or now < max(state.since + _HOLD_SECONDS, state.next):
             return
         others = decode if wanted == "prefill" else prefill
         givers = [w for w in others if self._lease.has(w) and not w.role_is_fixed]
-        if len(others) < 2 or not givers:
+        if not givers:
             return
         chosen = min(givers, key=_effort)
         log.info(
@@ -107,13 +117,20 @@ class RoleBalancer:
         ]
 
     @staticmethod
-    def _lacking(loads: _RoleLoads) -> Role | None:
-        """The role that lacks nodes while the other has more than it needs."""
-        if loads.queue > _LONG_QUEUE and loads.decode < _IDLE:
-            return "prefill"
-        if loads.decode > _FULL and loads.queue < _SHORT_QUEUE:
-            return "decode"
+    def _lacking(loads: _RoleLoads, prefill: int, decode: int) -> Role | None:
+        """The role that lacks nodes while one of the other's is not needed there. There are so many
+        nodes of each."""
+        if loads.queue > _LONG_QUEUE and loads.decode < _IDLE and decode > 1:
+            return "prefill" if loads.decode * decode / (decode - 1) < _BUSY_AFTER else None
+        if loads.decode > _FULL and loads.queue < _SHORT_QUEUE and prefill > 1:
+            return "decode" if loads.prompts * prefill / (prefill - 1) < _BUSY_AFTER else None
         return None
+
+
+def _prompt_share(worker: Worker) -> float:
+    report = worker.load.reported
+    assert report is not None
+    return report.prompt_share
 
 
 def _decode_share(worker: Worker) -> float:

@@ -44,7 +44,7 @@ class Fleet:
         """What every node of a role reports."""
         for node in self.nodes:
             if node.role == "prefill":
-                report(node, queue_seconds=queue)
+                report(node, queue_seconds=queue, prompt_share=min(1.0, 0.2 + queue))
             else:
                 report(node, streams=streams)
 
@@ -86,6 +86,27 @@ def test_demand_that_comes_and_goes_moves_nothing() -> None:
         fleet.run(8, queue=3.0, streams=20)
         fleet.run(1, queue=0.0, streams=20)
     assert fleet.roles == ["prefill", "decode", "decode"]
+
+
+def test_a_node_that_is_needed_where_it_is_stays() -> None:
+    """Two nodes of a role carry what one cannot, so a move would be taken back, again and again."""
+    fleet, roles = Fleet("prefill", "decode", "decode"), set()
+    for _ in range(300):
+        few = fleet.roles.count("prefill") == 1
+        fleet.run(0.5, queue=3.0 if few else 0.0, streams=130 if few else 260)
+        roles.add(tuple(fleet.roles))
+    fleet = Fleet("prefill", "prefill", "decode")
+    for _ in range(300):
+        few = fleet.roles.count("decode") == 1
+        for node in fleet.nodes:
+            if node.role == "prefill":
+                report(node, prompt_share=0.6 if few else 1.0, queue_seconds=0.0 if few else 3.0)
+            else:
+                report(node, streams=300 if few else 100)
+        fleet.balancer.look(fleet.now)
+        fleet.now += 0.5
+        roles.add(tuple(fleet.roles))
+    assert roles == {("prefill", "decode", "decode"), ("prefill", "prefill", "decode")}
 
 
 def test_moves_follow_one_another_slowly() -> None:
