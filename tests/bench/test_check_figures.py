@@ -33,3 +33,10 @@ def test_a_figure_from_nowhere_is_found(figure: str) -> None:
 def test_code_is_no_prose() -> None:
     comments = list(check_figures._comments('x = "99 %"  # 5 ms\n"""7 GB/s"""\n'))
     assert comments == [" 5 ms", '"""7 GB/s"""']
+
+
+def test_a_limit_that_nobody_states_any_more_is_found(texts: dict[str, str]) -> None:
+    page = "docs/harness.md"
+    texts[page] = texts[page].replace("multiples of 3000 ms", "multiples of three seconds")
+    (found,) = check_figures.problems(texts, check_figures.quotes())
+    assert "docs/harness.md does not say 'multiples of 3000 ms' any more" in found
