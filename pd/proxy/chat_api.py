@@ -86,6 +86,7 @@ class _ChatRenderer:
     ) -> None:
         self._job = job
         self._options = openai_common.AnswerOptions.of(asked)
+        self._usage = openai_common.ChunkUsage(self._options, job)
         self._model = model
         self._plan = plan
         self._answers: dict[int, ChatAnswer] = {}
@@ -104,6 +105,7 @@ class _ChatRenderer:
         return size
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
+        self._usage.count(choice, delta)
         if delta.first:
             opening = {"role": "assistant", "content": ""}
             chunk = self._chunk({"index": choice.index, "delta": opening} | _open())
@@ -143,8 +145,7 @@ class _ChatRenderer:
         return {"prompt_token_ids": self._job.generations[0].spec.token_ids.tolist()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._head | {"choices": [choice]}
-        return chunk | openai_common.chunk_usage(self._options, self._job)
+        return self._head | {"choices": [choice]} | self._usage.field()
 
     def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         rest: dict[str, Any] = {"logprobs": None}

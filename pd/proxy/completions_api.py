@@ -115,6 +115,7 @@ class _CompletionRenderer:
     ) -> None:
         self._job = job
         self._options = openai_common.AnswerOptions.of(asked)
+        self._usage = openai_common.ChunkUsage(self._options, job)
         self._model = model
         self._echo = echo
         self._head = {
@@ -135,8 +136,9 @@ class _CompletionRenderer:
         return size
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
+        self._usage.count(choice, delta)
         event = self._head | {"choices": [self._choice(choice, delta)]}
-        yield event | openai_common.chunk_usage(self._options, self._job)
+        yield event | self._usage.field()
 
     def is_plain(self, choice: Choice) -> bool:
         spec = choice.generation.spec

@@ -173,12 +173,12 @@ class Job:
     def take_news(self) -> list[Choice]:
         """The choices that have news since the last call; when the request failed, all that
         gained anything."""
-        news, self._news = list(self._news), {}
+        news, self._news = self._news, {}
         if self.error is not None:
             choices = [choice for generation in self.generations for choice in generation.choices]
-            news += [choice for choice in choices if choice.untaken and choice not in news]
+            news |= dict.fromkeys(choice for choice in choices if choice.untaken)
         self._unread_tokens = self._unread_bytes = 0
-        return news
+        return list(news)
 
     async def finished(self) -> None:
         """Wait for the end. Raises the request's error."""

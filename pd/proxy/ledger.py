@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 
-_PROMPTS, _TOKENS, _CLOSED = range(3)
-_COLUMNS = 3
+_PROMPTS, _TOKENS, _CLOSED, _TURNED = range(4)
+_COLUMNS = 4
 _COUNT_BYTES = 8
 
 
@@ -45,13 +46,20 @@ class Ledger:
         self._table[self._start + _PROMPTS] += prompts
         self._table[self._start + _TOKENS] += tokens
 
-    def set_closed(self, connections: int) -> None:
-        """Note how many of the connections that this process was given are closed."""
-        self._table[self._start + _CLOSED] = connections
+    def turn(self, closed: int) -> None:
+        """Note that the event loop of this process turns, and how many of the connections that it
+        was given are closed."""
+        self._table[self._start + _CLOSED] = closed
+        self._table[self._start + _TURNED] = time.monotonic_ns()
 
     def closed(self, row: int) -> int:
         """How many of the connections that a process was given are closed."""
         return self._table[row * _COLUMNS + _CLOSED]
+
+    def stood_still(self, row: int) -> float:
+        """Seconds since a process's event loop turned last; 0 if it never did."""
+        turned = self._table[row * _COLUMNS + _TURNED]
+        return (time.monotonic_ns() - turned) / 1e9 if turned else 0.0
 
     def clear(self, row: int) -> None:
         """Forget what a process counted that has ended."""

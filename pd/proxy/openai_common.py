@@ -8,7 +8,7 @@ from pd.proxy.service import make_params
 
 if TYPE_CHECKING:
     from pd.core.sampling_params import SamplingParams
-    from pd.proxy.generation import Choice, FinishReason
+    from pd.proxy.generation import Choice, Delta, FinishReason, Generation
     from pd.proxy.job import Job
     from pd.proxy.requests.openai import OpenAIRequest
     from pd.proxy.service import ModelView
@@ -63,18 +63,46 @@ class AnswerOptions(NamedTuple):
         return cls(asked.include_usage, asked.continuous_usage, asked.return_token_ids)
 
 
-def chunk_usage(options: AnswerOptions, job: Job) -> dict[str, Any]:
-    """The field ``usage`` of a chunk: none, null before the last chunk, or the usage so far."""
-    if not options.include_usage:
-        return {}
-    return {"usage": usage(job) if options.continuous_usage else None}
+class ChunkUsage:
+    """The field ``usage`` of the chunks of one answer: none, null before the last chunk, or the
+    usage so far. A chunk takes the same time however many prompts there are."""
+
+    def __init__(self, options: AnswerOptions, job: Job) -> None:
+        self._options, self._job = options, job
+        self._prompts = self._prompt = self._completion = 0
+        self._cached: dict[Generation, int] = {}
+        self._all_cached = 0
+
+    def count(self, choice: Choice, delta: Delta) -> None:
+        """A part of a choice is written now."""
+        if not self._options.continuous_usage:
+            return
+        generation, generations = choice.generation, self._job.generations
+        more = generations[self._prompts :]
+        self._prompts += len(more)
+        self._prompt += sum(len(each.spec.token_ids) for each in more)
+        self._all_cached += generation.cached_tokens - self._cached.get(generation, 0)
+        self._cached[generation] = generation.cached_tokens
+        if not generation.spec.discard_output:
+            self._completion += len(delta.token_ids)
+
+    def field(self) -> dict[str, Any]:
+        """For the next chunk."""
+        if not self._options.include_usage:
+            return {}
+        if not self._options.continuous_usage:
+            return {"usage": None}
+        return {"usage": _usage(self._prompt, self._completion, self._all_cached)}
 
 
 def usage(job: Job) -> dict[str, Any]:
     """Tokens of all prompts and choices; a prompt counts once however many choices it has."""
     prompt = sum(len(g.spec.token_ids) for g in job.generations)
     completion = sum(g.completion_tokens for g in job.generations)
-    cached = sum(g.cached_tokens for g in job.generations)
+    return _usage(prompt, completion, sum(g.cached_tokens for g in job.generations))
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -267,6 +267,21 @@ def test_usage_so_far_in_every_chunk(cluster: Cluster) -> None:
     }
 
 
+def test_usage_so_far_is_what_the_chunks_before_have_brought(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(lambda prompt, index: [prompt[0]] * 5)
+    prefill.cached_tokens = 1
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"prompt": [[10], [11, 12], [13, 14]], "n": 2, "return_token_ids": True}
+    events = stream(cluster.client(), **asked, max_tokens=5, stream_options=options)[:-1]
+    told = 0
+    for event in events[:-1]:
+        told += len(event["choices"][0]["token_ids"])
+        assert event["usage"]["completion_tokens"] == told
+    assert told == 30
+    assert events[-2]["usage"] == events[-1]["usage"]
+    assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
 def test_usage_is_not_streamed_unless_asked_for(cluster: Cluster) -> None:
     cluster.pair()
     assert all("usage" not in event for event in stream(cluster.client())[:-1])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import itertools
 import os
 import signal
 import socket
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,10 +22,12 @@ from proxy_cluster import Cluster, read_events
 
 from pd.core.errors import SetupError, UsageError
 from pd.core.messages import Finish
+from pd.proxy.actions import AddWorker, Outcome
 from pd.proxy.config import ProxyConfig
 from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import counted, families_of, merge, render
 from pd.proxy.processes.claims import Claims
+from pd.proxy.processes.parent import ProxyProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from fake_node import FakeNode
 
     from pd.core.messages import Generate
+    from pd.proxy.actions import Action
     from pd.proxy.server import ProxyThread
 
 WAIT = 30.0
@@ -189,6 +197,130 @@ def test_a_process_that_dies_fails_its_own_requests_and_is_replaced(
         httpx.delete(f"{two.url}/workers/{later.instance_id}", timeout=WAIT)
 
 
+def test_a_process_that_stands_still_gets_no_connections_until_it_goes_on(
+    two: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.processes.acceptor.STUCK_SECONDS", 0.5)
+    acceptor, stopped = two.parent._acceptor, two.parent.children[0]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: acceptor.is_stuck(stopped), WAIT)
+        for _ in range(6):
+            answer, generate = two.request()
+            assert generate.sender == two.parent.children[1].instance_id
+            two.finish(generate)
+            assert answer.result(WAIT).status_code == 200
+        # Neither do the metrics wait for it, nor what all are told.
+        assert two.metric("pd_proxy_worker_up{") == 1
+        assert two.post("/abort_request", abort_all=True).status_code == 200
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    wait_until(lambda: not acceptor.is_stuck(stopped), WAIT)
+    for answer, generate in two.one_in_each():
+        two.finish(generate)
+        assert answer.result(WAIT).status_code == 200
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    two: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, calls = subprocess.Popen, itertools.count()
+
+    def few(*args: Any, **options: Any) -> Any:
+        if next(calls) < 2:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return popen(*args, **options)
+
+    monkeypatch.setattr("pd.proxy.processes.process.subprocess.Popen", few)
+    open_files, victim = len(os.listdir("/proc/self/fd")), two.parent.children[1]
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def replaced() -> bool:
+        child = two.parent.children[1]
+        return child is not None and child is not victim and child.serves
+
+    wait_until(replaced, WAIT)
+    assert next(calls) == 3
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= open_files, WAIT)
+
+
+def test_a_proxy_without_room_for_processes_says_so(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("pd.proxy.processes.process.subprocess.Popen", none)
+    with pytest.raises(SetupError, match=r"cannot be started \(Too many open files\)"):
+        cluster.proxy(workers=2)
+
+
+class Told:
+    """A child of a parent without processes: it is told actions, and answers when it may.
+
+    Attributes:
+        begun: it had its first message, so that it can be told more.
+    """
+
+    def __init__(self, number: int, *, answers: bool = True, begun: bool = True) -> None:
+        self.number, self.answers, self.begun = number, answers, begun
+        self.serves, self.told = begun, list[Any]()
+        self.families: list[Any] = []
+
+    async def perform(self, action: Action, seconds: float) -> Outcome | None:
+        self.told.append(action)
+        await asyncio.sleep(0.01)
+        return Outcome({"url": "http://n", "role": "decode"}) if self.answers else None
+
+    def perform_later(self, action: Action) -> bool:
+        if self.begun:
+            self.told.append(action)
+        return self.begun
+
+
+def perform(children: list[Any], action: Action, meanwhile: Any = None) -> list[Outcome]:
+    """What the first child is replied when it asks for an action."""
+
+    async def run() -> list[Outcome]:
+        parent: Any = ProxyProcesses(ProxyConfig(workers=len(children)))
+        parent.children = children
+        parent._acceptor = SimpleNamespace(is_stuck=lambda child: False)
+        replies: list[Any] = []
+        asked = asyncio.create_task(parent._perform(children[0], action, replies.append))
+        await asyncio.sleep(0)
+        if meanwhile is not None:
+            parent.children = meanwhile(children)
+        await asked
+        (reply,) = replies
+        assert reply[0].error is not None or "http://n" in parent._config.decode
+        return reply
+
+    return asyncio.run(run())
+
+
+def test_a_process_too_busy_to_answer_is_replied_what_the_others_say() -> None:
+    action = AddWorker("decode", "http://n")
+    children = [Told(0, answers=False), Told(1)]
+    (outcome,) = perform(children, action)
+    assert outcome.error is None
+    assert [child.told for child in children] == [[action]] * 2
+    (outcome,) = perform([Told(0, answers=False), Told(1, answers=False)], action)
+    assert outcome.error is not None and "no process of the proxy answered" in outcome.error.message
+
+
+def test_processes_that_start_meanwhile_are_told() -> None:
+    """They began with the nodes that the parent knew before."""
+    action = AddWorker("decode", "http://n")
+    early, late = Told(1, begun=False), Told(2)
+
+    def started(children: list[Told]) -> list[Told]:
+        early.begun = True
+        return [*children, late]
+
+    perform([Told(0), early], action, started)
+    assert early.told == late.told == [action]
+
+
 @pytest.mark.full
 def test_what_a_process_cannot_start_with_ends_all_with_one_error(cluster: Cluster) -> None:
     (port := socket.socket()).bind(("127.0.0.1", 0))
@@ -254,7 +386,7 @@ def test_a_ledger_adds_up_rows_and_forgets_one() -> None:
     rows = [Ledger(memory, row) for row in range(3)]
     for number, ledger in enumerate(rows):
         ledger.add(number + 1, 100)
-        ledger.set_closed(number)
+        ledger.turn(closed=number)
     assert {(ledger.prompts, ledger.tokens) for ledger in rows} == {(6, 300)}
     rows[0].clear(2)
     assert (rows[1].prompts, rows[1].tokens, rows[0].closed(1), rows[0].closed(2)) == (3, 200, 1, 0)

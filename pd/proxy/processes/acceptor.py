@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 0.1
+# A child whose loop did not turn for so long gets connections only where no other takes them.
+STUCK_SECONDS = 5.0
 
 
 class Acceptor:
@@ -64,6 +66,10 @@ class Acceptor:
         """Connections of a child, as far as it has told."""
         return child.connections.count - self._ledger.closed(child.number)
 
+    def is_stuck(self, child: ChildProcess) -> bool:
+        """Whether a child stands still. It may go on, and then has what it was given."""
+        return self._ledger.stood_still(child.number) > STUCK_SECONDS
+
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
@@ -77,8 +83,10 @@ class Acceptor:
             self._hand(connection)
 
     def _hand(self, connection: socket.socket) -> None:
-        """Hand a connection to the child with the fewest that takes it."""
-        for child in sorted(self._serving(), key=self.load):
+        """Hand a connection to the child with the fewest that takes it, if it can to one that does
+        not stand still."""
+        children = sorted(self._serving(), key=self.load)
+        for child in sorted(children, key=self.is_stuck):
             if child.connections.hand(connection):
                 return
         self._seldom.warn("no proxy process takes connections: one is closed")

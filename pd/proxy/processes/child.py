@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.actions import Action, Outcome
 
-_COUNT_SECONDS = 0.1
+_TURN_SECONDS = 0.1
 
 
 class Child:
@@ -90,7 +90,7 @@ class Child:
 
     def _ready(self, url: str, instance_id: str) -> None:
         assert self._proxy is not None
-        self._counting = asyncio.create_task(self._count_connections(self._proxy))
+        self._counting = asyncio.create_task(self._keep_ledger(self._proxy))
         for action, reply in self._early:
             reply(self._proxy.performer.outcome(action))
         self._link.tell(Started(instance_id))
@@ -126,11 +126,11 @@ class Child:
             raise error_from_kind(error.kind, error.message, error.param)
         return [outcome.value for outcome in outcomes if outcome.error is None]
 
-    async def _count_connections(self, proxy: Proxy) -> None:
-        """Keep the ledger's count of closed connections."""
+    async def _keep_ledger(self, proxy: Proxy) -> None:
+        """Keep the ledger's count of closed connections, and show that this loop turns."""
         while True:
-            self._ledger.set_closed(self._connections.count - proxy.connections)
-            await asyncio.sleep(_COUNT_SECONDS)
+            self._ledger.turn(self._connections.count - proxy.connections)
+            await asyncio.sleep(_TURN_SECONDS)
 
 
 class _Claims:

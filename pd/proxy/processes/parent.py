@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import msgspec
 
-from pd.core.errors import SetupError, UsageError
+from pd.core.errors import SetupError, UnavailableError, UsageError
+from pd.core.messages import ErrorInfo
 from pd.core.node_info import Role
 from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker, SetRole
 from pd.proxy.ledger import Ledger
@@ -160,27 +161,34 @@ class ProxyProcesses:
         loop, pause = asyncio.get_running_loop(), _FIRST_PAUSE
         while not self._stopping.is_set():
             began = loop.time()
-            workers, memory = self._config.workers, self._memory.fileno()
-            child = self.children[number] = ChildProcess(number, workers, memory, self._handle)
-            level = logging.getLogger().getEffectiveLevel()
-            status = await child.run(Start(self._config, self._address, level))
+            try:
+                ended = await self._run_child(number)
+            except OSError as error:
+                ended = f"cannot be started ({error.strerror or error})"
             if self._starting and self._failed is None:
-                text = f"a proxy process ended with status {status} before it served; see its log"
+                text = f"a proxy process {ended} before it served; see its log"
                 self._failed = Failed(text, SetupError.exit_status)
-            self._forget(child)
+                self._changed.set()
             if self._stopping.is_set() or self._failed is not None:
                 return
             if loop.time() - began > _PROVEN_SECONDS:
                 pause = _FIRST_PAUSE
-            log.error(
-                "proxy process %d ended with status %s, and so did its requests; another one "
-                "takes its place",
-                number,
-                status,
-            )
+            log.error("proxy process %d %s; another one takes its place", number, ended)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _run_child(self, number: int) -> str:
+        """Start a child and wait for its end; returns how it ended. Raises OSError where the system
+        has no room for another process."""
+        workers, memory = self._config.workers, self._memory.fileno()
+        child = self.children[number] = ChildProcess(number, workers, memory, self._handle)
+        level = logging.getLogger().getEffectiveLevel()
+        try:
+            status = await child.run(lambda: Start(self._config, self._address, level))
+        finally:
+            self._forget(child)
+        return f"ended with status {status}"
 
     def _forget(self, child: ChildProcess) -> None:
         """Keep nothing of a child that has ended but what it counted."""
@@ -219,26 +227,32 @@ class ProxyProcesses:
     async def _perform(
         self, asking: ChildProcess, action: Action, reply: Callable[[object], None]
     ) -> None:
-        """Have all children perform an action, and send the one that asked what they say."""
-        serving = self._serving()
-        for child in self.children:
-            if child is not None and not child.serves:
-                child.perform_later(action)
-        found = await asyncio.gather(*(c.perform(action, ACTION_SECONDS) for c in serving))
+        """Have all children perform an action, and send the one that asked what they say. Children
+        that are busy or not ready yet perform it later."""
+        waited = [child for child in self._serving() if not self._acceptor.is_stuck(child)]
+        children = [child for child in self.children if child is not None]
+        told = [c for c in children if c in waited or c.perform_later(action)]
+        found = await asyncio.gather(*(c.perform(action, ACTION_SECONDS) for c in waited))
         outcomes = {
             child: outcome
-            for child, outcome in zip(serving, found, strict=True)
+            for child, outcome in zip(waited, found, strict=True)
             if outcome is not None
         }
-        own = outcomes.pop(asking, None)
-        if own is None:
-            return  # it has ended
         if isinstance(action, ReadMetrics):
-            reply([Outcome(self._merge_metrics(outcomes | {asking: own}))])
+            reply([Outcome(self._merge_metrics(outcomes))])
             return
-        if own.error is None:
-            self._record(action, own)
-        reply([own, *outcomes.values()])
+        own = outcomes.pop(asking, None)
+        said = [*([] if own is None else [own]), *outcomes.values()]
+        if not said:
+            message = f"no process of the proxy answered within {ACTION_SECONDS:g} s"
+            said = [Outcome(error=ErrorInfo(UnavailableError.kind, message))]
+        elif said[0].error is None:
+            self._record(action, said[0])
+            for child in self.children:
+                # It began with the nodes that were known before.
+                if child is not None and child not in told:
+                    child.perform_later(action)
+        reply(said)
 
     def _merge_metrics(self, outcomes: dict[ChildProcess, Outcome]) -> list[Family]:
         for child, outcome in outcomes.items():

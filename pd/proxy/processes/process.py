@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import subprocess
@@ -50,23 +51,29 @@ class ChildProcess:
         memory: int,
         on_message: Callable[[ChildProcess, ToParent, Callable[[object], None]], None],
     ) -> None:
-        """``memory``: descriptor of the ledger's. The process is started at once."""
+        """``memory``: descriptor of the ledger's. The process is started at once; raises OSError
+        where the system has no room for it."""
         self.number = number
         self.instance_id = ""
         self.serves = False
         self.families: list[Family] = []
+        self._begun = False
         self._ended = asyncio.Event()
-        link, their_link = socket.socketpair()
-        handing, handed = socket.socketpair()
-        descriptors = (their_link.fileno(), handed.fileno(), memory)
-        arguments = map(str, (*descriptors, count, number))
-        with their_link, handed:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            pairs = [socket.socketpair() for _ in range(2)]
+            (link, their_link), (handing, handed) = pairs
+            for mine, their in pairs:
+                ours.enter_context(mine)
+                theirs.enter_context(their)
+            descriptors = (their_link.fileno(), handed.fileno(), memory)
+            arguments = map(str, (*descriptors, count, number))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *arguments],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
+            ours.pop_all()
         self.connections = HandingSocket(handing)
         self._link: Link[ToParent] = Link(
             link, TO_PARENT, lambda message, reply: on_message(self, message, reply)
@@ -76,11 +83,13 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def run(self, start: Start) -> int:
-        """Have it begin and wait for its end, whatever ends it; returns its exit status."""
+    async def run(self, start: Callable[[], Start]) -> int:
+        """Have it begin and wait for its end, whatever ends it; returns its exit status. ``start``
+        makes the first message, behind which others may follow."""
         try:
             await self._link.open()
-            self._link.tell(start)
+            self._link.tell(start())
+            self._begun = True
             await self._link.run()
             return await self._reap()
         finally:
@@ -101,9 +110,11 @@ class ChildProcess:
             return None
         return outcome
 
-    def perform_later(self, action: Action) -> None:
-        """Have it perform an action once it serves."""
-        self._link.tell(Perform(action))
+    def perform_later(self, action: Action) -> bool:
+        """Have it perform an action once it can; False if it has not had its first message yet."""
+        if self._begun:
+            self._link.tell(Perform(action))
+        return self._begun
 
     def request_stop(self) -> None:
         """Have it drain and end, and the second time end at once."""
