@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 PIECE_CHARACTERS = 4096
 # Memory of what is kept for one tokenizer.
 MAX_KEPT_BYTES = 32 << 20
+# Characters that are looked through, and token ids that are converted, in one go: other threads
+# wait for a millisecond at most.
+_AT_ONCE = 1 << 16
 _CUT = re.compile("(?<=[a-z])(?= [a-z])")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -147,6 +150,27 @@ def _stays_aside(token: dict[str, Any], drops_space: bool) -> bool:
     return not re.search("[a-z][▁ ]", text)
 
 
+class TooManyTokensError(Exception):
+    """A text has ``count`` tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+def tokenize(tokenizer: Tokenizer, text: str, most: int, *, add_special_tokens: bool) -> IntArray:
+    """Token ids of a text, int32. Other threads run meanwhile. Raises TooManyTokensError for more
+    than ``most``."""
+    # The batch calls are those that let go of Python's global lock; a batch would take all cores.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    count = len(encoding)
+    if count > most:
+        raise TooManyTokensError(count)
+    ids, found = encoding.ids, np.empty(count, np.int32)
+    for start in range(0, count, _AT_ONCE):
+        found[start : start + _AT_ONCE] = ids[start : start + _AT_ONCE]
+    return found
+
+
 class PieceEncoder:
     """Encodes long texts piece by piece. From any thread.
 
@@ -173,16 +197,19 @@ class PieceEncoder:
         affixes = None if cuts is None else _affixes(tokenizer)
         return None if cuts is None or affixes is None else cls(tokenizer, cuts, affixes)
 
-    def encode(self, text: str, namespace: str, *, add_special_tokens: bool) -> IntArray | None:
+    def encode(
+        self, text: str, namespace: str, most: int, *, add_special_tokens: bool
+    ) -> IntArray | None:
         """Token ids, int32; None for a text that is too short to be cut, or cannot be.
 
-        ``namespace``: pieces are found again only in texts of the same one.
+        ``namespace``: pieces are found again only in texts of the same one. Raises
+        TooManyTokensError, at the latest when a piece has more than ``most`` tokens.
         """
         pieces = self._cut(text)
         if len(pieces) < 2:
             return None
-        found = [self._of_piece(piece, namespace) for piece in pieces[:-1]]
-        found.append(self._tokenize(pieces[-1]))
+        found = [self._of_piece(piece, namespace, most) for piece in pieces[:-1]]
+        found.append(tokenize(self._tokenizer, pieces[-1], most, add_special_tokens=False))
         if add_special_tokens:
             found = [self._affixes[0], *found, self._affixes[1]]
         return np.concatenate(found)
@@ -190,21 +217,21 @@ class PieceEncoder:
     def _cut(self, text: str) -> list[str]:
         pieces, start = [], 0
         while len(text) - start > 2 * PIECE_CHARACTERS:
-            cut = _CUT.search(text, start + PIECE_CHARACTERS)
+            cut = _find_cut(text, start + PIECE_CHARACTERS)
             if cut is None:
                 break
-            pieces.append(text[start : cut.start()])
-            start = cut.start() + self._cuts.drops_space
+            pieces.append(text[start:cut])
+            start = cut + self._cuts.drops_space
         return [*pieces, text[start:]]
 
-    def _of_piece(self, piece: str, namespace: str) -> IntArray:
+    def _of_piece(self, piece: str, namespace: str, most: int) -> IntArray:
         key = (namespace, piece)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 self.found += 1
                 return self._kept[key]
-        ids = self._tokenize(piece)
+        ids = tokenize(self._tokenizer, piece, most, add_special_tokens=False)
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = ids
@@ -213,10 +240,16 @@ class PieceEncoder:
                 self._kept_bytes -= _size(*self._kept.popitem(last=False))
         return ids
 
-    def _tokenize(self, piece: str) -> IntArray:
-        # One by one: a batch would take all cores. Other threads run meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int32)
+
+def _find_cut(text: str, start: int) -> int | None:
+    """The first place from ``start`` on where the text may be cut."""
+    while start < len(text):
+        # The expression looks at a character before the place and two behind it.
+        cut = _CUT.search(text, start, start + _AT_ONCE + 2)
+        if cut is not None:
+            return cut.start()
+        start += _AT_ONCE
+    return None
 
 
 def _size(key: tuple[str, str], ids: IntArray) -> int:

@@ -15,7 +15,7 @@ from pd.proxy.chat_template import ChatTemplate, load_templates
 from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
 from pd.proxy.reasoning import reasoning_tags
 from pd.proxy.special_tokens import SpecialTokens
-from pd.proxy.tokenized_pieces import PieceEncoder
+from pd.proxy.tokenized_pieces import PieceEncoder, TooManyTokensError, tokenize
 from pd.proxy.tokenizer_files import load_tokenizer
 from pd.proxy.tools.families import tool_family
 
@@ -91,19 +91,19 @@ class TextModel:
 
         Raises InvalidRequestError for a text of more than MAX_TEXT_TOKENS.
         """
-        ids = None
-        if self._pieces is not None:
-            ids = self._pieces.encode(text, namespace, add_special_tokens=add_special_tokens)
-        if ids is None:
-            # The batch calls are those that let go of Python's global lock.
-            (encoding,) = self._encoder.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-            ids = np.array(encoding.ids, dtype=np.int32)
-        if len(ids) > MAX_TEXT_TOKENS:
+        most, ids = MAX_TEXT_TOKENS, None
+        special = {"add_special_tokens": add_special_tokens}
+        try:
+            if self._pieces is not None:
+                ids = self._pieces.encode(text, namespace, most, **special)
+            if ids is None:
+                ids = tokenize(self._encoder, text, most, **special)
+            if len(ids) > most:
+                raise TooManyTokensError(len(ids))
+        except TooManyTokensError as error:
             raise InvalidRequestError(
-                f"{param} has {len(ids)} tokens; at most {MAX_TEXT_TOKENS} are taken", param=param
-            )
+                f"{param} has {error.count} tokens or more; at most {most} are taken", param=param
+            ) from None
         return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:

@@ -80,7 +80,7 @@ def many(item: str, count: int) -> bytes:
          b'{"input_ids":[%b,%b],"return_logprob":true,"logprob_start_len":50,"top_logprobs_num":19,'
          b'"sampling_params":{"n":5}}' % (many("40", 100), many("40", 100)), "10000 log prob"),
         ("tokenizer.MAX_TEXT_TOKENS", 10, "/tokenize", b'{"prompt":"one two three four five"}',
-         "tokens; at most 10"),
+         "tokens or more; at most 10"),
         ("tokens_api.MAX_TEXT_TOKENS", 10, "/detokenize", b'{"tokens":%b}' % many("40", 11),
          "11 token ids; at most 10"),
         ("tokens_api.MAX_TEXT_CHARACTERS", 10, "/detokenize", b'{"tokens":%b}' % many("40", 11),

@@ -22,12 +22,18 @@ from tokenizers import (
 from pd.embedded import EMBEDDED_MODEL
 from pd.proxy import tokenized_pieces
 from pd.proxy.special_tokens import SpecialTokens
-from pd.proxy.tokenized_pieces import KNOWN_EXPRESSIONS, PieceEncoder
+from pd.proxy.tokenized_pieces import (
+    KNOWN_EXPRESSIONS,
+    PieceEncoder,
+    TooManyTokensError,
+    tokenize,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PIECE = 20
+MOST = 1 << 20
 WORDS = ["hello", "world", "the", "quick", "brown fox", "don't", "I'LL", "über", "naïve", "漢字"]
 WORDS += ["x", "Hello", "HTTPServer", "a1b2", "2024", "3.14", "e\u0301a", "\u0301", "😀👩\u200d👧"]
 WORDS += ["▁", "a▁b", "<s>", "</s>", "<tool_call>", "\uff5c漢\uff5c", "...", "def f(x):"]
@@ -134,7 +140,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(kind: str, seed: int) -> None:
     for _ in range(120):
         text = rng.choice(["", beginning]) + random_text(rng)
         special = rng.random() < 0.5
-        ids = encoder.encode(text, "", add_special_tokens=special)
+        ids = encoder.encode(text, "", MOST, add_special_tokens=special)
         if ids is not None:
             cut += 1
             assert ids.dtype == np.int32
@@ -147,11 +153,11 @@ def test_pieces_are_found_in_texts_that_begin_alike_and_have_the_same_namespace(
     encoder = PieceEncoder.of(gpt2())
     assert encoder is not None
     text = "the quick brown fox " * 20
-    encoder.encode(text, "one", add_special_tokens=True)
+    encoder.encode(text, "one", MOST, add_special_tokens=True)
     before = encoder.found
-    encoder.encode(text + "and more", "two", add_special_tokens=True)
+    encoder.encode(text + "and more", "two", MOST, add_special_tokens=True)
     once = encoder.found - before
-    encoder.encode(text + "and others", "one", add_special_tokens=True)
+    encoder.encode(text + "and others", "one", MOST, add_special_tokens=True)
     assert encoder.found - before - once > once
 
 
@@ -162,7 +168,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encoder is not None
     for number in range(50):
         text = f"{number} " + "hello world " * 20
-        ids = encoder.encode(text, "", add_special_tokens=False)
+        ids = encoder.encode(text, "", MOST, add_special_tokens=False)
         assert ids is not None and ids.tolist() == whole(tokenizer, text, special=False)
         assert encoder._kept_bytes <= 4000
         sizes = [tokenized_pieces._size(*item) for item in encoder._kept.items()]
@@ -207,3 +213,25 @@ def normalized(normalizer: normalizers.Normalizer) -> Tokenizer:
 @pytest.mark.parametrize("kind", UNCUT)
 def test_tokenizers_that_might_tell_the_difference_are_not_cut(kind: str) -> None:
     assert PieceEncoder.of(UNCUT[kind]()) is None
+
+
+@pytest.mark.parametrize("at_once", [3, 50])
+def test_texts_are_looked_through_and_converted_in_parts(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Otherwise other threads would wait for as long as a text without a place to cut is long."""
+    monkeypatch.setattr(tokenized_pieces, "_AT_ONCE", at_once)
+    tokenizer, rng = gpt2(), random.Random(4)
+    encoder = PieceEncoder.of(tokenizer)
+    assert encoder is not None
+    for _ in range(50):
+        runs = ["QWERTY 12" * rng.randrange(1, 40), "a b c", "the quick fox", " "]
+        text = "".join(rng.choice(runs) for _ in range(8))
+        expected = whole(tokenizer, text, special=True)
+        found = encoder.encode(text, "", MOST, add_special_tokens=True)
+        if found is None:
+            found = tokenize(tokenizer, text, MOST, add_special_tokens=True)
+        assert found.tolist() == expected
+    with pytest.raises(TooManyTokensError) as refused:
+        tokenize(tokenizer, "Q W " * 50, 99, add_special_tokens=False)
+    assert refused.value.count >= 100
