@@ -56,7 +56,7 @@ class InputMessage(TypedDict):
     content: NotRequired[
         Annotated[
             str | list[TextPart] | None,
-            Field(description="A text or parts of it; null only beside an assistant's tool calls."),
+            Field(description="A text or parts of it; null only for the assistant's messages."),
         ]
     ]
     tool_calls: NotRequired[
@@ -118,7 +118,7 @@ def render_prompt(fields: TemplateFields, text: TextModel, messages: list[ReadMe
     if not template.knows_developer:
         # OpenAI's newer name; a template that ignored it would drop the instructions.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-    extra = fields.chat_template_kwargs
+    extra = fields.template_variables
     hidden: list[str] = []
     if special is not None:
         try:
@@ -156,7 +156,8 @@ def _read_message(message: object, number: int) -> ReadMessage:
         message = message | {"tool_calls": calls}
     else:
         message.pop("tool_calls", None)
-    if content is None and calls:
+    if content is None:
+        # Beside calls, and as clients send back an answer that was nothing but reasoning.
         return message | {"content": ""}
     return message | {"content": _read_content(content, number)}
 

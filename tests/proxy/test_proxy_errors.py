@@ -220,6 +220,10 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     # what would change the result and is not supported is never ignored
     (completion(best_of=2), "best_of is not supported yet, but is 2", "best_of"),
     (completion(suffix="x"), "suffix is not supported", "suffix"),
+    (completion(top_logprobs=2), "is called logprobs here", "top_logprobs"),
+    (chat(reasoning_effort="much"), "reasoning_effort", "reasoning_effort"),
+    (chat(include_reasoning=False), "is not supported", "include_reasoning"),
+    (chat(stream_reasoning=False), "is not supported", "stream_reasoning"),
     (completion(use_beam_search=True), "use_beam_search", "use_beam_search"),
     (completion(response_format={"type": "grammar"}), "not 'grammar'", "response_format"),
     (completion(response_format=schema_format({"not": {}})), "'not'", "response_format"),
@@ -276,6 +280,8 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
 ASKS_FOR_NOTHING = [
     completion(best_of=1, suffix="", tools=[], max_tokens=None),
     chat(add_special_tokens=False, tools=[], tool_choice="none", echo=False),
+    chat(include_reasoning=True, reasoning_effort="high"),
+    chat(messages=[*HELLO, {"role": "assistant", "content": None}, *HELLO]),
     generate({"max_tokens": None, "max_new_tokens": 3, "regex": None}),
     ("/tokenize", {"messages": HELLO, "tools": [], "chat_template": None, "documents": []}),
     ("/tokenize", {"prompt": "a", "return_token_strs": False}),

@@ -11,6 +11,7 @@ from tool_models import MISTRAL, PLAIN, QWEN
 from pd.core.errors import InvalidRequestError
 from pd.proxy.chat_template import MAX_PROMPT_CHARACTERS, ChatTemplate
 from pd.proxy.reasoning import ReasoningTags, reasoning_tags
+from pd.proxy.requests.chat import ChatRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,6 +143,16 @@ def test_earlier_reasoning_goes_to_the_template(model: Scripted) -> None:
         messages = [*ASKED, {"role": "assistant", "content": "No.", name: "I think"}, *ASKED]
         ask(model, "Yes.", messages=messages)
         assert "<think>\nI think\n</think>\n\nNo.<|im_end|>" in model.prompt(number)
+
+
+def test_the_effort_is_a_variable_of_the_template() -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "low"}'
+    variables = ChatRequest.parse(body).template_variables
+    assert ChatTemplate("{{ reasoning_effort }}", {}).render([], extra=variables) == "low"
+    assert (
+        ChatRequest.parse(body.replace(b', "reasoning_effort": "low"', b"")).template_variables
+        == {}
+    )
 
 
 @pytest.mark.parametrize(

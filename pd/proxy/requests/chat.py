@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -42,11 +42,22 @@ class TemplateFields(RequestModel):
         description="Further variables of the chat template, such as `enable_thinking`; none of "
         "those that the proxy sets.",
     )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None,
+        description="A variable of this name for the chat template; one that does not know it "
+        "shows the same prompt.",
+    )
     tools: ToolList = Field(
         None,
         description="Functions that the model may call.",
         json_schema_extra={"maxItems": MAX_TOOLS},
     )
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        """What the template is given beside messages and tools."""
+        effort = self.reasoning_effort
+        return ({} if effort is None else {"reasoning_effort": effort}) | self.chat_template_kwargs
 
     @property
     def opens_turn(self) -> bool:
@@ -72,6 +83,8 @@ class ChatRequest(TemplateFields, OpenAIRequest):
         "echo": (False,),
         "prompt": (),
         "add_special_tokens": (False,),
+        "include_reasoning": (True,),
+        "stream_reasoning": (True,),
     }
 
     messages: Messages = Field(description="The chat so far.")

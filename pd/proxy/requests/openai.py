@@ -22,6 +22,7 @@ from pd.proxy.requests.common import (
 from pd.proxy.structured import check_response_format, response_format_grammar
 
 COMPLETION_TOKENS = 16
+_CHAT_NAMES = {"top_logprobs": "logprobs"}
 
 UNSUPPORTED_OPENAI: dict[str, tuple[object, ...]] = UNSUPPORTED_SAMPLING | {
     "regex": (),
@@ -136,6 +137,7 @@ class CompletionRequest(OpenAIRequest):
     """A request for completions of one or several prompts."""
 
     unsupported = UNSUPPORTED_OPENAI | {"tools": ([],), "tool_choice": ("none", "auto")}
+    renamed = _CHAT_NAMES
 
     prompt: Prompts = Field(
         description="A string, a list of strings, a list of token ids, or a list of such lists."
