@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pd.proxy.generation import Choice, Generation
     from pd.proxy.grammar_fields import GrammarFields
 
-# What a client that does not read may leave lying here before it counts as gone.
+# What a client that does not read may leave lying here of each choice, and of all together, before
+# it counts as gone.
 MAX_UNREAD_TOKENS = 1024
 MAX_UNREAD_BYTES = 1 << 20
 
@@ -142,7 +143,12 @@ class Job:
 
     @property
     def _overflows(self) -> bool:
-        return self._unread_tokens > MAX_UNREAD_TOKENS or self._unread_bytes > MAX_UNREAD_BYTES
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            return True
+        if self._unread_tokens <= MAX_UNREAD_TOKENS:
+            return False
+        choices = self.num_prompts * self.generations[0].spec.params.n
+        return self._unread_tokens > MAX_UNREAD_TOKENS * choices
 
     def deliver(self) -> None:
         """All that is new for now was notified: write it, or wake who waits for it."""
