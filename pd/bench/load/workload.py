@@ -41,7 +41,8 @@ class Session:
         number: place in the schedule, from 0.
         arrival: seconds after the start; None: as soon as one of ``max_concurrency`` places is
             free.
-        cancel_after: seconds after the first turn was sent at which its client hangs up, or None.
+        cancel_after: seconds after each turn was sent at which its client hangs up, or None; a turn
+            that ends before goes on with the next.
     """
 
     number: int
