@@ -46,6 +46,10 @@ class Asked:
     def failed(self, failure: str) -> None:
         self.failure, self.sent = failure, self.due
 
+    def was_interrupted(self) -> None:
+        """Note that the run ended while the request waited for its connection."""
+        self.cut_reason, self.sent = "interrupted", self.due
+
 
 def record_of(asked: Asked, answer: Answer, process: str, start: float) -> Record:
     """The record of a request; its times are relative to ``start``."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 # Connections are opened so long before their request is due.
 LEAD_SECONDS = 0.05
+# A host that is down answers nothing; one that is slow to accept is asked again by the kernel after
+# 1, 3, 7, 15 and 31 s.
+CONNECT_SECONDS = 60.0
 WARM_UP_CONCURRENCY = 8
 
 
@@ -59,6 +62,8 @@ class Runner:
         self._spool = Spool()
         self._asked: list[tuple[Asked, Spooled]] = []
         self._running: set[Reception] = set()
+        # Time limits of connections that are being opened.
+        self._connecting: set[asyncio.Timeout] = set()
         self._start = 0.0
         # When a session last got a place that it had to wait for.
         self._place_free = 0.0
@@ -120,6 +125,9 @@ class Runner:
         self._stopping.set()
         for reception in list(self._running):
             reception.cut("interrupted")
+        for limit in self._connecting:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def _admitted(self, session: Session) -> bool:
         """Wait until a session may open its connection; False if the run is to end."""
@@ -182,15 +190,16 @@ class Runner:
 
     async def _ask(self, asked: Asked, request: bytes) -> list[Piece] | None:
         """Send a request when it is due and wait for the end of its answer; None if the run ended
-        before. A failure to connect is noted in ``asked``."""
+        before it was due. A failure to connect is noted in ``asked``."""
+        # NOTE: not earlier. Servers close connections on which nothing comes for a while.
+        await self._sleep_until(asked.due - LEAD_SECONDS)
+        if self._stopping.is_set():
+            return None
         begin = time.perf_counter()
         try:
-            async with asyncio.timeout(self._plan.timeout):
-                reception = await self._plan.target.connect()
-        except (OSError, TimeoutError) as error:
-            asked.failed(f"{type(error).__name__}: {error}")
-            self.progress.add_failure()
-            return []
+            reception = await self._connect()
+        except OSError as error:
+            return self._not_connected(asked, error)
         connected = time.perf_counter()
         await self._sleep_until(asked.due)
         if self._stopping.is_set():
@@ -203,6 +212,32 @@ class Runner:
         await self._end_of(asked, reception)
         self._running.discard(reception)
         return reception.pieces
+
+    async def _connect(self) -> Reception:
+        """A new connection. Raises OSError, at once if the run is to end."""
+        seconds = min(self._plan.timeout, CONNECT_SECONDS)
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                self._connecting.add(limit)
+                try:
+                    return await self._plan.target.connect()
+                finally:
+                    self._connecting.discard(limit)
+        except TimeoutError as error:
+            if error.args:  # the kernel gave up
+                raise
+            raise TimeoutError(f"no connection within {seconds:g} s") from None
+
+    def _not_connected(self, asked: Asked, error: OSError) -> list[Piece] | None:
+        """Note why there is no connection; None if the run ended before the request was due."""
+        if not self._stopping.is_set():
+            asked.failed(f"{type(error).__name__}: {error}")
+            self.progress.add_failure()
+        elif asked.due > time.perf_counter():
+            return None
+        else:
+            asked.was_interrupted()
+        return []
 
     async def _end_of(self, asked: Asked, reception: Reception) -> None:
         loop = asyncio.get_running_loop()

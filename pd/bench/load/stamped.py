@@ -68,7 +68,12 @@ class StampedTransport(asyncio.Transport):
         loop.add_reader(sock, self._read)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send a request. Only one is written to a connection."""
+        """Send a request. Only one is written to a connection.
+
+        Does nothing once the connection has ended, which ``Reception.ended`` tells.
+        """
+        if self._closed:
+            return
         self._unsent = memoryview(data)
         self._send()
 

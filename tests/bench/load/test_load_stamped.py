@@ -87,6 +87,18 @@ def test_a_server_that_hangs_up_ends_the_answer() -> None:
     assert asyncio.run(ask()) == []
 
 
+def test_a_request_on_a_connection_that_the_server_closed_before_is_not_answered() -> None:
+    """Its transport has closed the socket by then, and the run must go on."""
+
+    async def ask() -> list[tuple[float, bytes]]:
+        reception = await serve_once(lambda connection: None).connect()
+        await reception.ended
+        reception.send(b"hello")
+        return reception.pieces
+
+    assert asyncio.run(ask()) == []
+
+
 @pytest.mark.parametrize("lost_at", [1, 2])
 def test_a_processor_lost_between_two_clocks_does_not_count(
     monkeypatch: pytest.MonkeyPatch, lost_at: int

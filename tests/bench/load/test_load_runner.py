@@ -1,0 +1,136 @@
+"""When a load process connects, and what it records of connections that are lost or never come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from pd.bench.load import runner as module
+from pd.bench.load.endpoints import Options, Sampling
+from pd.bench.load.plan import Plan
+from pd.bench.load.runner import Runner
+from pd.bench.load.target import Target
+from pd.bench.load.workload import Session, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    import pytest
+
+    from pd.bench.load.records import Record
+
+ENDPOINT = "/v1/completions"
+EVENT = json.dumps({"choices": [{"index": 0, "text": "w", "token_ids": [7]}]})
+ANSWER = (
+    f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {EVENT}\n\ndata: [DONE]\n\n"
+).encode()
+
+
+def runner_of(port: int, *sessions: Session, timeout: float = 30.0) -> Runner:
+    target = Target("127.0.0.1", port, False, ENDPOINT)
+    options = Options(ignore_eos=True)
+    plan = Plan("p", target, ENDPOINT, Sampling(), options, None, timeout, "bench-x")
+    return Runner(plan, sessions)
+
+
+def request(number: int, arrival: float) -> Session:
+    return Session(number, (Turn([1, 2], 2, 1),), arrival)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[int]:
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@contextlib.contextmanager
+def deaf_port() -> Iterator[int]:
+    """A port whose queue of connections is full, so that the kernel answers no more of them."""
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        yield listening.getsockname()[1]
+
+
+def test_a_connection_that_is_closed_before_its_request_is_due_fails_that_request_alone() -> None:
+    answered = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal answered
+        answered += 1
+        if answered > 1:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ANSWER)
+        writer.close()
+
+    async def run() -> list[Record]:
+        async with serving(answer) as port:
+            runner = runner_of(port, request(0, 0.5), request(1, 1.0))
+            await runner.run(time.perf_counter())
+            return list(runner.records())
+
+    first, second = asyncio.run(run())
+    assert (first.status, first.error_kind) == ("error", "no answer")
+    assert second.status == "ok"
+
+
+def test_a_later_turn_connects_after_the_time_to_think() -> None:
+    """Servers, pd's among them, close connections on which nothing comes for a while."""
+    waits = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begin = time.perf_counter()
+        await reader.readuntil(b"\r\n\r\n")
+        waits.append(time.perf_counter() - begin)
+        writer.write(ANSWER)
+        writer.close()
+
+    async def run() -> list[Record]:
+        async with serving(answer) as port:
+            turns = Turn([1, 2], 2, 1), Turn([3], 1, 1, think_time=3.0)
+            runner = runner_of(port, Session(0, turns))
+            await runner.run(time.perf_counter())
+            return list(runner.records())
+
+    first, second = asyncio.run(run())
+    assert (first.status, second.status) == ("ok", "ok")
+    assert second.sent - (first.end or 0) >= 3.0
+    assert waits[1] < 1.5
+
+
+def test_a_run_ends_while_its_connections_hang() -> None:
+    async def run(port: int) -> list[Record]:
+        runner = runner_of(port, request(0, 0.0), request(1, 0.1), request(2, 1000.0))
+        asyncio.get_running_loop().call_later(0.5, runner.stop)
+        await asyncio.wait_for(runner.run(time.perf_counter()), 20)
+        return list(runner.records())
+
+    with deaf_port() as port:
+        records = asyncio.run(run(port))
+    assert {(record.session, record.status) for record in records} == {
+        (0, "interrupted"),
+        (1, "interrupted"),
+    }
+
+
+def test_a_connection_that_hangs_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.2)
+
+    async def run(port: int) -> list[Record]:
+        runner = runner_of(port, request(0, 0.0), timeout=600.0)
+        await asyncio.wait_for(runner.run(time.perf_counter()), 20)
+        return list(runner.records())
+
+    with deaf_port() as port:
+        [record] = asyncio.run(run(port))
+    assert (record.status, record.error_kind) == ("error", "connect")
+    assert record.error == "TimeoutError: no connection within 0.2 s"
