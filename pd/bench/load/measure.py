@@ -18,7 +18,7 @@ from pd.bench.load.probe import ServerProbe
 from pd.bench.load.processes import LoadProcesses
 from pd.bench.load.progress import ProgressLine
 from pd.bench.load.server_metrics import metrics_between, read_metrics
-from pd.core.errors import SetupError, UsageError
+from pd.core.errors import PDError, SetupError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,10 +30,15 @@ if TYPE_CHECKING:
     from pd.bench.load.records import Record
     from pd.bench.load.settings import LoadSettings
     from pd.bench.load.workload import Session
-    from pd.core.errors import PDError
 
 # Warm-up sessions come from another seed than those that are measured.
 _WARM_UP_SEED = 1 << 32
+
+
+class _NothingSentError(PDError):
+    """The user ended the run before its first request."""
+
+    exit_status = 130
 
 
 @dataclass
@@ -124,10 +129,18 @@ def measure_server(server: Server) -> LoadResult:
     if run.warm_up_error is not None:
         notes["warm_up_error"] = run.warm_up_error
     if not run.records:
-        raise run.failure or SetupError("the run ended before a request was sent")
+        raise run.failure or _without_records(run)
+    if run.silent:
+        notes["records_missing_from"] = run.silent
     growth = metrics_between(before, read_metrics(fetch, base_url))
     notes["requests_planned"] = sum(len(session.turns) for session in sessions)
     return evaluate(settings, run, server.notes | notes, growth)
+
+
+def _without_records(run: Run) -> PDError:
+    if run.silent:
+        return SetupError(f"no records came from load process {', '.join(run.silent)}")
+    return _NothingSentError("the run ended before a request was sent")
 
 
 def _check_prompts(settings: LoadSettings, sessions: Sequence[Session]) -> None:

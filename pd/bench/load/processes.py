@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 START_IN_SECONDS = 0.5
 _CLOCK_QUESTIONS = 20
 _WATCH_SECONDS = 1.0
-# For the records of a run that was ended; a process that takes longer is left out.
-_STOP_SECONDS = 120.0
+# After the end of a run, processes that send no record for so long are left out.
+_STOP_SECONDS = 30.0
 # What a login shell may print before a load process speaks.
 _MAX_NOISE_LINES = 200
 
@@ -46,6 +46,7 @@ class Run:
         clock_errors: by process on another host, how wrong its clock's offset may be, in seconds.
         interrupted: whether the run was ended before its time: by the user, or by a failure.
         failure: error of ``watch``, or of a load process that ended, which ended the run.
+        silent: load processes that did not send all their records after the end of the run.
         warm_up_error: first error that a warm-up request met.
     """
 
@@ -55,6 +56,7 @@ class Run:
     clock_errors: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
     failure: PDError | None = None
+    silent: list[str] = field(default_factory=list)
     warm_up_error: str | None = None
 
 
@@ -184,10 +186,10 @@ class LoadProcesses:
     def _collect(self, run: Run, show: Callable[[dict[str, float]], None]) -> None:
         """Take in messages until every process has sent its last one, its :class:`ProcessLoad`."""
         progress: dict[str, dict[str, float]] = {}
-        while len(run.loads) < len(self._all):
+        while waiting := self._waiting_for(run):
             process, message = self._receive()
             if message is None:
-                if process.name not in {load.process for load in run.loads}:
+                if process.name in waiting:
                     self._gone.add(process.name)
                     raise process.ended()
             elif "progress" in message:
@@ -204,15 +206,25 @@ class LoadProcesses:
             with contextlib.suppress(SetupError):
                 process.send(stop=True)
         deadline = time.monotonic() + _STOP_SECONDS
-        while len(run.loads) + len(self._gone) < len(self._all):
+        while waiting := self._waiting_for(run):
             try:
                 process, message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                return  # a host that hangs must not keep what the others have
-            if message is not None:
+                # A host that hangs must not keep what the others have.
+                run.silent = waiting
+                return
+            if message is None:
+                if process.name in waiting:
+                    self._gone.add(process.name)
+            else:
+                if "record" in message:
+                    deadline = time.monotonic() + _STOP_SECONDS
                 _keep(run, process, message)
-            elif process.name not in {load.process for load in run.loads}:
-                self._gone.add(process.name)
+
+    def _waiting_for(self, run: Run) -> list[str]:
+        """Processes that have neither sent everything nor ended."""
+        done = self._gone | {load.process for load in run.loads}
+        return [process.name for process in self._all if process.name not in done]
 
 
 def _keep(run: Run, process: LoadProcess, message: dict[str, Any]) -> None:

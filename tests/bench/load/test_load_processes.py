@@ -1,0 +1,85 @@
+"""What a run keeps when it is ended, whatever its load processes do."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd import __version__
+from pd.bench.load import measure, processes
+from pd.bench.load.client import LoadClient
+from pd.bench.load.endpoints import Options, Sampling
+from pd.bench.load.load_process import LoadPlace
+from pd.bench.load.plan import Plan
+from pd.bench.load.processes import LoadProcesses, Run
+from pd.bench.load.target import Target
+
+if TYPE_CHECKING:
+    from pd.core.errors import PDError
+
+# Speaks as a worker does until it is stopped, and then sends records at intervals, or hangs.
+WORKER = f"""
+import json, sys, time
+records, interval = int(sys.argv[1]), float(sys.argv[2])
+
+def send(**message):
+    print(json.dumps(message), flush=True)
+
+send(version={__version__!r})
+for line in sys.stdin:
+    message = json.loads(line)
+    if "prepare" in message:
+        send(ready=True, warm_up_error=None)
+    if "start" in message:
+        send(progress=dict(sent=0))
+    if "stop" in message:
+        break
+for number in range(records):
+    time.sleep(interval)
+    send(record=dict(session=number))
+if not records:
+    time.sleep(600)
+load = dict(process="", cpu_share=0, waiting_share=0, loop_lag_p99=0, loop_lag_max=0)
+send(load=load)
+"""
+
+
+def place(name: str, records: int) -> LoadPlace:
+    return LoadPlace(name, (sys.executable, "-c", WORKER, str(records), "0.4"))
+
+
+def ctrl_c(progress: dict[str, float]) -> None:
+    raise KeyboardInterrupt
+
+
+def run_of(*places: LoadPlace) -> Run:
+    """A run that Ctrl-C ends as soon as there is progress."""
+    target = Target("127.0.0.1", 9, False, "/")
+    plan = Plan("", target, "/v1/completions", Sampling(), Options(), None, 5.0, "bench-x")
+    with LoadProcesses(LoadClient(places)) as running:
+        return running.run(plan, [], [], ctrl_c)
+
+
+def test_a_process_that_hangs_costs_its_own_records_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one may take longer for all of its records than for each."""
+    monkeypatch.setattr(processes, "_STOP_SECONDS", 2.0)
+    run = run_of(place("far/0", 0), place("near/0", 7))
+    assert run.interrupted
+    assert [record.session for record in run.records] == list(range(7))
+    assert (run.silent, [load.process for load in run.loads]) == (["far/0"], ["near/0"])
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "message"),
+    [
+        (Run(interrupted=True), 130, "the run ended before a request was sent"),
+        (Run(interrupted=True, silent=["a/0"]), 1, "no records came from load process a/0"),
+    ],
+)
+def test_without_a_record_the_error_says_why(run: Run, status: int, message: str) -> None:
+    error: PDError = measure._without_records(run)
+    assert (error.exit_status, error.message) == (status, message)
