@@ -15,7 +15,7 @@ from pd.bench.load.settings import load_settings
 from pd.cluster.claims import both_claim
 from pd.cluster.enter import Surroundings
 from pd.cluster.host_processes import TOKEN_VARIABLE
-from pd.cluster.spec_file import load_spec
+from pd.cluster.spec_file import check_environment, load_spec
 from pd.cluster.times import GRACE_SECONDS
 from pd.commands.cluster import report, start_deployment, stop_deployment
 from pd.commands.processes import ENDING, interrupted_by
@@ -95,7 +95,8 @@ def _read_files(args: argparse.Namespace) -> list[DeploymentFile]:
         for path in paths
     ]
     for file in files:
-        # Settings that cannot be are refused before anything is started.
+        # What cannot be is refused before anything is started, the last file's as well.
+        check_environment(file.spec)
         load_settings(args, "http://127.0.0.1", file.spec.load)
     return files
 

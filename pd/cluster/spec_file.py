@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import types
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -233,6 +234,20 @@ def _check_flags(where: str, flags: Flags) -> None:
         key = _FLAGS_BY_KEY.get(flag.replace("_", "-"))
         if key is not None:
             raise refuse(f"{where}.{flag}", f"this flag is set by {key}")
+
+
+def check_environment(spec: ClusterSpec) -> None:
+    """Refuse to start without a variable of ``pass_environment``.
+
+    An empty one is as bad: a proxy whose key it should have been would serve everybody.
+    """
+    hosts = [spec.hosts[name] for name in spec.used_hosts(with_load=False)]
+    for name in spec.pass_environment:
+        if not os.environ.get(name) and not all(host.environment.get(name) for host in hosts):
+            raise refuse(
+                "pass_environment",
+                f"{name} is not set here: set it for this command, or leave it out of the list",
+            )
 
 
 def check_known_flags(spec: ClusterSpec, known: Mapping[str, Collection[str]]) -> None:

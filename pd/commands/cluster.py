@@ -119,14 +119,16 @@ def start_deployment(spec: ClusterSpec, file: Path, **settings: Any) -> Deployme
         settings: of :func:`pd.cluster.start.up`.
 
     Raises:
-        UsageError: a flag of the file is none, or the deployment is up already.
+        UsageError: a flag of the file is none, a variable that it passes on is not set, or the
+            deployment is up already.
         SetupError: it cannot be started.
     """
-    from pd.cluster.spec_file import check_known_flags
+    from pd.cluster.spec_file import check_environment, check_known_flags
     from pd.cluster.start import up
     from pd.cluster.state import deployment_id, load_state
 
     check_known_flags(spec, _known_flags())
+    check_environment(spec)
     state = load_state(deployment_id(file))
     if state is not None:
         _clean_up(file, state)

@@ -49,6 +49,7 @@ def on_gpu(device: str, **settings: Any) -> dict[str, Any]:
         ("serve", ["--layout", "split"], "--layout split: the layouts are a, b"),
         ("serve", ["--cancel-rate", "2"], "--cancel-rate is a share"),
         ("serve", ["--cluster", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        ("serve", ["--cluster", "key.yaml"], "pass_environment: PD_API_KEY is not set here"),
         ("serve", ["--cluster", "below/two.yaml"], "two files are called two"),
         ("sweep", [], "--goodput is missing"),
         ("sweep", [*GOODPUT, "--deployment", "a=http://h"], "two layouts would be called a"),
@@ -65,6 +66,9 @@ def test_errors_are_one_line_that_says_what_to_do(
     monkeypatch.chdir(tmp_path)
     layouts = {name: unified_layout() for name in ("a", "b")}
     write(tmp_path / "two.yaml", spec_of(HERE, layouts=layouts))
+    monkeypatch.delenv("PD_API_KEY", raising=False)
+    keyed = spec_of(HERE, layouts={"c": unified_layout()}, pass_environment=["PD_API_KEY"])
+    write(tmp_path / "key.yaml", keyed)
     asked = [command, "--cluster", "two.yaml", *LOAD, *flags]
     if "http://h" in "".join(flags):
         # A server that is not there would be an error of its own.

@@ -10,8 +10,13 @@ import pytest
 import yaml
 
 from pd.cluster.commands import arguments, node_command, plan_nodes, proxy_command
-from pd.cluster.spec_file import MAX_FILE_BYTES, check_known_flags, load_spec
-from pd.commands.cluster import _known_flags
+from pd.cluster.spec_file import (
+    MAX_FILE_BYTES,
+    check_environment,
+    check_known_flags,
+    load_spec,
+)
+from pd.commands.cluster import _known_flags, start_deployment
 from pd.core.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +235,29 @@ def test_flags_that_no_command_has_are_refused(
     with pytest.raises(UsageError) as refused:
         check_known_flags(spec, _known_flags())
     assert message in refused.value.message
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_key_that_is_not_set_here_is_not_left_out(
+    value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the proxy would start and serve everybody."""
+    monkeypatch.setenv("PD_ADMIN_API_KEY", "set")
+    if value is None:
+        monkeypatch.delenv("PD_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("PD_API_KEY", value)
+    passed = ("pass_environment", ["PD_ADMIN_API_KEY", "PD_API_KEY"])
+    file = tmp_path / "two.yaml"
+    file.write_text(yaml.safe_dump(changed(passed)))
+    with pytest.raises(UsageError) as refused:
+        start_deployment(load_spec(file), file)
+    assert refused.value.message.startswith("pass_environment: PD_API_KEY is not set here")
+    hosts = (f"hosts.{name}.environment" for name in ("first", "second"))
+    theirs = ((host, {"PD_API_KEY": "theirs"}) for host in hosts)
+    check_environment(load(tmp_path, changed(passed, *theirs)))
+    monkeypatch.setenv("PD_API_KEY", "set")
+    check_environment(load(tmp_path, changed(passed)))
 
 
 @pytest.mark.parametrize("content", [b"", b"- a", b"a: [", b"\xff\xfe", b"1: 2", b"a" * (1 << 21)])
