@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import shlex
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pd.bench.load.flags import add_load_arguments
+from pd.bench.load.settings import api_key_of
 from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.serve_client import BenchCompletion, Reception, Server
 from pd.core.errors import NodeFailedError, SetupError, UsageError
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     lengths = _lengths(args.unloaded or "")
     load = None if args.load is None else Load.parse(args.load)
     prompts = Prompts(args.vocab_size, args.seed)
-    server = Server(args.url, args.model)
+    server = Server(args.url, args.model, api_key_of(args))
     _check_lengths(server.context_length(), lengths, args.outputs, load)
     rows: list[Row] = []
     settings: Row = {}
@@ -165,7 +165,9 @@ def run(args: argparse.Namespace) -> int:
         rows += show(found)
         print(", ".join(f"{name} {value}" for name, value in settings.items()))
     if args.output is not None:
-        command = shlex.join(["pd-bench", *args.command_line])
+        from pd.bench.load.results import shown_command
+
+        command = shown_command(args.command_line)
         write_report(args.output, command, rows, measured=["pd"], settings=settings)
     return 0
 

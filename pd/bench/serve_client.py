@@ -72,24 +72,27 @@ class Reception(load.Reception):
 
 
 class Server:
-    """The measured server.
+    """The measured server, asked with a bearer token if there is an ``api_key``.
 
     Raises UsageError for an address that is none.
     """
 
-    def __init__(self, url: str, model: str | None) -> None:
+    def __init__(self, url: str, model: str | None, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise UsageError(f"--url is http://HOST:PORT, not {url}")
         self.host, self.port = parts.hostname, parts.port
         self._model = model
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def context_length(self) -> int | None:
         """Tokens of a prompt and its answer at most; None if the server does not say. Raises
         SetupError if no server answers."""
         where = f"{self.host}:{self.port}"
         try:
-            models = httpx.get(f"http://{where}/v1/models", timeout=10).json()["data"]
+            models = httpx.get(
+                f"http://{where}/v1/models", headers=self._headers, timeout=10
+            ).json()["data"]
             served = [model for model in models if self._model in (None, model["id"])]
             return int(served[0]["max_model_len"])
         except httpx.HTTPError as error:
@@ -124,9 +127,10 @@ class Server:
         head = (
             f"POST {_ENDPOINT} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n"
+            "Connection: close\r\n"
         )
-        return head.encode() + body
+        more_head = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
+        return f"{head}{more_head}\r\n".encode() + body
 
     async def start(self, request: bytes) -> Reception:
         """Connect, then send. Raises SetupError if no server answers."""

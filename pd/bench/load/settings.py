@@ -73,11 +73,10 @@ def load_settings(args: argparse.Namespace, url: str, hosts: Sequence[str]) -> L
     Raises UsageError for what cannot be.
     """
     api = endpoint(args.endpoint)
-    api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
     _check_numbers(args, max(1, len(hosts)))
     return LoadSettings(
         url=url,
-        target=Target.parse(url, api.path, api_key),
+        target=Target.parse(url, api.path, api_key_of(args)),
         endpoint=api.path,
         sampling=Sampling(args.model, args.temperature, _extra_body(args.extra_body)),
         options=Options(ignore_eos=_ignores_eos(args)),
@@ -96,6 +95,14 @@ def load_settings(args: argparse.Namespace, url: str, hosts: Sequence[str]) -> L
         objectives=Objectives.parse(" ".join(args.goodput)) if args.goodput else None,
         gpus=args.gpus,
     )
+
+
+def api_key_of(args: argparse.Namespace) -> str | None:
+    """The key that requests carry; None for none. Raises UsageError for what no header can hold."""
+    key: str | None = args.api_key or os.environ.get("OPENAI_API_KEY") or None
+    if key is not None and not key.isprintable():
+        raise UsageError("the API key must be printable characters in one line")
+    return key
 
 
 def _check_numbers(args: argparse.Namespace, num_hosts: int) -> None:

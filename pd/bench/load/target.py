@@ -43,8 +43,6 @@ class Target:
             port = None
         if parts.scheme not in ("http", "https") or not parts.hostname or not port:
             raise UsageError(f"--url is http://HOST:PORT or https://HOST, not {url}")
-        if api_key is not None and not api_key.isprintable():
-            raise UsageError("the API key must be printable characters in one line")
         where = parts.path.rstrip("/") + path
         return cls(parts.hostname, port, parts.scheme == "https", where, api_key)
 

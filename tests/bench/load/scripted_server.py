@@ -22,8 +22,8 @@ class Settings:
     """How the server answers.
 
     `per_event`: tokens of the events in turn. `ids`, `usage`, `running_usage`: which counts events
-    have. `refuses`: fields of a request that are answered 400. `fault`: what goes wrong with every
-    answer whose number is a multiple of `every`.
+    have. `refuses`: fields of a request that are answered 400. `key`: requests without it get 401.
+    `fault`: what goes wrong with every answer whose number is a multiple of `every`.
     """
 
     first: float = 0.002
@@ -37,6 +37,7 @@ class Settings:
     every: int = 1
     context: int | None = 4096
     newline: str = "\n"
+    key: str = ""
 
 
 class ScriptedServer:
@@ -61,6 +62,8 @@ class ScriptedServer:
         self, path: str, headers: dict[str, str], body: dict[str, Any], writer: asyncio.StreamWriter
     ) -> None:
         settings = self._settings
+        if settings.key and headers.get("authorization") != f"bearer {settings.key}":
+            return _plain(writer, 401, {"error": {"message": "a key is missing"}})
         if path == "/v1/models":
             model = {"id": "scripted", "max_model_len": settings.context}
             return _plain(writer, 200, {"data": [model]})

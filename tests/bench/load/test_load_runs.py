@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # A machine that other tests keep busy makes every client late.
 PATIENT = ("--max-client-lag-ms", "100000", "--max-client-cpu", "10")
+SECRET = "secret-of-this-test"
 SMALL = ("--random-input-len", "12", "--random-output-len", "8")
 
 
@@ -259,6 +260,22 @@ def test_a_server_without_schemas_is_told_before_the_run(scripted, tmp_path, cap
     flags = ["--dataset-name", "structured", "--num-prompts", "2", *SMALL]
     assert cli.bench(["serve", "--url", server.url, *flags]) == 2
     assert "the server refuses schemas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("work", ["--dataset-name", "--unloaded"])
+@pytest.mark.parametrize("key", [["--api-key", SECRET], [f"--api-key={SECRET}"], []])
+def test_a_key_is_sent_and_written_nowhere(scripted, tmp_path, monkeypatch, work, key) -> None:
+    server, out, file = scripted(key=SECRET), tmp_path / "out", tmp_path / "out.json"
+    flags = {
+        "--dataset-name": ["random", *SMALL, "--num-prompts", "2", "--output-dir", str(out)],
+        "--unloaded": ["12", "--outputs", "3", "--repeats", "1", "--output", str(file)],
+    }[work]
+    if not key:
+        monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    assert cli.bench(["serve", "--url", server.url, *PATIENT, work, *flags, *key]) == 0
+    written = [path for path in tmp_path.rglob("out*") if path.is_file()] + list(out.glob("*"))
+    assert written
+    assert not any(SECRET in path.read_text() for path in written)
 
 
 def test_a_client_that_is_late_voids_the_result_loudly(scripted, tmp_path, capsys) -> None:
