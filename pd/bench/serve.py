@@ -177,6 +177,11 @@ def _run_dataset(args: argparse.Namespace) -> int:
 
     if args.unloaded is not None or args.load is not None:
         raise UsageError("--dataset-name is a run of its own, without --unloaded and --load")
+    if args.output is not None:
+        raise UsageError(
+            "--output is of --unloaded and --load; a run under load writes its files to "
+            "--output-dir DIR"
+        )
     if args.cluster and args.import_aiperf is None:
         from pd.bench.serve_deployments import serve_deployments
 

@@ -185,8 +185,9 @@ class _Sweep:
             count = max(_LEAST_REQUESTS, round(rate * self._args.seconds))
             dataset = dataclasses.replace(settings.dataset, count=count)
             settings = dataclasses.replace(settings, dataset=dataset)
-        result = measure_server(dataclasses.replace(self._server, settings=settings))
-        self._note(rate, repeat, result)
+        server = dataclasses.replace(self._server, settings=settings)
+        result = measure_server(server)
+        self._note(rate, repeat, server, result)
         if result.failure is not None:
             raise result.failure
         if result.interrupted:
@@ -196,7 +197,7 @@ class _Sweep:
         assert result.goodput is not None
         return result.goodput.share
 
-    def _note(self, rate: float, repeat: int, result: LoadResult) -> None:
+    def _note(self, rate: float, repeat: int, server: Server, result: LoadResult) -> None:
         goodput, found = result.goodput, result.measures
         assert goodput is not None
         row: Row = {
@@ -222,12 +223,12 @@ class _Sweep:
             flush=True,
         )
         if self._args.output_dir is not None:
-            self._write(self._args.output_dir / f"{self._name}-{rate:.3f}-{repeat}", result)
+            directory = self._args.output_dir / f"{self._name}-{rate:.3f}-{repeat}"
+            self._write(directory, server, result)
 
-    def _write(self, directory: Path, result: LoadResult) -> None:
+    def _write(self, directory: Path, server: Server, result: LoadResult) -> None:
         from pd.bench.load.results import shown_command, shown_settings, write_results
 
-        assert self._server is not None
         command = shown_command(self._args.command_line)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        write_results(directory, result, shown_settings(self._server.settings), command)
+        write_results(directory, result, shown_settings(server.settings), command)

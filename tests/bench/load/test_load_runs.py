@@ -329,6 +329,8 @@ def test_ctrl_c_writes_what_there_is(scripted, tmp_path) -> None:
         (["--dataset-name", "random", "--extra-body", "[]"], "--extra-body must be a JSON object"),
         (["--dataset-name", "random", "--endpoint", "/chat"], "--endpoint is one of"),
         (["--dataset-name", "random", "--unloaded", "8"], "is a run of its own"),
+        (["--dataset-name", "random", "--output", "x.json"], "its files to --output-dir DIR"),
+        (["--import-aiperf", "x.jsonl", "--output", "x.json"], "its files to --output-dir DIR"),
         (
             ["--dataset-name", "random", "--processes", "4", "--max-concurrency", "3"],
             "needs a place",
@@ -349,16 +351,21 @@ def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> N
 
 
 def test_a_sweep_writes_every_point_and_the_highest_rate(scripted, tmp_path, capsys) -> None:
-    output = tmp_path / "sweep.json"
+    output, out = tmp_path / "sweep.json", tmp_path / "out"
     flags = ["--goodput", "ttft:100000", "--min-rate", "40", "--max-rate", "80", "--repeats", "1"]
     command = [*flags, *SMALL, "--num-prompts", "10", *PATIENT, "--output", str(output)]
     server = scripted()
-    assert cli.bench(["sweep", "--deployment", f"one={server.url}", *command]) == 0
+    files = ["--output-dir", str(out), "--seed", "5"]
+    assert cli.bench(["sweep", "--deployment", f"one={server.url}", *command, *files]) == 0
     rows = json.loads(output.read_text())["results"]
     prompts = [tuple(prompt) for prompt in server.prompts_of_all_runs() if len(prompt) == 12]
     assert len(set(prompts)) == len(prompts) == 20, "a prefix cache would have helped"
     assert [row.get("rate") for row in rows] == [40, 80, None]
     assert rows[-1] == {"deployment": "one", "highest_rate": 80, "lowest_rate_that_failed": None}
+    for run, (rate, seed) in {"one-40.000-0": (40, 5), "one-80.000-0": (80, 6)}.items():
+        settings = json.loads((out / run / "summary.json").read_text())["settings"]
+        assert (settings["arrivals"]["rate"], settings["seed"]) == (rate, seed)
+        assert json.loads((out / run / "bench.json").read_text())["request_rate"] == rate
     impossible = ["--goodput", "ttft:0.001", *command[2:]]
     assert cli.bench(["sweep", "--deployment", f"one={scripted().url}", *impossible]) == 0
     assert "one: highest rate below 40 requests/s" in capsys.readouterr().out
