@@ -36,7 +36,7 @@ def _aiperf_record(record: Record, start_time: float) -> dict[str, Any]:
     stopped = record.status in (CANCELLED, INTERRUPTED)
     metadata = {
         "session_num": record.session,
-        "x_request_id": f"{record.session}-{record.turn}",
+        "x_request_id": record.request_id or None,
         "x_correlation_id": str(record.session),
         "conversation_id": str(record.session),
         "turn_index": record.turn,
@@ -193,6 +193,7 @@ def _record(row: dict[str, Any], start: int) -> Record:
     record = Record(
         session=metadata["session_num"],
         turn=int(metadata.get("turn_index") or 0),
+        request_id=str(metadata.get("x_request_id") or ""),
         process=str(metadata.get("worker_id") or ""),
         sent=sent,
         due=sent,

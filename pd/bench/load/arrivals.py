@@ -23,7 +23,7 @@ class Arrivals:
     """The process by which requests arrive.
 
     Attributes:
-        rate: requests a second; infinite for all at once.
+        rate: requests a second; infinite for all at once, or with a ``ramp``.
         burstiness: shape of the gamma distribution of the intervals. 1 is a Poisson process, less
             is burstier, more is more regular, infinity is a constant interval.
         ramp: how the rate goes from ``ramp_start`` to ``ramp_end`` over the requests; None for a

@@ -47,7 +47,7 @@ def bench_keys(
         "total_throughput": (prompt + output) * per_second,
         "concurrency": sum(found["e2e"]) * per_second,
         "max_output_tokens_per_s": peak_tokens_per_second(whole),
-        "max_concurrent_requests": peak_concurrency(records),
+        "max_concurrent_requests": peak_concurrency(whole),
     }
     for name, metric in (("ttft", "ttft"), ("tpot", "tpot"), ("itl", "itl"), ("e2el", "e2e")):
         keys |= _statistics(name, found[metric])
@@ -91,9 +91,9 @@ def peak_tokens_per_second(whole: Sequence[Record]) -> float:
     return float(max(buckets.values(), default=0))
 
 
-def peak_concurrency(records: Sequence[Record]) -> int:
-    """Most requests that ran at one time."""
-    changes = [(r.sent, 1) for r in records] + [(r.end, -1) for r in records if r.end is not None]
+def peak_concurrency(whole: Sequence[Record]) -> int:
+    """Most requests that ran at one time. Only whole answers count, as in ``vllm bench serve``."""
+    changes = [(r.sent, 1) for r in whole] + [(r.end, -1) for r in whole if r.end is not None]
     running = peak = 0
     for _, change in sorted(changes):
         running += change

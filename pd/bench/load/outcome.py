@@ -10,6 +10,7 @@ from pd.bench.load.records import CANCELLED, ERROR, INTERRUPTED, OK, Record, sec
 
 if TYPE_CHECKING:
     from pd.bench.load.answers import Answer
+    from pd.bench.load.plan import Plan
     from pd.bench.load.workload import Session
 
 _STATUS_OF_CUT = {"cancelled": CANCELLED, "interrupted": INTERRUPTED}
@@ -51,14 +52,15 @@ class Asked:
         self.cut_reason, self.sent = "interrupted", self.due
 
 
-def record_of(asked: Asked, answer: Answer, process: str, start: float) -> Record:
+def record_of(asked: Asked, answer: Answer, plan: Plan, start: float) -> Record:
     """The record of a request; its times are relative to ``start``."""
     turn = asked.session.turns[asked.turn]
     times = [at - start for at in answer.times]
     record = Record(
         session=asked.session.number,
         turn=asked.turn,
-        process=process,
+        request_id=plan.request_id(asked.session.number, asked.turn),
+        process=plan.process,
         http_status=answer.http_status or None,
         planned_prompt_tokens=turn.num_tokens,
         max_tokens=turn.max_tokens,

@@ -19,7 +19,7 @@ class Plan:
         endpoint: path of the API; ``target`` may have a prefix before it.
         max_concurrency: sessions of this process at a time; None for no limit.
         timeout: seconds until a request is given up.
-        name: begin of the request ids of this run.
+        name: begin of the request ids of this run, see :meth:`request_id`.
     """
 
     process: str
@@ -30,6 +30,10 @@ class Plan:
     max_concurrency: int | None
     timeout: float
     name: str
+
+    def request_id(self, session: int, turn: int, kind: str = "") -> str:
+        """The X-Request-Id of a request; ``kind`` tells those that are not measured."""
+        return f"{self.name}{kind}-{session}-{turn}"
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

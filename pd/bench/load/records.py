@@ -28,6 +28,7 @@ class Record:
 
     Attributes:
         session, turn: which session it belongs to, and its place there, from 0.
+        request_id: the X-Request-Id that it was sent with; empty if it is not known.
         process: load process that sent it, such as "local/0".
         status: "ok", "error", "cancelled" (by ``--cancel-rate``) or "interrupted" (by Ctrl-C).
         error_kind: such as "http 429", "connect", "cut", "timeout"; ``error`` is the message.
@@ -51,6 +52,7 @@ class Record:
 
     session: int
     turn: int = 0
+    request_id: str = ""
     process: str = ""
     status: str = OK
     error_kind: str | None = None

@@ -118,6 +118,12 @@ def write_bench_file(
         "random_range_ratio": dataset.get("range_ratio"),
         "valid": not result.complaints,
     }
+    if arrivals.get("ramp") is not None:
+        facts |= {
+            "ramp_up_strategy": arrivals["ramp"],
+            "ramp_up_start_rps": arrivals["ramp_start"],
+            "ramp_up_end_rps": arrivals["ramp_end"],
+        }
     keys = bench_keys(result.records, facts, result.goodput)
     _write(path, keys | (bench_details(result.records) if detailed else {}))
 

@@ -80,7 +80,7 @@ class Runner:
         body = self._endpoint.body(
             asked.prompt if prompt is None else prompt, asked, plan.sampling, plan.options
         )
-        return plan.target.request(body, f"{plan.name}{kind}-{session.number}-{turn}")
+        return plan.target.request(body, plan.request_id(session.number, turn, kind))
 
     # ---- before
 
@@ -271,4 +271,4 @@ class Runner:
         """Records of what was asked, read now."""
         for asked, place in self._asked:
             answer = read_answer(self._spool.read(place), self._endpoint)
-            yield record_of(asked, answer, self._plan.process, self._start)
+            yield record_of(asked, answer, self._plan, self._start)

@@ -204,7 +204,7 @@ def _arrivals(args: argparse.Namespace) -> Arrivals | None:
                 "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no "
                 "--request-rate"
             )
-        return Arrivals(1.0, _burstiness(args), args.ramp_up_strategy, *ramp)
+        return Arrivals(float("inf"), _burstiness(args), args.ramp_up_strategy, *ramp)
     if ramp != (None, None):
         raise UsageError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
     if args.request_rate is None or args.request_rate == float("inf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -188,17 +189,26 @@ def test_the_keys_of_vllm_and_sglang() -> None:
     assert keys["total_token_throughput"] == pytest.approx(207 / keys["duration"])
     # Three tokens came in the first second of the run and four in the next.
     assert keys["max_output_tokens_per_s"] == 4
-    assert keys["max_concurrent_requests"] == 2
+    # As there, requests that failed do not run.
+    assert keys["max_concurrent_requests"] == 1
     details = bench_details(records)
     assert details.keys() == set(DETAILS.split())
     assert {len(values) for values in details.values()} == {3}
     json.dumps(keys | details, allow_nan=False)
 
 
+def test_a_request_without_an_end_does_not_run_until_the_end_of_the_load() -> None:
+    unanswered = Record(session=2, sent=0.05, status="error", error_kind="timeout")
+    beside = record(0.1, after=[0.2])
+    keys = bench_keys([unanswered, FIRST, beside, SECOND], {}, None)
+    assert keys["max_concurrent_requests"] == 2
+
+
 def test_aiperfs_files_both_ways(tmp_path) -> None:
     path = tmp_path / "profile_export.jsonl"
     gone = record(2.0, after=[0.1], status="cancelled")
-    records = [FIRST, SECOND, failed(1.5), gone]
+    named = dataclasses.replace(FIRST, request_id="bench-1-0-0")
+    records = [named, SECOND, failed(1.5), gone]
     write_aiperf_records(path, records, 1_700_000_000.0)
     first = json.loads(path.read_text().splitlines()[0])
     assert first["metadata"]["request_start_ns"] == pytest.approx(1_700_000_000 * 10**9, abs=1000)
@@ -211,6 +221,7 @@ def test_aiperfs_files_both_ways(tmp_path) -> None:
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
         assert there[name]["mean"] == pytest.approx(here[name]["mean"], rel=1e-3), name
     assert [r.status for r in read] == ["ok", "ok", "error", "cancelled"]
+    assert [r.request_id for r in read] == ["bench-1-0-0", "", "", ""]
     assert aiperf_summary(records, None)["time_to_first_token"]["p50"] == pytest.approx(200)
 
 

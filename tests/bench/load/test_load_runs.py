@@ -108,6 +108,22 @@ def test_load_processes_on_other_hosts_measure_their_clocks(scripted, tmp_path) 
     assert 0 < summary["client"]["clock_error_ms"] < 1000
 
 
+def test_a_ramp_is_in_the_files_as_vllm_has_it_and_requests_have_the_ids_they_were_sent_with(
+    scripted, tmp_path
+) -> None:
+    server, out = scripted(), tmp_path / "out"
+    ramp = ("--ramp-up-start-rps", "50", "--ramp-up-end-rps", "100", "--num-prompts", "5")
+    dataset = ("--dataset-name", "random", "--ramp-up-strategy", "linear")
+    _, records = bench(server, out, *dataset, *ramp, *SMALL)
+    found = json.loads((out / "bench.json").read_text())
+    assert found["request_rate"] == "inf"
+    assert found["ramp_up_strategy"] == "linear"
+    assert (found["ramp_up_start_rps"], found["ramp_up_end_rps"]) == (50, 100)
+    lines = (out / "profile_export.jsonl").read_text().splitlines()
+    exported = {json.loads(line)["metadata"]["x_request_id"] for line in lines}
+    assert exported == {record.request_id for record in records} == set(server.sent())
+
+
 def test_a_closed_loop_runs_as_many_as_it_may(scripted, tmp_path) -> None:
     flags = ("--num-prompts", "12", "--max-concurrency", "3")
     _, records = bench(scripted(), tmp_path / "out", "--dataset-name", "random", *SMALL, *flags)
