@@ -178,7 +178,8 @@ class _Sweep:
         from pd.bench.load.measure import measure_server
 
         assert self._server is not None
-        # No run repeats the prompts of another, which a prefix cache would have.
+        # No run repeats the prompts of another, which a prefix cache would have; only lines of a
+        # file are what they are.
         settings = self._server.settings.at_rate(rate, self._args.seed + self._runs)
         self._runs += 1
         if settings.dataset.count is None:

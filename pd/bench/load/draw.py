@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pd.bench.load.arrivals import schedule
-from pd.bench.load.datasets.jsonl import draw_jsonl
+from pd.bench.load.datasets.jsonl import draw_jsonl, draw_last_lines
+from pd.bench.load.datasets.spec import Drawn
 from pd.bench.load.datasets.synthetic import (
     draw_multi_turn,
     draw_random,
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.bench.load.arrivals import Arrivals
-    from pd.bench.load.datasets.spec import DatasetSpec, Drawn
+    from pd.bench.load.datasets.spec import DatasetSpec
 
+# Warm-up sessions come from another seed than those that are measured.
+_WARM_UP_SEED = 1 << 32
 _DATASETS: dict[str, Callable[[DatasetSpec, int], Drawn]] = {
     "random": draw_random,
     "shared-prefix": draw_shared_prefix,
@@ -54,13 +58,7 @@ def draw_sessions(
             to ``cancel_delay`` seconds.
     """
     drawn = _DATASETS[dataset.name](dataset, seed)
-    for turns in drawn.sessions:
-        if dataset.context is not None and longest(turns) > dataset.context:
-            raise UsageError(
-                f"a session of {longest(turns)} tokens does not fit the model's context of "
-                f"{dataset.context}: give shorter lengths, smaller --random-range-ratio or "
-                "fewer --turns"
-            )
+    _check_lengths(dataset, drawn)
     count = len(drawn.sessions)
     times: list[float] | list[None] = [None] * count
     if arrivals is not None:
@@ -74,3 +72,31 @@ def draw_sessions(
         for number, turns in enumerate(drawn.sessions)
     ]
     return sorted(sessions, key=lambda session: session.arrival or 0.0), drawn.notes
+
+
+def draw_warm_up(
+    dataset: DatasetSpec, count: int, *, seed: int, measured: int
+) -> tuple[list[Session], dict[str, Any]]:
+    """Sessions that are asked before a run, and notes for its results.
+
+    They are others than the ``measured`` ones of the run: those of another seed, or for ``jsonl``
+    the last lines of the file, as far as it has so many.
+    """
+    if dataset.name == "jsonl":
+        drawn = draw_last_lines(dataset, count, measured)
+    else:
+        other = dataclasses.replace(dataset, count=count)
+        drawn = Drawn(_DATASETS[dataset.name](other, seed + _WARM_UP_SEED).sessions)
+    _check_lengths(dataset, drawn)
+    return [Session(number, turns) for number, turns in enumerate(drawn.sessions)], drawn.notes
+
+
+def _check_lengths(dataset: DatasetSpec, drawn: Drawn) -> None:
+    """Raise UsageError for a session that the model's context does not hold."""
+    for turns in drawn.sessions:
+        if dataset.context is not None and longest(turns) > dataset.context:
+            raise UsageError(
+                f"a session of {longest(turns)} tokens does not fit the model's context of "
+                f"{dataset.context}: give shorter lengths, smaller --random-range-ratio or "
+                "fewer --turns"
+            )

@@ -133,7 +133,15 @@ def _add_arrivals(parser: argparse.ArgumentParser) -> None:
     )
     add("--ramp-up-start-rps", type=float, metavar="R", help="rate of the first request")
     add("--ramp-up-end-rps", type=float, metavar="R", help="rate of the last request")
-    add("--warmup", type=int, default=0, metavar="N", help="requests before, which do not count")
+    add(
+        "--warmup",
+        "--num-warmups",
+        "--warmup-requests",
+        type=int,
+        default=0,
+        metavar="N",
+        help="other requests before, which do not count; of jsonl the last lines of the file",
+    )
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd.bench.load.arrivals import Arrivals
 from pd.bench.load.client_checks import client_complaints, client_facts
-from pd.bench.load.draw import draw_sessions
+from pd.bench.load.draw import draw_sessions, draw_warm_up
 from pd.bench.load.endpoints import endpoint
 from pd.bench.load.goodput import count_good
 from pd.bench.load.measures import summarize
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from pd.bench.load.records import Record
     from pd.bench.load.settings import LoadSettings
     from pd.bench.load.workload import Session
-
-# Warm-up sessions come from another seed than those that are measured.
-_WARM_UP_SEED = 1 << 32
 
 
 class _NothingSentError(PDError):
@@ -119,13 +115,19 @@ def measure_server(server: Server) -> LoadResult:
         cancel_rate=settings.cancel_rate,
         cancel_delay=settings.cancel_delay,
     )
-    _check_prompts(settings, sessions)
+    warm_up: list[Session] = []
+    if settings.warmup:
+        warm_up, warm_up_notes = draw_warm_up(
+            settings.dataset, settings.warmup, seed=settings.seed, measured=len(sessions)
+        )
+        notes |= warm_up_notes
+    _check_prompts(settings, [*sessions, *warm_up])
     schema = next((turn.schema for s in sessions for turn in s.turns if turn.schema), None)
     if schema is not None:
         server.probe.check_schema(settings.sampling, settings.options, schema)
     fetch, base_url = server.client.fetch, server.probe.base_url
     before = read_metrics(fetch, base_url)
-    run = _send(server, sessions, _warm_up(settings))
+    run = _send(server, sessions, warm_up)
     if run.warm_up_error is not None:
         notes["warm_up_error"] = run.warm_up_error
     if not run.records:
@@ -149,14 +151,6 @@ def _check_prompts(settings: LoadSettings, sessions: Sequence[Session]) -> None:
     for session in sessions:
         turn = session.turns[0]
         api.body(turn.prompt, turn, settings.sampling, settings.options)
-
-
-def _warm_up(settings: LoadSettings) -> list[Session]:
-    if not settings.warmup:
-        return []
-    dataset = dataclasses.replace(settings.dataset, count=settings.warmup)
-    sessions, _ = draw_sessions(dataset, Arrivals(), seed=settings.seed + _WARM_UP_SEED)
-    return sessions
 
 
 def _send(server: Server, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:

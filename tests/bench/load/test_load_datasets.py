@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pd.bench.load.arrivals import Arrivals
 from pd.bench.load.datasets.spec import NAMES, DatasetSpec, TraceSpec
 from pd.bench.load.datasets.synthetic import read_schemas
-from pd.bench.load.draw import draw_sessions
+from pd.bench.load.draw import draw_sessions, draw_warm_up
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -227,6 +227,35 @@ def test_lines_that_cannot_be_sent_are_named(tmp_path, line, complaint) -> None:
     path.write_text(json.dumps(line))
     with pytest.raises(UsageError, match=f"r.jsonl:1.*{complaint}"):
         draw(DatasetSpec("jsonl", path=path))
+
+
+def lines_of(sessions: list[Session]) -> list[int]:
+    """Which lines, from 0, of a file whose prompts are their numbers."""
+    return [int(session.turns[0].prompt[0]) for session in sessions]
+
+
+def test_a_warm_up_asks_lines_that_the_run_does_not_measure(tmp_path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(
+        "".join(json.dumps({"input_ids": [n], "timestamp": n}) + "\n" for n in range(8))
+    )
+    spec = DatasetSpec("jsonl", path=path, count=5)
+    assert lines_of(draw(spec)) == [0, 1, 2, 3, 4]
+    sessions, notes = draw_warm_up(spec, 3, seed=1, measured=5)
+    assert (lines_of(sessions), notes) == ([5, 6, 7], {})
+    sessions, notes = draw_warm_up(spec, 4, seed=1, measured=5)
+    assert lines_of(sessions) == [4, 5, 6, 7]
+    assert notes == {"warm_up_lines_that_are_measured": 1}
+    sessions, notes = draw_warm_up(spec, 20, seed=1, measured=8)
+    assert (lines_of(sessions), notes) == (list(range(8)), {"warm_up_lines_that_are_measured": 8})
+
+
+def test_a_warm_up_has_prompts_of_another_seed() -> None:
+    spec = DatasetSpec(count=5, input_len=20)
+    sessions, notes = draw_warm_up(spec, 3, seed=1, measured=5)
+    assert (len(sessions), notes) == (3, {})
+    measured = [session.turns[0].prompt for session in draw(spec, 1)]
+    assert all(session.turns[0].prompt not in measured for session in sessions)
 
 
 def test_files_of_schemas_that_are_none_are_named(tmp_path) -> None:

@@ -244,6 +244,17 @@ def test_lines_that_the_endpoint_cannot_take_are_refused_before_the_run(
     assert complaint in capsys.readouterr().err
 
 
+def test_a_warm_up_line_that_the_endpoint_cannot_take_is_refused_as_well(
+    scripted, tmp_path, capsys
+) -> None:
+    path = tmp_path / "r.jsonl"
+    lines = [{"prompt": "a"}, {"prompt": "b"}, {"messages": [{"role": "user", "content": "c"}]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--dataset-name", "jsonl", "--dataset-path", str(path), "--num-prompts", "2"]
+    assert cli.bench(["serve", "--url", scripted().url, *flags, "--warmup", "1"]) == 2
+    assert "messages need" in capsys.readouterr().err
+
+
 def test_a_run_without_any_answer_is_an_error(scripted, tmp_path, capsys) -> None:
     flags = ["--dataset-name", "random", *SMALL, "--num-prompts", "3"]
     assert cli.bench(["serve", "--url", scripted(fault="429").url, *PATIENT, *flags]) == 1

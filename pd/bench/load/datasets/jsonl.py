@@ -9,6 +9,7 @@ counts. ``timestamp`` (milliseconds) is when the request arrives; all lines have
 from __future__ import annotations
 
 import json
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pd.bench.load.datasets.spec import Drawn
@@ -41,6 +42,22 @@ def draw_jsonl(spec: DatasetSpec, seed: int) -> Drawn:
     if times and len(times) != len(sessions):
         raise UsageError(f"{spec.path}: {len(times)} of {len(sessions)} lines have a timestamp")
     return Drawn(sessions, [at - min(times) for at in times] or None)
+
+
+def draw_last_lines(spec: DatasetSpec, count: int, measured: int) -> Drawn:
+    """Requests of the last lines of a file, whose first ``measured`` ones are those of the run.
+
+    Lines that are both are counted in the notes: a prefix cache has their prompts in the run.
+    """
+    assert spec.path is not None
+    last: deque[tuple[str, dict[str, Any]]] = deque(maxlen=count)
+    lines = 0
+    for row in read_rows(spec.path):
+        last.append(row)
+        lines += 1
+    both = measured + len(last) - lines
+    notes = {"warm_up_lines_that_are_measured": both} if both > 0 else {}
+    return Drawn([(_turn(where, row, spec.output_len),) for where, row in last], None, notes)
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
