@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def serve_deployments(args: argparse.Namespace) -> int:
-    """Start, measure, print, write and stop; returns the exit status.
+    """Start, measure, print, write and stop; returns the exit status, or raises KeyboardInterrupt.
 
     The results of a layout are in a directory of its name below ``--output-dir``.
     """
@@ -28,12 +28,13 @@ def serve_deployments(args: argparse.Namespace) -> int:
     statuses: list[int] = []
 
     def measure(layout: ServedLayout) -> None:
-        if INTERRUPTED in statuses:
-            return
         print(f"{layout.name}, {layout.url}:", flush=True)
         settings = load_settings(args, layout.url, layout.hosts)
         directory = None if args.output_dir is None else args.output_dir / layout.name
         statuses.append(measure_and_write(args, settings, layout.client, directory))
+        if statuses[-1] == INTERRUPTED:
+            # Ctrl-C is for the whole command: no other layout is measured, no other file started.
+            raise KeyboardInterrupt
 
     measure_layouts(args, measure)
     return max(statuses, default=0)

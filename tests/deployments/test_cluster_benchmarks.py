@@ -3,6 +3,7 @@ that what was started is stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -14,12 +15,15 @@ from cluster_helpers import Benchmark, pids_with, spec_of, state_of, unified_lay
 from processes import wait_until
 
 from pd import cli
-from pd.bench.deployments import DeploymentFile, groups_of
+from pd.bench.deployments import DeploymentFile, ServedLayout, groups_of
+from pd.bench.load.client import LoadClient
+from pd.bench.load.command import INTERRUPTED
 from pd.bench.load.records import read_records
 from pd.cluster.enter import Surroundings
 from pd.cluster.spec_file import load_spec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 HERE = {"here": {"local": True}}
@@ -99,6 +103,25 @@ def test_files_are_up_together_unless_they_need_the_same_gpu(
         for path in (write(tmp_path / "one.yaml", one), write(tmp_path / "other.yaml", other))
     ]
     assert groups_of(files) == ([files] if together else [[file] for file in files])
+
+
+def test_ctrl_c_in_one_deployment_starts_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    @contextlib.contextmanager
+    def served(files: list[DeploymentFile], args: object) -> Iterator[list[ServedLayout]]:
+        started.extend(file.path.stem for file in files)
+        names = [name for file in files for name in file.names]
+        yield [ServedLayout(name, "http://h:1", (), LoadClient(())) for name in names]
+
+    monkeypatch.setattr("pd.bench.deployments.served", served)
+    monkeypatch.setattr("pd.bench.serve_deployments.measure_and_write", lambda *args: INTERRUPTED)
+    files = [write(tmp_path / f"{name}.yaml", on_gpu("cuda:0")) for name in ("one", "other")]
+    clusters = [word for file in files for word in ("--cluster", str(file))]
+    assert cli.bench(["serve", *clusters, *LOAD]) == INTERRUPTED
+    assert started == ["one"]
 
 
 def test_an_environment_reaches_a_load_process_by_its_standard_input(tmp_path: Path) -> None:
