@@ -13,16 +13,32 @@ from pydantic import BaseModel, ConfigDict, Field
 from pd.cluster.reach import AnyReach, Local, NetworkNamespace, Ssh
 from pd.core.errors import UsageError
 
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$"
+_FLAG = r"^[a-z][a-z0-9_-]*$"
+_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+# What an option or a shell could not be mistaken for.
+_WORD = r"^[A-Za-z0-9_.:@%\[\]][A-Za-z0-9_.:@%\[\]-]*$"
+_ADDRESS = r"^[A-Za-z0-9.:-]+$"
+_DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+# What text has to be, by its pattern.
+SHAPES = {
+    _NAME: "a name of up to 32 letters, digits, - and _",
+    _FLAG: "a flag in small letters without its dashes, such as page-size",
+    _VARIABLE: "the name of a variable",
+    _WORD: "one word such as user@10.0.0.2, of letters, digits and any of _.:@%[]-",
+    _ADDRESS: "an address or a host's name",
+    _DEVICE: "auto, cpu, cuda or cuda:N",
+}
+
 # Layouts and hosts give their names to processes and files.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+Name = Annotated[str, Field(pattern=_NAME)]
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
 Role = Literal["prefill", "decode", "unified"]
 FlagValue = bool | int | float | str | list[int | float | str] | None
-Flags = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")], FlagValue]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-# What an option or a shell could not be mistaken for.
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@%\[\]][A-Za-z0-9_.:@%\[\]-]*$")]
-Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]+$")]
+Flags = dict[Annotated[str, Field(pattern=_FLAG)], FlagValue]
+Variable = Annotated[str, Field(pattern=_VARIABLE)]
+Word = Annotated[str, Field(pattern=_WORD)]
+Address = Annotated[str, Field(pattern=_ADDRESS)]
 LOOPBACK = re.compile(r"127\..*|localhost|::1")
 
 
@@ -94,7 +110,7 @@ class NodeSettings(_Settings):
     role: Role
     host: Name
     count: Annotated[int, Field(ge=1, le=256, strict=True)] = 1
-    devices: list[Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]] = []
+    devices: list[Annotated[str, Field(pattern=_DEVICE)]] = []
     ports: list[Port] = []
     bootstrap_ports: list[Port] = []
     flags: Flags = {}

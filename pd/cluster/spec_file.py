@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pd.cluster.claims import check_collisions
-from pd.cluster.spec import ClusterSpec, Flags, HostSettings, LayoutSettings, refuse
+from pd.cluster.spec import SHAPES, ClusterSpec, Flags, HostSettings, LayoutSettings, refuse
 from pd.core.cluster_key import load_cluster_key
 from pd.core.errors import UsageError
 
@@ -50,10 +50,15 @@ def load_spec(path: Path) -> ClusterSpec:
             the key.
     """
     raw = _read(path)
-    if "layouts" not in raw and "nodes" in raw:
+    short = [key for key in ("nodes", "proxy") if key in raw]
+    if short and "layouts" in raw:
+        raise UsageError(
+            f"{path}: {short[0]} does not go with layouts: write it below one of the layouts"
+        )
+    if short:
         # The short form of a single layout.
         raw = dict(raw)
-        raw["layouts"] = {"main": {k: raw.pop(k) for k in ("nodes", "proxy") if k in raw}}
+        raw["layouts"] = {"main": {key: raw.pop(key) for key in short}}
     try:
         spec = ClusterSpec.model_validate(raw)
     except ValidationError as error:
@@ -64,15 +69,36 @@ def load_spec(path: Path) -> ClusterSpec:
         raise UsageError(f"{path}: {error.message}") from None
 
 
+class _DuplicateKeyError(yaml.YAMLError):
+    """A mapping has a key twice, of which YAML's loader would keep the last."""
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses duplicate keys."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    line = key.start_mark.line + 1
+                    raise _DuplicateKeyError(f"line {line}: the key {key.value} is there already")
+                seen.add((key.tag, key.value))
+        return node
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise UsageError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-        raw = yaml.safe_load(content)
+        raw = yaml.load(content, _Loader)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except _DuplicateKeyError as error:
+        raise UsageError(f"{path}, {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
@@ -114,6 +140,9 @@ def _problem(error: ErrorDetails) -> str:
         return f"unknown key {where}{_nearest(str(keys[-1]), _known_keys(keys[:-1]))}"
     if error["type"] == "missing":
         return f"the key {where} is missing"
+    if error["type"] == "string_pattern_mismatch":
+        shape = SHAPES[error["ctx"]["pattern"]]
+        return f"{where}: {error['input']!r:.60} is not {shape}"
     return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
@@ -206,7 +235,21 @@ def _check_layout(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None
                 raise refuse(f"{place}.{key}", f"{len(ports)} ports for {node.count} nodes")
         if node.bootstrap_ports and node.role != "prefill":
             raise refuse(f"{place}.bootstrap_ports", "only prefill nodes have them")
+    _check_serves(where, layout, spec)
     _check_reachable(where, layout, spec)
+
+
+def _check_serves(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None:
+    """Refuse a layout without a node for one half of each request, which would never be ready."""
+    halves = {"prefill", "decode"}
+    for node in layout.nodes:
+        elastic = (spec.flags | node.flags).get("elastic") == "auto"
+        halves -= {"prefill", "decode"} if elastic or node.role == "unified" else {node.role}
+    for role in sorted(halves):
+        work = "computes prompts" if role == "prefill" else "generates tokens"
+        raise refuse(
+            f"{where}.nodes", f"no node {work}: add one of role {role}, or of role unified"
+        )
 
 
 def _check_reachable(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None:

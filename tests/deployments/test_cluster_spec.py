@@ -146,7 +146,7 @@ REFUSED = {
     "count": ((f"{NODE}.count", 0), "layouts.split.nodes[1].count: input should be greater"),
     "port": (("layouts.split.proxy.port", 70000), "layouts.split.proxy.port: input should be less"),
     "port as text": (("layouts.split.proxy.port", "8000"), "layouts.split.proxy.port: "),
-    "device": ((f"{NODE}.devices", ["gpu0"]), "layouts.split.nodes[1].devices[0]: "),
+    "device": ((f"{NODE}.devices", ["gpu0"]), "layouts.split.nodes[1].devices[0]: 'gpu0' is not "),
     "no hosts": (("hosts", {}), "hosts: "),
     "unknown host": (
         (f"{NODE}.host", "secnod"),
@@ -157,14 +157,32 @@ REFUSED = {
     "two ways": (("hosts.second.netns", "n"), "hosts.second: give one of"),
     "local: false": (("hosts.first.local", False), "hosts.first.local: "),
     "ssh's keys": (("hosts.first.port", 22), "hosts.first.port: only a host with ssh has it"),
-    "an option for ssh": (("hosts.second.ssh", "-oProxyCommand=x"), "hosts.second.ssh: "),
+    "an option for ssh": (
+        ("hosts.second.ssh", "-oProxyCommand=x"),
+        "hosts.second.ssh: '-oProxyCommand=x' is not one word such as user@10.0.0.2",
+    ),
     "an option for ip": (("hosts.first", {"netns": "-n"}), "hosts.first.netns: "),
     "spaces for ssh": (("hosts.second.ssh", "me@far; touch /tmp/x"), "hosts.second.ssh: "),
     "a relative interpreter": (
         ("hosts.second.python", ".venv/bin/python"),
         "hosts.second.python: give an absolute path, not .venv/bin/python",
     ),
-    "a name for a file": (("hosts", {"../x": {"local": True}}), "hosts.../x: "),
+    "a name for a file": (
+        ("hosts", {"../x": {"local": True}}),
+        "hosts.../x: '../x' is not a name of up to 32 letters, digits, - and _",
+    ),
+    "the short form beside layouts": (
+        ("nodes", [{"role": "unified", "host": "first"}]),
+        "nodes does not go with layouts: write it below one of the layouts",
+    ),
+    "nothing that generates": (
+        (f"{NODE}.role", "prefill"),
+        "layouts.split.nodes: no node generates tokens: add one of role decode, or of role unified",
+    ),
+    "nothing that computes prompts": (
+        ("layouts.split.nodes.0.role", "decode"),
+        "layouts.split.nodes: no node computes prompts: add one of role prefill, or of role",
+    ),
     "loopback": (
         ("hosts.first.address", None),
         "hosts.first: give the address by which the other hosts of layouts.split reach it",
@@ -200,7 +218,10 @@ REFUSED = {
         "layouts.split.proxy.listen: host second sends requests, and does not reach 127.0.0.1",
     ),
     "a key file": (("cluster_key_file", "nowhere.key"), "cannot read the cluster key"),
-    "a variable": (("pass_environment", ["A=B"]), "pass_environment[0]: "),
+    "a variable": (
+        ("pass_environment", ["A=B"]),
+        "pass_environment[0]: 'A=B' is not the name of a variable",
+    ),
 }
 
 
@@ -215,6 +236,39 @@ def test_errors_name_the_key(case: str, tmp_path: Path) -> None:
 
 def test_devices_may_be_shared_if_the_file_says_so(tmp_path: Path) -> None:
     load(tmp_path, changed((f"{NODE}.devices", ["cuda:0"]), ("share_devices", True)))
+
+
+def test_elastic_nodes_of_one_role_serve(tmp_path: Path) -> None:
+    load(tmp_path, changed((f"{NODE}.role", "prefill"), (f"{NODE}.flags", {"elastic": "auto"})))
+    load(tmp_path, changed(("layouts.split.nodes.0.role", "decode"), ("flags.elastic", "auto")))
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ("layouts:\n  a: 1\n  b: 2\n  a: 3", "line 4: the key a is there already"),
+        ("model: x\nmodel: y", "line 2: the key model is there already"),
+    ],
+)
+def test_a_key_that_is_there_twice_drops_nothing(
+    lines: str, complaint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(lines)
+    with pytest.raises(UsageError) as refused:
+        load_spec(file)
+    assert refused.value.message == f"{file}, {complaint}"
+
+
+def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
+    file = tmp_path / "merged.yaml"
+    node = "{role: unified, host: here, flags: {page-size: 8}}"
+    file.write_text(
+        f"model: DIR\nhosts: {{here: {{local: true}}}}\nnodes:\n- &one {node}\n"
+        "- {<<: *one, flags: {page-size: 16}}\nproxy: {host: here}\n"
+    )
+    nodes = load_spec(file).layouts["main"].nodes
+    assert [node.flags["page-size"] for node in nodes] == [8, 16]
 
 
 @pytest.mark.parametrize(
