@@ -1,6 +1,7 @@
 """Flags of a run under load, shared by `pd-bench serve` and `pd-bench sweep`.
 
-Names are those of ``vllm bench serve`` and SGLang's bench_serving, where they have the thing.
+Names are those of ``vllm bench serve`` and SGLang's bench_serving, where they have the thing;
+docs/harness.md says which of these do something else here.
 """
 
 from __future__ import annotations
@@ -159,7 +160,12 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="of the sampling; 0 is greedy")
     add("--model", metavar="NAME", help="name of the model (default: the server's first)")
-    add("--extra-body", metavar="JSON", help="fields that every request has beside")
+    add(
+        "--extra-body",
+        "--extra-request-body",
+        metavar="JSON",
+        help="fields that every request has beside",
+    )
     add("--api-key", metavar="KEY", help="bearer token (default: $OPENAI_API_KEY)")
     add("--request-timeout", type=float, default=600.0, metavar="SECONDS", help="of one request")
     add("--cancel-rate", type=float, default=0.0, metavar="SHARE", help="clients that hang up")

@@ -75,6 +75,17 @@ def test_tokens_are_counted_as_the_server_sent_them(scripted, tmp_path, settings
     assert len(refused) == len(settings.get("refuses", ()))
 
 
+def test_flags_have_the_names_of_other_harnesses_as_well(scripted, tmp_path) -> None:
+    server, out = scripted(), tmp_path / "out"
+    flags = ["--num-warmups", "2", "--extra-request-body", '{"top_p": 0.5}']
+    command = ["--base-url", server.url, "--dataset-name", "random", *SMALL, "--num-prompts", "3"]
+    assert cli.bench(["serve", *command, *flags, *PATIENT, "--output-dir", str(out)]) == 0
+    settings = json.loads((out / "summary.json").read_text())["settings"]
+    assert (settings["url"], settings["warmup"]) == (server.url, 2)
+    assert settings["sampling"]["extra"] == {"top_p": 0.5}
+    assert len(server.prompts_of_all_runs()) >= 5
+
+
 def test_two_processes_share_one_schedule(scripted, tmp_path) -> None:
     server = scripted()
     flags = ("--num-prompts", "20", "--request-rate", "100", "--arrival", "constant")
