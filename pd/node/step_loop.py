@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pd.core.errors import NodeFailedError, StepFailedError
 from pd.core.exit import STUCK_PREFIX
 from pd.core.seldom import Seldom
+from pd.core.step_cost import StepShape
 from pd.node.step_watch import StepWatch
 from pd.scheduling.cost_model import shape_of
 from pd.scheduling.step import LaunchedStep, Work, launch
@@ -18,7 +19,6 @@ from pd.scheduling.step import LaunchedStep, Work, launch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.core.step_cost import StepShape
     from pd.engine.device_copy import DeviceTimer
     from pd.scheduling.combined import CombinedScheduler
     from pd.scheduling.core import NodeCore
@@ -35,10 +35,6 @@ _LEAD_SECONDS, _LEAD_SHARE = 0.003, 0.1
 _LAUNCH_DECAY = 0.1
 # How often the device is asked whether a step is over.
 _POLL_SECONDS = 0.002
-
-
-def _num_tokens(works: list[Work]) -> int:
-    return sum(work.stop - work.start for work in works)
 
 
 class _Once:
@@ -91,6 +87,8 @@ class StepLoop(threading.Thread):
         # When the launch of the step behind the one to be accounted for began, if there is one.
         self._next_began: float | None = None
         self._watch = StepWatch()
+        # What a drafter prepares between steps has times of its own.
+        self._catch_up_watch = StepWatch()
         # Works of the steps that are under way.
         self._under_way: list[Work] = []
         self._stopping = False
@@ -109,7 +107,8 @@ class StepLoop(threading.Thread):
     @property
     def stuck(self) -> bool:
         """Whether a step is under way for far longer than steps take. Any thread."""
-        return self._watch.is_stuck(time.monotonic())
+        now = time.monotonic()
+        return self._watch.is_stuck(now) or self._catch_up_watch.is_stuck(now)
 
     def stop(self) -> None:
         """End after the present step, unless that may never end."""
@@ -137,8 +136,9 @@ class StepLoop(threading.Thread):
     def check_progress(self, now: float) -> None:
         """Fail all requests if a step has been under way for so long that it will not end. Any
         thread."""
-        since = self._watch.since
-        if since is not None and now - since > STEP_LIMIT_SECONDS and not self._broken:
+        began = [watch.since for watch in (self._watch, self._catch_up_watch)]
+        longest = max((now - since for since in began if since is not None), default=0.0)
+        if longest > STEP_LIMIT_SECONDS and not self._broken:
             self.engine_failed(f"a step has not ended within {STEP_LIMIT_SECONDS:g} s")
 
     def engine_failed(self, reason: str) -> None:
@@ -237,17 +237,26 @@ class StepLoop(threading.Thread):
     def _begin(self, since: float, works: list[Work]) -> None:
         """Steps of these works are under way since then."""
         self._under_way = works
-        self._watch.begin(since, _num_tokens(works))
+        self._watch.begin(since, shape_of(works))
 
     def _catch_up(self) -> bool:
         """Let the drafter prepare for expected sequences; False if it has nothing to do."""
         drafter = self._core.drafter
+        if drafter is None:
+            return False
+        began, size = time.monotonic(), StepShape()
+        self._catch_up_watch.begin(began, size)
         try:
-            return drafter is not None and drafter.catch_up()
+            if not drafter.catch_up():
+                return False
+            self._catch_up_watch.observe(began, time.monotonic(), size)
         except Exception as error:  # noqa: BLE001
             # Whatever it is, the model can go on without drafts.
             self._no_drafts.warn(f"nothing was prepared for drafts: {error!r}")
             return False
+        finally:
+            self._catch_up_watch.end()
+        return True
 
     def _launch(
         self, works: list[Work], last: LaunchedStep | None, account: Callable[[], None] | None
@@ -289,7 +298,7 @@ class StepLoop(threading.Thread):
         self._observe(step)
         self._observe_pace(step.works)
         self._core.metrics.steps.inc()
-        self._watch.observe(time.monotonic() - step.began, _num_tokens(step.works))
+        self._watch.observe(step.began, time.monotonic(), shape_of(step.works))
         if any(work.draft is not None for work in step.works):
             took = time.monotonic() - step.began - step.draft_seconds
             self._core.metrics.speculation.observe_step(step.draft_seconds, took)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cluster import random_prompts
+from cluster import random_prompts, wait_until
 from counters import counter
 from drafters import SEED, Oracle
 from tiny import VOCAB_SIZE, tiny_cluster
 
 from pd import assembly
+from pd.node import step_watch
 from pd.scheduling.step import Work
 from pd.speculative.ngram import NgramDrafter
 
@@ -240,6 +243,33 @@ def test_a_drafter_that_raises_ends_no_request(
         for ours, theirs in zip(answers(cluster), plain["greedy"], strict=True):
             same(ours, theirs)
         cluster.wait_idle()
+
+
+def test_a_drafter_that_does_not_return_from_its_preparation_is_noticed(
+    drafts_with: Callable[[Drafter], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first preparation, as long as it may be, tells how long the others take."""
+    hangs, released = threading.Event(), threading.Event()
+
+    class Hanging(Oracle):
+        def catch_up(self) -> bool:
+            if hangs.is_set():
+                released.wait(20)
+            time.sleep(0.01)
+            return not hangs.is_set()
+
+    monkeypatch.setattr(step_watch, "MIN_SECONDS", 0.5)
+    drafts_with(Hanging(VOCAB_SIZE, 0.0))
+    with layout("unified") as cluster:
+        loop = cluster.unified[0].node.step_loop
+        time.sleep(1.0)
+        assert not loop.stuck
+        hangs.set()
+        try:
+            wait_until(lambda: loop.stuck, 20)
+        finally:
+            released.set()
+        wait_until(lambda: not loop.stuck, 20)
 
 
 def test_a_planted_fault_is_noticed(
