@@ -115,7 +115,7 @@ class Attempts:
         except UnavailableError:
             if not attempt.asked.produced:
                 raise
-        return self._router.route_alone(model, demand.prompt, avoided)
+        return self._router.route_alone(model, demand, avoided)
 
     def have_nodes(self, attempt: Attempt) -> bool:
         """Whether there are nodes that could take an attempt, or one that follows it."""

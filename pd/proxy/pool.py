@@ -385,7 +385,7 @@ class WorkerPool:
             other.instance_id: other.info.endpoints.bootstrap
             for other in self.workers
             if other is not worker and other.ready and other.info is not None
-            if other.role == "prefill" or other.elastic
+            if other.sends
             if other.info.endpoints.bootstrap and other.info.difference(own) is None
         }
         return dict(itertools.islice(found.items(), MAX_MEETINGS))

@@ -192,18 +192,46 @@ def _fit(first: Worker, second: Worker) -> bool:
 PROBE = "probe"
 
 
-class Limits(NamedTuple):
-    """Limits of a model's requests.
+class Capacity(NamedTuple):
+    """Tokens of the largest requests that the nodes of one route can serve.
 
-    ``context_length`` and ``pool_tokens`` are those of the pair that can do most.
+    Attributes:
+        context_length: of both nodes.
+        prompt: tokens of a prompt, which both must hold.
+        pool_tokens: tokens of prompt and answer, which the node that generates must hold.
     """
 
-    model: str
     context_length: int
+    prompt: int
     pool_tokens: int
+
+    def holds(self, prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether the nodes could serve such a request."""
+        # The last token is generated, but its KV is never needed.
+        held = prompt_tokens + max_tokens - 1
+        return (
+            prompt_tokens <= self.prompt and held < self.context_length and held <= self.pool_tokens
+        )
+
+    @property
+    def total(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return min(self.context_length, self.pool_tokens)
+
+
+class Limits(NamedTuple):
+    """Limits of a model's requests, by the routes that they may take."""
+
+    model: str
+    routes: frozenset[Capacity]
     vocab_size: int | None
     model_path: str | None
     sampling_defaults: SamplingDefaults
+
+    @property
+    def context_length(self) -> int:
+        """The longest context of a route."""
+        return max(route.context_length for route in self.routes)
 
     def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
         """Refuse a prompt that no node could ever serve. ``explicit``: the client chose
@@ -214,9 +242,10 @@ class Limits(NamedTuple):
                 f"{self.context_length} leaves no room for an answer",
                 param="prompt",
             )
-        if num_tokens > self.pool_tokens:
+        longest_prompt = max(route.prompt for route in self.routes)
+        if num_tokens > longest_prompt:
             raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens; the nodes' KV pools hold {self.pool_tokens}",
+                f"the prompt has {num_tokens} tokens; the nodes' KV pools hold {longest_prompt}",
                 param="prompt",
             )
         if explicit and num_tokens + max_tokens > self.context_length:
@@ -225,11 +254,21 @@ class Limits(NamedTuple):
                 f"context of {self.context_length}",
                 param="max_tokens",
             )
+        if explicit and not any(route.holds(num_tokens, max_tokens) for route in self.routes):
+            raise InvalidRequestError(
+                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) need more KV than the "
+                f"nodes' KV pools hold: {self._most_for(num_tokens)} tokens",
+                param="max_tokens",
+            )
 
     def default_max_tokens(self, num_tokens: int, wanted: int | None) -> int:
         """``max_tokens`` for a client that named none: ``wanted``, as far as there is room."""
-        room = max(1, min(self.context_length, self.pool_tokens) - num_tokens)
+        room = max(1, self._most_for(num_tokens) - num_tokens)
         return room if wanted is None else min(wanted, room)
+
+    def _most_for(self, num_tokens: int) -> int:
+        """Tokens of a prompt of this size and its answer, at most."""
+        return max((route.total for route in self.routes if num_tokens <= route.prompt), default=0)
 
 
 class Route(NamedTuple):
@@ -278,7 +317,7 @@ class Router:
 
     def ready(self) -> bool:
         """Whether at least one pair (or unified node) can serve."""
-        return any(self._can_start(worker, 0, with_decode=True) for worker in self._workers)
+        return any(self._can_start(worker, 0, 2) for worker in self._workers)
 
     def differences(self) -> list[str]:
         """Reasons why nodes that are there cannot work together."""
@@ -310,8 +349,20 @@ class Router:
                 f"there is no model {brief(model)}; served: {', '.join(models)}", param="model"
             )
         name = model or models[0]
-        found = [limits for w in self._workers for limits in self._limits_of(w, name)]
-        return max(found, key=lambda limits: (limits.context_length, limits.pool_tokens))
+        found = [
+            (capacity, w.info)
+            for w in self._workers
+            if w.info and w.info.model == name and w.computes_prompts
+            for capacity in self._capacities(w)
+        ]
+        _, info = max(found, key=lambda each: each[0])
+        return Limits(
+            name,
+            frozenset(capacity for capacity, _ in found),
+            info.vocab_size,
+            info.model_path,
+            info.sampling_defaults,
+        )
 
     def vocab_size(self, model: str) -> int | None:
         """The size of a model's vocabulary, if its nodes say so."""
@@ -338,7 +389,8 @@ class Router:
                 "no node can serve the request at present"
                 + (
                     self.reasons()
-                    or f": those that are ready cannot take its {demand.length} tokens"
+                    or f": those that are ready cannot hold its {demand.length} tokens and "
+                    f"{demand.output} of an answer"
                 )
             )
         if (
@@ -346,8 +398,7 @@ class Router:
             and (route := self._predicted(model, firsts, demand, avoided)) is not None
         ):
             return route
-        needs_decode = demand.output > 1
-        return self._by_roles(firsts, demand.prompt, preferred, avoided, needs_decode=needs_decode)
+        return self._by_roles(firsts, demand, preferred, avoided)
 
     def shortest_queue(self, source: Worker) -> float | None:
         """Seconds for which a prompt would wait at the least loaded elastic node of the same model
@@ -378,13 +429,12 @@ class Router:
 
     def _firsts(self, model: str, demand: Demand) -> list[Worker]:
         """Nodes that may compute the prompt."""
-        size, needs_decode = demand.length, demand.output > 1
         return [
             worker
             for worker in self._workers
             if worker.info
             and worker.info.model == model
-            and self._can_start(worker, size, with_decode=needs_decode)
+            and self._can_start(worker, demand.length, demand.output)
         ]
 
     def _seconds(self, model: str, demand: Demand) -> list[Worker]:
@@ -394,7 +444,9 @@ class Router:
         return [
             worker
             for worker in self._workers
-            if worker.can_take(demand.length) and worker.info and worker.info.model == model
+            if worker.can_take(demand.length, demand.output)
+            and worker.info
+            and worker.info.model == model
         ]
 
     def _predicted(
@@ -417,13 +469,12 @@ class Router:
     def _by_roles(
         self,
         firsts: Sequence[Worker],
-        prompt: Prompt,
+        demand: Demand,
         preferred: Worker | None,
         avoided: frozenset[Worker],
-        *,
-        needs_decode: bool,
     ) -> Route:
         """The policy's choice among the nodes that have the roles, or else can do what they do."""
+        prompt = demand.prompt
         if preferred is not None and preferred in firsts:
             first, reason = RouteChoice(preferred, SAME_REQUEST)
         else:
@@ -431,30 +482,30 @@ class Router:
             in_role = [worker for worker in sound if worker.role != "decode"]
             first, reason = self.policy.prefill(in_role or sound, prompt)
         reasons = [(first, reason)]
-        if first.role == "unified" or not needs_decode:
+        suffices = self._suffices(first, demand.length, demand.output)
+        if suffices and (first.role == "unified" or demand.output <= 1):
             return Route(first, None, reasons)
-        partners = _without(avoided, self._partners(first, len(prompt.token_ids)))
+        partners = _without(avoided, self._partners(first, demand.length, demand.output))
         in_role = [worker for worker in partners if worker.role == "decode"]
-        if not in_role and first.serves_alone:
+        if suffices and not in_role:
             return Route(first, None, reasons)
         decode, reason = self.policy.decode(in_role or partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
 
     def route_alone(
-        self, model: str, prompt: Prompt, avoided: frozenset[Worker] = frozenset()
+        self, model: str, demand: Demand, avoided: frozenset[Worker] = frozenset()
     ) -> Route:
         """Choose a decode node that computes a resumed request by itself, where no node of another
         role can. Raises UnavailableError if there is none."""
-        size = len(prompt.token_ids)
         found = [
             worker
             for worker in self._workers
             if worker.role == "decode" and worker.info and worker.info.model == model
-            if worker.can_take(size)
+            if worker.can_take(demand.length, demand.output)
         ]
         if not found:
             raise UnavailableError("no node can go on with the request" + self.reasons())
-        worker, reason = self.policy.decode(_without(avoided, found), prompt)
+        worker, reason = self.policy.decode(_without(avoided, found), demand.prompt)
         return Route(worker, None, [(worker, reason)])
 
     def route_to(self, worker: Worker) -> Route | None:
@@ -474,35 +525,41 @@ class Router:
         first, decode = (worker, partner) if worker.role == "prefill" else (partner, worker)
         return Route(first, decode, [(first, PROBE), (decode, PROBE)])
 
-    def _can_start(self, worker: Worker, size: int, *, with_decode: bool) -> bool:
+    def _can_start(self, worker: Worker, size: int, output: int) -> bool:
+        """Whether a node may compute a prompt of this size, with an answer of so many tokens."""
         if not worker.computes_prompts or not worker.can_take(size):
             return False
-        return worker.serves_alone or not with_decode or bool(self._partners(worker, size))
+        return self._suffices(worker, size, output) or bool(self._partners(worker, size, output))
 
-    def _partners(self, first: Worker, size: int) -> list[Worker]:
-        return [d for d in self._matching(first) if d.can_take(size)]
+    @staticmethod
+    def _suffices(worker: Worker, size: int, output: int) -> bool:
+        """Whether a node that may compute the prompt needs no other for the answer."""
+        return output <= 1 or (worker.serves_alone and worker.can_take(size, output))
+
+    def _partners(self, first: Worker, size: int, output: int) -> list[Worker]:
+        if not first.sends:
+            return []
+        return [d for d in self._matching(first) if d.can_take(size, output)]
 
     def _matching(self, first: Worker) -> list[Worker]:
         """Nodes that can generate the answers to prompts of this one."""
         return [d for d in self._workers if d is not first and d.receives and _fit(first, d)]
 
-    def _limits_of(self, first: Worker, model: str) -> list[Limits]:
-        info = first.info
-        if info is None or info.model != model or not first.computes_prompts:
-            return []
-        partners = [] if first.serves_alone else self._matching(first)
-        groups = [[first, decode] for decode in partners] or [[first]]
-        found = []
-        for group in groups:
-            infos = [worker.info for worker in group if worker.info]
-            found.append(
-                Limits(
-                    model,
-                    min(i.context_length for i in infos),
-                    min(i.pool_tokens for i in infos),
-                    info.vocab_size,
-                    info.model_path,
-                    info.sampling_defaults,
-                )
+    def _capacities(self, first: Worker) -> list[Capacity]:
+        """What requests may need whose prompts this node computes. An elastic node that generates
+        their answers could do the same alone."""
+        partners = self._matching(first) if first.sends else []
+        if first.elastic:
+            partners = [partner for partner in partners if not partner.elastic]
+        groups = [[first, decode] for decode in partners]
+        if first.serves_alone or not groups:
+            groups.append([first])
+        return [
+            Capacity(
+                min(info.context_length for info in infos),
+                min(info.pool_tokens for info in infos),
+                infos[-1].pool_tokens,
             )
-        return found
+            for group in groups
+            if (infos := [worker.info for worker in group if worker.info])
+        ]

@@ -205,6 +205,11 @@ class Worker:
         return self.role != "decode" or self.elastic
 
     @property
+    def sends(self) -> bool:
+        """Whether it may compute prompts whose answers other nodes generate."""
+        return self.role == "prefill" or self.elastic
+
+    @property
     def receives(self) -> bool:
         """Whether it may generate the answers to prompts that other nodes compute."""
         return self.role == "decode" or self.elastic
@@ -214,13 +219,16 @@ class Worker:
         """Whether it can serve a request from the prompt to the last token."""
         return self.role == "unified" or self.elastic
 
-    def can_take(self, prompt_tokens: int) -> bool:
-        """Whether a new request with a prompt of this size may go there."""
+    def can_take(self, prompt_tokens: int, new_tokens: int = 1) -> bool:
+        """Whether a new request may go there of which it has to hold the prompt and, if it is to
+        generate the answer, as many new tokens. A node refuses one that it could never hold."""
+        # The last token is generated, but its KV is never needed.
+        held = prompt_tokens + new_tokens - 1
         return (
             self.ready
             and self.info is not None
-            and prompt_tokens < self.info.context_length
-            and prompt_tokens <= self.info.pool_tokens
+            and held < self.info.context_length
+            and held <= self.info.pool_tokens
         )
 
     @property

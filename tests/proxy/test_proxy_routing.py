@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
+from elastic_workers import COST, ITL
 from fake_node import wait_until
 from proxy_cluster import wait_for_all
 
 from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
+from pd.core.messages import Finish
+from pd.core.node_load import NodeLoad
 from pd.proxy.prediction import Demand
 from pd.proxy.prefix_tree import PrefixTree
 from pd.proxy.routing import (
@@ -28,7 +34,10 @@ from pd.proxy.routing import (
 from pd.proxy.worker import Endpoints, Pages, ServerInfo, Worker
 
 if TYPE_CHECKING:
+    from fake_node import FakeNode
     from proxy_cluster import Cluster
+
+    from pd.core.messages import Generate
 
 
 def worker(role: Any, name: str, **info: Any) -> Worker:
@@ -187,7 +196,7 @@ class TestRouter:
             assert decode is not None
             assert decode.instance_id == "large"
         # What a client may ask is bounded by the pair that can do most.
-        assert router.limits("m").pool_tokens == 100_000
+        router.limits("m").check_prompt(50_000, 50_000, explicit=True)
 
     def test_nothing_is_known_nothing_is_there(self) -> None:
         lonely = self.router(worker("prefill", "p"))
@@ -203,15 +212,162 @@ class TestRouter:
         limits = self.router(
             worker("prefill", "p", context_length=100), worker("decode", "d", pages=Pages(20))
         ).limits(None)
-        assert (limits.context_length, limits.pool_tokens) == (100, 80)
-        limits.check_prompt(80, 20, explicit=True)
-        for size, max_tokens, says in ((100, 1, "context"), (81, 1, "pools"), (60, 41, "exceed")):
+        limits.check_prompt(80, 1, explicit=True)
+        limits.check_prompt(60, 21, explicit=True)
+        for size, max_tokens, says in (
+            (100, 1, "context"),
+            (81, 1, "pools hold 80"),
+            (60, 41, "exceed"),
+            (60, 22, "pools hold: 80"),
+        ):
             with pytest.raises(InvalidRequestError, match=says):
                 limits.check_prompt(size, max_tokens, explicit=True)
         limits.check_prompt(60, 41, explicit=False)
         assert limits.default_max_tokens(60, 41) == 20
         assert limits.default_max_tokens(60, 5) == 5
         assert limits.default_max_tokens(60, None) == 20
+
+    def test_limits_are_those_of_whole_routes(self) -> None:
+        """One pair takes long prompts, another one long answers, and none both."""
+        limits = self.router(
+            worker("prefill", "p1", model_id="1", pages=Pages(10)),
+            worker("decode", "d1", model_id="1", pages=Pages(100)),
+            worker("prefill", "p2", model_id="2", pages=Pages(50)),
+            worker("decode", "d2", model_id="2", pages=Pages(50)),
+        ).limits(None)
+        limits.check_prompt(40, 361, explicit=True)
+        limits.check_prompt(41, 160, explicit=True)
+        with pytest.raises(InvalidRequestError, match="pools hold: 200"):
+            limits.check_prompt(41, 161, explicit=True)
+        with pytest.raises(InvalidRequestError, match="pools hold 200"):
+            limits.check_prompt(201, 1, explicit=True)
+        assert limits.default_max_tokens(40, None) == 360
+        assert limits.default_max_tokens(41, None) == 159
+
+    def test_an_answer_is_generated_only_where_it_fits(self) -> None:
+        """The last token needs no KV."""
+        small = worker("decode", "small", pages=Pages(101))
+        router = self.router(worker("prefill", "p"), small, worker("decode", "large"))
+
+        def chosen(output: int) -> set[Worker | None]:
+            return {router.route("m", Demand(LONG, output=output)).decode for _ in range(4)}
+
+        assert len(chosen(5)) == 2
+        assert small not in chosen(6)
+        answering = [router.route_alone("m", Demand(LONG, output=6)).first for _ in range(4)]
+        assert small not in answering
+
+    def test_a_prompt_needs_no_room_for_its_answer_where_it_is_only_computed(self) -> None:
+        first = worker("prefill", "p", pages=Pages(100))
+        router = self.router(first, worker("decode", "d"))
+        assert router.route("m", Demand(LONG, output=500)).first is first
+
+    def test_a_unified_node_sends_nothing_to_another_that_has_more_room(self) -> None:
+        small, large = worker("unified", "u", pages=Pages(101)), worker("unified", "large")
+        router = self.router(small, worker("decode", "d"), large)
+        routes = [router.route("m", Demand(LONG, output=6)) for _ in range(4)]
+        assert all((route.first, route.decode) == (large, None) for route in routes)
+
+    def test_an_elastic_node_without_room_for_the_answer_only_computes_the_prompt(self) -> None:
+        small = worker("prefill", "small", elastic=True, pages=Pages(101))
+        large = worker("prefill", "large", elastic=True)
+        router = self.router(small, large)
+        routes = [router.route("m", Demand(LONG, output=6)) for _ in range(4)]
+        assert {(route.first, route.decode) for route in routes} == {(small, large), (large, None)}
+
+    def test_without_a_node_that_has_room_the_request_waits_for_one(self) -> None:
+        large = worker("decode", "large")
+        router = self.router(worker("prefill", "p"), worker("decode", "d", pages=Pages(101)), large)
+        large.alive = False
+        with pytest.raises(UnavailableError, match="no node can serve"):
+            router.route("m", Demand(LONG, output=6))
+
+
+def elastic_load() -> NodeLoad:
+    return NodeLoad(cost=COST, itl=ITL, free_tokens=100_000, chunk=8192)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("failover", ["on", "off"])
+def test_requests_go_where_prompt_and_answer_fit(
+    cluster: Cluster, failover: str, *, elastic: bool
+) -> None:
+    """The small node is the idle one, and its role suits."""
+    nodes = [cluster.node("prefill", elastic=elastic, pages={"total": 10, "free": 10})]
+    nodes += [
+        cluster.node("decode", elastic=elastic, pages={"total": pages, "free": pages})
+        for pages in (10, 30)
+    ]
+    if elastic:
+        for node in nodes:
+            node.load = elastic_load()
+        nodes[0].load = msgspec.structs.replace(elastic_load(), queue_seconds=9.0)
+    _, small, large = nodes
+    large.running = 50
+    client = cluster.client(text=False, failover=failover, policy="cache_aware")
+    wait_for_all(client)
+    for number in range(4):
+        body = {"input_ids": [number] * 4, "sampling_params": {"max_new_tokens": 100}}
+        answer = client.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["output_ids"]) == 100
+    assert not _generating(small)
+    assert len(_generating(large)) == 4
+
+
+def test_a_request_that_no_node_can_hold_is_refused(cluster: Cluster) -> None:
+    cluster.node("prefill")
+    for pages in (10, 30):
+        cluster.node("decode", pages={"total": pages, "free": pages})
+    client = cluster.client(text=False, failover="on")
+    wait_for_all(client)
+    for max_tokens, status in ((117, 200), (118, 400)):
+        body = {"input_ids": [7] * 4, "sampling_params": {"max_new_tokens": max_tokens}}
+        answer = client.post("/generate", json=body)
+        assert answer.status_code == status, answer.text
+    assert "need more KV than the nodes' KV pools hold: 120 tokens" in answer.text
+    answer = client.post("/generate", json={"input_ids": [7] * 4})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_what_goes_on_after_a_failure_goes_where_it_fits(
+    cluster: Cluster, *, elastic: bool
+) -> None:
+    """The node that would take it is too small, though most of the answer is there already."""
+    make = partial(cluster.node, auto=False, elastic=elastic)
+    prefill = make("prefill")
+    small = make("decode", pages={"total": 10, "free": 10})
+    others = [make("decode", pages={"total": 30, "free": 30}) for _ in range(2)]
+    if elastic:
+        for node in (prefill, small, *others):
+            node.load = elastic_load()
+        prefill.load = msgspec.structs.replace(elastic_load(), queue_seconds=9.0)
+    for node in others:
+        node.running = 50
+    client = cluster.client(text=False, failover="on")
+    wait_for_all(client)
+    sampling = {"max_new_tokens": 100, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": sampling}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/generate", json=body)
+        wait_until(lambda: any(_generating(node) for node in others))
+        lost = next(node for node in others if _generating(node))
+        request = _generating(lost)[0]
+        lost.say(request, [10, 11, 12])
+        lost.fail(request, "node_failed")
+        other = next(node for node in others if node is not lost)
+        wait_until(lambda: bool(_generating(other)))
+        assert not _generating(small)
+        (request,) = _generating(other)
+        assert request.produced == 3
+        other.say(request, [13], position=3, finish=Finish("length"))
+        assert asked.result(20).status_code == 200
+
+
+def _generating(node: FakeNode) -> list[Generate]:
+    """Requests whose answer the node is to generate."""
+    return [each for each in node.generates if each.peer_bootstrap or not each.peer]
 
 
 @pytest.mark.parametrize("policy", ["cache_aware", "round_robin", "random", "power_of_two"])
