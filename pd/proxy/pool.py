@@ -135,11 +135,11 @@ class WorkerPool:
         url = check_node_url(url)
         for worker in self.workers:
             if worker.url == url:
-                if worker.role != role:
+                if role not in (worker.role, worker.added_as):
                     raise InvalidRequestError(
                         f"{url} is in use as {worker.role} already; remove it first", param="role"
                     )
-                worker.draining = False
+                worker.added_as, worker.draining = role, False
                 return worker
         if len(self.workers) >= MAX_WORKERS:
             raise InvalidRequestError(
@@ -237,8 +237,8 @@ class WorkerPool:
             if not worker.alive:
                 worker.problem = f"/server_info: {error}"
             return
-        if info.role != worker.role and not info.elastic:
-            worker.problem = f"was added as {worker.role} but is a {info.role} node"
+        if info.role != worker.added_as and not info.elastic:
+            worker.problem = f"was added as {worker.added_as} but is a {info.role} node"
             return
         if info.instance_id != worker.instance_id or worker.channel is None:
             await self._meet(worker, info)

@@ -107,6 +107,7 @@ class Worker:
         itl: seconds between tokens that the node is asked to keep; 0 leaves it to the node.
 
     Attributes:
+        added_as: the role with which it was added; the node must have it unless it is elastic.
         role: what the node does; of an elastic node, what it does where nothing speaks against it.
         role_is_fixed: an administrator set it.
         roles: the role that an elastic node prefers and who may move it, by its last heartbeat.
@@ -135,7 +136,7 @@ class Worker:
     """
 
     def __init__(self, role: Role, url: str, itl: float = 0.0) -> None:
-        self.role = role
+        self.added_as = self.role = role
         self.role_is_fixed = False
         self.roles: RoleState | None = None
         self.wants_lease = False
@@ -255,13 +256,18 @@ class Worker:
         self.load.heard(heartbeat.load, heartbeat.answers)
         self.roles = heartbeat.roles
         self._answered = heartbeat.answers
-        if self.roles is not None and self._answered > self._ordered:
+        if self.roles is None and not self.elastic:
+            self.role, self.role_is_fixed = self.added_as, False
+        elif self.roles is not None and self._answered > self._ordered:
             self._take_role(self.roles)
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
     def _take_role(self, state: RoleState) -> None:
-        if state.role is not None and (state.fixed or not self.role_is_fixed):
-            self.role, self.role_is_fixed = state.role, state.fixed
+        """Take the role that an elastic node prefers: if it got no order since its start, the one
+        with which it was started. An administrator's is not given up for one without."""
+        assert self.info is not None
+        if state.fixed or not self.role_is_fixed:
+            self.role, self.role_is_fixed = state.role or self.info.role, state.fixed
 
     @property
     def lacks_order(self) -> bool:

@@ -56,14 +56,23 @@ def flags(nodes: list[NodeServer]) -> dict[str, list[str]]:
     return {"prefill": [nodes[0].url], "decode": [node.url for node in nodes[1:]]}
 
 
+def workers(url: str) -> list[dict[str, Any]]:
+    found: list[Any] = httpx.get(f"{url}/workers").json()["workers"]
+    return found
+
+
 def roles(url: str) -> list[str]:
-    workers = httpx.get(f"{url}/workers").json()["workers"]
-    return [worker["role"] for worker in workers]
+    return [worker["role"] for worker in workers(url)]
 
 
 def all_ready(url: str) -> bool:
     """Whether a proxy has heard from every node; leases come to the nodes a moment earlier."""
-    return all(worker["ready"] for worker in httpx.get(f"{url}/workers").json()["workers"])
+    return all(worker["ready"] for worker in workers(url))
+
+
+def knows(url: str, instance: str) -> bool:
+    """Whether a proxy may send requests to this instance of a node."""
+    return any(worker["instance_id"] == instance and worker["ready"] for worker in workers(url))
 
 
 def test_every_proxy_follows_the_one_that_decides_and_administrators(
@@ -128,6 +137,36 @@ def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set(
             assert leases(nodes)[2]["fixed"] and roles(proxy.url)[2] == "prefill"
         finally:
             nodes[2].stop()
+
+
+@pytest.mark.parametrize("elastic", ["auto", "off"])
+def test_a_node_that_was_moved_and_is_started_again_has_its_own_role_at_every_proxy(
+    nodes: list[NodeServer], elastic: str
+) -> None:
+    with ExitStack() as stack:
+
+        def start() -> ProxyThread:
+            return stack.enter_context(ProxyThread(ProxyConfig(port=0, **flags(nodes))))
+
+        old = start()
+        wait_until(lambda: has_one(nodes), 20, lambda: leases(nodes))
+        wait_until(lambda: all_ready(old.url), 20)
+
+        async def move() -> None:
+            pool = old.proxy._pool
+            pool._order(pool.workers[2], "prefill")
+
+        old.run(move())
+        wait_until(lambda: roles(old.url)[2] == "prefill", 20)
+        port = int(nodes[2].url.rpartition(":")[2])
+        nodes[2].stop()
+        nodes[2] = tiny_node("decode", elastic=elastic, port=port)
+        stack.callback(nodes[2].stop)
+        instance = nodes[2].instance_id
+        wait_until(lambda: knows(old.url, instance), 30, lambda: workers(old.url))
+        new = start()
+        wait_until(lambda: all_ready(new.url), 20)
+        assert roles(old.url) == roles(new.url) == list(ROLES)
 
 
 @pytest.mark.full

@@ -321,6 +321,36 @@ def test_processes_that_start_meanwhile_are_told() -> None:
     assert early.told == late.told == [action]
 
 
+def test_a_node_that_changed_its_role_is_known_by_the_one_with_which_it_was_added(
+    two: Processes, model_dir: str
+) -> None:
+    """To a process that was started later, too, when the node is started again as it was."""
+    with ExitStack() as stack:
+        node = Cluster(stack, model_dir).node("decode", elastic=True)
+        two.post("/workers", role="decode", url=node.url)
+        name = node.url.removeprefix("http://")
+        wait_until(lambda: two.post(f"/workers/{name}", role="prefill").status_code == 200, WAIT)
+        victim = two.parent.children[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        node.kill()
+        node.overrides["elastic"] = False
+        node.start()
+
+        def states() -> list[tuple[str, bool]]:
+            listed = [two.get("/workers").json()["workers"] for _ in range(4)]
+            return [
+                (w["role"], w["ready"]) for found in listed for w in found if w["url"] == node.url
+            ]
+
+        def replaced() -> bool:
+            child = two.parent.children[0]
+            return child is not None and child is not victim and child.serves
+
+        wait_until(replaced, WAIT)
+        wait_until(lambda: states() == [("decode", True)] * 4, WAIT)
+        httpx.delete(f"{two.url}/workers/{node.instance_id}", timeout=WAIT)
+
+
 @pytest.mark.full
 def test_what_a_process_cannot_start_with_ends_all_with_one_error(cluster: Cluster) -> None:
     (port := socket.socket()).bind(("127.0.0.1", 0))

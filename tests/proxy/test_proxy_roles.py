@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from elastic_workers import report, worker
 
-from pd.core.messages import RoleState
+from pd.core.messages import NodeHeartbeat, RoleState
 from pd.proxy.role_lease import DecisionLease
 from pd.proxy.roles import RoleBalancer
 
@@ -165,6 +165,60 @@ def test_leases_that_were_dealt_out_end_up_with_one_proxy(
     for node, decider in zip(fleet.nodes, deciders, strict=True):
         node.roles = RoleState(decider=decider)
     assert DecisionLease("me", fleet.nodes).wanted() is wanted
+
+
+def heartbeat(node: Worker, roles: RoleState | None) -> None:
+    beat = NodeHeartbeat(
+        to="me",
+        sender=node.instance_id,
+        ready=True,
+        queued_tokens=0,
+        running=0,
+        roles=roles,
+        answers=node.load.beat(),
+    )
+    node.heard(beat)
+
+
+def start_again(node: Worker, **info: object) -> None:
+    node.lost("it died")
+    assert node.info is not None
+    node.claimed = msgspec.structs.replace(node.info, **info)
+
+
+def test_a_node_that_is_started_again_has_its_own_role() -> None:
+    node = worker("prefill", "node")
+    heartbeat(node, RoleState(role="decode", decider="another", term=1))
+    assert node.role == "decode"
+    start_again(node)
+    heartbeat(node, RoleState())
+    assert node.role == "prefill"
+
+
+def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set() -> None:
+    node = worker("prefill", "node")
+    heartbeat(node, RoleState(role="decode", fixed=True))
+    start_again(node)
+    heartbeat(node, RoleState())
+    assert node.role == "decode" and node.lacks_order
+    # A proxy that did not know of it moved the node first.
+    heartbeat(node, RoleState(role="unified", decider="another", term=1))
+    assert node.role == "decode" and node.lacks_order
+
+
+def test_a_node_that_is_elastic_no_more_has_the_role_with_which_it_was_added() -> None:
+    node = worker("prefill", "node")
+    heartbeat(node, RoleState(role="decode", fixed=True))
+    start_again(node, elastic=False)
+    heartbeat(node, None)
+    assert node.role == "prefill" and not node.role_is_fixed
+
+
+def test_every_proxy_has_an_elastic_node_in_the_role_with_which_it_was_started() -> None:
+    node = worker("prefill", "node")
+    node.role = node.added_as = "decode"
+    heartbeat(node, RoleState())
+    assert node.role == "prefill"
 
 
 def test_only_elastic_nodes_change_their_role(cluster: Cluster) -> None:

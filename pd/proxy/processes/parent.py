@@ -20,7 +20,7 @@ import msgspec
 from pd.core.errors import SetupError, UnavailableError, UsageError
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import Role
-from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker, SetRole
+from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker
 from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import Family, counted, families_from, merge
 from pd.proxy.processes.acceptor import Acceptor
@@ -260,14 +260,15 @@ class ProxyProcesses:
         return merge([self._counted, *(child.families for child in self._serving())])
 
     def _record(self, action: Action, outcome: Outcome) -> None:
-        """Note which nodes children are given that are started from now on."""
-        if isinstance(action, (AddWorker, SetRole)) and outcome.value is not None:
+        """Note which nodes children are given that are started from now on. Nodes tell their roles
+        themselves where these have changed."""
+        if isinstance(action, AddWorker) and outcome.value is not None:
             entry = _ENTRIES.decode(msgspec.msgpack.encode(outcome.value))
-            self._set_nodes(entry.url, entry.role)
+            self._set_nodes(entry.url, action.role)
         elif isinstance(action, RemoveWorker):
             self._set_nodes(action.url, None)
 
-    def _set_nodes(self, url: str, role: Role | None) -> None:
+    def _set_nodes(self, url: str, role: str | None) -> None:
         """Have a node in this role in the configuration, or (None) not at all."""
         self._config = config = copy.copy(self._config)
         for name in get_args(Role):
@@ -276,10 +277,9 @@ class ProxyProcesses:
 
 
 class _Entry(msgspec.Struct):
-    """A node that was added, or that has another role."""
+    """A node that was added."""
 
     url: str
-    role: Role
 
 
 _ENTRIES = msgspec.msgpack.Decoder(_Entry)
