@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import count
+from itertools import compress, count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pd.core.brief import brief
@@ -12,7 +12,7 @@ from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError,
 from pd.proxy.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -219,11 +219,27 @@ class Capacity(NamedTuple):
         return min(self.context_length, self.pool_tokens)
 
 
+def _capacity(group: Sequence[Worker]) -> Capacity:
+    """What a request may need that these nodes serve, of which the last one generates."""
+    infos = [worker.info for worker in group if worker.info is not None]
+    return Capacity(
+        min(info.context_length for info in infos),
+        min(info.pool_tokens for info in infos),
+        infos[-1].pool_tokens,
+    )
+
+
 class Limits(NamedTuple):
-    """Limits of a model's requests, by the routes that they may take."""
+    """Limits of a model's requests.
+
+    Attributes:
+        routes: what requests may need, by the nodes that are there or were.
+        ready: the same by those that are ready.
+    """
 
     model: str
     routes: frozenset[Capacity]
+    ready: frozenset[Capacity]
     vocab_size: int | None
     model_path: str | None
     sampling_defaults: SamplingDefaults
@@ -257,18 +273,21 @@ class Limits(NamedTuple):
         if explicit and not any(route.holds(num_tokens, max_tokens) for route in self.routes):
             raise InvalidRequestError(
                 f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) need more KV than the "
-                f"nodes' KV pools hold: {self._most_for(num_tokens)} tokens",
+                f"nodes' KV pools hold: {_most_for(num_tokens, self.routes)} tokens",
                 param="max_tokens",
             )
 
     def default_max_tokens(self, num_tokens: int, wanted: int | None) -> int:
-        """``max_tokens`` for a client that named none: ``wanted``, as far as there is room."""
-        room = max(1, self._most_for(num_tokens) - num_tokens)
+        """``max_tokens`` for a client that named none: ``wanted``, as far as there is room at
+        present, or else where the nodes that are gone come back."""
+        most = _most_for(num_tokens, self.ready) or _most_for(num_tokens, self.routes)
+        room = max(1, most - num_tokens)
         return room if wanted is None else min(wanted, room)
 
-    def _most_for(self, num_tokens: int) -> int:
-        """Tokens of a prompt of this size and its answer, at most."""
-        return max((route.total for route in self.routes if num_tokens <= route.prompt), default=0)
+
+def _most_for(num_tokens: int, routes: Iterable[Capacity]) -> int:
+    """Tokens of a prompt of this size and its answer, at most; 0 if nothing holds the prompt."""
+    return max((route.total for route in routes if num_tokens <= route.prompt), default=0)
 
 
 class Route(NamedTuple):
@@ -349,16 +368,20 @@ class Router:
                 f"there is no model {brief(model)}; served: {', '.join(models)}", param="model"
             )
         name = model or models[0]
-        found = [
-            (capacity, w.info)
+        groups = [
+            group
             for w in self._workers
             if w.info and w.info.model == name and w.computes_prompts
-            for capacity in self._capacities(w)
+            for group in self._groups(w)
         ]
-        _, info = max(found, key=lambda each: each[0])
+        routes = [_capacity(group) for group in groups]
+        info = groups[routes.index(max(routes))][0].info
+        assert info is not None
+        are_ready = [all(worker.ready for worker in group) for group in groups]
         return Limits(
             name,
-            frozenset(capacity for capacity, _ in found),
+            frozenset(routes),
+            frozenset(compress(routes, are_ready)),
             info.vocab_size,
             info.model_path,
             info.sampling_defaults,
@@ -545,21 +568,11 @@ class Router:
         """Nodes that can generate the answers to prompts of this one."""
         return [d for d in self._workers if d is not first and d.receives and _fit(first, d)]
 
-    def _capacities(self, first: Worker) -> list[Capacity]:
-        """What requests may need whose prompts this node computes. An elastic node that generates
-        their answers could do the same alone."""
+    def _groups(self, first: Worker) -> list[list[Worker]]:
+        """Nodes that could serve a request whose prompt this one computes. With another elastic
+        node an elastic one can do no more than either alone."""
         partners = self._matching(first) if first.sends else []
         if first.elastic:
             partners = [partner for partner in partners if not partner.elastic]
         groups = [[first, decode] for decode in partners]
-        if first.serves_alone or not groups:
-            groups.append([first])
-        return [
-            Capacity(
-                min(info.context_length for info in infos),
-                min(info.pool_tokens for info in infos),
-                infos[-1].pool_tokens,
-            )
-            for group in groups
-            if (infos := [worker.info for worker in group if worker.info])
-        ]
+        return [*groups, [first]] if first.serves_alone or not groups else groups

@@ -244,6 +244,16 @@ class TestRouter:
         assert limits.default_max_tokens(40, None) == 360
         assert limits.default_max_tokens(41, None) == 159
 
+    def test_a_client_that_names_no_length_gets_one_that_fits_what_is_ready(self) -> None:
+        large = worker("decode", "large", pages=Pages(100))
+        router = self.router(worker("prefill", "p"), worker("decode", "d", pages=Pages(10)), large)
+        assert router.limits("m").default_max_tokens(30, None) == 370
+        large.alive = False
+        limits = router.limits("m")
+        assert limits.default_max_tokens(30, None) == 10
+        assert limits.default_max_tokens(50, None) == 350, "it waits for the large one"
+        limits.check_prompt(30, 370, explicit=True)
+
     def test_an_answer_is_generated_only_where_it_fits(self) -> None:
         """The last token needs no KV."""
         small = worker("decode", "small", pages=Pages(101))
