@@ -174,14 +174,21 @@ def test_a_process_that_dies_fails_its_own_requests_and_is_replaced(
         later = Cluster(stack, model_dir).node("decode")
         two.post("/workers", role="decode", url=later.url)
         total = "pd_proxy_requests_total{"
-        (dying, _), (living, generate) = two.one_in_each(rid=None, stream=True, incremental=True)
+        streams = two.one_in_each(rid=None, stream=True, incremental=True)
+        (dying, _), (living, generate) = streams
+        tokens = two.metric("pd_proxy_output_tokens_total ")
+        for _, each in streams:
+            two.node.say(each, [40])
+        wait_until(lambda: two.metric("pd_proxy_output_tokens_total ") == tokens + 2, WAIT)
         before = two.metric(total)
         victim = two.parent.children[0]
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
             dying.result(WAIT)
-        two.finish(generate)
-        assert read_events(living.result(WAIT))[-1] == "DONE"
+        two.node.say(generate, [41], position=1, finish=Finish("length"))
+        events = read_events(living.result(WAIT))
+        assert [token for event in events[:-1] for token in event["output_ids"]] == [40, 41]
+        assert events[-1] == "DONE"
         assert two.metric(total) >= before
 
         def replaced() -> bool:

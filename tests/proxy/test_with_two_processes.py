@@ -20,6 +20,10 @@ TESTS = Path(__file__).parents[1]
     [
         "proxy/test_proxy_lifecycle.py",
         "proxy/test_proxy_completions.py",
+        "proxy/test_proxy_chat.py",
+        "proxy/test_proxy_choices.py",
+        "proxy/test_proxy_reasoning.py",
+        "proxy/test_proxy_stream_interval.py",
         "proxy/test_proxy_openai_client.py",
         "security/test_rids.py",
     ],
