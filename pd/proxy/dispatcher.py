@@ -465,7 +465,8 @@ class Dispatcher:
         if generation.finished and generation.awaits_first:
             # The decode node was faster than what the first node said long before (two connections
             # have no common order), and that is still needed for usage and log probabilities.
-            asyncio.get_running_loop().call_later(LINGER_SECONDS, self._settle, generation)
+            loop = asyncio.get_running_loop()
+            generation.linger = loop.call_later(LINGER_SECONDS, self._settle, generation)
 
     def _deliver_held(self, generation: Generation) -> None:
         """What only the first node knows is there, or is not waited for: pass on what waits for
@@ -486,7 +487,7 @@ class Dispatcher:
 
     def _settle(self, generation: Generation) -> None:
         """All choices have ended and the first node has said what it knows, or never will."""
-        if generation.done:
+        if generation.done or not generation.finished:
             return
         if (missing := generation.missing_prompt_logprobs) is not None:
             for attempt in list(generation.attempts):
@@ -521,6 +522,7 @@ class Dispatcher:
     def _close(self, generation: Generation) -> None:
         """Remove a generation from the records; no other method does."""
         generation.done = True
+        generation.stop_lingering()
         generation.job.num_done += 1
         generation.finished_at = time.monotonic()
         self._uncount(generation.spec)

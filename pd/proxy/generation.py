@@ -15,6 +15,8 @@ from pd.proxy.stop_strings import StopMatcher
 from pd.proxy.tokenizer import new_detokenizer
 
 if TYPE_CHECKING:
+    from asyncio import TimerHandle
+
     import numpy as np
     import numpy.typing as npt
 
@@ -282,6 +284,7 @@ class Generation:
         held: new tokens that the job does not know of yet, since log probabilities of the prompt
             go before them.
         unannounced: choices whose end the job does not know yet.
+        linger: ends the wait of a finished answer for what only the first node knows.
         lacks_prompt_logprobs: whether log probabilities of the prompt were asked for and are not
             complete.
         cached_tokens: as the first attempt that said so.
@@ -304,6 +307,7 @@ class Generation:
         "holder",
         "job",
         "lacks_prompt_logprobs",
+        "linger",
         "number",
         "predicted_cached",
         "predicted_ttft",
@@ -332,6 +336,7 @@ class Generation:
         self.predicted_cached: int | None = None
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
+        self.linger: TimerHandle | None = None
         self.lacks_prompt_logprobs = self._num_prompt_logprobs > 0
         self._reporting: Attempt | None = None
         self._stages: dict[str, Stages] = {}
@@ -377,11 +382,18 @@ class Generation:
 
     def begin_again(self) -> None:
         """Forget what came, of which the client knows nothing."""
+        self.stop_lingering()
         self.choices = [Choice(self, index) for index in range(self.spec.params.n)]
         self.prompt_logprobs.clear()
         self.lacks_prompt_logprobs = self._num_prompt_logprobs > 0
         self.unannounced.clear()
         self.held.clear()
+
+    def stop_lingering(self) -> None:
+        """The answer has not ended, or waits no longer."""
+        if self.linger is not None:
+            self.linger.cancel()
+            self.linger = None
 
     def note_facts(self, attempt: Attempt, output: Output, *, from_first: bool) -> None:
         """Keep what the first attempt that has output says beside tokens."""

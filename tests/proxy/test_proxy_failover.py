@@ -220,6 +220,28 @@ def test_what_the_client_has_not_seen_begins_again(cluster: Cluster) -> None:
     assert len(meta["output_token_logprobs"]) == len(TOKENS)
 
 
+def test_an_answer_that_begins_again_has_all_the_time_of_the_new_nodes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill node fails behind the end of the answer, while its log probabilities of the
+    prompt are waited for."""
+    monkeypatch.setattr("pd.proxy.dispatcher.LINGER_SECONDS", linger := 0.4)
+    asked = Asked(two_pairs(cluster), {}, return_logprob=True, logprob_start_len=0)
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    decode.say(first, TOKENS, logprobs=decode.logprobs(TOKENS, 0), finish=Finish("length"))
+    prefill.fail(first, "node_failed")
+    other, second = next_of(cluster.prefill, prefill)
+    last, _ = newest_of(cluster.decode, {first.room})
+    other.reply(second)
+    asked.wait_tokens(1)
+    time.sleep(2 * linger)
+    last.say(second, TOKENS, logprobs=last.logprobs(TOKENS, 0), finish=Finish("length"))
+    result = asked.result()
+    assert result["output_ids"] == TOKENS
+    assert len(result["meta_info"]["failovers"]) == 1
+
+
 def test_a_grammar_forces_behind_token_1_what_it_forced_before(cluster: Cluster) -> None:
     """The decode node adds forced tokens when it has token 1, so that one is asked for again."""
     asked = Asked(two_pairs(cluster), {"regex": "a*"})
