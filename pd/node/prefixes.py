@@ -6,22 +6,25 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd.core.messages import LEASE_SECONDS, PREFIXES_UNWANTED, PrefixEvents
+from pd.core.messages import LEASE_SECONDS, PREFIXES_UNKNOWN, PREFIXES_UNWANTED, PrefixEvents
 from pd.radix.prefix_log import PrefixLog
 
 if TYPE_CHECKING:
     from pd.scheduling.core import NodeCore
 
-# A proxy whose number lags behind for so long has lost a report.
+# A proxy whose number lags behind for so long has lost a report. It gets no two snapshots within
+# this time.
 _RESEND_SECONDS = 2.0
 
 
 @dataclass
 class _Reader:
-    """A proxy that gets reports: when it last said that it lives, and when it was last sent one."""
+    """A proxy that gets reports: when it last said that it lives, when it was last sent one, and
+    when a snapshot."""
 
     heard: float
     sent: float
+    snapshot: float
 
 
 class PrefixReports:
@@ -46,10 +49,14 @@ class PrefixReports:
         reader = self._readers.get(proxy)
         if reader is not None:
             reader.heard = now
-            if known == self._number or now - reader.sent < _RESEND_SECONDS:
+            # NOTE: a proxy that lost a batch says that it knows nothing as soon as another comes,
+            # so only a number that lags behind may be due to what is under way.
+            asked = known == PREFIXES_UNKNOWN
+            since = reader.snapshot if asked else reader.sent
+            if known == self._number or now - since < _RESEND_SECONDS:
                 return
         self.flush(now)
-        self._readers[proxy] = _Reader(now, now)
+        self._readers[proxy] = _Reader(now, now, now)
         self._post(proxy, self._core.memory.radix.hashes(), b"", snapshot=True)
 
     def flush(self, now: float) -> None:

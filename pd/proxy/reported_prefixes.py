@@ -44,7 +44,8 @@ class ReportedPrefixes:
         return len(self._held) * self._page_size
 
     def apply(self, events: PrefixEvents) -> None:
-        """Take a batch or a snapshot. After a gap nothing is believed until a snapshot comes."""
+        """Take a batch or a snapshot. After a gap no batch is taken until a snapshot comes; what
+        was held before the gap, most of which still is, counts meanwhile."""
         if events.snapshot:
             self._held = set()
         elif events.number != self.number + 1 or self.number == PREFIXES_UNKNOWN:

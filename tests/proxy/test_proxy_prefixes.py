@@ -39,9 +39,11 @@ def test_what_was_just_sent_counts_until_it_is_reported_or_evicted() -> None:
     assert known.match(tokens(*range(20)), "") == 12
 
 
-def test_nothing_is_believed_after_a_lost_batch_until_a_snapshot_comes() -> None:
+def test_no_batch_is_taken_after_a_lost_one_until_a_snapshot_comes() -> None:
     known = ReportedPrefixes(PAGE, 100)
     node = ReportingCache(100, known)
+    node.use(tokens(*range(100, 120)))
+    node.snapshot()
     node.use(tokens(*range(20)))
     node.report()  # lost
     node.use(tokens(*range(50, 70)))
@@ -49,6 +51,8 @@ def test_nothing_is_believed_after_a_lost_batch_until_a_snapshot_comes() -> None
     assert late is not None
     known.apply(late)
     assert known.number == PREFIXES_UNKNOWN
+    assert known.match(tokens(*range(50, 70)), "") == 0
+    assert known.match(tokens(*range(100, 120)), "") == 20
     node.snapshot()
     assert known.number == node.number
     assert known.match(tokens(*range(20)), "") == known.match(tokens(*range(50, 70)), "") == 20
