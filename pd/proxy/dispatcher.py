@@ -130,11 +130,11 @@ class Dispatcher:
                 "again later"
             )
 
-    def _count(self, num_choices: int, num_tokens: int) -> None:
+    def _count(self, job: Job, num_choices: int, num_tokens: int) -> None:
         """Count prompts that were admitted. Raises QueueFullError if another process of the proxy
         admitted others at the same moment, and all would be too many."""
         self._ledger.add(num_choices, num_tokens)
-        if self._ledger.is_shared:
+        if self._ledger.is_shared and not job.is_probe:
             try:
                 self._check_room(0, 0)
             except QueueFullError:
@@ -144,17 +144,19 @@ class Dispatcher:
     @contextmanager
     def run(self, job: Job, specs: list[Spec], timeout: float | None) -> Iterator[Job]:
         """Serve these prompts while the context is open; leaving it aborts what is unfinished.
-        :meth:`start` sends them.
+        :meth:`start` sends them. A probe is admitted to a full queue: the node that it may let back
+        in is what shortens the queue.
 
         Raises UnavailableError, QueueFullError or InvalidRequestError (a rid that is in use) before
         any node has seen anything.
         """
         num_choices = sum(spec.params.n for spec in specs)
         num_tokens = sum(len(spec.token_ids) for spec in specs)
-        self.check_admission(num_choices, num_tokens)
+        if not job.is_probe:
+            self.check_admission(num_choices, num_tokens)
         rids = self._take_rids(job, specs)
         try:
-            self._count(num_choices, num_tokens)
+            self._count(job, num_choices, num_tokens)
         except QueueFullError:
             self._rids -= rids
             raise

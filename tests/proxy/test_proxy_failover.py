@@ -580,6 +580,29 @@ def test_a_node_that_fails_its_requests_is_taken_out_until_a_probe_succeeds(
     assert len(bad.generates) == FAILURES + 2
 
 
+def test_a_node_is_probed_while_the_queue_is_full(cluster: Cluster) -> None:
+    bad, good = (cluster.node("unified", auto=False) for _ in range(2))
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_queue=1)
+    wait_for_all(client)
+    served = 0
+    while True:
+        failed = len(bad.generates)
+        asked = Asked(client, {})
+        wait_until(lambda: len(bad.generates) > failed or len(good.generates) > served)  # noqa: B023
+        if len(bad.generates) > failed:
+            bad.fail(bad.generates[-1], "node_failed")
+        request = good.wait_generate(served + 1)
+        if problem_of(client, bad):
+            break  # the last answer, which fills the queue, is not sent yet
+        served += 1
+        good.reply(request)
+        asked.result()
+    bad.reply(bad.wait_generate(FAILURES + 1))
+    wait_for_all(client)
+    good.reply(request)
+    asked.result()
+
+
 @pytest.mark.parametrize("culprit", ["prefill", "decode"])
 def test_the_half_that_fails_with_every_partner_is_taken_out(
     cluster: Cluster, culprit: str
