@@ -50,6 +50,7 @@ class History(NamedTuple):
         died_at: tokens of the longest choice at the last of these; None stands for those with
             which the attempt begins.
         avoided: nodes on which they were lost.
+        apart: pairs of nodes, in either order, between which the KV of one of them did not travel.
         moves: how many of them their nodes gave back before they had begun.
     """
 
@@ -58,6 +59,7 @@ class History(NamedTuple):
     deaths: tuple[Death, ...] = ()
     died_at: int | None = 0
     avoided: frozenset[Worker] = frozenset()
+    apart: frozenset[tuple[Worker, Worker]] = frozenset()
     moves: int = 0
 
     @property

@@ -109,9 +109,12 @@ class Attempts:
         preferred: Worker | None = None,
         occupied: frozenset[Worker] = frozenset(),
     ) -> Route:
-        model, avoided = attempt.generation.spec.model, attempt.history.avoided | occupied
+        model, history = attempt.generation.spec.model, attempt.history
+        avoided = history.avoided | occupied
         try:
-            return self._router.route(model, demand, preferred=preferred, avoided=avoided)
+            return self._router.route(
+                model, demand, preferred=preferred, avoided=avoided, apart=history.apart
+            )
         except UnavailableError:
             if not attempt.asked.produced:
                 raise

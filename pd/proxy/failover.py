@@ -105,7 +105,11 @@ class Failovers:
             for node in attempt.nodes:
                 if fault == "pair" or (node is worker) == (fault == "node"):
                     node.breaker.failed([attempt], error.message)
-        self.lost(attempt, error)
+        apart = attempt.history.apart
+        if fault != "node" and attempt.first is not None and attempt.decode is not None:
+            first, decode = attempt.first, attempt.decode
+            apart |= {(first, decode), (decode, first)}
+        self.lost(attempt, error, apart=apart)
 
     def step_failed(self, attempts: list[Attempt], worker: Worker, error: NodeFailedError) -> None:
         """A node could not compute a step in which these attempts were."""
@@ -122,12 +126,13 @@ class Failovers:
         at: Worker | None = None,
         *,
         deaths: tuple[Death, ...] | None = None,
+        apart: frozenset[tuple[Worker, Worker]] | None = None,
     ) -> None:
         """An attempt is over without success: go on elsewhere, or fail its generation.
 
         Args:
             at: the node that failed; None if it may have been any.
-            deaths: see :class:`pd.proxy.attempt.History`; None if no other node died.
+            deaths, apart: see :class:`pd.proxy.attempt.History`; None if there are no others.
         """
         if not self._is_wanted(attempt):
             return
@@ -146,6 +151,8 @@ class Failovers:
         )
         if deaths is not None:
             history = history._replace(deaths=deaths, died_at=None)
+        if apart is not None:
+            history = history._replace(apart=apart)
         self._go_on(attempt, error, history)
 
     def _move(self, attempt: Attempt, worker: Worker) -> None:

@@ -399,12 +399,14 @@ class Router:
         *,
         preferred: Worker | None = None,
         avoided: frozenset[Worker] = frozenset(),
+        apart: frozenset[tuple[Worker, Worker]] = frozenset(),
     ) -> Route:
         """Choose nodes. Raises UnavailableError if none can serve this now.
 
         Args:
             preferred: the node that computes the prompt, whatever the policy says, if it can.
             avoided: nodes that are taken only if there are no others.
+            apart: pairs of which the same holds; a node that serves alone is better.
         """
         firsts = self._firsts(model, demand)
         if not firsts:
@@ -418,10 +420,10 @@ class Router:
             )
         if (
             preferred is None
-            and (route := self._predicted(model, firsts, demand, avoided)) is not None
+            and (route := self._predicted(model, firsts, demand, avoided, apart)) is not None
         ):
             return route
-        return self._by_roles(firsts, demand, preferred, avoided)
+        return self._by_roles(firsts, demand, preferred, avoided, apart)
 
     def shortest_queue(self, source: Worker) -> float | None:
         """Seconds for which a prompt would wait at the least loaded elastic node of the same model
@@ -473,7 +475,12 @@ class Router:
         ]
 
     def _predicted(
-        self, model: str, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
+        self,
+        model: str,
+        firsts: Sequence[Worker],
+        demand: Demand,
+        avoided: frozenset[Worker],
+        apart: frozenset[tuple[Worker, Worker]],
     ) -> Route | None:
         """The route with the best prediction; None where some node does not report what that
         takes, so that nothing can be said of a choice with it."""
@@ -481,7 +488,11 @@ class Router:
         if self._predictor is None or not all(worker.elastic for worker in (*firsts, *seconds)):
             return None
         firsts, seconds = _without(avoided, firsts), _without(avoided, seconds)
-        best = self._predictor.choose(firsts, seconds, demand, _fit)
+
+        def fit(first: Worker, second: Worker) -> bool:
+            return (first, second) not in apart and _fit(first, second)
+
+        best = self._predictor.choose(firsts, seconds, demand, fit)
         if best is None:
             return None
         reasons = [(best.first, best.way)]
@@ -495,6 +506,7 @@ class Router:
         demand: Demand,
         preferred: Worker | None,
         avoided: frozenset[Worker],
+        apart: frozenset[tuple[Worker, Worker]],
     ) -> Route:
         """The policy's choice among the nodes that have the roles, or else can do what they do."""
         prompt = demand.prompt
@@ -509,10 +521,11 @@ class Router:
         if suffices and (first.role == "unified" or demand.output <= 1):
             return Route(first, None, reasons)
         partners = _without(avoided, self._partners(first, demand.length, demand.output))
-        in_role = [worker for worker in partners if worker.role == "decode"]
+        joined = [worker for worker in partners if (first, worker) not in apart]
+        in_role = [worker for worker in joined if worker.role == "decode"]
         if suffices and not in_role:
             return Route(first, None, reasons)
-        decode, reason = self.policy.decode(in_role or partners, prompt)
+        decode, reason = self.policy.decode(in_role or joined or partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
 
     def route_alone(
