@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Output
     from pd.core.sampling_params import SamplingParams
+    from pd.proxy.breaker import Breaker
     from pd.proxy.generation import Choice, Generation
     from pd.proxy.prediction import Predicted
     from pd.proxy.suspicion import Death, Request
@@ -84,6 +85,7 @@ class Attempt:
         first: the node that computes the prompt (prefill or unified), or a decode node that
             computes a resumed request alone; None until nodes are chosen.
         decode: the node that generates the rest, if another one.
+        hand_off: breaker of the pair; None if its nodes are blamed one by one.
         asked: what the nodes are to compute.
         predicted: what the nodes were chosen by; None if the policy chose by roles.
         begun: whether the first node has said that it computes the prompt.
@@ -103,6 +105,7 @@ class Attempt:
         "decode_spoke",
         "first",
         "generation",
+        "hand_off",
         "history",
         "is_whole",
         "predicted",
@@ -125,6 +128,7 @@ class Attempt:
         self.room = secrets.token_bytes(ROOM_BYTES)
         self.first: Worker | None = None
         self.decode: Worker | None = None
+        self.hand_off: Breaker | None = None
         self.is_whole = is_whole
         self.asked = _all_choices(generation) if is_whole else _one_choice(generation, choices[0])
         self._begins_at = 0 if is_whole else len(choices[0].output_ids)

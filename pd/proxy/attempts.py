@@ -71,6 +71,10 @@ class Attempts:
         demand = demand_of(attempt)
         attempt.first, attempt.decode = route.first, route.decode
         attempt.predicted = route.predicted
+        if route.decode is not None:
+            attempt.hand_off = route.first.hand_off_to(route.decode)
+            if attempt.hand_off is not None:
+                attempt.hand_off.began(attempt)
         generation.holder = route.decode or route.first
         cached = route.first.tree.match(*demand.prompt) if route.first.tree else 0
         attempt.uncached_tokens = len(asked.token_ids) - cached
@@ -211,6 +215,8 @@ class Attempts:
         self._rooms.pop(attempt.room, None)
         if attempt.first is not None:
             self._uncount(attempt, attempt.first)
+        if attempt.hand_off is not None:
+            attempt.hand_off.ended(attempt)
         for worker in attempt.nodes:
             worker.active.pop(attempt, None)
             worker.breaker.ended(attempt)

@@ -30,11 +30,12 @@ from pd.proxy.failover import Failovers
 from pd.proxy.generation import Generation, Spec
 from pd.proxy.job import Job
 from pd.proxy.moves import Moves
-from pd.proxy.routing import Prompt, Router
+from pd.proxy.routing import Prompt, Router, probe_route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from pd.proxy.breaker import Breaker
     from pd.proxy.generation import Choice
     from pd.proxy.ledger import Ledger
     from pd.proxy.metrics import Metrics
@@ -90,7 +91,7 @@ class Dispatcher:
         )
         # Names of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
-        self._probes: dict[Worker, asyncio.Task[None]] = {}
+        self._probes: dict[Breaker, asyncio.Task[None]] = {}
         # Jobs with news in the messages that were received since :meth:`deliver`.
         self._told: dict[Job, None] = {}
         self._is_receiving = False
@@ -285,24 +286,26 @@ class Dispatcher:
         self._failovers.heard_from(worker)
         self._moves.look(worker)
         if worker.breaker.awaits_probe and worker.could_serve:
-            self._probe(worker)
+            self._probe(worker.breaker, self._router.route_to(worker))
+        for other, hand_off in worker.hand_offs.items():
+            if hand_off.awaits_probe and worker.ready and other.ready:
+                self._probe(hand_off, probe_route(worker, other))
 
-    def _probe(self, worker: Worker) -> None:
-        """Ask a node that a breaker took out for two tokens."""
-        route = self._router.route_to(worker)
-        if route is None or worker.info is None or worker in self._probes or self.draining:
+    def _probe(self, breaker: Breaker, route: Route | None) -> None:
+        """Ask nodes for two tokens, by which a breaker lets in what it took out."""
+        if route is None or route.first.info is None or breaker in self._probes or self.draining:
             return
         spec = Spec(
             rid=f"probe-{secrets.token_hex(8)}",
-            model=worker.info.model,
+            model=route.first.info.model,
             token_ids=np.zeros(1, np.int32),
             params=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
             text_model=None,
         )
         job = Job(spec.rid, "probe", is_probe=True)
         task = asyncio.create_task(self._run_probe(job, spec, route))
-        self._probes[worker] = task
-        task.add_done_callback(lambda _: self._probes.pop(worker))
+        self._probes[breaker] = task
+        task.add_done_callback(lambda _: self._probes.pop(breaker))
 
     async def _run_probe(self, job: Job, spec: Spec, route: Route) -> None:
         try:
@@ -436,6 +439,8 @@ class Dispatcher:
         if attempt.decode_spoke or attempt.decode is None or attempt.finished:
             for node in attempt.nodes:
                 node.breaker.succeeded(attempt)
+        if attempt.decode_spoke and attempt.hand_off is not None:
+            attempt.hand_off.succeeded(attempt)
         if attempt.history.deaths:
             self._failovers.got_output(attempt)
         if added:

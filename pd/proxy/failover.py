@@ -98,13 +98,10 @@ class Failovers:
         """A node ended an attempt without success.
 
         Args:
-            fault: the node at fault, as this one says. If it is one of both, both are blamed: with
-                other partners, only the one at fault goes on failing.
+            fault: the node at fault, as this one says.
         """
         if self._max_failovers and isinstance(error, NodeFailedError):
-            for node in attempt.nodes:
-                if fault == "pair" or (node is worker) == (fault == "node"):
-                    node.breaker.failed([attempt], error.message)
+            _blame(attempt, worker, fault, error.message)
         apart = attempt.history.apart
         if fault != "node" and attempt.first is not None and attempt.decode is not None:
             first, decode = attempt.first, attempt.decode
@@ -284,6 +281,25 @@ class Failovers:
         elif worker.leaving:
             for attempt in list(worker.active):
                 self._move(attempt, worker)
+
+
+def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
+    """Tell breakers of a failure that a node reports.
+
+    An elastic node can serve without its peer, so the breaker of the pair counts what a node says
+    of its peer or of both. Without such a node both are blamed for the latter: with other partners,
+    only the one at fault goes on failing.
+    """
+    if fault != "node" and attempt.hand_off is not None:
+        was_in = attempt.hand_off.lets_in
+        attempt.hand_off.failed([attempt], reason)
+        if was_in and not attempt.hand_off.lets_in:
+            urls = " to ".join(node.url for node in attempt.nodes)
+            log.warning("nothing is handed off from %s: %s", urls, attempt.hand_off.problem)
+        return
+    for node in attempt.nodes:
+        if fault == "pair" or (node is worker) == (fault == "node"):
+            node.breaker.failed([attempt], reason)
 
 
 def _successors(attempt: Attempt, history: History) -> list[Attempt]:

@@ -427,5 +427,7 @@ class WorkerPool:
         if worker.alive:
             self._heartbeats.remove(worker.instance_id)
         worker.lost(reason)
+        for other in self.workers:
+            other.partner_lost(worker)
         self._on_lost(worker, reason, died)
         self._on_change()

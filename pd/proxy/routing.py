@@ -183,12 +183,12 @@ def make_policy(name: str) -> Policy:
 
 def _fit(first: Worker, second: Worker) -> bool:
     """Whether KV can travel from one node to the other, as far as can be seen from here."""
-    if first.info is None or second.info is None:
+    if first.info is None or second.info is None or not first.hands_off_to(second):
         return False
     return first.info.difference(second.info) is None
 
 
-# Reason of routes that probe a node.
+# Reason of routes that probe a node or a pair.
 PROBE = "probe"
 
 
@@ -307,6 +307,11 @@ class Route(NamedTuple):
             self.first.load.prompt_sent(self.predicted.prefill)
         if demand.output > 1:
             (self.decode or self.first).load.stream_sent(demand.streams, demand.tokens)
+
+
+def probe_route(first: Worker, decode: Worker) -> Route:
+    """The route of a probe of a pair."""
+    return Route(first, decode, [(first, PROBE), (decode, PROBE)])
 
 
 def _without(avoided: frozenset[Worker], workers: Sequence[Worker]) -> list[Worker]:
@@ -559,7 +564,7 @@ class Router:
             return None
         partner = min(partners, key=lambda partner: (not partner.ready, partner.decode_load))
         first, decode = (worker, partner) if worker.role == "prefill" else (partner, worker)
-        return Route(first, decode, [(first, PROBE), (decode, PROBE)])
+        return probe_route(first, decode)
 
     def _can_start(self, worker: Worker, size: int, output: int) -> bool:
         """Whether a node may compute a prompt of this size, with an answer of so many tokens."""

@@ -128,6 +128,8 @@ class Worker:
         pending_tokens: prompt tokens sent here whose first output token has not come back.
         leaving, stuck: as it says, see :class:`pd.core.messages.NodeHeartbeat`.
         breaker: takes it out while it fails its requests.
+        hand_offs: breakers of its pairs with nodes to which it sends KV, where one of the two is
+            elastic and so can serve without the other.
         linked: prefill nodes to which this decode node has made its links; None if it does not say.
         tree: prefixes that it presumably holds, kept by the cache-aware policy; of an elastic node
             those that it reports.
@@ -161,6 +163,7 @@ class Worker:
         self.pending_tokens = 0
         self.leaving = self.stuck = False
         self.breaker = Breaker()
+        self.hand_offs: dict[Worker, Breaker] = {}
         self.linked: list[str] | None = None
         self.tree: PrefixTree | ReportedPrefixes | None = None
         self.load = LoadEstimate()
@@ -219,6 +222,21 @@ class Worker:
     def serves_alone(self) -> bool:
         """Whether it can serve a request from the prompt to the last token."""
         return self.role == "unified" or self.elastic
+
+    def hand_off_to(self, other: Worker) -> Breaker | None:
+        """The breaker of the pair with another node; None if failures count for the nodes."""
+        if not self.elastic and not other.elastic:
+            return None
+        return self.hand_offs.setdefault(other, Breaker())
+
+    def hands_off_to(self, other: Worker) -> bool:
+        """Whether KV may be sent to another node, as far as the last times tell."""
+        return other not in self.hand_offs or self.hand_offs[other].lets_in
+
+    def partner_lost(self, partner: Worker) -> None:
+        """Another node has ended, or was restarted: failures with it say nothing of the next
+        instance."""
+        self.hand_offs.pop(partner, None)
 
     def can_take(self, prompt_tokens: int, new_tokens: int = 1) -> bool:
         """Whether a new request may go there of which it has to hold the prompt and, if it is to
@@ -291,6 +309,7 @@ class Worker:
     def lost(self, problem: str) -> None:
         self.alive = self.accepting = self.leaving = self.stuck = False
         self.breaker = Breaker()
+        self.hand_offs.clear()
         self.load, self.roles = LoadEstimate(), None
         self._answered = self._ordered = 0
         self.queued_tokens = self.running = self.pending_tokens = 0
