@@ -150,6 +150,10 @@ class Attempt:
             return [] if self.first is None else [self.first]
         return [self.decode] if self.first is None else [self.first, self.decode]
 
+    def partner_of(self, node: Worker) -> Worker | None:
+        """The other one of its nodes."""
+        return self.first if node is self.decode else self.decode
+
     @property
     def prompt_computed(self) -> bool:
         """Whether the first token of every choice came from the node that computes the prompt."""

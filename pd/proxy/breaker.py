@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.stuck = False
         self._clock = clock
-        self._failures = 0
+        # By the partner that may be at fault as well; None where it is this node alone.
+        self._failures = Counter[object]()
         self._last_failure = ""
         self._pause = FIRST_PAUSE
         # When the next request may probe the node; None while it is in.
@@ -56,7 +58,8 @@ class Breaker:
             return STUCK
         if self._out_until is None:
             return ""
-        return f"taken out after {self._failures} failures in a row, the last: {self._last_failure}"
+        count = self._failures.total()
+        return f"taken out after {count} failures in a row, the last: {self._last_failure}"
 
     def began(self, attempt: object) -> None:
         """A request was sent to the node."""
@@ -68,21 +71,36 @@ class Breaker:
         if self._probe is attempt:
             self._probe = None
 
-    def failed(self, attempts: Iterable[object], reason: str) -> None:
-        """Requests failed together, by the node's fault."""
-        self._failures += 1
+    def failed(
+        self, attempts: Iterable[object], reason: str, partner: object | None = None
+    ) -> None:
+        """Requests failed together, by the node's fault.
+
+        Args:
+            partner: the other node of their pair, if the fault may be that one's.
+        """
+        self._failures[partner] += 1
         self._last_failure = reason
         if self._out_until is not None:
             if self._probe is None or self._probe not in attempts:
                 return
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        elif self._failures < FAILURES:
+        elif self._failures.total() < FAILURES:
             return
         self._out_until = self._clock() + self._pause
 
     def succeeded(self, attempt: object) -> None:
         """The node has done its part of a request."""
         if self._failures and (self._out_until is None or attempt is self._probe):
-            self._failures = 0
-            self._pause = FIRST_PAUSE
-            self._out_until = self._probe = None
+            self._failures.clear()
+            self._let_in()
+
+    def partner_lost(self, partner: object) -> None:
+        """Another node has ended, or was restarted: failures with it say nothing of the next
+        instance."""
+        if self._failures.pop(partner, 0) and self._failures.total() < FAILURES:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        self._pause = FIRST_PAUSE
+        self._out_until = self._probe = None

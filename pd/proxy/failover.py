@@ -299,7 +299,8 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
         return
     for node in attempt.nodes:
         if fault == "pair" or (node is worker) == (fault == "node"):
-            node.breaker.failed([attempt], reason)
+            partner = None if fault == "node" else attempt.partner_of(node)
+            node.breaker.failed([attempt], reason, partner)
 
 
 def _successors(attempt: Attempt, history: History) -> list[Attempt]:

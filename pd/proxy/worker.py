@@ -234,8 +234,8 @@ class Worker:
         return other not in self.hand_offs or self.hand_offs[other].lets_in
 
     def partner_lost(self, partner: Worker) -> None:
-        """Another node has ended, or was restarted: failures with it say nothing of the next
-        instance."""
+        """Another node has ended, or was restarted."""
+        self.breaker.partner_lost(partner)
         self.hand_offs.pop(partner, None)
 
     def can_take(self, prompt_tokens: int, new_tokens: int = 1) -> bool:

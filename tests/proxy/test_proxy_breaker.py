@@ -85,6 +85,33 @@ def test_a_probe_that_ends_without_a_result_makes_room_for_another(
     assert breaker.awaits_probe
 
 
+def test_failures_with_a_partner_that_is_replaced_are_forgotten(
+    breaker: Breaker, clock: Clock
+) -> None:
+    for number in range(FAILURES):
+        breaker.failed([number], "why", "partner")
+    clock.now += FIRST_PAUSE
+    breaker.began("probe")
+    breaker.failed(["probe"], "why", "another partner")
+    breaker.ended("probe")
+    breaker.partner_lost("another partner")
+    assert not breaker.lets_in
+    breaker.partner_lost("partner")
+    assert breaker.lets_in and not breaker.problem
+    fail(breaker, FAILURES)
+    clock.now += FIRST_PAUSE
+    assert breaker.awaits_probe, "the pause is the first one again"
+
+
+def test_failures_of_its_own_keep_a_node_out_whatever_becomes_of_its_partner(
+    breaker: Breaker,
+) -> None:
+    breaker.failed(["one"], "why", "partner")
+    fail(breaker, FAILURES)
+    breaker.partner_lost("partner")
+    assert not breaker.lets_in
+
+
 def test_a_stuck_node_is_out_until_its_step_ends(breaker: Breaker, clock: Clock) -> None:
     breaker.stuck = True
     clock.now += 1000

@@ -636,6 +636,23 @@ def test_the_half_that_fails_with_every_partner_is_taken_out(
     assert [problem_of(client, node) for node in others] == ["", "", ""]
 
 
+def test_a_node_is_back_as_soon_as_the_partner_that_it_failed_with_was_replaced(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.breaker.FIRST_PAUSE", 600.0)
+    prefill, decode = cluster.pair(auto=False)
+    options = {"failover": "on", "text": False, "max_failovers": FAILURES - 1, "workers": 1}
+    client = cluster.client(**options)
+    asked = Asked(client, {})
+    for number in range(1, FAILURES + 1):
+        prefill.wait_generate(number)
+        decode.fail(decode.wait_generate(number), "transfer", fault="pair")
+    assert asked.error()["message"] == "as scripted"
+    assert ready_urls(client) == []
+    prefill.restart()
+    wait_for_all(client)
+
+
 def test_a_step_that_fails_counts_once_however_many_were_in_it(cluster: Cluster) -> None:
     """The last time, one of them is alone in it."""
     nodes = [cluster.node("unified", auto=False) for _ in range(3)]
