@@ -113,6 +113,10 @@ class UnavailableError(PDError):
     kind, status, type = "unavailable", 503, "service_unavailable_error"
 
 
+class RefusedError(UnavailableError):
+    """A node takes no requests at present; on the wire and for clients no other kind."""
+
+
 class TransferError(NodeFailedError):
     """KV pages could not be moved, or what arrived is not what was sent."""
 

@@ -37,7 +37,7 @@ TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 # which would wait in vain if the message were dropped.
 CachedLengths = Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
 
-Fault: TypeAlias = Literal["node", "peer", "pair"]
+Fault: TypeAlias = Literal["node", "peer", "pair", "nobody"]
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -219,7 +219,7 @@ class Failed(Message):
     """The room ended without success on this node.
 
     ``fault``: the node at fault as this one sees it: itself, its peer, or one of the pair, of which
-    neither knows which.
+    neither knows which; ``nobody`` if it takes no requests at present and so has not begun.
     """
 
     room: bytes

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pd.core.errors import AbortedError, InvalidRequestError, PDError, UnavailableError
+from pd.core.errors import AbortedError, InvalidRequestError, PDError, RefusedError
 from pd.core.messages import Abort, Generate, GenerateTogether, TakeBack, TakenBack
 from pd.core.request import RequestState
 from pd.node.validation import check_length, request_from
@@ -80,7 +80,7 @@ class Intake:
         try:
             if not self._ready():
                 name = f"{self._role} node {self._core.instance_id}"
-                raise UnavailableError(f"{name} takes no requests")
+                raise RefusedError(f"{name} takes no requests")
             request = request_from(message, identity, self._core.engine.model_config.vocab_size)
             self._check(request)
         except PDError as error:

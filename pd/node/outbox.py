@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from pd.core.errors import HandshakeError, PeerFailedError, StepFailedError, TransferError
+from pd.core.errors import (
+    HandshakeError,
+    PeerFailedError,
+    RefusedError,
+    StepFailedError,
+    TransferError,
+)
 from pd.core.messages import ErrorInfo, Failed, Output, StepFailed, StepOutputs
 
 if TYPE_CHECKING:
@@ -100,6 +106,8 @@ class Outbox:
 
 def _fault(error: PDError) -> Fault:
     """The node at fault. A transfer that fails may fail at either end."""
+    if isinstance(error, RefusedError):
+        return "nobody"
     if isinstance(error, PeerFailedError):
         return "peer"
     return "pair" if isinstance(error, TransferError | HandshakeError) else "node"

@@ -371,8 +371,8 @@ class Dispatcher:
             return
         info = message.error
         error = error_from_kind(info.kind, info.message, info.param)
-        if attempt.history.losses and isinstance(error, UnavailableError):
-            # It is about to end: nothing is tried there again before a heartbeat says otherwise.
+        if message.fault == "nobody":
+            # It is about to end: nothing is sent there again before a heartbeat says otherwise.
             worker.accepting = False
         self._failovers.failed(attempt, worker, error, message.fault)
 

@@ -100,6 +100,9 @@ class Failovers:
         Args:
             fault: the node at fault, as this one says.
         """
+        if fault == "nobody":
+            self.lost(attempt, error, worker, is_refusal=True)
+            return
         if self._max_failovers and isinstance(error, NodeFailedError):
             _blame(attempt, worker, fault, error.message)
         apart = attempt.history.apart
@@ -124,12 +127,15 @@ class Failovers:
         *,
         deaths: tuple[Death, ...] | None = None,
         apart: frozenset[tuple[Worker, Worker]] | None = None,
+        is_refusal: bool = False,
     ) -> None:
         """An attempt is over without success: go on elsewhere, or fail its generation.
 
         Args:
             at: the node that failed; None if it may have been any.
             deaths, apart: see :class:`pd.proxy.attempt.History`; None if there are no others.
+            is_refusal: the node takes no requests. That is no failover, unless the node had its
+                turn before.
         """
         if not self._is_wanted(attempt):
             return
@@ -138,11 +144,13 @@ class Failovers:
         if not is_temporary or is_probe or not self._max_failovers:
             self._fail(attempt.generation, error)
             return
-        if attempt.history.losses >= self._max_failovers:
+        counts = not is_refusal or at in attempt.history.avoided
+        losses = attempt.history.losses + counts
+        if losses > self._max_failovers:
             self._give_up(attempt, error, "exhausted")
             return
         history = attempt.history._replace(
-            losses=attempt.history.losses + 1,
+            losses=losses,
             reason=error.message,
             avoided=attempt.history.avoided | ({at} if at is not None else set(attempt.nodes)),
         )

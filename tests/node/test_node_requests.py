@@ -166,6 +166,7 @@ def test_a_draining_node_refuses_new_requests_and_finishes_the_old() -> None:
             new = ask(proxy, server)
             failed = proxy.receive(Failed)
             assert (failed.room, failed.error.kind) == (new.room, UnavailableError.kind)
+            assert failed.fault == "nobody"
             while not (output := proxy.receive(StepOutputs).outputs[0]).finish:
                 assert output.room == old.room
             proxy.beat()

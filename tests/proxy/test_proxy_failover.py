@@ -61,6 +61,10 @@ class Asked:
 
         wait_until(has)
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self) -> None:
         self._thread.join(20)
 
@@ -355,6 +359,45 @@ def test_no_more_failovers_than_allowed(cluster: Cluster) -> None:
     other, second = next_of(cluster.prefill, prefill)
     other.fail(second, "node_failed", "the second")
     assert asked.error()["message"] == "the second"
+
+
+def refuse(node: FakeNode, request: Generate) -> None:
+    """Answer a request as a node that has begun to drain."""
+    node.fail(request, "unavailable", fault="nobody")
+
+
+def test_a_refusal_by_a_node_that_drains_is_no_failover(cluster: Cluster) -> None:
+    """Requests that were sent before its heartbeat said so."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(4)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=1)
+    wait_for_all(client)
+    asked, seen = Asked(client, {}), set[bytes]()
+    for _ in range(2):
+        node, request = newest_of(nodes, seen)
+        seen.add(request.room)
+        refuse(node, request)
+    node, request = newest_of(nodes, seen)
+    node.say(request, TOKENS[:2], cached_tokens=0)
+    node.fail(request, "node_failed")
+    node, request = newest_of([n for n in nodes if not n.generates], seen)
+    node.say(request, TOKENS[2:], position=2, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_nodes_that_refuse_again_and_again_end_a_request(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=1)
+    wait_for_all(client)
+    asked = Asked(client, {})
+    answered = set[bytes]()
+    while asked.is_under_way:
+        for node in nodes:
+            for request in [r for r in node.generates if r.room not in answered]:
+                answered.add(request.room)
+                refuse(node, request)
+        time.sleep(0.01)
+    assert asked.error()["message"] == "as scripted"
+    assert len(answered) == 4, "each node once, one failover and the last"
 
 
 @pytest.mark.parametrize("kind", ["invalid_request", "deadline", "aborted"])
