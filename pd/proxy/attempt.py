@@ -53,6 +53,8 @@ class History(NamedTuple):
         avoided: nodes on which they were lost.
         apart: pairs of nodes, in either order, between which the KV of one of them did not travel.
         moves: how many of them their nodes gave back before they had begun.
+        keeps_token_1: whether other nodes chose another token 1 under a grammar, so that they are
+            not asked for it again.
     """
 
     losses: int = 0
@@ -62,6 +64,7 @@ class History(NamedTuple):
     avoided: frozenset[Worker] = frozenset()
     apart: frozenset[tuple[Worker, Worker]] = frozenset()
     moves: int = 0
+    keeps_token_1: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -130,7 +133,11 @@ class Attempt:
         self.decode: Worker | None = None
         self.hand_off: Breaker | None = None
         self.is_whole = is_whole
-        self.asked = _all_choices(generation) if is_whole else _one_choice(generation, choices[0])
+        self.asked = (
+            _all_choices(generation)
+            if is_whole
+            else _one_choice(generation, choices[0], keeps_token_1=history.keeps_token_1)
+        )
         self._begins_at = 0 if is_whole else len(choices[0].output_ids)
         if history.died_at is None:
             history = history._replace(died_at=self._begins_at)
@@ -174,6 +181,12 @@ class Attempt:
     def request(self) -> Request:
         """Names the client's request."""
         return self.generation.job.owner, self.generation.job.rid
+
+    @property
+    def repeats_token_1(self) -> bool:
+        """Whether its nodes are asked for the only token that the client has, and have not got
+        further."""
+        return self._begins_at == 1 and not self.asked.produced and not self._has_added
 
     def is_computed_by(self, worker: Worker) -> bool:
         """Whether a node's steps may have the attempt in them."""
@@ -231,7 +244,7 @@ def _all_choices(generation: Generation) -> Asked:
     return Asked(generation.spec.token_ids, generation.spec.params, 0)
 
 
-def _one_choice(generation: Generation, choice: Choice) -> Asked:
+def _one_choice(generation: Generation, choice: Choice, *, keeps_token_1: bool) -> Asked:
     """What continues one choice: with its own seed, behind the tokens that it has."""
     spec = generation.spec
     params = replace(
@@ -244,7 +257,7 @@ def _one_choice(generation: Generation, choice: Choice) -> Asked:
     # NOTE: a grammar may force tokens after token 1, which the decode node adds when it gets that
     # from a prefill node. A resumed request would sample them. Later tokens come with what is
     # forced behind them.
-    if spec.params.grammar is not None and len(output) == 1:
+    if spec.params.grammar is not None and len(output) == 1 and not keeps_token_1:
         output = []
     token_ids = np.concatenate([spec.token_ids, np.array(output, np.int32)])
     return Asked(token_ids, params, len(output))

@@ -30,6 +30,7 @@ from pd.proxy.failover import Failovers
 from pd.proxy.generation import Generation, Spec
 from pd.proxy.job import Job
 from pd.proxy.moves import Moves
+from pd.proxy.positions import DisagreementError
 from pd.proxy.routing import Prompt, Router, probe_route
 
 if TYPE_CHECKING:
@@ -429,7 +430,10 @@ class Dispatcher:
         try:
             added = attempt.accept(worker, output)
         except NodeFailedError as error:
-            self._failovers.failed(attempt, worker, error)
+            if isinstance(error, DisagreementError) and attempt.repeats_token_1:
+                self._failovers.keep_token_1(attempt, error)
+            else:
+                self._failovers.failed(attempt, worker, error)
             return
         except Exception:  # a fault of ours must not leave the client waiting
             log.exception("cannot take the output of %s", worker.url)

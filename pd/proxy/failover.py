@@ -193,6 +193,13 @@ class Failovers:
         history = attempt.history._replace(moves=attempt.history.moves + 1)
         self._open_all(self._replace(attempt, error.message, history), error)
 
+    def keep_token_1(self, attempt: Attempt, error: NodeFailedError) -> None:
+        """Go on behind token 1, for which nodes were asked again and chose another: both may be as
+        likely but for rounding, so no node is at fault and nothing counts as lost."""
+        if self._is_wanted(attempt):
+            history = attempt.history._replace(keeps_token_1=True)
+            self._open_all(self._replace(attempt, error.message, history), error)
+
     def _replace(self, attempt: Attempt, reason: str, history: History) -> list[Attempt]:
         """End an attempt at its nodes; returns those that follow it, which are not sent yet."""
         self._attempts.abort(attempt, reason)

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from pd.core.messages import Finish, Output, TokenLogprobs
 
 
+class DisagreementError(NodeFailedError):
+    """A node repeats a token otherwise than it is known."""
+
+
 class NewTokens(NamedTuple):
     """Tokens that continue a choice, each position once and in order, from ``position`` on."""
 
@@ -54,7 +58,8 @@ class TokenMerger:
             first_may_come: position 0 may still arrive from another node.
 
         Raises:
-            NodeFailedError: a gap that nothing can fill, a contradiction, or nonsense.
+            DisagreementError: a contradiction.
+            NodeFailedError: a gap that nothing can fill, or nonsense.
         """
         self._check(output)
         if output.position == len(self.token_ids) and not self._early:
@@ -85,7 +90,7 @@ class TokenMerger:
             raise self._gap(output)
         repeated = output.token_ids[:known]
         if repeated != self.token_ids[output.position : output.position + len(repeated)]:
-            raise NodeFailedError(
+            raise DisagreementError(
                 f"the nodes disagree about the tokens from position {output.position} on: "
                 f"{self.token_ids[output.position :][: len(repeated)]} and {repeated}"
             )

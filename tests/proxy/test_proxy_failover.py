@@ -266,6 +266,33 @@ def test_a_grammar_forces_behind_token_1_what_it_forced_before(cluster: Cluster)
     assert asked.result()["output_ids"] == TOKENS
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_grammar_goes_on_behind_token_1_where_other_nodes_choose_another(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """Both are as good, and which one rounding makes the likelier differs. No node is at fault, and
+    the request may still fail over as often as before."""
+    monkeypatch.setattr("pd.proxy.breaker.FAILURES", 1)
+    client = two_pairs(cluster, max_failovers=1)
+    asked = Asked(client, {"regex": "a*"})
+    prefill, first = asked_of(cluster.prefill)
+    prefill.say(first, TOKENS[:1], cached_tokens=0)
+    prefill.fail(first, "node_failed")
+    other, second = next_of(cluster.prefill, prefill)
+    decode, _ = newest_of(cluster.decode, {first.room})
+    (other if role == "prefill" else decode).say(second, [77])
+    seen = {first.room, second.room}
+    last, third = newest_of(cluster.decode, seen)
+    assert (ids_of(third), third.produced) == (PROMPT + TOKENS[:1], 1)
+    assert third.params == second.params
+    last.say(third, TOKENS[1:], position=1, finish=Finish("length"))
+    result = asked.result()
+    assert result["output_ids"] == TOKENS
+    assert [f["reason"] for f in result["meta_info"]["failovers"]] == ["as scripted"]
+    others = [node for node in (*cluster.prefill, *cluster.decode) if node is not prefill]
+    assert [problem_of(client, node) for node in others] == ["", "", ""]
+
+
 @pytest.mark.parametrize("said", [1, 2, 3])
 def test_a_stop_string_that_a_failover_divides_is_found(cluster: Cluster, said: int) -> None:
     """Its first part came from a node that is lost, and the client has not seen it: it is held back
