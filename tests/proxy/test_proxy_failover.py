@@ -652,7 +652,7 @@ def test_a_node_that_fails_its_requests_is_taken_out_until_a_probe_succeeds(
 
 def test_a_node_is_probed_while_the_queue_is_full(cluster: Cluster) -> None:
     bad, good = (cluster.node("unified", auto=False) for _ in range(2))
-    client = cluster.client(failover="on", policy="round_robin", text=False, max_queue=1)
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_queue=1, workers=1)
     wait_for_all(client)
     served = 0
     while True:

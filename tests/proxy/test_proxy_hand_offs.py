@@ -34,7 +34,7 @@ class Deployment:
         for node in self.nodes:
             node.load = NodeLoad(cost=COST, itl=ITL, free_tokens=100_000, chunk=8192)
         self.prefill, self.decode = self.nodes
-        self.client = cluster.client(text=False, **({"failover": "on"} | options))
+        self.client = cluster.client(text=False, **({"failover": "on", "workers": 1} | options))
         wait_for_all(self.client)
         self.answered = set[bytes]()
         self._pool = ThreadPoolExecutor(8)
