@@ -17,8 +17,8 @@ With `--workers N` also N times as many streams, N nodes and N processes of the 
 load that is measured, and `--clients` has to be raised.
 
 Beside it, in the same rounds: a bare FastAPI POST, uvicorn sending as many chunks through an ASGI
-application, and bare transports writing them; and SGLang's router, if there is one (`pip install
-sglang-router`), which passes bytes on from the first and the last of these and neither tokenizes
+application, and bare transports writing them; and routers, if there are any (`pip install
+sglang-router smg`), which pass bytes on from the first and the last of these and neither tokenizes
 nor detokenizes. Numbers are medians over the rounds.
 """
 
@@ -31,6 +31,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]
 
 _CONNECTIONS = 8
-# Further fields of a request. The router takes no token ids, and wants a model's name.
+# Programs of SGLang's gateway, the older and the newer one.
+ROUTERS = ("sglang-router", "smg")
+# Further fields of a request. Routers take no token ids, and want a model's name.
 NO_FIELDS: Fields = {}
 _ROUTED: Fields = {"prompt": "a prompt of sixteen tokens or so, as a text", "model": "floor"}
 _LONG_TOKENS, _LONG_EVERY = 32_768, 0.5
@@ -84,9 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--router",
-        default=shutil.which("sglang-router"),
+        nargs="*",
+        default=[name for name in ROUTERS if shutil.which(name) is not None],
         metavar="PROGRAM",
-        help="SGLang's router (default: sglang-router, if it is on the path)",
+        help=f"routers that pass bytes on (default: {' and '.join(ROUTERS)}, if on the path)",
     )
     add_output(parser)
 
@@ -139,11 +143,11 @@ def load_processes(count: int) -> Iterator[list[Running]]:
 
 
 def measure_round(
-    load: Load, workers: int = 1, num_clients: int = 1, router: str | None = None
+    load: Load, workers: int = 1, num_clients: int = 1, routers: Sequence[str] = ()
 ) -> list[Row]:
-    """Rows of one round: the floors, the router if there is one, and the proxy."""
+    """Rows of one round: the floors, the routers if there are any, and the proxy."""
     with load_processes(num_clients + 1) as (texts, *clients):
-        rows = _measure_floors(load, clients, router)
+        rows = _measure_floors(load, clients, routers)
         with proxy_in_front(load.step) as (proxy, nodes):
             found = measure_requests(proxy, load.requests)
             rows.append({"work": "request", "system": "pd"} | found)
@@ -160,27 +164,26 @@ def measure_round(
     return rows
 
 
-def _measure_floors(load: Load, clients: Sequence[Running], router: str | None) -> list[Row]:
+def _measure_floors(load: Load, clients: Sequence[Running], routers: Sequence[str]) -> list[Row]:
     """Rows of servers that do less than a proxy."""
     rows: list[Row] = []
-    routed: Row = {"system": "sglang-router"}
     with started("pd.bench.proxy_floors", "fastapi", "0") as floor:
         found = measure_requests(floor, load.requests)
         rows.append({"work": "request", "system": "fastapi"} | found)
-        if router is not None:
+        for router in routers:
             with router_in_front(router, floor) as front:
                 found = measure_requests(front, load.requests, _ROUTED)
-                rows.append({"work": "request"} | routed | found)
+                rows.append({"work": "request", "system": Path(router).name} | found)
     for kind in KINDS[1:]:
         with started("pd.bench.proxy_floors", kind, str(load.step)) as floor:
             streamed = run_streams(floor, [], clients, load.streams, load.tokens)
             rows.append({"work": "stream", "system": kind} | _cost(streamed))
-            if router is not None and kind == "transport":
+            for router in routers if kind == "transport" else ():
                 with router_in_front(router, floor) as front:
                     streamed = run_streams(
                         front, [], clients, load.streams, load.tokens, more=_ROUTED
                     )
-                    rows.append({"work": "stream"} | routed | _cost(streamed))
+                    rows.append({"work": "stream", "system": Path(router).name} | _cost(streamed))
     return rows
 
 

@@ -19,8 +19,9 @@ _HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
     b"Connection: close\r\n\r\n"
 )
-# What SGLang's router asks a server for.
-ABOUT = {"status": "ok", "model_path": "floor", "served_model_name": "floor"}
+# What routers ask a server for, under all of its paths.
+ABOUT: dict[str, object] = {"status": "ok", "model_path": "floor", "served_model_name": "floor"}
+ABOUT |= {"object": "list", "data": [{"id": "floor", "object": "model"}]}
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -67,11 +68,11 @@ def fastapi_app() -> Any:
         usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": asked.max_tokens}
         return {"id": "cmpl-0", "model": "floor", "choices": [choice], "usage": usage}
 
-    async def about() -> dict[str, str]:
+    async def about() -> dict[str, object]:
         return ABOUT
 
     complete.__annotations__["asked"] = Asked
-    for path in ("/health", "/model_info", "/server_info"):
+    for path in ("/health", "/model_info", "/server_info", "/v1/models"):
         app.get(path)(about)
     app.post("/v1/completions")(complete)
     return app

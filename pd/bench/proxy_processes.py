@@ -107,7 +107,8 @@ def started(module: str, *arguments: str, first_line: str = "") -> Iterator[Runn
 
 @contextmanager
 def router_in_front(program: str, worker: Running) -> Iterator[Running]:
-    """SGLang's router before a server. Raises SetupError if it does not serve."""
+    """A router before a server: a program with the flags of SGLang's router. Raises SetupError if
+    it does not serve."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [program, "launch", "--worker-urls", worker.url, "--host", "127.0.0.1"]
@@ -118,18 +119,22 @@ def router_in_front(program: str, worker: Running) -> Iterator[Running]:
     try:
         running = Running(process, f"http://127.0.0.1:{port}")
         _wait_until_ready(f"{running.url}/readiness", program)
+        # It may be ready before it has met the server.
+        _wait_until_ready(f"{running.url}/workers", program, worker.url)
         yield running
     finally:
         process.kill()
         process.wait()
 
 
-def _wait_until_ready(url: str, name: str) -> None:
-    """Wait for an answer of status 200. Raises SetupError if none comes in time."""
+def _wait_until_ready(url: str, name: str, part: str = "") -> None:
+    """Wait for an answer of status 200 that has ``part`` in it. Raises SetupError if none comes in
+    time."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         with suppress(httpx.TransportError):
-            if httpx.get(url).status_code == 200:
+            answer = httpx.get(url)
+            if answer.status_code == 200 and part in answer.text:
                 return
         if time.monotonic() > deadline:
             raise SetupError(f"{name} was not ready within {_START_SECONDS:g} s")
