@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import NodeFailedError, UnavailableError
 from pd.core.messages import Abort, Generate, GenerateTogether
+from pd.proxy.policies import Prompt
 from pd.proxy.prediction import Demand
-from pd.proxy.routing import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -104,8 +104,8 @@ class ProxyConfig:
     def validate(self) -> None:
         """Raises UsageError naming the value that cannot work."""
         from pd.proxy.access import check_api_keys, check_cors_origins
+        from pd.proxy.policies import make_policy
         from pd.proxy.pool import MAX_WORKERS
-        from pd.proxy.routing import make_policy
 
         make_policy(self.policy)
         for flag, value, known in (

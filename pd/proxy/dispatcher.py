@@ -30,8 +30,9 @@ from pd.proxy.failover import Failovers
 from pd.proxy.generation import Generation, Spec
 from pd.proxy.job import Job
 from pd.proxy.moves import Moves
+from pd.proxy.policies import Prompt
 from pd.proxy.positions import DisagreementError
-from pd.proxy.routing import Prompt, Router, probe_route
+from pd.proxy.routing import Router, probe_route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -10,7 +10,7 @@ from pd.core.step_cost import LEAST_SLICE, StepShape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pd.proxy.routing import Prompt
+    from pd.proxy.policies import Prompt
     from pd.proxy.worker import Worker
 
 # Without an objective, a first token may take so many times as long as the prompt would alone on an

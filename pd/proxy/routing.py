@@ -2,183 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import random
-from itertools import compress, count
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.brief import brief
-from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
-from pd.proxy.prefix_tree import PrefixTree
+from pd.core.errors import NotFoundError, UnavailableError
+from pd.proxy.limits import Limits, capacity_of
+from pd.proxy.policies import RouteChoice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
-    import numpy as np
-    import numpy.typing as npt
-
-    from pd.core.sampling_params import SamplingDefaults
+    from pd.proxy.policies import Policy
     from pd.proxy.prediction import Demand, Predicted, Predictor
     from pd.proxy.worker import Worker
 
-    IntArray = npt.NDArray[np.int32]
-
-# How much longer a prefill node's queue may be, beyond what its cached prefix saves, before the
-# prefix is given up for a shorter queue.
-IMBALANCE_TOKENS = 4096
-# The same for decode nodes, in requests: a prefix there saves only transfer.
-IMBALANCE_REQUESTS = 4
-IMBALANCE_SHARE = 1.25
 _PAIR = ("prefill", "decode")
 # Why a node was chosen, where the policy was not asked.
 SAME_REQUEST = "same_request"
-
-
-class Prompt(NamedTuple):
-    """The properties of a prompt by which routing chooses."""
-
-    token_ids: IntArray
-    namespace: str
-
-
-class RouteChoice(NamedTuple):
-    """A worker and why it was chosen (a label of the metrics)."""
-
-    worker: Worker
-    reason: str
-
-
-class Policy(Protocol):
-    """Picks among workers that can all serve the request (never an empty list)."""
-
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
-
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
-
-    def computed(self, worker: Worker, prompt: Prompt) -> None:
-        """The worker holds (or is about to hold) the KV of these tokens."""
-
-
-class _LoadOnly:
-    """Base of the policies that do not look at the prompt."""
-
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        return RouteChoice(self._pick(workers, _prefill_load), type(self).__name__)
-
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        return RouteChoice(self._pick(workers, _decode_load), type(self).__name__)
-
-    def computed(self, worker: Worker, prompt: Prompt) -> None:
-        pass
-
-    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
-        raise NotImplementedError
-
-
-def _prefill_load(worker: Worker) -> int:
-    return worker.prefill_load
-
-
-def _decode_load(worker: Worker) -> int:
-    return worker.decode_load
-
-
-class RoundRobin(_LoadOnly):
-    """One after the other. When pairs begin to repeat, decode nodes go one further, so that every
-    prefill node meets every decode node."""
-
-    def __init__(self) -> None:
-        self._prefill_turns, self._decode_turns = count(), count()
-        self._num_prefill = 1
-
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        self._num_prefill = len(workers)
-        return RouteChoice(workers[next(self._prefill_turns) % len(workers)], "RoundRobin")
-
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        turn = next(self._decode_turns)
-        repeats = turn // math.lcm(self._num_prefill, len(workers))
-        return RouteChoice(workers[(turn + repeats) % len(workers)], "RoundRobin")
-
-
-class Random(_LoadOnly):
-    """Chooses each worker with the same probability."""
-
-    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
-        return random.choice(workers)
-
-
-class PowerOfTwo(_LoadOnly):
-    """Chooses the less loaded of two workers that are drawn at random (Mitzenmacher, 2001)."""
-
-    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
-        return min(random.sample(workers, min(2, len(workers))), key=load)
-
-
-class CacheAware:
-    """Chooses the node with the longest cached prefix, or the least loaded one when loads differ
-    much."""
-
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        longest, least = _extremes(workers, prompt, _prefill_load)
-        excess = longest.worker.prefill_load - least.worker.prefill_load
-        saved = longest.matched - least.matched
-        if longest.matched and excess <= saved + IMBALANCE_TOKENS:
-            return RouteChoice(longest.worker, "prefix")
-        return RouteChoice(least.worker, "load")
-
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        longest, least = _extremes(workers, prompt, _decode_load)
-        limit = least.worker.decode_load * IMBALANCE_SHARE + IMBALANCE_REQUESTS
-        if longest.matched and longest.worker.decode_load <= limit:
-            return RouteChoice(longest.worker, "prefix")
-        return RouteChoice(least.worker, "load")
-
-    def computed(self, worker: Worker, prompt: Prompt) -> None:
-        if worker.tree is None and worker.info is not None:
-            worker.tree = PrefixTree(worker.info.page_size, worker.info.pool_tokens)
-        if worker.tree is not None:
-            worker.tree.insert(prompt.token_ids, prompt.namespace)
-
-
-class _Matched(NamedTuple):
-    """A worker and how many leading tokens of the prompt it presumably holds."""
-
-    worker: Worker
-    matched: int
-
-
-def _extremes(
-    workers: Sequence[Worker], prompt: Prompt, load: Callable[[Worker], int]
-) -> tuple[_Matched, _Matched]:
-    """The worker with the longest match and the one with the least load.
-
-    Among workers of equal load and match, the one whose cache holds fewest tokens is taken, so that
-    different prompts use all caches.
-    """
-
-    def held(worker: Worker) -> int:
-        return worker.tree.num_tokens if worker.tree else 0
-
-    found = [_Matched(w, w.tree.match(*prompt) if w.tree else 0) for w in workers]
-    longest = max(found, key=lambda f: (f.matched, -load(f.worker)))
-    least = min(found, key=lambda f: (load(f.worker), -f.matched, held(f.worker)))
-    return longest, least
-
-
-_POLICIES: dict[str, type[Policy]] = {
-    "cache_aware": CacheAware,
-    "round_robin": RoundRobin,
-    "random": Random,
-    "power_of_two": PowerOfTwo,
-}
-
-
-def make_policy(name: str) -> Policy:
-    """Make the policy with this name. Raises UsageError for an unknown name."""
-    if name not in _POLICIES:
-        raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(_POLICIES)}")
-    return _POLICIES[name]()
+# Reason of routes that probe a node or a pair.
+PROBE = "probe"
 
 
 def _fit(first: Worker, second: Worker) -> bool:
@@ -186,108 +29,6 @@ def _fit(first: Worker, second: Worker) -> bool:
     if first.info is None or second.info is None or not first.hands_off_to(second):
         return False
     return first.info.difference(second.info) is None
-
-
-# Reason of routes that probe a node or a pair.
-PROBE = "probe"
-
-
-class Capacity(NamedTuple):
-    """Tokens of the largest requests that the nodes of one route can serve.
-
-    Attributes:
-        context_length: of both nodes.
-        prompt: tokens of a prompt, which both must hold.
-        pool_tokens: tokens of prompt and answer, which the node that generates must hold.
-    """
-
-    context_length: int
-    prompt: int
-    pool_tokens: int
-
-    def holds(self, prompt_tokens: int, max_tokens: int) -> bool:
-        """Whether the nodes could serve such a request."""
-        # The last token is generated, but its KV is never needed.
-        held = prompt_tokens + max_tokens - 1
-        return (
-            prompt_tokens <= self.prompt and held < self.context_length and held <= self.pool_tokens
-        )
-
-    @property
-    def total(self) -> int:
-        """Tokens of prompt and answer, at most."""
-        return min(self.context_length, self.pool_tokens)
-
-
-def _capacity(group: Sequence[Worker]) -> Capacity:
-    """What a request may need that these nodes serve, of which the last one generates."""
-    infos = [worker.info for worker in group if worker.info is not None]
-    return Capacity(
-        min(info.context_length for info in infos),
-        min(info.pool_tokens for info in infos),
-        infos[-1].pool_tokens,
-    )
-
-
-class Limits(NamedTuple):
-    """Limits of a model's requests.
-
-    Attributes:
-        routes: what requests may need, by the nodes that are there or were.
-        ready: the same by those that are ready.
-    """
-
-    model: str
-    routes: frozenset[Capacity]
-    ready: frozenset[Capacity]
-    vocab_size: int | None
-    model_path: str | None
-    sampling_defaults: SamplingDefaults
-
-    @property
-    def context_length(self) -> int:
-        """The longest context of a route."""
-        return max(route.context_length for route in self.routes)
-
-    def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
-        """Refuse a prompt that no node could ever serve. ``explicit``: the client chose
-        ``max_tokens``."""
-        if num_tokens >= self.context_length:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens; the model's context of "
-                f"{self.context_length} leaves no room for an answer",
-                param="prompt",
-            )
-        longest_prompt = max(route.prompt for route in self.routes)
-        if num_tokens > longest_prompt:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens; the nodes' KV pools hold {longest_prompt}",
-                param="prompt",
-            )
-        if explicit and num_tokens + max_tokens > self.context_length:
-            raise InvalidRequestError(
-                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) exceed the model's "
-                f"context of {self.context_length}",
-                param="max_tokens",
-            )
-        if explicit and not any(route.holds(num_tokens, max_tokens) for route in self.routes):
-            raise InvalidRequestError(
-                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) need more KV than the "
-                f"nodes' KV pools hold: {_most_for(num_tokens, self.routes)} tokens",
-                param="max_tokens",
-            )
-
-    def default_max_tokens(self, num_tokens: int, wanted: int | None) -> int:
-        """``max_tokens`` for a client that named none: ``wanted``, as far as there is room at
-        present, or else where the nodes that are gone come back."""
-        most = _most_for(num_tokens, self.ready) or _most_for(num_tokens, self.routes)
-        room = max(1, most - num_tokens)
-        return room if wanted is None else min(wanted, room)
-
-
-def _most_for(num_tokens: int, routes: Iterable[Capacity]) -> int:
-    """Tokens of a prompt of this size and its answer, at most; 0 if nothing holds the prompt."""
-    return max((route.total for route in routes if num_tokens <= route.prompt), default=0)
 
 
 class Route(NamedTuple):
@@ -379,7 +120,7 @@ class Router:
             if w.info and w.info.model == name and w.computes_prompts
             for group in self._groups(w)
         ]
-        routes = [_capacity(group) for group in groups]
+        routes = [capacity_of(group) for group in groups]
         info = groups[routes.index(max(routes))][0].info
         assert info is not None
         are_ready = [all(worker.ready for worker in group) for group in groups]

@@ -28,8 +28,9 @@ from pd.proxy.dispatcher import Dispatcher
 from pd.proxy.ledger import Ledger
 from pd.proxy.loop import freeze_objects, new_loop
 from pd.proxy.metrics import Metrics
+from pd.proxy.policies import make_policy
 from pd.proxy.pool import WorkerPool
-from pd.proxy.routing import Router, make_policy
+from pd.proxy.routing import Router
 from pd.proxy.service import Service
 from pd.proxy.tokenizer import TextModels
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.generation import Spec
     from pd.proxy.job import Job
+    from pd.proxy.limits import Limits
     from pd.proxy.requests.native import GenerateRequest
     from pd.proxy.requests.openai import OpenAIRequest
-    from pd.proxy.routing import Limits, Router
+    from pd.proxy.routing import Router
     from pd.proxy.shared import RidClaims
     from pd.proxy.tokenizer import TextModel, TextModels
     from pd.proxy.web import Renderer

@@ -21,7 +21,7 @@ from pd.core.kv_events_config import KVEventsConfig
 from pd.embedded import EMBEDDED_MODEL
 from pd.engine.kv_pool import DTYPES
 from pd.proxy.config import ProxyConfig
-from pd.proxy.routing import make_policy
+from pd.proxy.policies import make_policy
 from pd.radix import EVICTION_POLICIES
 from pd.scheduling.policy import POLICIES
 from pd.transfer.fake.script import load_script

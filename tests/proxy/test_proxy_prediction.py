@@ -11,8 +11,9 @@ from elastic_workers import COST, ITL, report, worker
 
 from pd.core.node_load import NodeLoad
 from pd.core.step_cost import StepShape
+from pd.proxy.policies import CacheAware, Prompt
 from pd.proxy.prediction import Demand, Predictor
-from pd.proxy.routing import CacheAware, Prompt, Router
+from pd.proxy.routing import Router
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

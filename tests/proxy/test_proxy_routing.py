@@ -18,9 +18,7 @@ from proxy_cluster import wait_for_all
 from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
 from pd.core.messages import Finish
 from pd.core.node_load import NodeLoad
-from pd.proxy.prediction import Demand
-from pd.proxy.prefix_tree import PrefixTree
-from pd.proxy.routing import (
+from pd.proxy.policies import (
     IMBALANCE_REQUESTS,
     IMBALANCE_TOKENS,
     CacheAware,
@@ -28,9 +26,11 @@ from pd.proxy.routing import (
     Prompt,
     Random,
     RoundRobin,
-    Router,
     make_policy,
 )
+from pd.proxy.prediction import Demand
+from pd.proxy.prefix_tree import PrefixTree
+from pd.proxy.routing import Router
 from pd.proxy.worker import Endpoints, Pages, ServerInfo, Worker
 
 if TYPE_CHECKING:

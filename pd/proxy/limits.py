@@ -1,0 +1,111 @@
+"""Limits of requests, which follow from the nodes that could serve them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pd.core.sampling_params import SamplingDefaults
+    from pd.proxy.worker import Worker
+
+
+class Capacity(NamedTuple):
+    """Tokens of the largest requests that the nodes of one route can serve.
+
+    Attributes:
+        context_length: of both nodes.
+        prompt: tokens of a prompt, which both must hold.
+        pool_tokens: tokens of prompt and answer, which the node that generates must hold.
+    """
+
+    context_length: int
+    prompt: int
+    pool_tokens: int
+
+    def holds(self, prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether the nodes could serve such a request."""
+        # The last token is generated, but its KV is never needed.
+        held = prompt_tokens + max_tokens - 1
+        return (
+            prompt_tokens <= self.prompt and held < self.context_length and held <= self.pool_tokens
+        )
+
+    @property
+    def total(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return min(self.context_length, self.pool_tokens)
+
+
+def capacity_of(group: Sequence[Worker]) -> Capacity:
+    """What a request may need that these nodes serve, of which the last one generates."""
+    infos = [worker.info for worker in group if worker.info is not None]
+    return Capacity(
+        min(info.context_length for info in infos),
+        min(info.pool_tokens for info in infos),
+        infos[-1].pool_tokens,
+    )
+
+
+class Limits(NamedTuple):
+    """Limits of a model's requests.
+
+    Attributes:
+        routes: what requests may need, by the nodes that are there or were.
+        ready: the same by those that are ready.
+    """
+
+    model: str
+    routes: frozenset[Capacity]
+    ready: frozenset[Capacity]
+    vocab_size: int | None
+    model_path: str | None
+    sampling_defaults: SamplingDefaults
+
+    @property
+    def context_length(self) -> int:
+        """The longest context of a route."""
+        return max(route.context_length for route in self.routes)
+
+    def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
+        """Refuse a prompt that no node could ever serve. ``explicit``: the client chose
+        ``max_tokens``."""
+        if num_tokens >= self.context_length:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens; the model's context of "
+                f"{self.context_length} leaves no room for an answer",
+                param="prompt",
+            )
+        longest_prompt = max(route.prompt for route in self.routes)
+        if num_tokens > longest_prompt:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens; the nodes' KV pools hold {longest_prompt}",
+                param="prompt",
+            )
+        if explicit and num_tokens + max_tokens > self.context_length:
+            raise InvalidRequestError(
+                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) exceed the model's "
+                f"context of {self.context_length}",
+                param="max_tokens",
+            )
+        if explicit and not any(route.holds(num_tokens, max_tokens) for route in self.routes):
+            raise InvalidRequestError(
+                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) need more KV than the "
+                f"nodes' KV pools hold: {_most_for(num_tokens, self.routes)} tokens",
+                param="max_tokens",
+            )
+
+    def default_max_tokens(self, num_tokens: int, wanted: int | None) -> int:
+        """``max_tokens`` for a client that named none: ``wanted``, as far as there is room at
+        present, or else where the nodes that are gone come back."""
+        most = _most_for(num_tokens, self.ready) or _most_for(num_tokens, self.routes)
+        room = max(1, most - num_tokens)
+        return room if wanted is None else min(wanted, room)
+
+
+def _most_for(num_tokens: int, routes: Iterable[Capacity]) -> int:
+    """Tokens of a prompt of this size and its answer, at most; 0 if nothing holds the prompt."""
+    return max((route.total for route in routes if num_tokens <= route.prompt), default=0)
