@@ -75,7 +75,7 @@ class AdminAPI:
 
     async def readiness(self, request: Request) -> Response:
         """200 when a request could be served, else 503 with the reason."""
-        if self._dispatcher.draining:
+        if self._dispatcher.admission.is_closed:
             raise UnavailableError("the proxy is shutting down")
         if not self._router.ready():
             raise UnavailableError(

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,8 @@ import numpy as np
 from pd.core.errors import (
     AbortedError,
     DeadlineExceededError,
-    InvalidRequestError,
     NodeFailedError,
     PDError,
-    QueueFullError,
     UnavailableError,
     error_from_kind,
 )
@@ -37,9 +34,9 @@ from pd.proxy.routing import Router, probe_route
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from pd.proxy.admission import Admission
     from pd.proxy.breaker import Breaker
     from pd.proxy.generation import Choice
-    from pd.proxy.ledger import Ledger
     from pd.proxy.metrics import Metrics
     from pd.proxy.routing import Route
     from pd.proxy.worker import Worker
@@ -52,37 +49,33 @@ LINGER_SECONDS = 1.0
 PROBE_SECONDS = 20.0
 ABORTED = "the request was aborted by /abort_request"
 INTERNAL = "internal error; the proxy's log has the details"
-# Prompt tokens of all requests in the system: 512 MiB here, and as much in messages.
-MAX_TOKENS = 1 << 27
 # A batch is handed to the nodes in parts, between which the event loop turns.
 _START_PROMPTS = 16
 _START_TOKENS = 1 << 15
 
 
 class Dispatcher:
-    """Admits, routes, follows and ends generations. Everything runs on the event loop."""
+    """Routes, follows and ends generations. Everything runs on the event loop."""
 
     def __init__(
         self,
         instance_id: str,
         router: Router,
         metrics: Metrics,
+        admission: Admission,
         *,
-        max_queue: int,
         request_timeout: float | None,
-        ledger: Ledger,
         max_failovers: int,
         failover_wait: float,
         on_released: Callable[[Worker], None],
     ) -> None:
         """``max_failovers``, ``failover_wait``: see :class:`pd.proxy.failover.Failovers`."""
         self.jobs: set[Job] = set()
-        self.draining = False
+        self.admission = admission
         # When a node last sent output, in time.monotonic().
         self.last_output = 0.0
         self._router = router
         self._metrics = metrics
-        self._max_queue = max_queue
         self._request_timeout = request_timeout
         self._attempts = Attempts(instance_id, router, metrics, on_released)
         self._failovers = Failovers(
@@ -91,78 +84,22 @@ class Dispatcher:
         self._moves = Moves(
             instance_id, router, self._attempts, metrics, self._failovers.place_anew
         )
-        # Names of requests under way, each with its owner.
-        self._rids: set[tuple[str, str]] = set()
         self._probes: dict[Breaker, asyncio.Task[None]] = {}
         # Jobs with news in the messages that were received since :meth:`deliver`.
         self._told: dict[Job, None] = {}
         self._is_receiving = False
-        # Counts prompts in the system, whether they were handed to nodes already or not.
-        self._ledger = ledger
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def check_admission(self, num_choices: int, num_tokens: int = 0) -> None:
-        """Refuse before any work is done. Raises QueueFullError, UnavailableError or, for a batch
-        that could never be admitted, InvalidRequestError.
-
-        Args:
-            num_choices: prompts, times the answers that are wanted of each as far as that is known.
-            num_tokens: of the prompts, as far as that is known.
-        """
-        if self.draining:
-            raise UnavailableError("the proxy is shutting down")
-        if num_choices > self._max_queue:
-            raise InvalidRequestError(
-                f"a batch of {num_choices} prompts times `n` exceeds the queue of "
-                f"{self._max_queue}; send smaller batches"
-            )
-        self._check_room(num_choices, num_tokens)
-
-    def _check_room(self, num_choices: int, num_tokens: int) -> None:
-        """Raises QueueFullError if so many more would be too many."""
-        choices, tokens = self._ledger.prompts, self._ledger.tokens
-        if choices + num_choices > self._max_queue:
-            raise QueueFullError(
-                f"{choices} requests times `n` are in the system, at most {self._max_queue} may "
-                "be; try again later"
-            )
-        if tokens + num_tokens > MAX_TOKENS:
-            raise QueueFullError(
-                f"prompts of {tokens} tokens are in the system, at most {MAX_TOKENS} may be; try "
-                "again later"
-            )
-
-    def _count(self, job: Job, num_choices: int, num_tokens: int) -> None:
-        """Count prompts that were admitted. Raises QueueFullError if another process of the proxy
-        admitted others at the same moment, and all would be too many."""
-        self._ledger.add(num_choices, num_tokens)
-        if self._ledger.is_shared and not job.is_probe:
-            try:
-                self._check_room(0, 0)
-            except QueueFullError:
-                self._ledger.add(-num_choices, -num_tokens)
-                raise
 
     @contextmanager
     def run(self, job: Job, specs: list[Spec], timeout: float | None) -> Iterator[Job]:
         """Serve these prompts while the context is open; leaving it aborts what is unfinished.
-        :meth:`start` sends them. A probe is admitted to a full queue: the node that it may let back
-        in is what shortens the queue.
+        :meth:`start` sends them.
 
-        Raises UnavailableError, QueueFullError or InvalidRequestError (a rid that is in use) before
-        any node has seen anything.
+        Raises before any node has seen anything, as :meth:`pd.proxy.admission.Admission.admit`
+        does.
         """
-        num_choices = sum(spec.params.n for spec in specs)
-        num_tokens = sum(len(spec.token_ids) for spec in specs)
-        if not job.is_probe:
-            self.check_admission(num_choices, num_tokens)
-        rids = self._take_rids(job, specs)
-        try:
-            self._count(job, num_choices, num_tokens)
-        except QueueFullError:
-            self._rids -= rids
-            raise
+        rids = self.admission.admit(job, specs)
         timeouts = [t for t in (timeout, self._request_timeout) if t is not None]
         deadline = min(timeouts) if timeouts else None
         job.num_prompts = len(specs)
@@ -185,28 +122,13 @@ class Dispatcher:
             reason = "sibling_failed" if job.error else "disconnect"
             self.end(job, AbortedError("the response ended"), reason)
             for spec in specs[len(job.generations) :]:
-                self._uncount(spec)
+                self.admission.ended(spec)
             self.jobs.discard(job)
-            self._rids -= rids
+            self.admission.release_rids(rids)
             if not self.jobs:
                 self._idle.set()
             self._metrics.running.dec()
             self._metrics.request_ended(job, time.monotonic() - started)
-
-    def _take_rids(self, job: Job, specs: list[Spec]) -> set[tuple[str, str]]:
-        """Every rid stands for one request of its owner at a time. Raises InvalidRequestError."""
-        given = Counter(spec.rid for spec in specs)
-        rid, count = given.most_common(1)[0]
-        if count > 1:
-            raise InvalidRequestError(f"the batch has the rid {rid!r} twice", param="rid")
-        taken = {(job.owner, rid) for rid in (job.rid, *given)}
-        if not taken.isdisjoint(self._rids):
-            _, rid = min(taken & self._rids)
-            raise InvalidRequestError(
-                f"the rid {rid!r} is in use by a request that has not ended", param="rid"
-            )
-        self._rids |= taken
-        return taken
 
     async def start(self, job: Job, specs: list[Spec]) -> None:
         """Hand the prompts of a job to the nodes. Raises UnavailableError without nodes."""
@@ -295,7 +217,12 @@ class Dispatcher:
 
     def _probe(self, breaker: Breaker, route: Route | None) -> None:
         """Ask nodes for two tokens, by which a breaker lets in what it took out."""
-        if route is None or route.first.info is None or breaker in self._probes or self.draining:
+        if (
+            route is None
+            or route.first.info is None
+            or breaker in self._probes
+            or self.admission.is_closed
+        ):
             return
         spec = Spec(
             rid=f"probe-{secrets.token_hex(8)}",
@@ -394,9 +321,6 @@ class Dispatcher:
         generation = Generation(spec, job, None)
         job.generations.append(generation)
         self._fail(generation, error)
-
-    def _uncount(self, spec: Spec) -> None:
-        self._ledger.add(-spec.params.n, -len(spec.token_ids))
 
     def _start(self, spec: Spec, job: Job, route: Route | None = None) -> None:
         generation = Generation(spec, job, self._router.vocab_size(spec.model))
@@ -537,7 +461,7 @@ class Dispatcher:
         generation.stop_lingering()
         generation.job.num_done += 1
         generation.finished_at = time.monotonic()
-        self._uncount(generation.spec)
+        self.admission.ended(generation.spec)
         for attempt in list(generation.attempts):
             self._attempts.close(attempt)
         self._metrics.generation_ended(generation)

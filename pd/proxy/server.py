@@ -19,6 +19,7 @@ from pd.core.local_requests import is_loopback
 from pd.proxy.access import Access
 from pd.proxy.actions import Performer
 from pd.proxy.admin_api import AdminAPI
+from pd.proxy.admission import Admission
 from pd.proxy.app import make_app
 from pd.proxy.background import Background
 from pd.proxy.bodies import Bodies
@@ -151,9 +152,8 @@ class Proxy:
             self.instance_id,
             self._router,
             metrics,
-            max_queue=config.max_queue,
+            Admission(config.max_queue, Ledger() if shared is None else shared.ledger),
             request_timeout=config.request_timeout,
-            ledger=Ledger() if shared is None else shared.ledger,
             max_failovers=config.max_failovers if config.failover == "on" else 0,
             failover_wait=config.failover_wait,
             on_released=self._pool.release,
@@ -215,7 +215,7 @@ class Proxy:
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for those under way; False if they took too long."""
-        self._dispatcher.draining = True
+        self._dispatcher.admission.is_closed = True
         limit = self.config.drain_timeout if timeout is None else timeout
         try:
             await asyncio.wait_for(self._dispatcher.idle(), limit)
@@ -226,7 +226,7 @@ class Proxy:
 
     async def stop(self) -> None:
         """End what is left (clients get an error), tell the nodes, close everything."""
-        self._dispatcher.draining = True
+        self._dispatcher.admission.is_closed = True
         self._dispatcher.shut_down()
         self._server.should_exit = True
         for task in self._preparing:

@@ -106,7 +106,7 @@ class Service:
 
     def admit(self, num_prompts: int) -> None:
         """Refuse early what would be refused later anyway."""
-        self._dispatcher.check_admission(num_prompts)
+        self._dispatcher.admission.check(num_prompts)
 
     def respond(
         self, job: Job, specs: list[Spec], renderer: Renderer, timeout: float | None

@@ -54,7 +54,8 @@ def post(proxy: ProxyThread, rid: str = "mine") -> httpx.Response:
 def check_that_all_is_over(proxy: ProxyThread) -> None:
     end = dispatcher(proxy)
     wait_until(lambda: not end.jobs)
-    assert (end._ledger.prompts, end._ledger.tokens, end._attempts._rooms) == (0, 0, {})
+    ledger = end.admission._ledger
+    assert (ledger.prompts, ledger.tokens, end._attempts._rooms) == (0, 0, {})
 
 
 def test_an_abort_ends_prompts_that_no_node_has_seen(cluster: Cluster, proxy: ProxyThread) -> None:

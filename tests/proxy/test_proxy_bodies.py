@@ -148,7 +148,7 @@ def test_bodies_in_flight_are_bounded_and_slow_ones_give_way(
 def test_prompts_in_the_system_are_bounded_in_tokens(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.proxy.dispatcher.MAX_TOKENS", 100)
+    monkeypatch.setattr("pd.proxy.admission.MAX_TOKENS", 100)
     (node,) = (cluster.node("unified", auto=False),)
     proxy = cluster.proxy()
     body = {"input_ids": [5] * 60, "sampling_params": {"max_new_tokens": 2}}
