@@ -30,8 +30,16 @@ SHARED_BY_WORKERS = (
     "tests/transfer/test_transfer_nixl.py",
 )
 
-# A test that takes minutes and little of the processors.
-BESIDE_OTHERS = "tests/proxy/test_proxy_soak.py"
+# Tests that take minutes and little of the processors, so that others run beside them.
+BESIDE_OTHERS = (
+    "tests/proxy/test_proxy_soak.py",
+    "tests/e2e/test_churn.py",
+    "tests/e2e/test_hosts.py",
+    "tests/e2e/test_ucx_tcp.py",
+    "tests/proxy/test_with_two_processes.py",
+    "tests/transfer/test_transfer_late_writes.py",
+    "tests/transfer/test_transfer_nixl.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
