@@ -203,15 +203,15 @@ class ReceivingEnd(PromptReceiver):
         memory, sequence, length = self._memory, request.sequence, len(request.prompt)
         growth = self._decode.headroom(sequence, [i.request.sequence for i in self.transfer])
         needed = memory.missing(sequence, length, length) + growth
+        if memory.available < needed and self._sending is None:
+            return False
+        # NOTE: matching locks pages, which were available until then; every way out of here must
+        # release them.
+        cached = memory.match(sequence, length)
+        needed = memory.pages_for(length) - len(sequence.pages) + growth
         if memory.available < needed and self._sending is not None:
             self._sending.park(needed)
-        if memory.available < needed:
-            return False
-        # NOTE: matching locks pages; every way out of here must release them.
-        cached = memory.match(sequence, length)
-        missing = memory.pages_for(length) - len(sequence.pages)
-        room_left = memory.available >= missing + growth
-        if not room_left or not memory.grow(sequence, length, PageState.RESERVED):
+        if memory.available < needed or not memory.grow(sequence, length, PageState.RESERVED):
             memory.release(sequence)
             return False
         # The radix tree holds pages of all planes together.

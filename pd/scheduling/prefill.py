@@ -252,11 +252,12 @@ class PrefillScheduler:
         length, reusable = len(request.prompt), reusable_tokens(request)
         headroom = self._headroom(request)
         missing = memory.missing(sequence, length, reusable)
-        fits = missing + headroom <= memory.available
-        if not fits and (not leaves or headroom >= memory.num_pages):
+        may_reclaim = leaves and headroom < memory.num_pages
+        if missing + headroom > memory.available and not may_reclaim:
             return False
+        # NOTE: what is matched was available as well, if nobody else had locked it.
         memory.match(sequence, reusable)
-        if not fits:
+        if missing + headroom > memory.available and may_reclaim:
             self._reclaim(missing + headroom)
         if missing + headroom > memory.available or not memory.grow(sequence, length):
             memory.release(sequence)

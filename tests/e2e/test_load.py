@@ -69,9 +69,6 @@ def check_streams(model: Path, seed: int, backend: str | None, streams: int) -> 
         decode=1 - unified,
         unified=unified,
         **settings,
-        # FIXME: with a pool of 1,200 both nodes may wait for each other for ever: computed prompts
-        # fill the prefill node's and wait for reservations, behind one whose prompt finds no room.
-        prefill_settings={"kv_cache_tokens": 2000},
         decode_settings={
             "kv_cache_tokens": 440,
             "reserved_decode_tokens": 1,

@@ -224,6 +224,22 @@ def test_requests_with_memory_at_their_decode_node_run_though_many_older_ones_ca
     assert behind in bench.admitted
 
 
+def test_a_cached_prefix_is_no_memory_for_the_rest_of_its_prompt() -> None:
+    # Two of eight pages are cached, the others belong to a computed prompt that waits for D.
+    reserved = []
+    bench = PrefillBench(pages=8, keep=True, will_leave=lambda request: request in reserved)
+    bench.scheduler._reclaim = lambda pages: bench.memory.release(bench.computed.pop().sequence)
+    document = list(range(8))
+    bench.cache(document)
+    bench.add([99] * 24)
+    bench.step()
+    assert len(bench.computed) == 1
+    behind = bench.add([*document, *[98] * 8])
+    reserved.append(behind)
+    bench.step()
+    assert behind in bench.admitted
+
+
 def test_who_was_admitted_before_comes_first_again() -> None:
     queue = WaitingQueue("fcfs", RadixCache(4), 64)
     first, second, again = (make_request([i] * 4) for i in range(3))
