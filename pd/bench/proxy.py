@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
         rounds.append(measure_round(load, workers, clients, args.router))
-    rows = [_median_row(rows) for rows in zip(*rounds, strict=True)]
+    rows = [median_row(rows) for rows in zip(*rounds, strict=True)]
     show(rows)
     if args.output is not None:
         command = shlex.join(["pd-bench", *args.command_line])
@@ -365,7 +365,7 @@ def added_seconds(found: Streamed) -> list[float]:
 # ---- results
 
 
-def _median_row(rows: Sequence[Row]) -> Row:
+def median_row(rows: Sequence[Row]) -> Row:
     """The medians of the numbers of the same row in several rounds."""
     first = rows[0]
     return {

@@ -38,11 +38,7 @@ class Running:
     @property
     def cpu_seconds(self) -> float:
         """Processor time of all threads that live, those of children included."""
-        total = 0
-        for pid in [self.process.pid, *children(self.process.pid)]:
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                total += int((thread / "schedstat").read_text().split()[0])
-        return total * 1e-9
+        return cpu_seconds(self.process.pid)
 
     def tell(self, message: msgspec.Struct | None) -> None:
         """Write a line of JSON to the process, or an empty one."""
@@ -63,6 +59,15 @@ class Running:
         """What a scripted node sent since it was asked last: times by request."""
         self.tell(None)
         return self.hear(dict[str, list[float]])
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process and of its children that live."""
+    total = 0
+    for each in [pid, *children(pid)]:
+        for thread in Path(f"/proc/{each}/task").iterdir():
+            total += int((thread / "schedstat").read_text().split()[0])
+    return total * 1e-9
 
 
 def children(pid: int) -> list[int]:
