@@ -339,10 +339,11 @@ def _cost(found: Streamed) -> Row:
 
 
 def steady_rate(found: Streamed) -> float:
-    """Tokens a second from when all streams had begun until the first ends."""
+    """Tokens a second from when all streams had begun until the first ends; of the whole time if
+    one ended before."""
     begin, end = found.begun_at, min(answer.times[-1] for answer in found.answers)
     if end <= begin:
-        raise NodeFailedError("a stream ended before all had begun; ask for more --tokens")
+        return found.num_tokens / found.seconds
     tokens = sum(
         count
         for answer in found.answers
