@@ -370,13 +370,31 @@ def added_seconds(found: Streamed) -> list[float]:
     sent: list[float] = []
     for name, answer in zip(found.names, found.answers, strict=True):
         # The request's first prompt, of one.
-        sent += found.sent[f"{name}_0"][: answer.num_tokens]
-        for at, count in zip(answer.times, answer.counts, strict=True):
-            came += [at] * count
+        own = found.sent[f"{name}_0"]
+        sent += own
+        came += arrivals(answer, own)
     times = np.array(sent)
     added = np.array(came) - times
     counts = times >= found.begun_at
     return list(map(float, added[counts] if counts.any() else added))
+
+
+def arrivals(answer: BenchCompletion, sent: Sequence[float]) -> list[float]:
+    """When each of the tokens came that were sent at these times.
+
+    Events do not tell how many tokens their text is. One that holds more than are counted holds
+    those that were sent after the event before it had come, or that came before all others.
+    """
+    came = [answer.times[0]] * len(sent)
+    left, later = len(sent), answer.times[-1]
+    for at, count in zip(reversed(answer.times), reversed(answer.counts), strict=True):
+        while left and sent[left - 1] > at:
+            left -= 1
+            came[left] = later
+        first = max(0, left - count)
+        came[first:left] = [at] * (left - first)
+        left, later = first, at
+    return came
 
 
 # ---- results

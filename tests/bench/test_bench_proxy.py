@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd.bench.proxy import Streamed, added_seconds, steady_rate
+from pd.bench.proxy import Streamed, added_seconds, arrivals, steady_rate
 from pd.bench.serve_client import BenchCompletion
 from pd.cli import bench
 
@@ -60,6 +60,16 @@ def streamed(times: list[float], counts: list[int], sent: list[float], begun: fl
 def test_tokens_of_one_event_were_sent_one_after_the_other() -> None:
     found = streamed([1.0, 3.0], [1, 2], [0.5, 1.5, 2.75], begun=0.0)
     assert added_seconds(found) == [0.5, 1.5, 0.25]
+
+
+def test_an_event_that_is_counted_as_one_may_hold_more() -> None:
+    sent = [1.0, 2.0, 3.0, 4.0, 5.0]
+    first_holds_two = BenchCompletion(0.0, times=[2.1, 3.1, 4.1, 5.1], counts=[1] * 4)
+    assert arrivals(first_holds_two, sent) == [2.1, 2.1, 3.1, 4.1, 5.1]
+    third_holds_two = BenchCompletion(0.0, times=[1.1, 2.1, 4.1, 5.1], counts=[1] * 4)
+    assert arrivals(third_holds_two, sent) == [1.1, 2.1, 4.1, 4.1, 5.1]
+    all_at_once = BenchCompletion(0.0, times=[6.0], counts=[1])
+    assert arrivals(all_at_once, sent) == [6.0] * 5
 
 
 def test_tokens_that_were_sent_while_streams_began_do_not_count() -> None:
