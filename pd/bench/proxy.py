@@ -9,10 +9,10 @@ searched for a stop string and sent as an event of its own. Processor time count
 begun, since `request` says what beginning costs. `added` is the time from when a node sent a token
 until its event's last byte had reached the client, of tokens that were sent when all streams had
 begun. `long text`: the streams while a text of 32k tokens arrives every half second, of which no
-two begin alike; `text` is how long they took. `saturated`: four times as many streams, four times
-as long, at an eighth of the step, which is more than one process can carry; its tokens a second are
-those that came while all ran. With `--workers N` also N times as many streams, N nodes and N
-processes of the proxy.
+two begin alike; `text` is how long they took. `saturated`: four times as many streams, eight
+times as long, of two nodes at a sixteenth of the step, which is more than one process can carry,
+with their beginning. With `--workers N` also N times as many streams and nodes, and N processes of
+the proxy.
 
 `load_share` is the processor time of the busiest client or node, by elapsed time: near 1 it is the
 load that is measured, and `--clients` has to be raised.
@@ -157,12 +157,12 @@ def measure_round(
             streamed = run_streams(proxy, nodes, clients, load.streams, load.tokens, texts=texts)
             rows.append({"work": "long text", "system": "pd"} | _latency(streamed))
         for count in dict.fromkeys([1, workers]):
-            with proxy_in_front(load.step / 8, workers=count, nodes=count) as (proxy, nodes):
-                streams, tokens = 4 * count * load.streams, 4 * load.tokens
+            # Two nodes for each process, so that no node is what limits.
+            with proxy_in_front(load.step / 16, workers=count, nodes=2 * count) as (proxy, nodes):
+                streams, tokens = 4 * count * load.streams, 8 * load.tokens
                 streamed = run_streams(proxy, nodes, clients, streams, tokens, warm=False)
-            row: Row = {"work": "saturated", "system": "pd"} | _cost(streamed)
-            row["tokens_per_s"] = steady_rate(streamed)
-            rows.append(row if count == 1 else row | {"workers": count})
+            row: Row = {"work": "saturated", "system": "pd"}
+            rows.append((row if count == 1 else row | {"workers": count}) | _cost(streamed))
     return rows
 
 
@@ -336,21 +336,6 @@ def _cost(found: Streamed) -> Row:
         "tokens_per_s": found.num_tokens / found.seconds,
         "load_share": found.load_share,
     }
-
-
-def steady_rate(found: Streamed) -> float:
-    """Tokens a second from when all streams had begun until the first ends; of the whole time if
-    one ended before."""
-    begin, end = found.begun_at, min(answer.times[-1] for answer in found.answers)
-    if end <= begin:
-        return found.num_tokens / found.seconds
-    tokens = sum(
-        count
-        for answer in found.answers
-        for at, count in zip(answer.times, answer.counts, strict=True)
-        if begin < at <= end
-    )
-    return tokens / (end - begin)
 
 
 def _latency(found: Streamed) -> Row:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd.bench.proxy import Streamed, added_seconds, arrivals, steady_rate
+from pd.bench.proxy import Streamed, added_seconds, arrivals
 from pd.bench.serve_client import BenchCompletion
 from pd.cli import bench
 
@@ -83,11 +83,3 @@ def test_tokens_that_were_sent_while_streams_began_do_not_count() -> None:
 def test_nothing_to_measure_is_an_error(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(["proxy", flag, "0"]) == 2
     assert "must be above 0" in capsys.readouterr().err
-
-
-def test_a_rate_is_of_the_time_in_which_all_streams_ran() -> None:
-    found = streamed([1.0, 2.0, 3.0], [1, 2, 3], [], begun=1.0)
-    found.answers.append(BenchCompletion(0.0, times=[0.5, 1.5, 9.0], counts=[1, 1, 4]))
-    assert steady_rate(found) == 3.0
-    found.begun_at = 4.0
-    assert steady_rate(found) == found.num_tokens / found.seconds
