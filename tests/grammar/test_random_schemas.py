@@ -58,8 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("count", "deployments"),
-    [(20, DEPLOYMENTS[::2]), pytest.param(300, DEPLOYMENTS, marks=pytest.mark.full)],
-    ids=["20", "300"],
+    [(10, DEPLOYMENTS[::2]), pytest.param(300, DEPLOYMENTS, marks=pytest.mark.full)],
+    ids=["10", "300"],
 )
 @pytest.mark.timeout(900)
 def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) -> None:
@@ -69,11 +69,11 @@ def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) 
 @pytest.mark.parametrize(
     ("count", "deployments"),
     [
-        (6, TRAINED[::3]),
+        (3, TRAINED[::3]),
         pytest.param(60, TRAINED, marks=pytest.mark.full),
         pytest.param(300, TRAINED[::3], marks=pytest.mark.full),
     ],
-    ids=["6", "60", "300"],
+    ids=["3", "60", "300"],
 )
 @pytest.mark.timeout(900)
 def test_random_schemas_on_a_trained_model(count: int, deployments: list[Deployment]) -> None:

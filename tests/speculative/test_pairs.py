@@ -1,4 +1,5 @@
-"""Every pair of a drafter's and a request's circumstances, in as few deployments as cover them."""
+"""Every pair of a drafter's and a request's circumstances, in as few deployments as cover them; with
+tensor parallelism, which starts processes, every three in ``make test-all``."""
 
 from __future__ import annotations
 
@@ -68,13 +69,15 @@ def cost(row: dict[str, Any]) -> float:
     return 4.0 if row["kind"] == "split" else 2.5
 
 
-def rows(strength: int) -> list[dict[str, Any]]:
-    """Rows in which every choice of ``strength`` values of different factors occurs together."""
-    rng, names = random.Random(5), list(FACTORS)
+def rows(strength: int, **fixed: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Rows in which every choice of ``strength`` values of different factors occurs together; of
+    some factors only ``fixed`` values."""
+    factors = FACTORS | fixed
+    rng, names = random.Random(5), list(factors)
     missing = {
         tuple(zip(some, values, strict=True))
         for some in itertools.combinations(names, strength)
-        for values in itertools.product(*(FACTORS[name] for name in some))
+        for values in itertools.product(*(factors[name] for name in some))
     }
     found = []
     while missing:
@@ -83,7 +86,7 @@ def rows(strength: int) -> list[dict[str, Any]]:
         for _ in range(40):
             row = dict(rng.choice(uncovered))
             for name in rng.sample(names, len(names)):
-                row.setdefault(name, rng.choice(FACTORS[name]))
+                row.setdefault(name, rng.choice(factors[name]))
             covered = sum(all(row[n] == v for n, v in each) for each in missing)
             best = max(best, (covered / cost(row), row), key=lambda each: each[0])
         found.append(best[1])
@@ -166,7 +169,9 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         cluster.wait_idle(30.0)
 
 
-PAIRS = rows(2)
+PAIRS = rows(2, tp_size=(1,))
+# And one with two ranks at both ends; these with everything else are among the triples.
+PAIRS.append(PAIRS[0] | {"kind": "split", "tp_size": 2})
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS)))
