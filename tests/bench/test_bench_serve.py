@@ -1,13 +1,14 @@
-"""`pd-bench serve` measures a real deployment, and takes its times from when bytes arrived."""
+"""`pd-bench serve` measures nodes and a proxy over HTTP, and takes its times from when bytes arrived."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import Deployment, deployment
+from cluster import Cluster
 
 from pd import cli
 from pd.bench.load.records import read_records
@@ -15,6 +16,8 @@ from pd.bench.serve import Load, Prompts, measure_unloaded
 from pd.bench.serve_client import Reception, Server
 from pd.core.errors import NodeFailedError, UsageError
 from pd.embedded import EMBEDDED_MODEL
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,15 +25,25 @@ if TYPE_CHECKING:
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
+@dataclass
+class Served:
+    """A pair in this process, and the URL of a proxy before it."""
+
+    cluster: Cluster
+    url: str
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployment(EMBEDDED_MODEL, tmp_path_factory.mktemp("serve")) as running:
-        yield running
+def served() -> Iterator[Served]:
+    with Cluster(EMBEDDED_MODEL, kv_cache_tokens=16384) as cluster:
+        prefill, decode = cluster.pair
+        with ProxyThread(ProxyConfig(prefill=[prefill.url], decode=[decode.url], port=0)) as proxy:
+            yield Served(cluster, proxy.url)
 
 
 def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     output = tmp_path / "serve.json"
-    flags = ["--url", served.proxy.url, "--unloaded", "24,80", "--repeats", "2", "--outputs", "5"]
+    flags = ["--url", served.url, "--unloaded", "24,80", "--repeats", "2", "--outputs", "5"]
     load = "streams=2,in=10,out=20,long=64,every=0.3,long_out=3,seconds=0.6"
     assert cli.bench(["serve", *flags, "--load", load, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
@@ -50,7 +63,7 @@ def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     assert itl["count"] >= rows["load", "ITL of the streams from token 2 on"]["count"] > 0
     assert itl["p50_ms"] <= itl["p95_ms"] <= itl["p99_ms"] <= itl["p99.9_ms"] <= itl["max_ms"]
     assert "client_cpu_share" in capsys.readouterr().out
-    served.wait_idle()  # who was hung up on is gone
+    served.cluster.wait_idle()  # who was hung up on is gone
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,7 @@ def test_load_on_a_split_is_measured_and_leaves_nothing_behind(
     out = tmp_path / "out"
     common = ["--num-prompts", "4", "--random-input-len", "16", "--random-output-len", "5"]
     patient = ["--max-client-lag-ms", "100000", "--max-client-cpu", "10"]
-    command = ["--url", served.proxy.url, *common, *patient, *flags, "--output-dir", str(out)]
+    command = ["--url", served.url, *common, *patient, *flags, "--output-dir", str(out)]
     assert cli.bench(["serve", *command, "--max-concurrency", "2"]) == 0
     summary = json.loads((out / "summary.json").read_text())
     found, records = summary["measures"], read_records(out / "requests.jsonl")
@@ -91,7 +104,7 @@ def test_load_on_a_split_is_measured_and_leaves_nothing_behind(
         # An answer that its length ended is no whole JSON.
         whole = [r for r in records if r.finish_reason == "stop"]
         assert all(record.valid_output for record in whole)
-    served.wait_idle()
+    served.cluster.wait_idle()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +118,7 @@ def test_load_on_a_split_is_measured_and_leaves_nothing_behind(
 def test_what_the_context_does_not_hold_is_refused_at_once(
     served, capsys, flags, complaint
 ) -> None:
-    assert cli.bench(["serve", "--url", served.proxy.url, *flags]) == 2
+    assert cli.bench(["serve", "--url", served.url, *flags]) == 2
     error = capsys.readouterr().err
     assert f"{complaint}; the model's context is 8192: give less" in error
     assert len(error.splitlines()) == 1
@@ -113,7 +126,7 @@ def test_what_the_context_does_not_hold_is_refused_at_once(
 
 def test_a_refused_prompt_is_an_error_in_one_line(served, capsys) -> None:
     flags = ["--unloaded", "24", "--vocab-size", "99999999"]
-    assert cli.bench(["serve", "--url", served.proxy.url, *flags]) == 1
+    assert cli.bench(["serve", "--url", served.url, *flags]) == 1
     error = capsys.readouterr().err
     assert error.startswith("pd-bench serve: ")
     assert "HTTP status 400" in error
@@ -192,6 +205,6 @@ def test_an_answer_of_another_length_is_refused(served) -> None:
         def request(self, prompt: list[int], max_tokens: int) -> bytes:
             return super().request(prompt, max_tokens - 1)
 
-    server = Shorter(served.proxy.url, None)
+    server = Shorter(served.url, None)
     with pytest.raises(NodeFailedError, match="3 tokens came, not 4"):
         asyncio.run(measure_unloaded(server, Prompts(2000, 0), 16, 4, 1))

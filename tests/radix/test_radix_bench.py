@@ -19,7 +19,7 @@ TRACE = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_garbage_of_others() -> Iterator[None]:
     """The benchmark collects garbage before each round, which is slow in a large test process."""
     gc.collect()
