@@ -1,9 +1,7 @@
 """`pd-bench radix` runs, measures what it says and reports where it came from."""
 
-import gc
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,6 @@ TRACE = [
     {"input_length": 1024, "hash_ids": [3, 4]},
     {"input_length": 1040, "hash_ids": [0, 1, 5]},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_garbage_of_others() -> Iterator[None]:
-    """The benchmark collects garbage before each round, which is slow in a large test process."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
