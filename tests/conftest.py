@@ -64,6 +64,10 @@ def _together(nodeid: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers, files of many tests come first, and single tests last, so that all
     workers end at about the same time; before them those of :data:`BESIDE_OTHERS`."""
+    every: int = config.option.every
+    if every > 1:
+        config.hook.pytest_deselected(items=[i for n, i in enumerate(items) if n % every])
+        items[:] = items[::every]
     if not hasattr(config, "workerinput"):
         return
     counts = Counter(_together(item.nodeid) for item in items)
@@ -81,6 +85,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         metavar="N",
         help="name the N files and the N tests that took most processor time",
+    )
+
+
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="run one of N tests, in their order"
     )
 
 

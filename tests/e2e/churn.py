@@ -93,9 +93,15 @@ class Churn:
     """``run`` returns when every request has ended; :meth:`faults` judges them."""
 
     def __init__(
-        self, running: Deployment, cases: list[Case], seed: int, events_per_kill: int
+        self,
+        running: Deployment,
+        cases: list[Case],
+        seed: int,
+        events_per_kill: int,
+        per_second: float,
     ) -> None:
         self._running, self._cases = running, cases
+        self._per_second = per_second
         self._events_per_kill = events_per_kill
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
@@ -118,7 +124,7 @@ class Churn:
             upsets = self._others.submit(self._upset_every_second)
             with ThreadPoolExecutor(CLIENTS) as clients:
                 for number, case in enumerate(order):
-                    clients.submit(self._request, number, case, begin + number / PER_SECOND)
+                    clients.submit(self._request, number, case, begin + number / self._per_second)
             self._over.set()
             upsets.result()  # before the pool ends: it may be about to restart a node
         if self._recovery is not None:
@@ -300,6 +306,7 @@ def check_churn(
     devices: Sequence[str] = ("auto",),
     node_flags: Sequence[str] = (),
     events_per_kill: int = EVENTS_PER_KILL,
+    per_second: float = PER_SECOND,
 ) -> None:
     """2P2D while requests are aborted and nodes killed: no wrong token, and nothing left behind."""
     print(f"PD_TEST_SEED={seed}: {requests} requests over {backend} on {', '.join(devices)}")
@@ -308,6 +315,7 @@ def check_churn(
         devices=devices,
         node_flags=node_flags,
         events_per_kill=events_per_kill,
+        per_second=per_second,
     )
     summary = outcome.summary
     print(summary)
@@ -328,12 +336,14 @@ def run_churn(
     devices: Sequence[str],
     node_flags: Sequence[str],
     events_per_kill: int = EVENTS_PER_KILL,
+    per_second: float = PER_SECOND,
 ) -> Outcome:
     """Run 2P2D, and look at what is left once all requests have ended.
 
     Args:
         events_per_kill: one of so many events is a kill, unless a node is still gone; the others
             are aborts.
+        per_second: requests that are sent.
 
     Raises AssertionError if nodes do not serve, or do not come to rest.
     """
@@ -349,7 +359,7 @@ def run_churn(
     ) as running:
         _calm_round(running, cases)
         before = _footprints(running)
-        churn = Churn(running, cases, seed, events_per_kill)
+        churn = Churn(running, cases, seed, events_per_kill, per_second)
         churn.run(requests)
         faults = churn.faults()
         # What went wrong says more than the nodes after it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from backends import PROCESSES, TCP, Backend
-from churn import EVENTS_PER_KILL, Case, check_churn, make_cases
+from churn import PER_SECOND, Case, check_churn, make_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +21,9 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("backend", "requests"),
-    [*((backend, 100) for backend in PROCESSES), (TCP, 2000)],
+    ("backend", "requests", "per_second"),
+    # The last one takes three minutes, for 20 kills and more.
+    [*((backend, 100, PER_SECOND) for backend in PROCESSES), (TCP, 1000, PER_SECOND / 2)],
     ids=str,
     indirect=["backend"],
 )
@@ -34,9 +35,10 @@ def test_churn(
     seed: int,
     backend: Backend,
     requests: int,
+    per_second: float,
 ) -> None:
     check_churn(
         checkpoint("qwen3"),
         *(tmp_path, cases, backend, requests, seed),
-        events_per_kill=EVENTS_PER_KILL,
+        per_second=per_second,
     )

@@ -153,7 +153,7 @@ def wait_for_receivers(running: Deployment) -> list[Process]:
 
 
 def test_prefill_killed_after_the_transfer(pair_of_decoders: Deployment) -> None:
-    streams = [pair_of_decoders.stream(prompt(10 + i), WHOLE) for i in range(4)]
+    streams = [pair_of_decoders.stream(prompt(10 + i), WHOLE // 2) for i in range(4)]
     for stream in streams:
         wait_until(lambda s=stream: len(s.output) > 3, 30)
     pair_of_decoders.prefill[0].kill()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import netns
 import pytest
-from backends import ACROSS_HOSTS, NIXL, STAGED, Backend, over
+from backends import ACROSS_HOSTS, MOONCAKE, NIXL, NIXL_TCP, STAGED, TCP, Backend, over
 from checkpoints import make_checkpoint, reference_generate
 from processes import (
     ERROR_WITHIN,
@@ -356,8 +356,19 @@ def test_auto_opens_ports_of_a_library_only_where_the_network_is_trusted(
             assert elsewhere == ({host.address} if trusted else set())
 
 
-@over(ACROSS_HOSTS, sample=[])
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("victim", "backend"),
+    [
+        # Both over tcp; a library's process has little of its own to lose on either side.
+        ("prefill", TCP),
+        ("decode", TCP),
+        ("decode", NIXL_TCP),
+        ("prefill", MOONCAKE),
+    ],
+    ids=str,
+    indirect=["backend"],
+)
 @pytest.mark.timeout(280)
 def test_a_node_is_killed_while_the_link_is_cut(
     hosts: Hosts, model: Path, seed: int, victim: str
@@ -388,6 +399,7 @@ def test_a_node_is_killed_while_the_link_is_cut(
         ask(hosts.far, asked[number], expected[number])
         if time.monotonic() > until:
             break
+        time.sleep(PAUSE)
     assert traffic.stop() > 2
     wait_until(hosts.idle, 60, hosts.describe)
 

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from backends import IN_PROCESS, TCP, Backend, over
+from backends import IN_PROCESS, TCP, Backend
 from checkpoints import is_greedy, reference_generate
 from cluster import Cluster
 
@@ -36,8 +36,17 @@ def mixed_prompts(rng: random.Random, count: int, documents: int = 12) -> list[l
     return prompts
 
 
-@over(IN_PROCESS, sample=[TCP])
-@pytest.mark.parametrize("streams", [50, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("streams", "backend"),
+    [
+        pytest.param(50, TCP, id="50-tcp"),
+        *(
+            pytest.param(200 if b is TCP else 50, b, id=str(b), marks=pytest.mark.full)
+            for b in IN_PROCESS
+        ),
+    ],
+    indirect=["backend"],
+)
 @pytest.mark.timeout(400)
 def test_many_streams_on_small_pools_split(
     checkpoint: Callable[[str], Path], seed: int, backend: Backend, streams: int

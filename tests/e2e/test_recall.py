@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from backends import IN_PROCESS, NIXL, TCP, Backend, over
+from backends import IN_PROCESS, NIXL, TCP, Backend
 from cluster import Cluster
 from embedded.heldout import Example, is_right, recall_examples
 from embedded.text import Message, render
@@ -68,8 +68,19 @@ def unified_answers(prompts: int) -> list[str]:
     return answers_of(recall_examples(LENGTH, prompts), prefill=0, decode=0, unified=1)
 
 
-@over(IN_PROCESS, sample=[TCP, NIXL])
-@pytest.mark.parametrize("prompts", [3, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("prompts", "backend"),
+    [
+        *(pytest.param(3, backend, id=f"3-{backend}") for backend in (TCP, NIXL)),
+        pytest.param(100, TCP, id="100-tcp", marks=pytest.mark.full),
+        *(
+            pytest.param(25, backend, id=f"25-{backend}", marks=pytest.mark.full)
+            for backend in IN_PROCESS
+            if backend is not TCP
+        ),
+    ],
+    indirect=["backend"],
+)
 @pytest.mark.timeout(600)
 def test_recall_survives_the_split(backend: Backend, prompts: int) -> None:
     examples = recall_examples(LENGTH, prompts)

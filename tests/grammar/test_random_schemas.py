@@ -71,7 +71,8 @@ def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) 
     [
         (3, TRAINED[::3]),
         pytest.param(60, TRAINED, marks=pytest.mark.full),
-        pytest.param(300, TRAINED[::3], marks=pytest.mark.full),
+        # Whether all deployments say the same is what the 60 are for.
+        pytest.param(300, TRAINED[3:4], marks=pytest.mark.full),
     ],
     ids=["3", "60", "300"],
 )

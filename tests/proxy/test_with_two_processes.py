@@ -16,21 +16,22 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "file",
+    ("file", "every"),
     [
-        "proxy/test_proxy_lifecycle.py",
-        "proxy/test_proxy_completions.py",
-        "proxy/test_proxy_chat.py",
-        "proxy/test_proxy_choices.py",
-        "proxy/test_proxy_reasoning.py",
-        "proxy/test_proxy_stream_interval.py",
-        "proxy/test_proxy_openai_client.py",
-        "security/test_rids.py",
+        ("proxy/test_proxy_lifecycle.py", 1),
+        ("proxy/test_proxy_completions.py", 4),
+        ("proxy/test_proxy_chat.py", 4),
+        ("proxy/test_proxy_choices.py", 4),
+        ("proxy/test_proxy_reasoning.py", 4),
+        ("proxy/test_proxy_stream_interval.py", 4),
+        ("proxy/test_proxy_openai_client.py", 1),
+        ("security/test_rids.py", 1),
     ],
 )
-def test_with_two_processes(file: str) -> None:
+def test_with_two_processes(file: str, every: int) -> None:
+    """Of files about what is in one answer, which one process gives alone, one of four tests."""
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command += ["-rs", "-m", "not full", str(TESTS / file)]
+    command += ["-rs", "-m", "not full", "--every", str(every), str(TESTS / file)]
     done = subprocess.run(
         command,
         env=os.environ | {"PD_TEST_PROXY_WORKERS": "2"},

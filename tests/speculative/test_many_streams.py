@@ -99,7 +99,7 @@ def test_drafts_change_no_stream(
 @pytest.mark.timeout(2400)
 def test_a_head_that_is_often_right_changes_no_stream() -> None:
     """The embedded model and its head, on prompts of its held-out sets."""
-    asked = questions(2_000)
+    asked = questions(1_000)
     with Cluster(EMBEDDED_MODEL, **LAYOUT) as cluster:
         expected = outputs(cluster, asked)
     head = EMBEDDED_MODEL.parent / "embedded-eagle3"
