@@ -87,7 +87,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="name the N files and the N tests that took most processor time",
     )
 
-
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="run one of N tests, in their order"
     )

@@ -1,4 +1,4 @@
-"""`pd-bench serve` measures nodes and a proxy over HTTP, and takes its times from when bytes arrived."""
+"""`pd-bench serve` measures nodes and a proxy over HTTP, and takes its times from when bytes came."""
 
 from __future__ import annotations
 

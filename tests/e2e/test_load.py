@@ -120,8 +120,7 @@ def check_streams(model: Path, seed: int, backend: str | None, streams: int) -> 
                 wrong.append((index, error))
                 continue
             if len(tokens) != lengths[index] or not (
-                tokens == expected[index]
-                or is_greedy(model, prompts[index], tokens)
+                tokens == expected[index] or is_greedy(model, prompts[index], tokens)
             ):
                 wrong.append((index, tokens))
         canceller.join()

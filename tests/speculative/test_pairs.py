@@ -1,5 +1,5 @@
-"""Every pair of a drafter's and a request's circumstances, in as few deployments as cover them; with
-tensor parallelism, which starts processes, every three in ``make test-all``."""
+"""Every pair of a drafter's and a request's circumstances, in as few deployments as cover them;
+with tensor parallelism, which starts processes, every three in ``make test-all``."""
 
 from __future__ import annotations
 
