@@ -1,4 +1,4 @@
-"""`pd-bench serve` measures nodes and a proxy over HTTP, and takes its times from when bytes came."""
+"""`pd-bench serve` measures nodes and a proxy over HTTP, and takes times from when bytes come."""
 
 from __future__ import annotations
 

@@ -148,6 +148,7 @@ class Churn:
     # ---- what happens to them
 
     def _upset_every_second(self) -> None:
+        is_due = False
         for event in itertools.count():
             if event % self._events_per_kill == 0:
                 kill_at = event + self._rng.randrange(self._events_per_kill)
@@ -155,7 +156,9 @@ class Churn:
                 return
             self.events += 1
             recovered = self._recovered()
-            if event == kill_at and recovered:
+            is_due = is_due or event == kill_at
+            if is_due and recovered:
+                is_due = False
                 self._kill()
             else:
                 self._abort()
@@ -341,8 +344,8 @@ def run_churn(
     """Run 2P2D, and look at what is left once all requests have ended.
 
     Args:
-        events_per_kill: one of so many events is a kill, unless a node is still gone; the others
-            are aborts.
+        events_per_kill: one of so many events is a kill, or the first after it when all nodes run
+            again; the others are aborts.
         per_second: requests that are sent.
 
     Raises AssertionError if nodes do not serve, or do not come to rest.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from backends import PROCESSES, TCP, Backend
-from churn import PER_SECOND, Case, check_churn, make_cases
+from churn import EVENTS_PER_KILL, PER_SECOND, Case, check_churn, make_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +21,12 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("backend", "requests", "per_second"),
-    # The last one takes three minutes, for 20 kills and more.
-    [*((backend, 100, PER_SECOND) for backend in PROCESSES), (TCP, 1000, PER_SECOND / 2)],
+    ("backend", "requests", "per_second", "events_per_kill"),
+    [
+        *((backend, 100, PER_SECOND, EVENTS_PER_KILL) for backend in PROCESSES),
+        # Three minutes, for more than 20 kills.
+        (TCP, 1000, PER_SECOND / 2, 6),
+    ],
     ids=str,
     indirect=["backend"],
 )
@@ -36,9 +39,11 @@ def test_churn(
     backend: Backend,
     requests: int,
     per_second: float,
+    events_per_kill: int,
 ) -> None:
     check_churn(
         checkpoint("qwen3"),
         *(tmp_path, cases, backend, requests, seed),
+        events_per_kill=events_per_kill,
         per_second=per_second,
     )

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("file", "every"),
     [
-        ("proxy/test_proxy_lifecycle.py", 1),
+        ("proxy/test_proxy_lifecycle.py", 3),
         ("proxy/test_proxy_completions.py", 4),
         ("proxy/test_proxy_chat.py", 4),
         ("proxy/test_proxy_choices.py", 4),
@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
     ],
 )
 def test_with_two_processes(file: str, every: int) -> None:
-    """Of files about what is in one answer, which one process gives alone, one of four tests."""
+    """Of long files about single requests, each of which one process serves alone, some tests."""
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-rs", "-m", "not full", "--every", str(every), str(TESTS / file)]
     done = subprocess.run(
