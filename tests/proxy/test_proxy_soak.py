@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 SECONDS = float(os.environ.get("PD_TEST_SOAK_SECONDS", "600"))
 CONNECTIONS = 200
-# Of a token. Connections are what is looked at, and all of them are open at any speed.
-STEP_SECONDS = 0.08
+STEP_SECONDS = 0.02
 # A client's own patience: far more than any of its requests takes.
 PATIENCE = 120.0
 # What the allocator and caches of the process may still gain after a third of the time.
