@@ -70,11 +70,11 @@ def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) 
     ("count", "deployments"),
     [
         (3, TRAINED[::3]),
-        pytest.param(60, TRAINED, marks=pytest.mark.full),
-        # Whether all deployments say the same is what the 60 are for.
+        pytest.param(30, TRAINED, marks=pytest.mark.full),
+        # Whether all deployments say the same is what the 30 are for.
         pytest.param(300, TRAINED[3:4], marks=pytest.mark.full),
     ],
-    ids=["3", "60", "300"],
+    ids=["3", "30", "300"],
 )
 @pytest.mark.timeout(900)
 def test_random_schemas_on_a_trained_model(count: int, deployments: list[Deployment]) -> None:
