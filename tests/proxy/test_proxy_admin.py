@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,14 +19,13 @@ from fake_node import wait_until
 from proxy_tokenizers import byte_level
 
 from pd import __version__
+from pd.bench.proxy_processes import children
 from pd.core.errors import SetupError, UsageError
 from pd.core.messages import Finish
 from pd.proxy.config import ProxyConfig
-from pd.proxy.server import Proxy, ProxyThread
+from pd.proxy.server import Proxy, ProxyThread, bind
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from proxy_cluster import Cluster
 
     from pd.core.messages import Generate
@@ -306,6 +306,30 @@ def test_a_signal_lets_requests_finish(cluster: Cluster, number: int, workers: i
         thread.join()
         assert answers[0].json()["output_ids"] == [40, 41]
         assert process.wait(10) == 0
+
+
+def runs(pid: int) -> bool:
+    """Whether a process lives. One whose parent is gone may have ended and wait to be collected."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_processes_whose_parent_is_killed_end_and_free_the_port(cluster: Cluster) -> None:
+    prefill, decode = cluster.pair()
+    command = [sys.executable, "-c", _PROGRAM, prefill.url, decode.url, "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url, _ = process.stdout.readline().split()
+        left = children(process.pid)
+        assert len(left) >= 2
+        process.kill()
+        process.wait(10)
+    wait_until(lambda: not any(map(runs, left)), 30)
+    port = int(url.rpartition(":")[2])
+    bind("127.0.0.1", port).close()
 
 
 def test_the_proxy_never_imports_torch() -> None:
