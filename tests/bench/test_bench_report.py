@@ -60,7 +60,7 @@ def make_run(directory: Path, *, seed: int = 0, complaints: tuple[str, ...] = ()
         "machine": {"cpu": HOSTILE},
         "complaints": list(complaints),
         "measures": summarize(records),
-        "server": {"transfer": {"gigabytes_per_second": 1.25}},
+        "server": {"transfers": {"tcp": {"count": 3.0, "gigabytes_per_s": 1.25}}},
     }
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory
@@ -89,17 +89,18 @@ def test_a_page_has_tables_charts_and_where_they_come_from(tmp_path: Path) -> No
     sweep = make_sweep(tmp_path / "sweep.json")
     charts = tmp_path / "png"
     page = report(tmp_path, f"split={split}", f"unified={unified}", str(sweep), png=str(charts))
-    for text in ("split, ttft", "unified, itl", "gigabytes per second", "1.25", "abc, 2026-01-02"):
+    for text in ("split, ttft", "unified, itl", "tcp gigabytes per s", "1.25", "abc, 2026-01-02"):
         assert text in page
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     assert [t for t in titles if t.startswith("Stages")] == [
         "Stages of requests: split",
         "Stages of requests: unified",
     ]
-    assert {"Latencies", "Throughput against latency", "Goodput against rate"} <= set(titles)
+    drawn = {"Latencies", "Throughput against latency", "Goodput against rate", "Transfer rates"}
+    assert drawn <= set(titles)
     assert "highest rates: split: 2 requests/s" in page
     pictures = sorted(charts.iterdir())
-    assert len(pictures) == page.count("<picture>") == 6
+    assert len(pictures) == page.count("<picture>") == 7
     for picture in pictures:
         assert imread(picture).std() > 0.01, "nothing was drawn"
 

@@ -91,6 +91,9 @@ def test_load_on_a_split_is_measured_and_leaves_nothing_behind(
     assert found["completed"] == len(records) == (8 if "multi-turn" in flags else 4)
     assert "fields_the_server_refuses" not in summary["notes"]
     assert summary["server"]["stages_mean_ms"]["prefill"] > 0
+    (transfers,) = summary["server"]["transfers"].values()
+    assert 0 < transfers["count"] <= found["completed"]
+    assert transfers["gigabytes_per_s"] > 0
     for record in records:
         assert record.counted_by == "token_ids"
         assert tokens in (None, record.output_tokens)

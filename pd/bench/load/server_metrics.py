@@ -1,8 +1,9 @@
-"""Metrics of pd's proxy over a run: their values after it less those before."""
+"""Metrics of pd's proxy and its nodes over a run: their values after it less those before."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import SetupError
@@ -12,32 +13,55 @@ if TYPE_CHECKING:
 
     from pd.bench.load.client import Fetch
 
-_LINE = re.compile(r'^(pd_proxy_\w+)(?:\{stage="([a-z_]+)"\})? ([0-9.eE+-]+)$', re.MULTILINE)
+_LINE = re.compile(
+    r'^(pd_(?:proxy|transfer)_\w+)(?:\{(?:stage|backend)="([a-z_-]+)"\})? ([0-9.eE+-]+)$',
+    re.MULTILINE,
+)
+_WORKER = re.compile(r'^pd_proxy_worker_up\{[^}]*url="(https?://[^"\s]+)"\} ', re.MULTILINE)
+_MOST_WORKERS = 64
 _STAGES = "pd_proxy_stage_seconds"
 _TOTALS = {
     "prompt_tokens": "pd_proxy_prompt_tokens_total",
     "cached_tokens": "pd_proxy_cached_tokens_total",
     "output_tokens": "pd_proxy_output_tokens_total",
 }
+# Means of a transfer, by what the nodes call them.
+_TRANSFER_MEANS = ("reservation_wait", "wire", "exposed")
 _TIMEOUT = 10.0
 Samples = dict[tuple[str, str], float]
 
 
 def read_metrics(fetch: Fetch, base_url: str) -> Samples:
-    """Sums, counts and totals of a proxy by name and stage; empty for another server."""
-    try:
-        status, text = fetch(f"{base_url}/metrics", timeout=_TIMEOUT)
-    except SetupError:
+    """Sums, counts and totals by name and stage of a proxy, and by name and backend those of the
+    transfers between its nodes, if all of these can be reached; empty for another server."""
+    text = _read(fetch, base_url)
+    if text is None:
         return {}  # a run's own figures count without the server's
-    return parse_metrics(text) if status == 200 else {}
+    found = parse_metrics(text)
+    workers = list(dict.fromkeys(_WORKER.findall(text)))
+    texts = [_read(fetch, url) for url in workers] if len(workers) <= _MOST_WORKERS else []
+    if all(texts):
+        for key, value in sum((Counter(parse_metrics(t or "")) for t in texts), Counter()).items():
+            # Both ends of a transfer count it.
+            found[key] = value / 2
+    return found
+
+
+def _read(fetch: Fetch, url: str) -> str | None:
+    try:
+        status, text = fetch(f"{url}/metrics", timeout=_TIMEOUT)
+    except SetupError:
+        return None
+    return text if status == 200 else None
 
 
 def parse_metrics(text: str) -> Samples:
-    return {(name, stage): float(value) for name, stage, value in _LINE.findall(text)}
+    return {(name, label): float(value) for name, label, value in _LINE.findall(text)}
 
 
 def metrics_between(before: Mapping[Any, float], after: Mapping[Any, float]) -> dict[str, Any]:
-    """Tokens, and mean time of each stage, between two readings; empty without any."""
+    """Tokens, mean time of each stage, and transfers by backend between two readings; empty without
+    any."""
     growth = {key: value - before.get(key, 0.0) for key, value in after.items()}
     found: dict[str, Any] = {
         name: growth[metric, ""] for name, metric in _TOTALS.items() if (metric, "") in growth
@@ -46,4 +70,30 @@ def metrics_between(before: Mapping[Any, float], after: Mapping[Any, float]) -> 
     for (name, stage), count in growth.items():
         if name == f"{_STAGES}_count" and count > 0:
             stages[stage] = round(growth.get((f"{_STAGES}_sum", stage), 0.0) / count * 1e3, 3)
-    return found | ({"stages_mean_ms": stages} if stages else {})
+    if stages:
+        found["stages_mean_ms"] = stages
+    backends = [label for name, label in growth if name == "pd_transfer_bytes_total"]
+    transfers = {backend: _transfers(growth, backend) for backend in backends}
+    if any(transfers.values()):
+        found["transfers"] = {backend: row for backend, row in transfers.items() if row}
+    return found
+
+
+def _transfers(growth: Mapping[Any, float], backend: str) -> dict[str, float]:
+    """Transfers over a backend; empty if there were none."""
+
+    def grown(name: str) -> float:
+        return growth.get((f"pd_transfer_{name}", backend), 0.0)
+
+    count, num_bytes, wire = (
+        grown(name) for name in ("wire_seconds_count", "bytes_total", "wire_seconds_sum")
+    )
+    if count <= 0:
+        return {}
+    row = {"count": count, "gigabytes": round(num_bytes / 1e9, 6)}
+    if wire > 0:
+        row["gigabytes_per_s"] = round(num_bytes / wire / 1e9, 6)
+    for name in _TRANSFER_MEANS:
+        if waits := grown(f"{name}_seconds_count"):
+            row[f"{name}_mean_ms"] = round(grown(f"{name}_seconds_sum") / waits * 1e3, 3)
+    return row

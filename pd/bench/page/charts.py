@@ -130,6 +130,16 @@ def charts_of(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> list[Chart]:
                 partial(_cache, cached),
             )
         )
+    if any(map(_transfer_rates, runs)):
+        charts.append(
+            Chart(
+                "transfers",
+                "Transfer rates",
+                "KV bytes that prefill nodes sent to decode nodes, by their time on the wire.",
+                partial(_transfers, runs),
+                (7.5, 1.2 + 0.4 * sum(len(_transfer_rates(run)) for run in runs)),
+            )
+        )
     return charts
 
 
@@ -266,6 +276,27 @@ def _cache(runs: Sequence[Run], figure: Figure) -> None:
     axis.set_ylabel("share")
     axis.set_ylim(0, 1.02)
     _legend(axis)
+
+
+def _transfer_rates(run: Run) -> dict[str, float]:
+    """Gigabytes a second by backend, as far as the nodes have told."""
+    transfers = (run.summary.get("server") or {}).get("transfers") or {}
+    rates = {backend: row.get("gigabytes_per_s") for backend, row in transfers.items()}
+    return {backend: float(rate) for backend, rate in rates.items() if rate}
+
+
+def _transfers(runs: Sequence[Run], figure: Figure) -> None:
+    axis = figure.subplots()
+    found = {
+        f"{run.name}, {backend}": rate
+        for run in runs
+        for backend, rate in _transfer_rates(run).items()
+    }
+    bars = axis.barh(list(found), list(found.values()), color=_COLORS[0])
+    axis.bar_label(bars, fmt="%.3g", padding=3)
+    axis.set_xlabel("GB/s")
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
 
 
 def _legend(axis: Axes) -> None:

@@ -17,7 +17,7 @@ from pd.bench.load.goodput import Objectives, count_good
 from pd.bench.load.measures import summarize
 from pd.bench.load.processes import Run
 from pd.bench.load.records import Record, read_records, second_token_time, write_records
-from pd.bench.load.server_metrics import metrics_between, parse_metrics
+from pd.bench.load.server_metrics import metrics_between, parse_metrics, read_metrics
 from pd.core.errors import UsageError
 
 
@@ -254,3 +254,39 @@ def test_metrics_of_the_proxy_between_two_readings() -> None:
     found = metrics_between(reading(10, 5.0, 100), reading(14, 6.0, 150))
     assert found == {"output_tokens": 50, "stages_mean_ms": {"prefill": 250}}
     assert metrics_between({}, {}) == {}
+
+
+def test_transfers_are_of_all_nodes_that_the_proxy_names() -> None:
+    def pages(num_bytes: float, wire: float, count: int) -> dict[str, str]:
+        """Both ends tell the same."""
+        node = (
+            f'pd_transfer_bytes_total{{backend="nixl-tcp"}} {num_bytes}\n'
+            f'pd_transfer_wire_seconds_sum{{backend="nixl-tcp"}} {wire}\n'
+            f'pd_transfer_wire_seconds_count{{backend="nixl-tcp"}} {count}\n'
+            f'pd_transfer_wire_seconds_bucket{{backend="nixl-tcp",le="1.0"}} {count}\n'
+        )
+        names = ("http://p:1", "http://d:2")
+        up = [f'pd_proxy_worker_up{{role="x",url="{name}"}} 1.0\n' for name in names]
+        return {"http://proxy": "".join(up)} | dict.fromkeys(names, node)
+
+    def reading(found: dict[str, str]) -> dict[tuple[str, str], float]:
+        def fetch(url: str, **_: object) -> tuple[int, str]:
+            text = found.get(url.removesuffix("/metrics"))
+            return (404, "") if text is None else (200, text)
+
+        return read_metrics(fetch, "http://proxy")
+
+    before, after = pages(1e9, 1.0, 2), pages(4e9, 2.5, 6)
+    assert metrics_between(reading(before), reading(after)) == {
+        "transfers": {
+            "nixl-tcp": {
+                "count": 4,
+                "gigabytes": 3,
+                "gigabytes_per_s": 2,
+                "wire_mean_ms": 375,
+            }
+        }
+    }
+    del after["http://d:2"]  # a node that cannot be reached: half of the truth is none
+    assert metrics_between(reading(before), reading(after)) == {}
+    assert metrics_between({}, reading({})) == {}
