@@ -2,7 +2,7 @@
 
 The page needs nothing from elsewhere and follows the reader's light or dark colours: tables of all
 measures, distributions of latencies, throughput against latency, goodput against rate, stages of
-some requests, hits of the prefix cache, transfer rates, and the commands and machines that made them.
+some requests, hits of the prefix cache, transfer rates, commands and machines.
 """
 
 from __future__ import annotations
