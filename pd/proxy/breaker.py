@@ -66,6 +66,10 @@ class Breaker:
         if self._out_until is not None:
             self._probe = attempt
 
+    def is_probed_by(self, attempt: object) -> bool:
+        """Whether a request decides if the node is let in."""
+        return self._probe is attempt
+
     def ended(self, attempt: object) -> None:
         """A request does not need the node any more."""
         if self._probe is attempt:

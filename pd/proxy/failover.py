@@ -308,6 +308,9 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
     if fault != "node" and attempt.hand_off is not None:
         was_in = attempt.hand_off.lets_in
         attempt.hand_off.failed([attempt], reason)
+        for node in attempt.nodes:
+            if node.breaker.is_probed_by(attempt):
+                node.breaker.failed([attempt], reason, attempt.partner_of(node))
         if was_in and not attempt.hand_off.lets_in:
             urls = " to ".join(node.url for node in attempt.nodes)
             log.warning("nothing is handed off from %s: %s", urls, attempt.hand_off.problem)

@@ -18,7 +18,7 @@ class Capacity(NamedTuple):
 
     Attributes:
         context_length: of both nodes.
-        prompt: tokens of a prompt, which both must hold.
+        prompt: tokens of a prompt, which both must hold, and have room for an answer.
         pool_tokens: tokens of prompt and answer, which the node that generates must hold.
     """
 
@@ -43,11 +43,9 @@ class Capacity(NamedTuple):
 def capacity_of(group: Sequence[Worker]) -> Capacity:
     """What a request may need that these nodes serve, of which the last one generates."""
     infos = [worker.info for worker in group if worker.info is not None]
-    return Capacity(
-        min(info.context_length for info in infos),
-        min(info.pool_tokens for info in infos),
-        infos[-1].pool_tokens,
-    )
+    context_length = min(info.context_length for info in infos)
+    prompt = min(context_length - 1, *(info.pool_tokens for info in infos))
+    return Capacity(context_length, prompt, infos[-1].pool_tokens)
 
 
 class Limits(NamedTuple):
@@ -70,6 +68,12 @@ class Limits(NamedTuple):
         """The longest context of a route."""
         return max(route.context_length for route in self.routes)
 
+    @property
+    def _bounds(self) -> str:
+        """What bounds requests that fit into the longest context, for people."""
+        contexts = {route.context_length for route in self.routes}
+        return "KV pools" if len(contexts) == 1 else "contexts and KV pools"
+
     def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
         """Refuse a prompt that no node could ever serve. ``explicit``: the client chose
         ``max_tokens``."""
@@ -82,7 +86,8 @@ class Limits(NamedTuple):
         longest_prompt = max(route.prompt for route in self.routes)
         if num_tokens > longest_prompt:
             raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens; the nodes' KV pools hold {longest_prompt}",
+                f"the prompt has {num_tokens} tokens; the nodes' {self._bounds} hold "
+                f"{longest_prompt}",
                 param="prompt",
             )
         if explicit and num_tokens + max_tokens > self.context_length:
@@ -94,7 +99,7 @@ class Limits(NamedTuple):
         if explicit and not any(route.holds(num_tokens, max_tokens) for route in self.routes):
             raise InvalidRequestError(
                 f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) need more KV than the "
-                f"nodes' KV pools hold: {_most_for(num_tokens, self.routes)} tokens",
+                f"nodes' {self._bounds} hold: {_most_for(num_tokens, self.routes)} tokens",
                 param="max_tokens",
             )
 

@@ -197,6 +197,8 @@ class WorkerPool:
                 worker.channel.close()
             if worker.alive:
                 self._heartbeats.remove(worker.instance_id)
+            for other in self.workers:
+                other.partner_lost(worker)
             self._on_change()
 
     async def post(self, worker: Worker, path: str) -> str | None:

@@ -25,10 +25,17 @@ PROBE = "probe"
 
 
 def _fit(first: Worker, second: Worker) -> bool:
-    """Whether KV can travel from one node to the other, as far as can be seen from here."""
-    if first.info is None or second.info is None or not first.hands_off_to(second):
+    """Whether KV that one node has computed is of use to the other."""
+    if first.info is None or second.info is None:
         return False
     return first.info.difference(second.info) is None
+
+
+def _is_ready(first: Worker, second: Worker | None = None) -> bool:
+    """Whether nodes, of which the last one generates, can serve a request now."""
+    if second is None:
+        return first.ready and first.serves_alone
+    return first.ready and second.ready and first.hands_off_to(second)
 
 
 class Route(NamedTuple):
@@ -123,7 +130,7 @@ class Router:
         routes = [capacity_of(group) for group in groups]
         info = groups[routes.index(max(routes))][0].info
         assert info is not None
-        are_ready = [all(worker.ready for worker in group) for group in groups]
+        are_ready = [_is_ready(*group) for group in groups]
         return Limits(
             name,
             frozenset(routes),
@@ -236,7 +243,8 @@ class Router:
         firsts, seconds = _without(avoided, firsts), _without(avoided, seconds)
 
         def fit(first: Worker, second: Worker) -> bool:
-            return (first, second) not in apart and _fit(first, second)
+            travels = (first, second) not in apart and first.hands_off_to(second)
+            return travels and _fit(first, second)
 
         best = self._predictor.choose(firsts, seconds, demand, fit)
         if best is None:
@@ -292,7 +300,7 @@ class Router:
 
     def route_to(self, worker: Worker) -> Route | None:
         """Nodes for a probe of one that a breaker took out; None if it has no partner. Partners
-        that are out, too, are probed with it if there are no others."""
+        that are out, too, are probed with it if there are no others, and so are their pairs."""
         if worker.serves_alone:
             return Route(worker, None, [(worker, PROBE)])
         if worker.role == "prefill":
@@ -303,9 +311,15 @@ class Router:
         partners = [w for w in partners if w.ready or (w.could_serve and not w.breaker.stuck)]
         if not partners:
             return None
-        partner = min(partners, key=lambda partner: (not partner.ready, partner.decode_load))
-        first, decode = (worker, partner) if worker.role == "prefill" else (partner, worker)
-        return probe_route(first, decode)
+
+        def pair(partner: Worker) -> tuple[Worker, Worker]:
+            return (worker, partner) if worker.role == "prefill" else (partner, worker)
+
+        def rank(partner: Worker) -> tuple[bool, bool, int]:
+            first, decode = pair(partner)
+            return not partner.ready, not first.hands_off_to(decode), partner.decode_load
+
+        return probe_route(*pair(min(partners, key=rank)))
 
     def _can_start(self, worker: Worker, size: int, output: int) -> bool:
         """Whether a node may compute a prompt of this size, with an answer of so many tokens."""
@@ -321,17 +335,18 @@ class Router:
     def _partners(self, first: Worker, size: int, output: int) -> list[Worker]:
         if not first.sends:
             return []
-        return [d for d in self._matching(first) if d.can_take(size, output)]
+        fitting = [d for d in self._workers if d.can_take(size, output) and first.hands_off_to(d)]
+        return self._matching(first, fitting)
 
-    def _matching(self, first: Worker) -> list[Worker]:
-        """Nodes that can generate the answers to prompts of this one."""
-        return [d for d in self._workers if d is not first and d.receives and _fit(first, d)]
+    def _matching(self, first: Worker, others: Sequence[Worker] | None = None) -> list[Worker]:
+        """Those of some nodes, or of all, that can generate the answers to prompts of this one."""
+        among = self._workers if others is None else others
+        return [d for d in among if d is not first and d.receives and _fit(first, d)]
 
     def _groups(self, first: Worker) -> list[list[Worker]]:
         """Nodes that could serve a request whose prompt this one computes. With another elastic
         node an elastic one can do no more than either alone."""
-        partners = self._matching(first) if first.sends else []
-        if first.elastic:
-            partners = [partner for partner in partners if not partner.elastic]
+        others = [w for w in self._workers if not (first.elastic and w.elastic)]
+        partners = self._matching(first, others) if first.sends else []
         groups = [[first, decode] for decode in partners]
         return [*groups, [first]] if first.serves_alone or not groups else groups

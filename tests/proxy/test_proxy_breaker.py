@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from pd.proxy.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
+from pd.proxy.failover import _blame as blame
+from pd.proxy.worker import Worker
 
 
 class Clock:
@@ -118,3 +123,23 @@ def test_a_stuck_node_is_out_until_its_step_ends(breaker: Breaker, clock: Clock)
     assert not breaker.lets_in and breaker.problem
     breaker.stuck = False
     assert breaker.lets_in
+
+
+def test_a_failed_hand_off_of_a_probe_is_one_of_the_probed_node(clock: Clock) -> None:
+    way, node, partner = Breaker(clock), Breaker(clock), Breaker(clock)
+    nodes = [Worker("prefill", "http://p"), Worker("decode", "http://d")]
+    nodes[0].breaker, nodes[1].breaker = node, partner
+    probe: Any = SimpleNamespace(hand_off=way, nodes=nodes, partner_of=lambda _: None)
+    fail(node, FAILURES)
+    clock.now += FIRST_PAUSE
+    node.began(probe)
+    blame(probe, nodes[1], "pair", "why")
+    node.ended(probe)
+    clock.now += FIRST_PAUSE
+    assert not node.awaits_probe, "its pause is no longer than the first"
+    clock.now += FIRST_PAUSE
+    assert node.awaits_probe
+    fail(way, FAILURES - 2)
+    assert way.lets_in and partner.lets_in
+    fail(way, 1)
+    assert not way.lets_in

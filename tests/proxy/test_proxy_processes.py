@@ -22,7 +22,7 @@ from proxy_cluster import Cluster, read_events
 
 from pd.core.errors import SetupError, UsageError
 from pd.core.messages import Finish
-from pd.proxy.actions import AddWorker, Outcome
+from pd.proxy.actions import AbortAll, AddWorker, Outcome, RemoveWorker
 from pd.proxy.config import ProxyConfig
 from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import counted, families_of, merge, render
@@ -273,10 +273,11 @@ class Told:
         self.number, self.answers, self.begun = number, answers, begun
         self.serves, self.told = begun, list[Any]()
         self.families: list[Any] = []
+        self.seconds = 0.01
 
     async def perform(self, action: Action, seconds: float) -> Outcome | None:
         self.told.append(action)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.seconds)
         return Outcome({"url": "http://n", "role": "decode"}) if self.answers else None
 
     def perform_later(self, action: Action) -> bool:
@@ -299,7 +300,8 @@ def perform(children: list[Any], action: Action, meanwhile: Any = None) -> list[
             parent.children = meanwhile(children)
         await asked
         (reply,) = replies
-        assert reply[0].error is not None or "http://n" in parent._config.decode
+        is_noted = "http://n" in parent._config.decode
+        assert is_noted == (isinstance(action, AddWorker) and reply[0].error is None)
         return reply
 
     return asyncio.run(run())
@@ -326,6 +328,33 @@ def test_processes_that_start_meanwhile_are_told() -> None:
 
     perform([Told(0), early], action, started)
     assert early.told == late.told == [action]
+
+
+def test_requests_of_processes_that_start_meanwhile_are_not_aborted() -> None:
+    late = Told(1)
+    perform([Told(0)], AbortAll(), lambda children: [*children, late])
+    assert late.told == []
+
+
+def test_changes_are_noted_in_the_order_in_which_they_were_asked_for() -> None:
+    """Though the process that delays the first one is not waited for any more by the second."""
+
+    async def run() -> ProxyConfig:
+        slow, quick = Told(0), Told(1)
+        parent: Any = ProxyProcesses(ProxyConfig(workers=2))
+        parent.children = [slow, quick]
+        stuck: list[Any] = []
+        parent._acceptor = SimpleNamespace(is_stuck=lambda child: child in stuck)
+        slow.seconds = 0.2
+        add, remove = AddWorker("decode", "http://n"), RemoveWorker("http://n")
+        first = asyncio.create_task(parent._perform(quick, add, lambda reply: None))
+        await asyncio.sleep(0.05)
+        stuck.append(slow)
+        await asyncio.gather(first, parent._perform(quick, remove, lambda reply: None))
+        assert slow.told == quick.told == [add, remove]
+        return parent._config
+
+    assert asyncio.run(run()).decode == []
 
 
 def test_a_node_that_changed_its_role_is_known_by_the_one_with_which_it_was_added(

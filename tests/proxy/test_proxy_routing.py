@@ -18,6 +18,7 @@ from proxy_cluster import wait_for_all
 from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError, UsageError
 from pd.core.messages import Finish
 from pd.core.node_load import NodeLoad
+from pd.proxy.breaker import FAILURES, Breaker
 from pd.proxy.policies import (
     IMBALANCE_REQUESTS,
     IMBALANCE_TOKENS,
@@ -63,6 +64,13 @@ def prompt(*tokens: int, namespace: str = "") -> Prompt:
 
 
 LONG = prompt(*range(400))
+
+
+def take_out(breaker: Breaker | None) -> None:
+    assert breaker is not None
+    for number in range(FAILURES):
+        breaker.failed([number], "why")
+    assert not breaker.lets_in
 
 
 class TestCacheAware:
@@ -253,6 +261,63 @@ class TestRouter:
         assert limits.default_max_tokens(30, None) == 10
         assert limits.default_max_tokens(50, None) == 350, "it waits for the large one"
         limits.check_prompt(30, 370, explicit=True)
+
+    def test_a_context_bounds_prompts_like_a_pool(self) -> None:
+        """One node has the context and another one the pool, and no node both."""
+        limits = self.router(
+            worker("unified", "a", context_length=1000),
+            worker("unified", "b", pages=Pages(100)),
+        ).limits(None)
+        with pytest.raises(InvalidRequestError, match="contexts and KV pools hold 999"):
+            limits.check_prompt(1000, 1, explicit=False)
+        with pytest.raises(InvalidRequestError, match="contexts and KV pools hold: 1000 tokens"):
+            limits.check_prompt(500, 501, explicit=True)
+        limits.check_prompt(999, 1, explicit=True)
+
+    def test_a_prompt_node_without_a_partner_is_not_ready(self) -> None:
+        router = self.router(worker("prefill", "p"), worker("unified", "u", pages=Pages(100)))
+        assert router.limits("m").default_max_tokens(100, None) == 300
+
+    def test_a_way_that_is_out_is_there_but_not_ready(self) -> None:
+        small = worker("prefill", "small", elastic=True, pages=Pages(100))
+        large = worker("decode", "large")
+        router = self.router(small, large)
+        assert router.limits("m").default_max_tokens(10, None) == 99_990
+        take_out(small.hand_off_to(large))
+        limits = router.limits("m")
+        limits.check_prompt(10, 1000, explicit=True)
+        assert limits.default_max_tokens(10, None) == 390
+        with pytest.raises(UnavailableError, match="no node can serve"):
+            router.route("m", Demand(prompt(*range(10)), output=1000))
+
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    def test_a_node_is_probed_with_a_partner_to_which_the_way_is_out(self, role: Any) -> None:
+        """The probe of the way waits for the node, so the node must not wait for the way."""
+        node = worker(role, "node")
+        partner = worker("decode" if role == "prefill" else "prefill", "elastic", elastic=True)
+        router = self.router(node, partner)
+        first, decode = (node, partner) if role == "prefill" else (partner, node)
+        take_out(first.hand_off_to(decode))
+        take_out(node.breaker)
+        route = router.route_to(node)
+        assert route is not None
+        assert (route.first, route.decode) == (first, decode)
+        other = worker(partner.role, "other")
+        route = self.router(node, partner, other).route_to(node)
+        assert route is not None
+        assert other in (route.first, route.decode), "over a way that works, if there is one"
+
+    def test_limits_compare_no_elastic_nodes_with_each_other(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are asked for each request."""
+        router = self.router(*(worker("unified", f"n{i}", elastic=True) for i in range(50)))
+
+        def difference(*_: object) -> None:
+            raise AssertionError("compared")
+
+        monkeypatch.setattr(ServerInfo, "difference", difference)
+        assert router.limits("m").default_max_tokens(10, None) == 99_990
 
     def test_an_answer_is_generated_only_where_it_fits(self) -> None:
         """The last token needs no KV."""

@@ -20,7 +20,7 @@ import msgspec
 from pd.core.errors import SetupError, UnavailableError, UsageError
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import Role
-from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker
+from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker, SetRole
 from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import Family, counted, families_from, merge
 from pd.proxy.processes.acceptor import Acceptor
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 ACTION_SECONDS = 5.0
 # What a child has, beyond the time of the drain, to end by itself.
 STOP_SECONDS = 10.0
+# Actions that all children perform in the same order, and those that start meanwhile, too.
+_CHANGES = AddWorker | RemoveWorker | SetRole
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 # A child that served for so long ended for a reason of its own, so its successor starts at once.
 _PROVEN_SECONDS = 10.0
@@ -75,6 +77,7 @@ class ProxyProcesses:
         self._keepers: list[asyncio.Task[None]] = []
         self._starting, self._failed = True, cast("Failed | None", None)
         self._performing: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._claims = Claims()
         # What children that have ended counted, as far as they were asked.
@@ -229,6 +232,14 @@ class ProxyProcesses:
     ) -> None:
         """Have all children perform an action, and send the one that asked what they say. Children
         that are busy or not ready yet perform it later."""
+        if isinstance(action, _CHANGES):
+            async with self._changing:
+                reply(await self._outcomes(asking, action))
+        else:
+            reply(await self._outcomes(asking, action))
+
+    async def _outcomes(self, asking: ChildProcess, action: Action) -> list[Outcome]:
+        """What the children say, that of the one that asked first."""
         waited = [child for child in self._serving() if not self._acceptor.is_stuck(child)]
         children = [child for child in self.children if child is not None]
         told = [c for c in children if c in waited or c.perform_later(action)]
@@ -239,20 +250,19 @@ class ProxyProcesses:
             if outcome is not None
         }
         if isinstance(action, ReadMetrics):
-            reply([Outcome(self._merge_metrics(outcomes))])
-            return
+            return [Outcome(self._merge_metrics(outcomes))]
         own = outcomes.pop(asking, None)
         said = [*([] if own is None else [own]), *outcomes.values()]
         if not said:
             message = f"no process of the proxy answered within {ACTION_SECONDS:g} s"
-            said = [Outcome(error=ErrorInfo(UnavailableError.kind, message))]
-        elif said[0].error is None:
+            return [Outcome(error=ErrorInfo(UnavailableError.kind, message))]
+        if said[0].error is None and isinstance(action, _CHANGES):
             self._record(action, said[0])
             for child in self.children:
                 # It began with the nodes that were known before.
                 if child is not None and child not in told:
                     child.perform_later(action)
-        reply(said)
+        return said
 
     def _merge_metrics(self, outcomes: dict[ChildProcess, Outcome]) -> list[Family]:
         for child, outcome in outcomes.items():
