@@ -142,7 +142,9 @@ def _problem(error: ErrorDetails) -> str:
         return f"the key {where} is missing"
     if error["type"] == "string_pattern_mismatch":
         shape = SHAPES[error["ctx"]["pattern"]]
-        return f"{where}: {error['input']!r:.60} is not {shape}"
+        # What follows the name of a variable may be secret.
+        name, sign, _ = str(error["input"]).partition("=")
+        return f"{where}: {name + sign + '…' if sign else name!r:.60} is not {shape}"
     return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 

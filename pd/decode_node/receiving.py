@@ -203,7 +203,9 @@ class ReceivingEnd(PromptReceiver):
         memory, sequence, length = self._memory, request.sequence, len(request.prompt)
         growth = self._decode.headroom(sequence, [i.request.sequence for i in self.transfer])
         needed = memory.missing(sequence, length, length) + growth
-        if memory.available < needed and self._sending is None:
+        if memory.available < needed and self._sending is not None:
+            self._sending.park(needed)
+        if memory.available < needed:
             return False
         # NOTE: matching locks pages, which were available until then; every way out of here must
         # release them.

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_LOGPROB_CHUNK = 512
 # Prompts whose tokens are counted with each step; more of them are not few.
 _MOST_COUNTED = 16
+# Prompts that are computed are forgotten after so long; by then others may have taken their pages.
+_ASKED_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class PrefillScheduler:
         self.running: list[Request] = []
         # Prompts whose load was asked for: what they begin with is computed once for all.
         self._asked = RadixCache(memory.page_size)
+        self._asked_at = 0.0
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -101,6 +104,8 @@ class PrefillScheduler:
 
     def remove(self, request: Request) -> None:
         """Take a request that ended out of both queues."""
+        if request in self.waiting or request in self.running:
+            self._asked_at = 0.0  # nobody will find cached what it does not compute
         self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
@@ -119,8 +124,9 @@ class PrefillScheduler:
         """Prompt tokens that are still to be computed, without those that are cached, and their
         pairs of query and key."""
         tokens, pairs = 0, 0.0
-        if not self.running and not self.waiting:
-            self._asked = RadixCache(self._memory.page_size)
+        is_idle = not self.running and not self.waiting
+        if is_idle or time.monotonic() - self._asked_at > _ASKED_SECONDS:
+            self._forget_asked()
         for request in self.running:
             if request.progress.cached_on_arrival is None:
                 request.progress.cached_on_arrival = request.progress.cached_tokens
@@ -134,6 +140,13 @@ class PrefillScheduler:
             tokens += left
             pairs += chunk_pairs(cached, left)
         return tokens, pairs
+
+    def _forget_asked(self) -> None:
+        """Forget the prompts of requests that are over: what is cached of them is known."""
+        self._asked, self._asked_at = RadixCache(self._memory.page_size), time.monotonic()
+        for request in chain(self.running, self.waiting):
+            if request.progress.cached_on_arrival is not None:
+                self._remember(request)
 
     def queued_whole(self) -> int | None:
         """Prompt tokens of the requests that have some left to be computed, those that are computed

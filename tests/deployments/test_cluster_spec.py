@@ -159,7 +159,7 @@ REFUSED = {
     "ssh's keys": (("hosts.first.port", 22), "hosts.first.port: only a host with ssh has it"),
     "an option for ssh": (
         ("hosts.second.ssh", "-oProxyCommand=x"),
-        "hosts.second.ssh: '-oProxyCommand=x' is not one word such as user@10.0.0.2",
+        "hosts.second.ssh: '-oProxyCommand=…' is not one word such as user@10.0.0.2",
     ),
     "an option for ip": (("hosts.first", {"netns": "-n"}), "hosts.first.netns: "),
     "spaces for ssh": (("hosts.second.ssh", "me@far; touch /tmp/x"), "hosts.second.ssh: "),
@@ -219,8 +219,8 @@ REFUSED = {
     ),
     "a key file": (("cluster_key_file", "nowhere.key"), "cannot read the cluster key"),
     "a variable": (
-        ("pass_environment", ["A=B"]),
-        "pass_environment[0]: 'A=B' is not the name of a variable",
+        ("pass_environment", ["A=secret"]),
+        "pass_environment[0]: 'A=…' is not the name of a variable",
     ),
 }
 

@@ -428,3 +428,14 @@ def test_what_waiting_prompts_share_is_queued_once(first_runs: bool) -> None:
     bench.add(range(500, 600))
     assert bench.scheduler.uncached()[0] == tokens + 100
     assert bench.scheduler.queued_whole() is None, "too many to be counted with each step"
+
+
+def test_a_prompt_that_nobody_computed_is_queued_whole_when_it_comes_again() -> None:
+    """A client that left and asks again, on a node that is never idle."""
+    bench = PrefillBench(pages=4096, page_size=4)
+    bench.add(range(100, 200))
+    left = bench.add(range(1000, 1800))
+    assert bench.scheduler.uncached()[0] == 900
+    bench.scheduler.remove(left)
+    bench.add(range(1000, 1800))
+    assert bench.scheduler.uncached()[0] == 900

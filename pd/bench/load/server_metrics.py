@@ -29,6 +29,8 @@ _TOTALS = {
 _TRANSFER_MEANS = ("reservation_wait", "wire", "exposed")
 _TIMEOUT = 10.0
 Samples = dict[tuple[str, str], float]
+# How many nodes a reading is of; no metric has this name.
+_NODES_READ = ("", "")
 
 
 def read_metrics(fetch: Fetch, base_url: str) -> Samples:
@@ -40,7 +42,8 @@ def read_metrics(fetch: Fetch, base_url: str) -> Samples:
     found = parse_metrics(text)
     workers = list(dict.fromkeys(_WORKER.findall(text)))
     texts = [_read(fetch, url) for url in workers] if len(workers) <= _MOST_WORKERS else []
-    if all(texts):
+    if texts and all(texts):
+        found[_NODES_READ] = len(texts)
         for key, value in sum((Counter(parse_metrics(t or "")) for t in texts), Counter()).items():
             # Both ends of a transfer count it.
             found[key] = value / 2
@@ -72,7 +75,9 @@ def metrics_between(before: Mapping[Any, float], after: Mapping[Any, float]) -> 
             stages[stage] = round(growth.get((f"{_STAGES}_sum", stage), 0.0) / count * 1e3, 3)
     if stages:
         found["stages_mean_ms"] = stages
-    backends = [label for name, label in growth if name == "pd_transfer_bytes_total"]
+    backends = []
+    if before.get(_NODES_READ) == after.get(_NODES_READ):
+        backends = [label for name, label in growth if name == "pd_transfer_bytes_total"]
     transfers = {backend: _transfers(growth, backend) for backend in backends}
     if any(transfers.values()):
         found["transfers"] = {backend: row for backend, row in transfers.items() if row}

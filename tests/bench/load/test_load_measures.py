@@ -289,4 +289,5 @@ def test_transfers_are_of_all_nodes_that_the_proxy_names() -> None:
     }
     del after["http://d:2"]  # a node that cannot be reached: half of the truth is none
     assert metrics_between(reading(before), reading(after)) == {}
+    assert metrics_between(reading(after), reading(before)) == {}, "nor is what was before"
     assert metrics_between({}, reading({})) == {}
