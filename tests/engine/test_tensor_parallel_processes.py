@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,11 +141,9 @@ class TestNode:
         wait_until(lambda: len(request.choices[0].tokens) > 2, 10)
         (worker,) = workers_of(os.getpid())
         os.kill(worker, signal.SIGKILL)
-        killed = time.monotonic()
         with pytest.raises(NodeFailedError, match=rf"rank 1 \(process {worker}\) ended with .*-9"):
-            request.result(10)
-        assert time.monotonic() - killed < 3
-        assert not server.node.ready
+            request.result(30)
+        wait_until(lambda: not server.node.ready, 30)
         again = cluster.client.generate(prompt, cluster.unified, max_tokens=1)
         with pytest.raises(Exception, match="takes no requests"):
             again.result(10)

@@ -53,17 +53,17 @@ def test_a_node_that_computes_a_digest_answers_and_computes(role: str) -> None:
     with tiny_cluster(kv_digest=True) as cluster:
         cluster.client.generate(PROMPTS[2], cluster.pair, max_tokens=2).tokens()
         streaming = cluster.client.generate(PROMPTS[2], cluster.pair, max_tokens=600)
-        wait_until(lambda: len(streaming.choices[0].tokens) > 2, 5)
+        wait_until(lambda: len(streaming.choices[0].tokens) > 2, 30)
         server, digest = slow(cluster, role)
         request = cluster.client.generate(PROMPTS[0], cluster.pair, max_tokens=4)
         assert digest.entered.wait(5)
         before = len(streaming.choices[0].tokens)
-        wait_until(lambda: len(streaming.choices[0].tokens) > before + 20, 5)
+        wait_until(lambda: len(streaming.choices[0].tokens) > before + 20, 30)
         assert server.node.core.events.lock.acquire(timeout=SOON), "the node's lock is held"
         server.node.core.events.lock.release()
         assert list(request.choices[0].tokens) == [0], "token 1 did not wait"
         digest.open()
-        assert len(request.tokens(5)) == 4
+        assert len(request.tokens(30)) == 4
         cluster.client.abort(streaming)
         cluster.wait_idle()
 
@@ -75,7 +75,7 @@ def test_an_abort_while_the_digest_is_computed_keeps_the_pages_until_its_end(rol
         running = cluster.client.generate(PROMPTS[0], cluster.pair)
         assert digest.entered.wait(5)
         waiting = cluster.client.generate(PROMPTS[1], cluster.pair)
-        wait_until(lambda: server.node.rooms.get(waiting.room) and waiting.choices[0].tokens, 5)
+        wait_until(lambda: server.node.rooms.get(waiting.room) and waiting.choices[0].tokens, 30)
         with server.node.core.events.event():
             assert server.node.abort(None) == 2
         for request in (running, waiting):
@@ -87,7 +87,7 @@ def test_an_abort_while_the_digest_is_computed_keeps_the_pages_until_its_end(rol
         server.node.check()
         digest.open()
         cluster.wait_idle()
-        assert len(cluster.client.generate(PROMPTS[2], cluster.pair).tokens(5)) == 16
+        assert len(cluster.client.generate(PROMPTS[2], cluster.pair).tokens(30)) == 16
         cluster.wait_idle()
 
 
@@ -99,9 +99,9 @@ def test_a_digest_that_cannot_be_computed_fails_its_request_only(role: str) -> N
         digest.open()
         request = cluster.client.generate(PROMPTS[0], cluster.pair)
         with pytest.raises(TransferError, match=r"could not be computed: out of memory"):
-            request.tokens(5)
+            request.tokens(30)
         digest.fail = False
-        assert len(cluster.client.generate(PROMPTS[1], cluster.pair).tokens(5)) == 16
+        assert len(cluster.client.generate(PROMPTS[1], cluster.pair).tokens(30)) == 16
         cluster.wait_idle()
 
 
@@ -124,11 +124,11 @@ def test_the_loss_of_the_peer_while_the_digest_is_computed_fails_the_request(rol
         node.control.call(gone)
         assert on_control.wait(5)
         with pytest.raises(Exception, match="the test said so"):
-            request.tokens(5)
+            request.tokens(30)
         assert pages(server)["free"] + pages(server)["cached"] < pages(server)["total"]
         digest.open()
         cluster.wait_idle()
-        assert len(cluster.client.generate(PROMPTS[1], cluster.pair).tokens(5)) == 16
+        assert len(cluster.client.generate(PROMPTS[1], cluster.pair).tokens(30)) == 16
 
 
 def test_a_node_stops_in_the_middle_of_a_digest() -> None:
