@@ -306,8 +306,8 @@ class Router:
         if worker.role == "prefill":
             partners = self._matching(worker)
         else:
-            partners = [p for p in self._workers if worker in self._matching(p)]
-            partners = [p for p in partners if p.computes_prompts]
+            firsts = [p for p in self._workers if p.computes_prompts]
+            partners = [p for p in firsts if self._matching(p, [worker])]
         partners = [w for w in partners if w.ready or (w.could_serve and not w.breaker.stuck)]
         if not partners:
             return None
