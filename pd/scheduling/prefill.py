@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 MAX_LOGPROB_CHUNK = 512
 # Prompts whose tokens are counted with each step; more of them are not few.
 _MOST_COUNTED = 16
-# Prompts that are computed are forgotten after so long; by then others may have taken their pages.
-_ASKED_SECONDS = 10.0
+# Prompts that were computed are forgotten after so long, since others take their pages; those that
+# will not be, after so long.
+_COMPUTED_SECONDS, _ABANDONED_SECONDS = 10.0, 1.0
+# Tokens that are asked for still when others are forgotten: a few milliseconds' work.
+_MOST_KEPT = 200_000
 
 
 @dataclass(slots=True)
@@ -97,6 +100,8 @@ class PrefillScheduler:
         # Prompts whose load was asked for: what they begin with is computed once for all.
         self._asked = RadixCache(memory.page_size)
         self._asked_at = 0.0
+        # Whether one of them will not be computed.
+        self._is_abandoned = False
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -104,8 +109,8 @@ class PrefillScheduler:
 
     def remove(self, request: Request) -> None:
         """Take a request that ended out of both queues."""
-        if request in self.waiting or request in self.running:
-            self._asked_at = 0.0  # nobody will find cached what it does not compute
+        ends_here = request in self.waiting or request in self.running
+        self._is_abandoned = self._is_abandoned or ends_here
         self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
@@ -125,7 +130,8 @@ class PrefillScheduler:
         pairs of query and key."""
         tokens, pairs = 0, 0.0
         is_idle = not self.running and not self.waiting
-        if is_idle or time.monotonic() - self._asked_at > _ASKED_SECONDS:
+        patience = _ABANDONED_SECONDS if self._is_abandoned else _COMPUTED_SECONDS
+        if is_idle or time.monotonic() - self._asked_at > patience:
             self._forget_asked()
         for request in self.running:
             if request.progress.cached_on_arrival is None:
@@ -142,9 +148,15 @@ class PrefillScheduler:
         return tokens, pairs
 
     def _forget_asked(self) -> None:
-        """Forget the prompts of requests that are over: what is cached of them is known."""
+        """Forget the prompts of requests that are over (what is cached of them is known), and those
+        of the last ones if many tokens wait."""
         self._asked, self._asked_at = RadixCache(self._memory.page_size), time.monotonic()
+        self._is_abandoned = False
+        tokens = 0
         for request in chain(self.running, self.waiting):
+            tokens += len(request.prompt)
+            if tokens > _MOST_KEPT:
+                return
             if request.progress.cached_on_arrival is not None:
                 self._remember(request)
 

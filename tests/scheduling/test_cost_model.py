@@ -430,8 +430,11 @@ def test_what_waiting_prompts_share_is_queued_once(first_runs: bool) -> None:
     assert bench.scheduler.queued_whole() is None, "too many to be counted with each step"
 
 
-def test_a_prompt_that_nobody_computed_is_queued_whole_when_it_comes_again() -> None:
+def test_a_prompt_that_nobody_computed_is_queued_whole_when_it_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A client that left and asks again, on a node that is never idle."""
+    monkeypatch.setattr("pd.scheduling.prefill._ABANDONED_SECONDS", 0.0)
     bench = PrefillBench(pages=4096, page_size=4)
     bench.add(range(100, 200))
     left = bench.add(range(1000, 1800))
