@@ -109,7 +109,11 @@ def test_cached_tokens_are_what_the_contract_predicts(system: System, length: in
     extended = system.generate(longer, 2)
     # A unified node also holds the KV of all output tokens but the last.
     held = prompt if system.cluster.prefill else prompt + first["output_ids"][:-1]
-    assert extended["meta_info"]["cached_tokens"] == predicted_cached([held], longer)
+    cached = predicted_cached([held], longer)
+    found = {cached}
+    if any(server.node.core.config.is_elastic for server in system.cluster.prefill):
+        found.add(0)  # at the other node, where that is predicted to be as fast
+    assert extended["meta_info"]["cached_tokens"] in found
 
 
 def test_the_namespace_separates_tenants(system: System) -> None:
