@@ -212,10 +212,11 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
     receiving = ReceivingEnd(core, inward, as_decode, control, decode, _digests(core), sending)
 
     def headroom(request: Request) -> int:
-        if decode.needs_memory and not (
-            # NOTE: a peer's answer may wait for this prompt, and memory here for that peer.
-            sending.will_leave(request) and receiving.transfer and not prefill.running
-        ):
+        # NOTE: a peer's answer may wait for this prompt, and memory here for that peer.
+        urgent = sending.will_leave(request) and receiving.transfer and not prefill.running
+        if urgent and not decode.running:
+            return 0  # all that would give memory back waits for peers
+        if decode.needs_memory and not urgent:
             return core.memory.num_pages
         staying = [r.sequence for r in prefill.running if r.outgoing is None]
         coming = [incoming.request.sequence for incoming in receiving.transfer]

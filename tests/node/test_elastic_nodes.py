@@ -22,7 +22,10 @@ from pd.scheduling.cost_model import shape_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cluster import Pending
+
     from pd.core.node_load import NodeLoad
+    from pd.launch import NodeServer
     from pd.scheduling.step import Work
 
 SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "n": 2}
@@ -133,6 +136,39 @@ def test_nodes_whose_pools_are_full_of_each_others_prompts_get_on(seed: int) -> 
         ]
         for request in pending:
             request.tokens()
+        cluster.wait_idle()
+
+
+def send_both_ways(
+    cluster: Cluster, prompts: Iterator[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> list[Pending]:
+    """One prompt each way; neither is computed before both have memory at the other node."""
+    there, back = cluster.pair, cluster.pair[::-1]
+    with monkeypatch.context() as patch:
+        for server in cluster.nodes:
+            prefill = server.node.scheduler.prefill
+            patch.setattr(prefill, "plan", lambda budget, max_running: [])
+        pending = [
+            cluster.client.generate(prompt, way, max_tokens=60)
+            for prompt, way in zip(prompts, (there, back), strict=True)
+        ]
+
+        def promised(server: NodeServer) -> bool:
+            return all(r.outgoing is None or r.outgoing.reservation for r in server.node.rooms)
+
+        wait_until(lambda: all(s.node.receiving.transfer for s in cluster.nodes), 5)
+        wait_until(lambda: all(promised(server) for server in cluster.nodes), 5)
+    return pending
+
+
+def test_answers_that_will_come_keep_no_memory_from_the_prompts_they_wait_for(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half of each pool is promised, the prompt here takes the rest: the answer cannot grow yet.
+    with tiny_cluster(1, 1, elastic="auto", kv_cache_tokens=128) as cluster:
+        pending = send_both_ways(cluster, random_prompts(seed, [60, 60]), monkeypatch)
+        for request in pending:
+            request.tokens(20)
         cluster.wait_idle()
 
 
