@@ -209,7 +209,16 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
     waiting = WaitingQueue.of(core.config, core.memory.radix, core.costs)
     sending, registry = _sending_end(core, as_prefill, outward, waiting)
     decode = DecodeScheduler(core)
-    receiving = ReceivingEnd(core, inward, as_decode, control, decode, _digests(core), sending)
+    receiving = ReceivingEnd(
+        core,
+        inward,
+        as_decode,
+        control,
+        decode,
+        _digests(core),
+        sending,
+        owes_memory=lambda: scheduler.owes_memory,
+    )
 
     def headroom(request: Request) -> int:
         # NOTE: a peer's answer may wait for this prompt, and memory here for that peer.

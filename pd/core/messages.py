@@ -405,6 +405,13 @@ class Drained(Message):
     epoch: int
 
 
+class Returned(Message):
+    """P to D: nothing of this epoch was sent or will be; D may use the slots and reserve anew."""
+
+    room: bytes
+    epoch: int
+
+
 AnyMessage: TypeAlias = (
     Generate
     | GenerateTogether
@@ -425,6 +432,7 @@ AnyMessage: TypeAlias = (
     | CommitAck
     | AbortRoom
     | Drained
+    | Returned
 )
 
 # Messages whose loss has no consequence: heartbeats come twice a second, prefix events have numbers

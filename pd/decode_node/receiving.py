@@ -29,6 +29,7 @@ from pd.core.messages import (
     PeerHeartbeat,
     PromptExpected,
     Reservation,
+    Returned,
 )
 from pd.core.request import RequestState
 from pd.core.seldom import Seldom
@@ -43,7 +44,7 @@ from pd.transfer import contained
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy as np
     import numpy.typing as npt
@@ -75,6 +76,7 @@ class ReceivingEnd(PromptReceiver):
         decode: gets the requests that are committed.
         digests: verifies the digests that commits carry; None without ``--kv-digest``.
         sending: the end that sends KV from the same memory; None on a node that only receives.
+        owes_memory: whether pages that come free are for a prompt that is computed here.
     """
 
     def __init__(
@@ -86,9 +88,11 @@ class ReceivingEnd(PromptReceiver):
         decode: DecodeScheduler,
         digests: Digests | None = None,
         sending: PromptSender | None = None,
+        owes_memory: Callable[[], bool] = lambda: False,
     ) -> None:
         self._core, self._rooms, self._memory = core, core.rooms, core.memory
         self._transfer, self._decode, self._sending = transfer, decode, sending
+        self._owes_memory = owes_memory
         self._check = None if digests is None else DigestCheck(core, digests)
         self.prefill_peers = PrefillPeers(core, own, transfer, sockets, self._peer_dropped)
         self._broken = Seldom(logger)
@@ -104,6 +108,7 @@ class ReceivingEnd(PromptReceiver):
         handlers.on(Commit, self._on_commit)
         handlers.on(AbortRoom, self._on_abort_room)
         handlers.on(Drained, self._on_drained)
+        handlers.on(Returned, self._on_returned)
         handlers.on(PeerHeartbeat, self._on_peer_heartbeat)
 
     def _incoming(self, room: bytes) -> IncomingRoom | None:
@@ -170,7 +175,7 @@ class ReceivingEnd(PromptReceiver):
     def pump(self) -> None:
         """Reserve pages for requests that fit, in order of arrival; those whose peer is not
         connected yet are passed over."""
-        if self._decode.needs_memory:
+        if self._decode.needs_memory or self._owes_memory():
             return
         # NOTE: a copy, since requests that get memory, or fail for want of a receiver, leave it.
         for incoming in list(self.preallocation):
@@ -261,6 +266,11 @@ class ReceivingEnd(PromptReceiver):
     @property
     def awaits(self) -> bool:
         return bool(self.transfer)
+
+    @property
+    def stalled(self) -> bool:
+        begun = any(incoming.expected_at is not None for incoming in self.transfer)
+        return self.awaits and not begun
 
     def expected(self, seconds: float, late: float = math.inf) -> Iterator[Request]:
         now = time.monotonic()
@@ -372,6 +382,31 @@ class ReceivingEnd(PromptReceiver):
     def _acknowledge(self, peer: str, room: bytes, epoch: int) -> None:
         own = self._core.instance_id
         self.prefill_peers.send(CommitAck(to=peer, sender=own, room=room, epoch=epoch))
+
+    def _on_returned(self, identity: bytes, message: Returned) -> None:
+        """The peer sends nothing for now: the request waits for memory again."""
+        incoming = self._incoming(message.room)
+        if incoming is None or not incoming.is_from_peer(message.sender, message.epoch):
+            return
+        request, receiver = incoming.request, incoming.receiver
+        if request.state is not RequestState.RECEIVING or receiver is None:
+            return
+        contained.abort(receiver, request.peer)
+        receiver.peer_drained()
+        drained = contained.is_drained(receiver, request.peer, self._broken)
+        if incoming.commit is not None or not drained:
+            error = TransferError(f"prefill node {request.peer} returned memory that it uses")
+            self._rooms.fail(request, error)
+            return
+        self._memory.commit(request.sequence)
+        self._memory.release(request.sequence)
+        self.transfer.remove(incoming)
+        incoming.receiver = incoming.reservation = incoming.expected_at = None
+        incoming.sent, incoming.epoch = False, 0
+        request.state = RequestState.PREALLOCATING
+        self.preallocation.appendleft(incoming)
+        self._core.events.work_available.set()
+        self._core.events.want_pump()
 
     # ---- the end of a room
 

@@ -21,6 +21,7 @@ from pd.core.messages import (
     PeerHeartbeat,
     PromptExpected,
     Reservation,
+    Returned,
 )
 from pd.core.request import RequestState
 from pd.core.seldom import Seldom
@@ -326,6 +327,22 @@ class SendingEnd(PromptSender):
             if outgoing.reservation is None and not outgoing.parked:
                 outgoing.parked = True
                 memory.release(outgoing.request.sequence)
+
+    def give_back(self) -> None:
+        """See :meth:`PromptSender.give_back`. Nodes may wait for each other in a circle, so those
+        of nodes with a smaller instance id are given back: in every circle there is one."""
+        own = self._core.instance_id
+        for outgoing in self._outgoing():
+            request, reservation = outgoing.request, outgoing.reservation
+            waits = request.state is RequestState.WAITING and outgoing.sender is None
+            if reservation is None or not waits or request.peer > own:
+                continue
+            outgoing.reservation = None
+            request.state = RequestState.BOOTSTRAPPING
+            message = Returned(
+                to=request.peer, sender=own, room=request.room, epoch=reservation.epoch
+            )
+            self.decode_peers.send(message)
 
     def poll(self) -> bool:
         """Commit transfers that are complete; True while one is about to be."""

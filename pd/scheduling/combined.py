@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from pd.scheduling.transfer_end import PromptReceiver, PromptSender
 
 
+# A prompt lacks memory for so long before others have to wait for it.
+OWING_SECONDS = 1.0
+
+
 class CombinedScheduler:
     """Composes a prefill scheduler, a decode scheduler, or both. The caller holds the node's lock.
 
@@ -83,10 +87,26 @@ class CombinedScheduler:
             )
         chunks = self.prefill.plan(budget, config.max_running_requests - running)
         if self._sending is not None:
+            if self._is_stuck():
+                self._sending.give_back()
             for work in chunks:
                 self._sending.open(work.sequence.request)
             self._tell_expected(chunks, batch, self._sending, budget, begins)
         return batch + chunks
+
+    @property
+    def owes_memory(self) -> bool:
+        """Whether a prompt for which a peer holds memory has lacked it here for too long."""
+        since = None if self.prefill is None else self.prefill.owing_since
+        return since is not None and time.monotonic() > since + OWING_SECONDS
+
+    def _is_stuck(self) -> bool:
+        """Whether such a prompt waits for memory that is promised to peers, and only they can go
+        on, if they do not wait for this node."""
+        if self._receiving is None or self.prefill is None or self.decode is None:
+            return False
+        runs = self.prefill.running or self.decode.running
+        return not runs and self.owes_memory and self._receiving.stalled
 
     def _tell_expected(
         self,

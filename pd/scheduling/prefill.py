@@ -78,6 +78,9 @@ class PrefillScheduler:
             until so many are available, or as many as it can.
         headroom: pages that must stay available after the admission of a request; all pages of the
             pool if it may not be admitted.
+
+    Attributes:
+        owing_since: since when a request that will leave has lacked memory; None if none does.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class PrefillScheduler:
         self._headroom = headroom
         self.waiting = waiting
         self.running: list[Request] = []
+        self.owing_since: float | None = None
         # Prompts whose load was asked for: what they begin with is computed once for all.
         self._asked = RadixCache(memory.page_size)
         self._asked_at = 0.0
@@ -224,7 +228,10 @@ class PrefillScheduler:
                 long.append(request)
             else:
                 self._chunk(request, step)
-        self._admit_waiting(step, max_running, long)
+        if not self._admit_waiting(step, max_running, long):
+            self.owing_since = None
+        elif self.owing_since is None:
+            self.owing_since = time.monotonic()
         for request in long:
             self._chunk(request, step)
         return step.works
@@ -233,14 +240,14 @@ class PrefillScheduler:
         """Whether a prompt of which so many tokens are left needs all of a step and more."""
         return left > budget <= self._limit(request)
 
-    def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> None:
+    def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> bool:
         """Admit prompts that fit and may run now. Long ones are appended to ``long`` and get their
-        chunk when all short ones have theirs."""
-        lacking = False
+        chunk when all short ones have theirs. Returns whether one that will leave lacks memory."""
+        lacking = owing = False
         owed: list[Request] = []
         for number, request in enumerate(self.waiting.candidates()):
             if step.left <= 0 or len(self.running) >= max_running:
-                return
+                break
             is_long = self._waits_long(request, step.budget, look=number < WINDOW)
             if is_long and long and not self.waiting.is_overdue(request):
                 owed.append(request)  # its turn comes, since the one that runs gets on
@@ -249,7 +256,7 @@ class PrefillScheduler:
             if (lacking and not leaves) or self.waiting.should_follow(request, self.running):
                 continue
             if any(self.waiting.is_overdue(other) for other in owed):
-                return  # it is their turn: the next step or memory that comes free is theirs
+                break  # it is their turn: the next step or memory that comes free is theirs
             if self._admit(request, leaves):
                 if is_long:
                     long.append(request)
@@ -258,11 +265,13 @@ class PrefillScheduler:
                 else:
                     self._chunk(request, step)
             elif self._will_leave is None:
-                return
+                break
             else:
                 lacking = True
                 if leaves:
+                    owing = True
                     owed.append(request)
+        return owing
 
     def _waits_long(self, request: Request, budget: int, *, look: bool) -> bool:
         """Whether a waiting prompt is long; ``look``: also where that depends on what is cached."""

@@ -134,6 +134,12 @@ class PromptSender(TransferEnd):
         """Free pages of computed prompts for which no peer has memory yet, until so many are
         available, or as many as there are."""
 
+    @abstractmethod
+    def give_back(self) -> None:
+        """Give reservations of prompts that are not begun back to peers, which may be waiting for
+        that memory as this node waits for its own. Of two nodes that wait for each other one does
+        so."""
+
 
 class PromptReceiver(TransferEnd):
     """Receives the KV of prompts that are decoded here."""
@@ -150,6 +156,11 @@ class PromptReceiver(TransferEnd):
     @abstractmethod
     def awaits(self) -> bool:
         """Whether there is a request whose KV will come."""
+
+    @property
+    @abstractmethod
+    def stalled(self) -> bool:
+        """Whether there are such requests, and no peer has said that it computes one of them."""
 
     @abstractmethod
     def expected(self, seconds: float, late: float = math.inf) -> Iterator[Request]:

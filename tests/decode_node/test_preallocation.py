@@ -11,9 +11,9 @@ from cluster import is_idle, random_prompts, wait_until
 from decode_helpers import ask
 from raw_peer import SOON, proxy_of
 from requests_for_tests import make_generate, make_request
-from tiny import tiny_cluster, tiny_node
+from tiny import TOKEN_BYTES, tiny_cluster, tiny_node
 
-from pd.core.messages import Failed, Reservation
+from pd.core.messages import AbortRoom, CommitAck, Failed, Reservation, Returned
 from pd.scheduling.reserve import DecodeReserve
 
 if TYPE_CHECKING:
@@ -40,6 +40,37 @@ def test_memory_is_reserved_in_the_order_of_arrival(
     prefill.give_up(large, first.epoch, "aborted")
     prefill.drained(large, first.epoch)
     assert [prefill.receive(Reservation).room for _ in range(2)] == waiting
+
+
+def test_memory_that_a_prefill_node_returns_is_reserved_anew(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    prompts = [[1] * 150, [2] * 150]
+    returned, waiting = [ask(proxy, decode, prefill, prompt) for prompt in prompts]
+    first = prefill.receive(Reservation)
+    for epoch in (first.epoch + 1, first.epoch, first.epoch):  # of another one, its own, repeated
+        prefill.say(Returned, returned, epoch)
+    again = prefill.receive(Reservation)
+    assert (again.room, again.epoch != first.epoch) == (returned, True), "it keeps its turn"
+    prefill.say(Returned, returned, first.epoch)
+    sender = prefill.push(again, 150)
+    prefill.commit(again, sender.bytes_sent)
+    assert prefill.receive(CommitAck).epoch == again.epoch
+    assert prefill.receive(Reservation).room == waiting
+    decode.node.check()
+
+
+def test_memory_that_a_prefill_node_returns_after_its_commit_is_not_used(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
+) -> None:
+    room = ask(proxy, decode, prefill, [1] * 150)
+    reservation = prefill.receive(Reservation)
+    prefill.commit(reservation, 150 * TOKEN_BYTES)  # of which nothing came
+    prefill.say(Returned, room, reservation.epoch)
+    failed = proxy.receive(Failed)
+    assert (failed.room, "returned memory" in failed.error.message) == (room, True)
+    assert prefill.receive(AbortRoom).epoch == reservation.epoch
+    prefill.drained(room, reservation.epoch)
 
 
 def test_a_dead_prefill_node_does_not_hold_up_requests_of_others(

@@ -140,7 +140,10 @@ def test_nodes_whose_pools_are_full_of_each_others_prompts_get_on(seed: int) -> 
 
 
 def send_both_ways(
-    cluster: Cluster, prompts: Iterator[list[int]], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
+    prompts: Iterator[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    max_tokens: int = 60,
 ) -> list[Pending]:
     """One prompt each way; neither is computed before both have memory at the other node."""
     there, back = cluster.pair, cluster.pair[::-1]
@@ -149,7 +152,7 @@ def send_both_ways(
             prefill = server.node.scheduler.prefill
             patch.setattr(prefill, "plan", lambda budget, max_running: [])
         pending = [
-            cluster.client.generate(prompt, way, max_tokens=60)
+            cluster.client.generate(prompt, way, max_tokens=max_tokens)
             for prompt, way in zip(prompts, (there, back), strict=True)
         ]
 
@@ -169,6 +172,19 @@ def test_answers_that_will_come_keep_no_memory_from_the_prompts_they_wait_for(
         pending = send_both_ways(cluster, random_prompts(seed, [60, 60]), monkeypatch)
         for request in pending:
             request.tokens(20)
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("backend", ["tcp", "fake"])
+def test_nodes_that_promised_each_other_more_than_half_of_their_memory_get_on(
+    seed: int, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    # Either prompt fits into a pool alone, and neither beside the other.
+    settings: dict[str, Any] = {"kv_cache_tokens": 128, "transfer_backend": backend}
+    with tiny_cluster(1, 1, elastic="auto", **settings) as cluster:
+        pending = send_both_ways(cluster, random_prompts(seed, [100, 90]), monkeypatch, 20)
+        for request in pending:
+            assert len(request.tokens(20)) == 20
         cluster.wait_idle()
 
 
