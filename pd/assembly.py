@@ -217,7 +217,7 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
         decode,
         _digests(core),
         sending,
-        owes_memory=lambda: scheduler.owes_memory,
+        owes_memory=lambda arrived: prefill.owes(arrived),
     )
 
     def headroom(request: Request) -> int:
@@ -226,6 +226,8 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
         if urgent and not decode.running:
             return 0  # all that would give memory back waits for peers
         if decode.needs_memory and not urgent:
+            return core.memory.num_pages
+        if request.outgoing is None and receiving.owes(request.times.arrived):
             return core.memory.num_pages
         staying = [r.sequence for r in prefill.running if r.outgoing is None]
         coming = [incoming.request.sequence for incoming in receiving.transfer]

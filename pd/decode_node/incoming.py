@@ -34,6 +34,7 @@ class IncomingRoom:
             room lives.
         abort_error: cause of the room's end, as the peer is told.
         num_bytes: KV bytes of the reservation.
+        lacking_since: when the request was first refused memory; None if it was not.
     """
 
     request: Request
@@ -52,6 +53,7 @@ class IncomingRoom:
     abort_error: ErrorInfo | None = None
     num_bytes: int = 0
     epoch: int = 0
+    lacking_since: float | None = None
 
     def is_from_peer(self, sender: str, epoch: int) -> bool:
         """Whether a message of this sender and epoch is about this hand-off."""

@@ -38,6 +38,7 @@ from pd.decode_node.peers import PrefillPeers
 from pd.decode_node.verification import DigestCheck
 from pd.engine.digests import Digests
 from pd.engine.page_allocator import PageState
+from pd.scheduling.memory import LACKING_SECONDS
 from pd.scheduling.metrics import TransferTimes
 from pd.scheduling.transfer_end import PromptReceiver
 from pd.transfer import contained
@@ -76,7 +77,8 @@ class ReceivingEnd(PromptReceiver):
         decode: gets the requests that are committed.
         digests: verifies the digests that commits carry; None without ``--kv-digest``.
         sending: the end that sends KV from the same memory; None on a node that only receives.
-        owes_memory: whether pages that come free are for a prompt that is computed here.
+        owes_memory: whether pages that come free are for a prompt that is computed here, rather
+            than for a request that arrived at the given time.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ReceivingEnd(PromptReceiver):
         decode: DecodeScheduler,
         digests: Digests | None = None,
         sending: PromptSender | None = None,
-        owes_memory: Callable[[], bool] = lambda: False,
+        owes_memory: Callable[[float], bool] = lambda arrived: False,
     ) -> None:
         self._core, self._rooms, self._memory = core, core.rooms, core.memory
         self._transfer, self._decode, self._sending = transfer, decode, sending
@@ -101,6 +103,8 @@ class ReceivingEnd(PromptReceiver):
         # Epochs of rooms that were committed within the last lease, and when that ends.
         self._recent: dict[bytes, tuple[float, int]] = {}
         self.preallocation: deque[IncomingRoom] = deque()
+        # The first that was refused memory, if that is still so.
+        self._lacking: IncomingRoom | None = None
         self.transfer: list[IncomingRoom] = []
 
     def register(self, handlers: Handlers) -> None:
@@ -175,14 +179,27 @@ class ReceivingEnd(PromptReceiver):
     def pump(self) -> None:
         """Reserve pages for requests that fit, in order of arrival; those whose peer is not
         connected yet are passed over."""
-        if self._decode.needs_memory or self._owes_memory():
+        if self._decode.needs_memory:
             return
+        self._lacking = None
         # NOTE: a copy, since requests that get memory, or fail for want of a receiver, leave it.
         for incoming in list(self.preallocation):
             if not self._may_reserve(incoming):
                 continue
-            if self._exceeds_share(incoming) or not self._reserve(incoming):
+            arrived = incoming.request.times.arrived
+            if self._owes_memory(arrived) or self._exceeds_share(incoming):
                 return
+            if not self._reserve(incoming):
+                incoming.lacking_since = incoming.lacking_since or time.monotonic()
+                self._lacking = incoming
+                return
+
+    def owes(self, arrived: float) -> bool:
+        lacking = self._lacking
+        if lacking is None or lacking.lacking_since is None or not self._may_reserve(lacking):
+            return False
+        waits = time.monotonic() > lacking.lacking_since + LACKING_SECONDS
+        return waits and lacking.request.times.arrived < arrived
 
     def _may_reserve(self, incoming: IncomingRoom) -> bool:
         # NOTE: nothing may be promised to a peer that was disconnected after the handshake.
@@ -242,6 +259,7 @@ class ReceivingEnd(PromptReceiver):
             destination=destination,
         )
         self.preallocation.remove(incoming)
+        incoming.lacking_since = None
         request.state = RequestState.RECEIVING
         request.times.reserved = time.monotonic()
         incoming.send_at = request.times.reserved + self._transfer.reservation_delay()

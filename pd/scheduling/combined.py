@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from pd.scheduling.transfer_end import PromptReceiver, PromptSender
 
 
-# A prompt lacks memory for so long before others have to wait for it.
-OWING_SECONDS = 1.0
-
-
 class CombinedScheduler:
     """Composes a prefill scheduler, a decode scheduler, or both. The caller holds the node's lock.
 
@@ -94,19 +90,13 @@ class CombinedScheduler:
             self._tell_expected(chunks, batch, self._sending, budget, begins)
         return batch + chunks
 
-    @property
-    def owes_memory(self) -> bool:
-        """Whether a prompt for which a peer holds memory has lacked it here for too long."""
-        since = None if self.prefill is None else self.prefill.owing_since
-        return since is not None and time.monotonic() > since + OWING_SECONDS
-
     def _is_stuck(self) -> bool:
-        """Whether such a prompt waits for memory that is promised to peers, and only they can go
-        on, if they do not wait for this node."""
+        """Whether a prompt that will leave waits for memory that is promised to peers, and only
+        they can go on, if they do not wait for this node."""
         if self._receiving is None or self.prefill is None or self.decode is None:
             return False
         runs = self.prefill.running or self.decode.running
-        return not runs and self.owes_memory and self._receiving.stalled
+        return not runs and self._receiving.stalled and self.prefill.owes()
 
     def _tell_expected(
         self,

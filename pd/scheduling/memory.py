@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
+# A request that has lacked pages for so long gets them before others of its node.
+LACKING_SECONDS = 1.0
+
 
 class Memory:
     """The pool's pages and the radix tree that caches them. The caller holds the node's lock.

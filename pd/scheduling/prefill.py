@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,6 +14,7 @@ from pd.core.request import Request, RequestState
 from pd.core.step_cost import chunk_pairs
 from pd.engine.sampling_state import SamplingState
 from pd.radix import RadixCache
+from pd.scheduling.memory import LACKING_SECONDS
 from pd.scheduling.step import Work
 from pd.scheduling.waiting_queue import WINDOW, reusable_tokens
 
@@ -80,7 +82,8 @@ class PrefillScheduler:
             pool if it may not be admitted.
 
     Attributes:
-        owing_since: since when a request that will leave has lacked memory; None if none does.
+        lacking: requests that lacked memory when the last step was planned, of those that need none
+            of another node.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class PrefillScheduler:
         self._headroom = headroom
         self.waiting = waiting
         self.running: list[Request] = []
-        self.owing_since: float | None = None
+        self.lacking: list[Request] = []
         # Prompts whose load was asked for: what they begin with is computed once for all.
         self._asked = RadixCache(memory.page_size)
         self._asked_at = 0.0
@@ -228,10 +231,7 @@ class PrefillScheduler:
                 long.append(request)
             else:
                 self._chunk(request, step)
-        if not self._admit_waiting(step, max_running, long):
-            self.owing_since = None
-        elif self.owing_since is None:
-            self.owing_since = time.monotonic()
+        self._admit_waiting(step, max_running, long)
         for request in long:
             self._chunk(request, step)
         return step.works
@@ -240,14 +240,15 @@ class PrefillScheduler:
         """Whether a prompt of which so many tokens are left needs all of a step and more."""
         return left > budget <= self._limit(request)
 
-    def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> bool:
+    def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> None:
         """Admit prompts that fit and may run now. Long ones are appended to ``long`` and get their
-        chunk when all short ones have theirs. Returns whether one that will leave lacks memory."""
-        lacking = owing = False
+        chunk when all short ones have theirs."""
+        self.lacking = []
+        lacking = False
         owed: list[Request] = []
         for number, request in enumerate(self.waiting.candidates()):
             if step.left <= 0 or len(self.running) >= max_running:
-                break
+                return
             is_long = self._waits_long(request, step.budget, look=number < WINDOW)
             if is_long and long and not self.waiting.is_overdue(request):
                 owed.append(request)  # its turn comes, since the one that runs gets on
@@ -256,7 +257,7 @@ class PrefillScheduler:
             if (lacking and not leaves) or self.waiting.should_follow(request, self.running):
                 continue
             if any(self.waiting.is_overdue(other) for other in owed):
-                break  # it is their turn: the next step or memory that comes free is theirs
+                return  # it is their turn: the next step or memory that comes free is theirs
             if self._admit(request, leaves):
                 if is_long:
                     long.append(request)
@@ -265,13 +266,29 @@ class PrefillScheduler:
                 else:
                     self._chunk(request, step)
             elif self._will_leave is None:
-                break
+                return
             else:
                 lacking = True
                 if leaves:
-                    owing = True
                     owed.append(request)
-        return owing
+                if leaves or request.outgoing is None:
+                    request.progress.lacking_since = (
+                        request.progress.lacking_since or time.monotonic()
+                    )
+                    self.lacking.append(request)
+
+    def owes(self, arrived: float = -math.inf) -> bool:
+        """Whether a prompt has lacked memory for so long that it gets what comes free before a
+        request that arrived then: one that will leave, whose peer holds memory for it meanwhile, or
+        one that came earlier."""
+        before = time.monotonic() - LACKING_SECONDS
+        for request in self.lacking:
+            since = request.progress.lacking_since
+            if since is not None and since < before:
+                leaves = self._will_leave is not None and self._will_leave(request)
+                if leaves or request.times.arrived < arrived:
+                    return True
+        return False
 
     def _waits_long(self, request: Request, budget: int, *, look: bool) -> bool:
         """Whether a waiting prompt is long; ``look``: also where that depends on what is cached."""
@@ -297,6 +314,7 @@ class PrefillScheduler:
             memory.release(sequence)
             return False
         self.waiting.admit(request)
+        request.progress.lacking_since = None
         self.running.append(request)
         request.state = RequestState.RUNNING
         if request.times.admitted is None:

@@ -152,6 +152,11 @@ class PromptReceiver(TransferEnd):
     def pump(self) -> None:
         """Let waiting requests go on as far as memory and peers allow."""
 
+    @abstractmethod
+    def owes(self, arrived: float) -> bool:
+        """Whether a request has lacked memory for so long that it gets what comes free before one
+        that arrived then, since it came earlier."""
+
     @property
     @abstractmethod
     def awaits(self) -> bool:

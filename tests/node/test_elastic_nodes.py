@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -186,6 +187,40 @@ def test_nodes_that_promised_each_other_more_than_half_of_their_memory_get_on(
         for request in pending:
             assert len(request.tokens(20)) == 20
         cluster.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        pytest.param(("decode",), ("prefill", "decode"), id="the-large-one-from-its-peer"),
+        pytest.param(("prefill", "decode"), ("decode",), id="the-small-ones-from-its-peer"),
+        pytest.param(("decode", "prefill"), ("prefill", "decode"), id="both-ways"),
+    ],
+)
+def test_a_large_request_gets_memory_though_small_ones_come_all_the_time(
+    seed: int, small: tuple[str, ...], large: tuple[str, ...]
+) -> None:
+    (long,), others = random_prompts(seed, [440]), random_prompts(seed + 1, [30] * 10_000)
+    rng = random.Random(seed)
+    settings: dict[str, Any] = {"kv_cache_tokens": 512, "page_size": 8}
+    with tiny_cluster(1, 1, elastic="auto", reserved_decode_tokens=1, **settings) as cluster:
+        servers = {server.node.role: server for server in cluster.nodes}
+        pending: list[Pending] = []
+
+        def keep_busy(until: Callable[[], bool], seconds: float) -> None:
+            ended = time.monotonic() + seconds
+            while not until() and time.monotonic() < ended:
+                pending[:] = [request for request in pending if not request.done.is_set()]
+                while len(pending) < 24:
+                    way, length = [servers[role] for role in small], rng.randrange(10, 40)
+                    pending.append(cluster.client.generate(next(others), way, max_tokens=length))
+                time.sleep(0.005)
+
+        keep_busy(lambda: False, 1.0)
+        way = [servers[role] for role in large]
+        request = cluster.client.generate(long, way, max_tokens=8)
+        keep_busy(request.done.is_set, 15.0)
+        assert request.done.is_set(), cluster.decode[0].node.server_info()
 
 
 def test_a_lost_node_takes_only_what_depends_on_it(seed: int) -> None:
