@@ -159,7 +159,7 @@ class PromptProgress:
         cached_on_arrival: leading tokens that were cached when the load of the node was first
             asked for, or that prompts before this one will have cached.
         overtaken: younger requests that were admitted before this one.
-        lacking_since: when the prompt was first refused memory; None if it was not.
+        lacking_since: when the prompt was first refused memory or a place; None if it was not.
     """
 
     choices: list[SamplingState] = field(default_factory=list)

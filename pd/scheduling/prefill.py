@@ -82,8 +82,8 @@ class PrefillScheduler:
             pool if it may not be admitted.
 
     Attributes:
-        lacking: requests that lacked memory when the last step was planned, of those that need none
-            of another node.
+        lacking: requests that lacked memory, or a place among those that run, when the last step
+            was planned, of those that need no memory of another node.
     """
 
     def __init__(
@@ -247,13 +247,16 @@ class PrefillScheduler:
         lacking = False
         owed: list[Request] = []
         for number, request in enumerate(self.waiting.candidates()):
-            if step.left <= 0 or len(self.running) >= max_running:
+            if len(self.running) >= max_running:
+                self._note_lack(request)
+                return
+            if step.left <= 0:
                 return
             is_long = self._waits_long(request, step.budget, look=number < WINDOW)
             if is_long and long and not self.waiting.is_overdue(request):
                 owed.append(request)  # its turn comes, since the one that runs gets on
                 continue
-            leaves = self._will_leave is not None and self._will_leave(request)
+            leaves = self._leaves(request)
             if (lacking and not leaves) or self.waiting.should_follow(request, self.running):
                 continue
             if any(self.waiting.is_overdue(other) for other in owed):
@@ -271,23 +274,27 @@ class PrefillScheduler:
                 lacking = True
                 if leaves:
                     owed.append(request)
-                if leaves or request.outgoing is None:
-                    request.progress.lacking_since = (
-                        request.progress.lacking_since or time.monotonic()
-                    )
-                    self.lacking.append(request)
+                self._note_lack(request)
+
+    def _note_lack(self, request: Request) -> None:
+        progress = request.progress
+        if request.outgoing is None or self._leaves(request):
+            progress.lacking_since = progress.lacking_since or time.monotonic()
+            self.lacking.append(request)
+
+    def _leaves(self, request: Request) -> bool:
+        return self._will_leave is not None and self._will_leave(request)
 
     def owes(self, arrived: float = -math.inf) -> bool:
-        """Whether a prompt has lacked memory for so long that it gets what comes free before a
-        request that arrived then: one that will leave, whose peer holds memory for it meanwhile, or
-        one that came earlier."""
+        """Whether a prompt has lacked memory or a place for so long that it gets what comes free
+        before a request that arrived then: one that will leave, whose peer holds memory for it
+        meanwhile, or one that came earlier."""
         before = time.monotonic() - LACKING_SECONDS
         for request in self.lacking:
             since = request.progress.lacking_since
-            if since is not None and since < before:
-                leaves = self._will_leave is not None and self._will_leave(request)
-                if leaves or request.times.arrived < arrived:
-                    return True
+            waits = since is not None and since < before
+            if waits and (request.times.arrived < arrived or self._leaves(request)):
+                return True
         return False
 
     def _waits_long(self, request: Request, budget: int, *, look: bool) -> bool:

@@ -190,20 +190,26 @@ def test_nodes_that_promised_each_other_more_than_half_of_their_memory_get_on(
 
 
 @pytest.mark.parametrize(
-    ("small", "large"),
+    ("small", "large", "places"),
     [
-        pytest.param(("decode",), ("prefill", "decode"), id="the-large-one-from-its-peer"),
-        pytest.param(("prefill", "decode"), ("decode",), id="the-small-ones-from-its-peer"),
-        pytest.param(("decode", "prefill"), ("prefill", "decode"), id="both-ways"),
+        pytest.param(("decode",), ("prefill", "decode"), 256, id="the-large-one-from-its-peer"),
+        pytest.param(("prefill", "decode"), ("decode",), 256, id="the-small-ones-from-its-peer"),
+        pytest.param(("decode", "prefill"), ("prefill", "decode"), 256, id="both-ways"),
+        pytest.param(("prefill", "decode"), ("decode",), 4, id="few-places"),
     ],
 )
-def test_a_large_request_gets_memory_though_small_ones_come_all_the_time(
-    seed: int, small: tuple[str, ...], large: tuple[str, ...]
+def test_a_large_request_gets_its_turn_though_small_ones_come_all_the_time(
+    seed: int, small: tuple[str, ...], large: tuple[str, ...], places: int
 ) -> None:
     (long,), others = random_prompts(seed, [440]), random_prompts(seed + 1, [30] * 10_000)
     rng = random.Random(seed)
-    settings: dict[str, Any] = {"kv_cache_tokens": 512, "page_size": 8}
-    with tiny_cluster(1, 1, elastic="auto", reserved_decode_tokens=1, **settings) as cluster:
+    settings: dict[str, Any] = {
+        "kv_cache_tokens": 512,
+        "page_size": 8,
+        "reserved_decode_tokens": 1,
+        "max_running_requests": places,
+    }
+    with tiny_cluster(1, 1, elastic="auto", **settings) as cluster:
         servers = {server.node.role: server for server in cluster.nodes}
         pending: list[Pending] = []
 
