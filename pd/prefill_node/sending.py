@@ -29,6 +29,7 @@ from pd.engine.digests import Digests
 from pd.prefill_node.commits import Commits
 from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
 from pd.prefill_node.peers import DecodePeers
+from pd.scheduling.memory import LACKING_SECONDS
 from pd.scheduling.transfer_end import PromptSender
 from pd.transfer import contained
 
@@ -330,12 +331,15 @@ class SendingEnd(PromptSender):
 
     def give_back(self) -> None:
         """See :meth:`PromptSender.give_back`. Nodes may wait for each other in a circle, so those
-        of nodes with a smaller instance id are given back: in every circle there is one."""
-        own = self._core.instance_id
+        of nodes with a smaller instance id are given back: in every circle there is one. A peer
+        that does not wait reserves again at once, so each is kept for a while."""
+        own, kept = self._core.instance_id, time.monotonic() - LACKING_SECONDS
         for outgoing in self._outgoing():
             request, reservation = outgoing.request, outgoing.reservation
             waits = request.state is RequestState.WAITING and outgoing.sender is None
             if reservation is None or not waits or request.peer > own:
+                continue
+            if outgoing.reserved_at > kept:
                 continue
             outgoing.reservation = None
             request.state = RequestState.BOOTSTRAPPING
