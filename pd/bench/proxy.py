@@ -32,6 +32,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,8 +133,17 @@ def run(args: argparse.Namespace) -> int:
     show(rows)
     if args.output is not None:
         command = shlex.join(["pd-bench", *args.command_line])
-        write_report(args.output, command, rows, measured=["pd/proxy", "pd/core", "pd/bench"])
+        measured = ["pd/proxy", "pd/core", "pd/bench"]
+        write_report(args.output, command, rows, measured=measured, machine=_event_loop())
     return 0
+
+
+def _event_loop() -> dict[str, object]:
+    """The version of uvloop, which the proxy and the floors use if it is there."""
+    try:
+        return {"uvloop": metadata.version("uvloop")}
+    except metadata.PackageNotFoundError:
+        return {}
 
 
 @contextmanager
