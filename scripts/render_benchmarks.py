@@ -24,7 +24,6 @@ TARGET = ROOT / "docs" / "benchmarks.md"
 # Where programs stand now that recorded commands name by an earlier place.
 MOVED = {
     "scripts/evaluate_model.py": "training/evaluate_model.py",
-    "python -m pd.bench.radix": "pd-bench radix",
 }
 
 HEAD = """\
