@@ -32,7 +32,9 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def body_of(feature: str, length: int, stop: str = "") -> dict[str, Any]:
     params, fields = FEATURES[feature]
     (prompt,) = random_prompts(length, [length], vocab=400)
-    tokens = TOKENS if length < SHORT_PROMPT or "json_schema" in params else FEW_TOKENS
+    # Where an answer may end before its last token, a fault has to come before that.
+    may_end = "json_schema" in params or feature == "stop string"
+    tokens = TOKENS if length < SHORT_PROMPT or may_end else FEW_TOKENS
     params = {"max_new_tokens": tokens, "ignore_eos": True} | params
     if stop:
         params |= {"stop": stop}
