@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 
 from grammar_nodes import JSON
 
-# Of an answer; fewer behind long prompts, whose requests meet their faults before they are written.
+# Tokens of an answer. Behind a long prompt fewer are enough, since the fault comes early.
 TOKENS, FEW_TOKENS = 120, 60
 SHORT_PROMPT = 100
 SAMPLED = {"temperature": 1.0, "sampling_seed": 11}

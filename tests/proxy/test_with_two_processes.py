@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
     ],
 )
 def test_with_two_processes(file: str, every: int) -> None:
-    """Of long files about single requests, each of which one process serves alone, some tests."""
+    """Only some tests run of long files about single requests, which one process serves alone."""
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-rs", "-m", "not full", "--every", str(every), str(TESTS / file)]
     done = subprocess.run(

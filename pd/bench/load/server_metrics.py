@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pd.bench.load.client import Fetch
 
@@ -41,13 +41,23 @@ def read_metrics(fetch: Fetch, base_url: str) -> Samples:
         return {}  # a run's own figures count without the server's
     found = parse_metrics(text)
     workers = list(dict.fromkeys(_WORKER.findall(text)))
-    texts = [_read(fetch, url) for url in workers] if len(workers) <= _MOST_WORKERS else []
-    if texts and all(texts):
-        found[_NODES_READ] = len(texts)
-        for key, value in sum((Counter(parse_metrics(t or "")) for t in texts), Counter()).items():
-            # Both ends of a transfer count it.
-            found[key] = value / 2
+    total = _read_nodes(fetch, workers) if len(workers) <= _MOST_WORKERS else None
+    if total is not None:
+        found[_NODES_READ] = len(workers)
+        # Both ends of a transfer count it.
+        found |= {key: value / 2 for key, value in total.items()}
     return found
+
+
+def _read_nodes(fetch: Fetch, urls: Sequence[str]) -> Samples | None:
+    """Sums over all nodes; None as soon as one does not answer, since half of the truth is none."""
+    total = Counter[tuple[str, str]]()
+    for url in urls:
+        text = _read(fetch, url)
+        if text is None:
+            return None
+        total.update(parse_metrics(text))
+    return dict(total)
 
 
 def _read(fetch: Fetch, url: str) -> str | None:

@@ -232,10 +232,8 @@ class ProxyProcesses:
     ) -> None:
         """Have all children perform an action, and send the one that asked what they say. Children
         that are busy or not ready yet perform it later."""
-        if isinstance(action, _CHANGES):
-            async with self._changing:
-                reply(await self._outcomes(asking, action))
-        else:
+        turn = self._changing if isinstance(action, _CHANGES) else contextlib.nullcontext()
+        async with turn:
             reply(await self._outcomes(asking, action))
 
     async def _outcomes(self, asking: ChildProcess, action: Action) -> list[Outcome]:
