@@ -300,7 +300,8 @@ def run_streams(
         characters = _CHARACTERS_PER_TOKEN * _LONG_TOKENS
         texts.tell(LongTexts(server.url, characters, _LONG_EVERY))
     ended = [client.hear(Ended) for client in clients]
-    seconds, cpu, node_share = meter.read()
+    # They read what they got when all had ended.
+    seconds, cpu, node_share = meter.read(max(each.at for each in ended))
     found = Streamed(
         answers=[answer for each in ended for answer in each.answers],
         names=[name for part in parts for name in part],
@@ -331,9 +332,10 @@ class _Meter:
     def _read_cpu(self) -> list[float]:
         return [process.cpu_seconds for process in (self._server, *self._nodes)]
 
-    def read(self) -> tuple[float, float, float]:
-        """Seconds, the server's processor time, and by elapsed time that of the busiest node."""
-        seconds = time.perf_counter() - self._at
+    def read(self, ended: float) -> tuple[float, float, float]:
+        """Seconds until ``ended``, the server's processor time, and that of the busiest node by
+        elapsed time."""
+        seconds = ended - self._at
         spent = [now - then for now, then in zip(self._read_cpu(), self._cpu, strict=True)]
         return seconds, spent[0], max(spent[1:], default=0.0) / seconds
 

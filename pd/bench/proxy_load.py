@@ -19,6 +19,7 @@ import msgspec
 
 from pd.bench.serve_client import BenchCompletion, Server
 from pd.core.errors import NodeFailedError
+from pd.proxy.loop import run_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,9 +78,11 @@ class Ended(msgspec.Struct, frozen=True):
     """The streams' answers, in the order of their names.
 
     Attributes:
+        at: when the last of them ended, by ``time.perf_counter``.
         cpu_share: processor time of this process by elapsed time, since all streams had begun.
     """
 
+    at: float
     answers: list[BenchCompletion]
     cpu_share: float
 
@@ -106,8 +109,9 @@ async def run_streams(script: Streams, tell: Callable[[Answer], None]) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     tell(Begun(began, sum(reception.events for reception in receptions)))
     await asyncio.gather(*(reception.ended for reception in receptions))
-    share = (time.process_time() - cpu) / (time.perf_counter() - began)
-    tell(Ended([reception.completion() for reception in receptions], share))
+    ended = time.perf_counter()
+    share = (time.process_time() - cpu) / (ended - began)
+    tell(Ended(ended, [reception.completion() for reception in receptions], share))
 
 
 def send_long_texts(script: LongTexts, tell: Callable[[Answer], None]) -> None:
@@ -152,7 +156,7 @@ def main() -> None:
     while line := sys.stdin.readline():
         script = msgspec.json.decode(line, type=Streams | LongTexts)
         if isinstance(script, Streams):
-            asyncio.run(run_streams(script, _tell))
+            run_loop(run_streams(script, _tell))
         else:
             send_long_texts(script, _tell)
 

@@ -59,11 +59,17 @@ class NodeScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Running:
-    """A request under way."""
+    """A request under way.
 
-    def __init__(self, request: Generate) -> None:
+    Attributes:
+        first: the number of the step with its first token; every later step has one more.
+    """
+
+    def __init__(self, request: Generate, first: int) -> None:
         self.request = request
-        self.sent = 0
+        self.room = request.room
+        self.first = first
+        self.last = first + request.params.max_tokens - 1
 
 
 class ScriptedNode:
@@ -79,10 +85,13 @@ class ScriptedNode:
         self._router.setsockopt(zmq.LINGER, 0)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self._endpoint = f"tcp://127.0.0.1:{port}"
-        self._running: dict[bytes, _Running] = {}
+        self._token_ids = [[token_id] for token_id in script.token_ids]
+        # Requests by the proxy that sent them.
+        self._running: dict[str, dict[bytes, _Running]] = {}
         self._numbers: dict[str, Sent] = {}
-        # When the tokens of a request were sent, by its name.
-        self.sent_at: dict[str, list[float]] = {}
+        # Times of the steps, and requests that began since they were asked for.
+        self._steps: list[float] = []
+        self._began: list[_Running] = []
         self._over = threading.Event()
 
     def serve_http(self) -> str:
@@ -107,17 +116,17 @@ class ScriptedNode:
         """Take messages and step until :meth:`stop`."""
         due = time.perf_counter()
         while not self._over.is_set():
-            now = time.perf_counter()
-            wait = _POLL_MS if not self._running else max(0, int((due - now) * 1e3))
-            if self._router.poll(wait):
+            if any(self._running.values()):
+                # To the microsecond, which a poll does not take. What arrives waits for the step.
+                time.sleep(max(0.0, due - time.perf_counter()))
                 self._take_messages()
-            now = time.perf_counter()
-            if self._running and now >= due:
+                now = time.perf_counter()
                 self._step(now)
                 # A node that is behind does not catch up.
                 due = max(due + self._script.step_seconds, now)
-            elif not self._running:
-                due = now
+            elif self._router.poll(_POLL_MS):
+                self._take_messages()
+                due = time.perf_counter()
 
     def stop(self) -> None:
         """End :meth:`run`; any thread."""
@@ -133,45 +142,57 @@ class ScriptedNode:
             if isinstance(message, ProxyHeartbeat):
                 self._answer(proxy)
             elif isinstance(message, Generate):
-                self._running[message.room] = _Running(message)
+                self._begin(message)
             elif isinstance(message, GenerateTogether):
-                self._running |= {each.room: _Running(each) for each in message.requests}
+                for each in message.requests:
+                    self._begin(each)
             elif isinstance(message, Abort):
-                self._running.pop(message.room, None)
+                for requests in self._running.values():
+                    if (ended := requests.pop(message.room, None)) is not None:
+                        ended.last = len(self._steps) - 1
+
+    def _begin(self, request: Generate) -> None:
+        running = _Running(request, len(self._steps))
+        self._running.setdefault(request.sender, {})[request.room] = running
+        self._began.append(running)
+
+    def take_sent(self) -> dict[str, list[float]]:
+        """When tokens were sent, by the names of the requests that began since the last call; of
+        none that runs."""
+        began, self._began = self._began, []
+        return {
+            running.request.rid: self._steps[running.first : running.last + 1] for running in began
+        }
 
     def _answer(self, proxy: str) -> None:
         if heartbeat_owner(proxy.encode()).decode() != proxy:
             return  # the proxy's thread that only keeps the lease
+        running = sum(map(len, self._running.values()))
         beat = NodeHeartbeat(
-            to=proxy, sender=self._instance, ready=True, queued_tokens=0, running=len(self._running)
+            to=proxy, sender=self._instance, ready=True, queued_tokens=0, running=running
         )
         self._send(proxy, beat)
 
     def _step(self, now: float) -> None:
-        by_proxy: dict[str, list[Output]] = {}
-        for room, running in list(self._running.items()):
-            request = running.request
-            by_proxy.setdefault(request.sender, []).append(self._next(running))
-            self.sent_at.setdefault(request.rid, []).append(now)
-            if running.sent == request.params.max_tokens:
-                del self._running[room]
-        for proxy, outputs in by_proxy.items():
+        number, token_ids = len(self._steps), self._token_ids
+        self._steps.append(now)
+        for proxy, requests in self._running.items():
+            if not requests:
+                continue
+            ending: list[bytes] = []
+            outputs: list[Output] = []
+            for running in requests.values():
+                position = number - running.first
+                output = Output(running.room, 0, position, token_ids[position % len(token_ids)])
+                if position == 0:
+                    output.cached_tokens, output.stages = 0, Stages(queue=0.0, prefill=0.0)
+                if number == running.last:
+                    output.finish = Finish("length")
+                    ending.append(running.room)
+                outputs.append(output)
             self._send(proxy, StepOutputs(to=proxy, sender=self._instance, outputs=outputs))
-
-    def _next(self, running: _Running) -> Output:
-        script, request = self._script, running.request
-        output = Output(
-            room=request.room,
-            index=0,
-            position=running.sent,
-            token_ids=[script.token_ids[running.sent % len(script.token_ids)]],
-        )
-        if running.sent == 0:
-            output.cached_tokens, output.stages = 0, Stages(queue=0.0, prefill=0.0)
-        running.sent += 1
-        if running.sent == request.params.max_tokens:
-            output.finish = Finish("length")
-        return output
+            for room in ending:
+                del requests[room]
 
     def _send(self, proxy: str, message: Message) -> None:
         number = self._numbers.setdefault(proxy, Sent()).number(counts=counts(message))
@@ -205,8 +226,7 @@ def main() -> None:
     def listen() -> None:
         for _ in lines:
             # The parent asks for what was sent so far.
-            sent, node.sent_at = node.sent_at, {}
-            print(json.dumps(sent), flush=True)
+            print(json.dumps(node.take_sent()), flush=True)
         node.stop()
 
     threading.Thread(target=listen, daemon=True).start()
