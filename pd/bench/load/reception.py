@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from typing import cast
 
 # A piece of an answer and the time of ``time.perf_counter`` at which it came.
 Piece = tuple[float, bytes]
@@ -46,8 +47,8 @@ class Reception(asyncio.Protocol):
         return self._pieces
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports have another base.
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self.add_piece(time.perf_counter(), data)
