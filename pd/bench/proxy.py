@@ -10,9 +10,9 @@ begun, since `request` says what beginning costs. `added` is the time from when 
 until its event's last byte had reached the client, of tokens that were sent when all streams had
 begun. `long text`: the streams while a text of 32k tokens arrives every half second, of which no
 two begin alike; `text` is how long they took. `saturated`: four times as many streams, eight
-times as long, of two nodes at a sixteenth of the step, which is more than one process can carry,
-with their beginning. With `--workers N` also N times as many streams and nodes, and N processes of
-the proxy.
+times as long, of two nodes at a sixteenth of the step, which is more than one process can carry.
+With `--workers N` also N times as many streams and nodes, and N processes of the proxy. Tokens a
+second are those that came while all streams ran.
 
 `load_share` is the processor time of the busiest client or node, by elapsed time: near 1 it is the
 load that is measured, and `--clients` has to be raised.
@@ -49,7 +49,7 @@ from pd.core.errors import NodeFailedError, UsageError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 Fields = dict[str, Any]
 
@@ -68,8 +68,10 @@ EXAMPLES = """\
 examples:
   pd-bench proxy --output proxy.json
   pd-bench proxy --streams 256 --step 10 --rounds 3
-  pd-bench proxy --workers 4 --rounds 3     # on a host with 20 cores or more
+  pd-bench proxy --workers 4 --work saturated     # on a host with 16 cores or more
 """
+# What can be measured; the floors of requests and streams go with these.
+WORK = ("request", "stream", "saturated")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=float, default=20.0, metavar="MS", help="between two tokens of a stream")
     add("--requests", type=int, default=400, metavar="N", help="requests that are not streamed")
     add("--rounds", type=int, default=5, metavar="N", help="medians are over so many")
+    add(
+        "--work", nargs="+", default=list(WORK), choices=WORK, help="what to measure (default: all)"
+    )
     add("--workers", type=int, default=1, metavar="N", help="also measure N processes of the proxy")
     add(
         "--clients",
@@ -128,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     rounds: list[list[Row]] = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
-        rounds.append(measure_round(load, workers, clients, args.router))
+        rounds.append(measure_round(load, args.work, workers, clients, args.router))
     rows = [median_row(rows) for rows in zip(*rounds, strict=True)]
     show(rows)
     if args.output is not None:
@@ -154,30 +159,49 @@ def load_processes(count: int) -> Iterator[list[Running]]:
 
 
 def measure_round(
-    load: Load, workers: int = 1, num_clients: int = 1, routers: Sequence[str] = ()
+    load: Load,
+    work: Collection[str] = WORK,
+    workers: int = 1,
+    num_clients: int = 1,
+    routers: Sequence[str] = (),
 ) -> list[Row]:
     """Rows of one round: the floors, the routers if there are any, and the proxy."""
+    rows: list[Row] = []
     with load_processes(num_clients + 1) as (texts, *clients):
-        rows = _measure_floors(load, clients, routers)
-        with proxy_in_front(load.step) as (proxy, nodes):
-            found = measure_requests(proxy, load.requests)
-            rows.append({"work": "request", "system": "pd"} | found)
-            streamed = run_streams(proxy, nodes, clients, load.streams, load.tokens)
-            rows.append({"work": "stream", "system": "pd"} | _latency(streamed))
-            streamed = run_streams(proxy, nodes, clients, load.streams, load.tokens, texts=texts)
-            rows.append({"work": "long text", "system": "pd"} | _latency(streamed))
-        for count in dict.fromkeys([1, workers]):
-            # Two nodes for each process, so that no node is what limits.
-            with proxy_in_front(load.step / 16, workers=count, nodes=2 * count) as (proxy, nodes):
-                streams, tokens = 4 * count * load.streams, 8 * load.tokens
-                streamed = run_streams(proxy, nodes, clients, streams, tokens, warm=False)
-            row: Row = {"work": "saturated", "system": "pd"}
-            rows.append((row if count == 1 else row | {"workers": count}) | _cost(streamed))
+        if "request" in work:
+            rows += _measure_request_floors(load, routers)
+        if "stream" in work:
+            rows += _measure_stream_floors(load, clients, routers)
+        if set(work) & {"request", "stream"}:
+            with proxy_in_front(load.step) as (proxy, nodes):
+                if "request" in work:
+                    found = measure_requests(proxy, load.requests)
+                    rows.append({"work": "request", "system": "pd"} | found)
+                if "stream" in work:
+                    asked = (proxy, nodes, clients, load.streams, load.tokens)
+                    streamed = run_streams(*asked)
+                    rows.append({"work": "stream", "system": "pd"} | _latency(streamed))
+                    streamed = run_streams(*asked, texts=texts)
+                    rows.append({"work": "long text", "system": "pd"} | _latency(streamed))
+        for count in dict.fromkeys([1, workers]) if "saturated" in work else ():
+            rows.append(_saturate(load, clients, count))
     return rows
 
 
-def _measure_floors(load: Load, clients: Sequence[Running], routers: Sequence[str]) -> list[Row]:
-    """Rows of servers that do less than a proxy."""
+def _saturate(load: Load, clients: Sequence[Running], workers: int) -> Row:
+    """More than so many processes of the proxy can carry."""
+    # Two nodes for each process, so that no node is what limits.
+    with proxy_in_front(load.step / 16, workers=workers, nodes=2 * workers) as (proxy, nodes):
+        streams, tokens = 4 * workers * load.streams, 8 * load.tokens
+        streamed = run_streams(proxy, nodes, clients, streams, tokens, warm=False)
+    row: Row = {"work": "saturated", "system": "pd"}
+    if workers > 1:
+        row["workers"] = workers
+    return row | _cost(streamed) | {"tokens_per_s": rate_of_all(streamed)}
+
+
+def _measure_request_floors(load: Load, routers: Sequence[str]) -> list[Row]:
+    """Rows of a server that does less than a proxy, and of routers before it."""
     rows: list[Row] = []
     with started("pd.bench.proxy_floors", "fastapi", "0") as floor:
         found = measure_requests(floor, load.requests)
@@ -186,6 +210,14 @@ def _measure_floors(load: Load, clients: Sequence[Running], routers: Sequence[st
             with router_in_front(router, floor) as front:
                 found = measure_requests(front, load.requests, _ROUTED)
                 rows.append({"work": "request", "system": Path(router).name} | found)
+    return rows
+
+
+def _measure_stream_floors(
+    load: Load, clients: Sequence[Running], routers: Sequence[str]
+) -> list[Row]:
+    """Rows of servers that do less than a proxy, and of routers before the last of them."""
+    rows: list[Row] = []
     for kind in KINDS[1:]:
         with started("pd.bench.proxy_floors", kind, str(load.step)) as floor:
             streamed = run_streams(floor, [], clients, load.streams, load.tokens)
@@ -358,6 +390,22 @@ def _latency(found: Streamed) -> Row:
     if found.text_seconds:
         row["text_ms"] = median(found.text_seconds) * 1e3
     return row
+
+
+def rate_of_all(found: Streamed) -> float:
+    """Tokens a second that came while all streams ran: from when the last had begun until the first
+    had all. Of the whole time, if there was no such moment.
+
+    Events that hold several tokens do not tell how many. Text does: all of it is the same prose.
+    """
+    end = min(answer.times[-1] for answer in found.answers)
+    if end <= found.begun_at:
+        return found.num_tokens / found.seconds
+    came = np.concatenate([answer.times for answer in found.answers])
+    characters = np.concatenate([answer.characters for answer in found.answers])
+    counts = (came >= found.begun_at) & (came < end)
+    share = characters[counts].sum() / characters.sum()
+    return float(share) * found.num_tokens / (end - found.begun_at)
 
 
 def added_seconds(found: Streamed) -> list[float]:

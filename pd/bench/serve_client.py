@@ -24,13 +24,15 @@ class BenchCompletion:
     Attributes:
         sent: when the request was written, to a connection that was there.
         times: when the last byte of each event that holds tokens had come.
-        counts: tokens in each of these events.
+        counts: tokens in each of these events; 1 where the server does not tell.
+        characters: of the text of each of these events.
         error: the server's error, or why the stream broke off; None if all is well.
     """
 
     sent: float
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    characters: list[int] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -66,6 +68,7 @@ class Reception(load.Reception):
                 if count:
                     found.times.append(at)
                     found.counts.append(count)
+                    found.characters.append(len(choice["text"]))
         if not (done or self.cut_reason is not None):
             found.error = "the connection ended in the middle of the stream"
         return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd.bench.proxy import Streamed, added_seconds, arrivals
+from pd.bench.proxy import Streamed, added_seconds, arrivals, rate_of_all
 from pd.bench.serve_client import BenchCompletion
 from pd.cli import bench
 
@@ -75,6 +75,26 @@ def test_an_event_that_is_counted_as_one_may_hold_more() -> None:
 def test_tokens_that_were_sent_while_streams_began_do_not_count() -> None:
     assert added_seconds(streamed([9.0, 3.0], [1, 1], [0.5, 2.75], begun=1.0)) == [0.25]
     assert added_seconds(streamed([9.0], [1], [0.5], begun=1.0)) == [8.5]
+
+
+def test_a_saturated_proxy_is_judged_while_all_streams_run() -> None:
+    early = BenchCompletion(0.0, times=[1.0, 2.0, 3.0], counts=[1] * 3, characters=[4] * 3)
+    late = BenchCompletion(0.0, times=[1.5, 9.0], counts=[1] * 2, characters=[16, 4])
+    found = Streamed([early, late], ["early", "late"], 1.5, 0.0, 10.0, 8)
+    # From 1.5 until 3.0: 20 characters of 32.
+    assert rate_of_all(found) == pytest.approx(5 / 1.5)
+    found.begun_at = 4.0
+    assert rate_of_all(found) == 0.8
+
+
+def test_only_what_is_asked_for_is_measured(tmp_path: Path) -> None:
+    output = tmp_path / "proxy.json"
+    assert bench(["proxy", *SMALL, "--work", "saturated", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["results"]
+    assert [(row["work"], row.get("workers")) for row in rows] == [
+        ("saturated", None),
+        ("saturated", 2),
+    ]
 
 
 @pytest.mark.parametrize(
