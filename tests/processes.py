@@ -122,8 +122,7 @@ class Process:
 
 
 def kill_all(processes: Sequence[Process]) -> None:
-    """SIGKILL to all at once, and wait until they are gone. One after the other, a request could be
-    in the steps of two of them in a row, which says that it is what nodes die of."""
+    """SIGKILL to all at once, and wait until they are gone."""
     for process in processes:
         process.child.send_signal(signal.SIGKILL)
     for process in processes:

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from pd.proxy.worker import Worker
 
 # Deaths in a row after which a request is not given another node: if no other request was in all
-# of these steps, and if others were.
+# of these steps, and if others were. Nodes that die at once, as when somebody kills all of a role,
+# seem to die of that: the second was given the request when it was about to end, maybe.
 DEATHS_ALONE = 2
 DEATHS_IN_COMPANY = 3
+AT_ONCE_SECONDS = 0.25
 # An answer that got no further than this since a death may be what the node died of.
 STEP_TOKENS = 1
 # Deaths of other nodes for so long before a request's first one, and all after it, say that nodes
@@ -75,7 +77,8 @@ class Suspicion:
         if len(deaths) < DEATHS_ALONE:
             return False
         in_all = frozenset.intersection(*(death.requests for death in deaths))
-        needed = DEATHS_IN_COMPANY if in_all - {request} else DEATHS_ALONE
+        at_once = deaths[-1].at - deaths[0].at < AT_ONCE_SECONDS
+        needed = DEATHS_IN_COMPANY if at_once or in_all - {request} else DEATHS_ALONE
         if len(deaths) < needed + self._deaths_without(request, deaths[0].at):
             return False
         self._explained = self._explained.union(deaths).intersection(self._deaths)

@@ -21,7 +21,7 @@ from proxy_tokenizers import byte_level
 from pd.core.messages import ErrorInfo, Finish, Stages, StepFailed
 from pd.core.sampling_params import choice_seed
 from pd.proxy.breaker import FAILURES
-from pd.proxy.suspicion import DEATHS_IN_COMPANY
+from pd.proxy.suspicion import AT_ONCE_SECONDS, DEATHS_IN_COMPANY
 
 if TYPE_CHECKING:
     import httpx
@@ -490,6 +490,7 @@ def test_a_request_that_two_nodes_died_of_is_not_given_a_third(cluster: Cluster)
     second = next(node for node in nodes if node is not first and node.generates)
     second.say(second.generates[-1], TOKENS[1:2], position=1)
     asked.wait_tokens(2)
+    time.sleep(1.1 * AT_ONCE_SECONDS)
     second.kill()
     assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
     assert sum(len(node.generates) for node in nodes) == 2

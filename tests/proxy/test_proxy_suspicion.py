@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import random
 
-from pd.proxy.suspicion import DEATHS_IN_COMPANY, WINDOW_SECONDS, Death, Suspicion
+from pd.proxy.suspicion import (
+    AT_ONCE_SECONDS,
+    DEATHS_IN_COMPANY,
+    WINDOW_SECONDS,
+    Death,
+    Suspicion,
+)
 
 R, S, T = (("owner", name) for name in "RST")
 
@@ -17,8 +23,8 @@ class Deaths:
         self.suspicion = Suspicion(lambda: self.now)
         self._count = 0
 
-    def of(self, *requests: tuple[str, str]) -> Death:
-        self.now += 1.0
+    def of(self, *requests: tuple[str, str], after: float = 1.0) -> Death:
+        self.now += after
         self._count += 1
         return self.suspicion.note(f"node {self._count}", requests)
 
@@ -28,6 +34,13 @@ def test_what_two_nodes_died_of_alone_is_given_no_third() -> None:
     first = deaths.of(R)
     assert not deaths.suspicion.convicts(R, (first,))
     assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
+def test_two_nodes_that_are_killed_at_once_are_no_reason_to_stop_a_request() -> None:
+    deaths = Deaths()
+    row = (deaths.of(R), deaths.of(R, after=AT_ONCE_SECONDS / 2))
+    assert not deaths.suspicion.convicts(R, row)
+    assert deaths.suspicion.convicts(R, (*row, deaths.of(R, after=0.0)))
 
 
 def test_a_request_that_was_not_in_every_step_does_not_share_the_suspicion() -> None:
