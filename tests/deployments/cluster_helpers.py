@@ -152,4 +152,5 @@ def kill_host(host: netns.Host) -> None:
         ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
     )
     for pid in found.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            os.kill(int(pid), signal.SIGKILL)
