@@ -1,4 +1,4 @@
-"""Receiving end of hand-offs: queues "preallocation" and "transfer"."""
+"""Receiving end of hand-offs: queue "transfer", behind "preallocation"."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -35,10 +34,9 @@ from pd.core.request import RequestState
 from pd.core.seldom import Seldom
 from pd.decode_node.incoming import IncomingRoom
 from pd.decode_node.peers import PrefillPeers
+from pd.decode_node.preallocation import Preallocation
 from pd.decode_node.verification import DigestCheck
 from pd.engine.digests import Digests
-from pd.engine.page_allocator import PageState
-from pd.scheduling.memory import LACKING_SECONDS
 from pd.scheduling.metrics import TransferTimes
 from pd.scheduling.transfer_end import PromptReceiver
 from pd.transfer import contained
@@ -93,8 +91,7 @@ class ReceivingEnd(PromptReceiver):
         owes_memory: Callable[[float], bool] = lambda arrived: False,
     ) -> None:
         self._core, self._rooms, self._memory = core, core.rooms, core.memory
-        self._transfer, self._decode, self._sending = transfer, decode, sending
-        self._owes_memory = owes_memory
+        self._transfer, self._decode = transfer, decode
         self._check = None if digests is None else DigestCheck(core, digests)
         self.prefill_peers = PrefillPeers(core, own, transfer, sockets, self._peer_dropped)
         self._broken = Seldom(logger)
@@ -102,10 +99,10 @@ class ReceivingEnd(PromptReceiver):
         self._epochs = itertools.count(secrets.randbits(40) << 20)
         # Epochs of rooms that were committed within the last lease, and when that ends.
         self._recent: dict[bytes, tuple[float, int]] = {}
-        self.preallocation: deque[IncomingRoom] = deque()
-        # The first that was refused memory, if that is still so.
-        self._lacking: IncomingRoom | None = None
         self.transfer: list[IncomingRoom] = []
+        self.preallocation = Preallocation(
+            core, decode, self.prefill_peers, sending, owes_memory, self.transfer, self._begin
+        )
 
     def register(self, handlers: Handlers) -> None:
         handlers.on(PromptExpected, self._on_prompt_expected)
@@ -162,7 +159,7 @@ class ReceivingEnd(PromptReceiver):
         """Take a new request: connect to its prefill node, then find memory."""
         request.state = RequestState.PREALLOCATING
         request.incoming = incoming = IncomingRoom(request)
-        self.preallocation.append(incoming)
+        self.preallocation.add(incoming)
 
         def connected(error: PDError | None) -> None:
             if request.state.terminal:
@@ -177,67 +174,21 @@ class ReceivingEnd(PromptReceiver):
         self.prefill_peers.want(request.peer_bootstrap, request.peer, connected)
 
     def pump(self) -> None:
-        """Reserve pages for requests that fit, in order of arrival; those whose peer is not
-        connected yet are passed over."""
-        if self._decode.needs_memory:
-            return
-        self._lacking = None
-        # NOTE: a copy, since requests that get memory, or fail for want of a receiver, leave it.
-        for incoming in list(self.preallocation):
-            if not self._may_reserve(incoming):
-                continue
-            arrived = incoming.request.times.arrived
-            if self._owes_memory(arrived) or self._exceeds_share(incoming):
-                return
-            if not self._reserve(incoming):
-                incoming.lacking_since = incoming.lacking_since or time.monotonic()
-                self._lacking = incoming
-                return
+        self.preallocation.pump()
 
     def owes(self, arrived: float) -> bool:
-        lacking = self._lacking
-        if lacking is None or lacking.lacking_since is None or not self._may_reserve(lacking):
-            return False
-        waits = time.monotonic() > lacking.lacking_since + LACKING_SECONDS
-        return waits and lacking.request.times.arrived < arrived
+        return self.preallocation.owes(arrived)
 
-    def _may_reserve(self, incoming: IncomingRoom) -> bool:
-        # NOTE: nothing may be promised to a peer that was disconnected after the handshake.
-        request = incoming.request
-        waiting = request.state is RequestState.PREALLOCATING and incoming.connected
-        return waiting and self.prefill_peers.connected(request.peer)
+    # ---- transfer
 
-    def _exceeds_share(self, incoming: IncomingRoom) -> bool:
-        """Whether a reservation would leave too little memory for prompts that are computed here.
+    def _begin(self, incoming: IncomingRoom, cached: int) -> None:
+        """Receive into the pages that a request has now, and send the reservation.
 
-        Two nodes that send KV to each other would otherwise wait for each other: each with its
-        memory promised to prompts that the other has no memory to compute.
+        Args:
+            cached: tokens of the prompt whose KV is in them already.
         """
-        if self._sending is None or not self.transfer:
-            return False
-        reserved = self._memory.counts()["reserved"]
-        wanted = self._memory.pages_for(len(incoming.request.prompt))
-        return reserved + wanted > self._memory.num_pages // 2
-
-    def _reserve(self, incoming: IncomingRoom) -> bool:
-        """Reserve pages for the prompt and send the reservation; False if memory is lacking."""
         request = incoming.request
-        memory, sequence, length = self._memory, request.sequence, len(request.prompt)
-        growth = self._decode.headroom(sequence, [i.request.sequence for i in self.transfer])
-        needed = memory.missing(sequence, length, length) + growth
-        if memory.available < needed and self._sending is not None:
-            self._sending.park(needed)
-        if memory.available < needed:
-            return False
-        # NOTE: matching locks pages, which were available until then; every way out of here must
-        # release them.
-        cached = memory.match(sequence, length)
-        needed = memory.pages_for(length) - len(sequence.pages) + growth
-        if memory.available < needed and self._sending is not None:
-            self._sending.park(needed)
-        if memory.available < needed or not memory.grow(sequence, length, PageState.RESERVED):
-            memory.release(sequence)
-            return False
+        sequence, length = request.sequence, len(request.prompt)
         # The radix tree holds pages of all planes together.
         layout = self._core.engine.layout
         held = (cached,) * layout.num_groups
@@ -248,8 +199,8 @@ class ReceivingEnd(PromptReceiver):
             )
             destination, incoming.receiver = receiver.destination, receiver
         if incoming.receiver is None:
-            memory.commit(sequence)
-            return True
+            self._memory.commit(sequence)
+            return
         incoming.reservation = Reservation(
             to=request.peer,
             sender=self._core.instance_id,
@@ -259,22 +210,18 @@ class ReceivingEnd(PromptReceiver):
             destination=destination,
         )
         self.preallocation.remove(incoming)
-        incoming.lacking_since = None
         request.state = RequestState.RECEIVING
         request.times.reserved = time.monotonic()
         incoming.send_at = request.times.reserved + self._transfer.reservation_delay()
         incoming.num_bytes = layout.missing_bytes(held, length)
         self.transfer.append(incoming)
         self._send_reservation(incoming)
-        return True
 
     def _send_reservation(self, incoming: IncomingRoom) -> None:
         if not incoming.sent and time.monotonic() >= incoming.send_at:
             assert incoming.reservation is not None
             incoming.sent = True
             self.prefill_peers.send(incoming.reservation)
-
-    # ---- transfer
 
     def _on_prompt_expected(self, identity: bytes, message: PromptExpected) -> None:
         incoming = self._incoming(message.room)
@@ -422,7 +369,7 @@ class ReceivingEnd(PromptReceiver):
         incoming.receiver = incoming.reservation = incoming.expected_at = None
         incoming.sent, incoming.epoch = False, 0
         request.state = RequestState.PREALLOCATING
-        self.preallocation.appendleft(incoming)
+        self.preallocation.put_back(incoming)
         self._core.events.work_available.set()
         self._core.events.want_pump()
 
