@@ -1,0 +1,263 @@
+"""Scripted nodes that leave, get stuck, fail what they are sent or answer nonsense."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from failing_nodes import (
+    NOT_READY,
+    PROMPT,
+    TOKENS,
+    Asked,
+    asked_of,
+    ids_of,
+    next_of,
+    problem_of,
+    ready_urls,
+    two_pairs,
+)
+from fake_node import wait_until
+from proxy_cluster import wait_for_all
+
+from pd.core.messages import ErrorInfo, Finish, StepFailed
+from pd.proxy.breaker import FAILURES
+
+if TYPE_CHECKING:
+    from proxy_cluster import Cluster
+
+
+@pytest.mark.parametrize("sign", ["leaving", "stuck"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_streams_leave_a_node_that_is_to_be_empty_or_gets_stuck(
+    cluster: Cluster, role: str, sign: str
+) -> None:
+    asked = Asked(two_pairs(cluster, max_failovers=1), {})
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    count = 2 if role == "decode" else 0
+    if count:
+        prefill.say(first, TOKENS[:1], cached_tokens=0)
+        decode.say(first, TOKENS[:count])
+        asked.wait_tokens(count)
+    node = prefill if role == "prefill" else decode
+    node.ready = sign != "leaving"
+    setattr(node, sign, True)
+    peers = cluster.prefill if role == "prefill" else cluster.decode
+    _, second = next_of(peers, node)
+    wait_until(lambda: sum(len(d.generates) for d in cluster.decode) == 2)
+    assert ids_of(second) == PROMPT + TOKENS[:count]
+    prefill.wait_abort(first.room)
+    decode.wait_abort(first.room)
+    for last in cluster.decode:
+        if any(request.room == second.room for request in last.generates):
+            last.say(second, TOKENS[count:], position=count, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    asked = Asked(cluster.client(failover="on", text=False), {})
+    request = node.wait_generate()
+    node.say(request, TOKENS[:1], cached_tokens=0)
+    node.ready, node.leaving = False, True
+    beats = sum(node.heartbeats.values())
+    wait_until(lambda: sum(node.heartbeats.values()) > beats + 3)
+    node.say(request, TOKENS[1:], position=1, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+    assert (len(node.generates), node.aborts) == (1, [])
+
+
+def test_a_node_that_fails_its_requests_is_taken_out_until_a_probe_succeeds(
+    cluster: Cluster,
+) -> None:
+    """Its heartbeats come all the time. Clients' requests do not go there meanwhile."""
+    bad, good = (cluster.node("unified", auto=False) for _ in range(2))
+    good.auto = True
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    wait_for_all(client)
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    while not problem_of(client, bad):
+        failed = len(bad.generates)
+        thread = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": body})
+        thread.start()
+        wait_until(lambda: len(bad.generates) > failed or not thread.is_alive())  # noqa: B023
+        if len(bad.generates) > failed:
+            bad.fail(bad.generates[-1], "node_failed")
+        thread.join()
+    assert len(bad.generates) == FAILURES
+    assert "taken out after 5 failures" in problem_of(client, bad)
+    first = bad.wait_generate(FAILURES + 1)
+    assert ids_of(first) == [0]
+    for _ in range(4):
+        assert client.post("/generate", json=body).status_code == 200
+    bad.fail(first, "node_failed")
+    bad.reply(bad.wait_generate(FAILURES + 2))
+    wait_for_all(client)
+    assert not problem_of(client, bad)
+    assert len(bad.generates) == FAILURES + 2
+
+
+def test_a_node_is_probed_while_the_queue_is_full(cluster: Cluster) -> None:
+    bad, good = (cluster.node("unified", auto=False) for _ in range(2))
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_queue=1, workers=1)
+    wait_for_all(client)
+    served = 0
+    while True:
+        failed = len(bad.generates)
+        asked = Asked(client, {})
+        wait_until(lambda: len(bad.generates) > failed or len(good.generates) > served)  # noqa: B023
+        if len(bad.generates) > failed:
+            bad.fail(bad.generates[-1], "node_failed")
+        request = good.wait_generate(served + 1)
+        if problem_of(client, bad):
+            break  # the last answer, which fills the queue, is not sent yet
+        served += 1
+        good.reply(request)
+        asked.result()
+    bad.reply(bad.wait_generate(FAILURES + 1))
+    wait_for_all(client)
+    good.reply(request)
+    asked.result()
+
+
+@pytest.mark.parametrize("culprit", ["prefill", "decode"])
+def test_the_half_that_fails_with_every_partner_is_taken_out(
+    cluster: Cluster, culprit: str
+) -> None:
+    """Each failure is reported by the decode node, which cannot know whose it is."""
+    client = two_pairs(cluster, max_failovers=9)
+    bad = (cluster.prefill if culprit == "prefill" else cluster.decode)[0]
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}
+    done = set[bytes]()
+
+    def serve() -> None:
+        for decode in cluster.decode:
+            for request in [r for r in decode.generates if r.room not in done]:
+                prefill = next(p for p in cluster.prefill if p.instance_id == request.peer)
+                if all(r.room != request.room for r in prefill.generates):
+                    continue
+                done.add(request.room)
+                prefill.reply(request)
+                if bad in (prefill, decode):
+                    decode.fail(request, "transfer", fault="pair")
+                else:
+                    decode.reply(request)
+
+    while not problem_of(client, bad):
+        thread = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": body})
+        thread.start()
+        while thread.is_alive():
+            serve()
+            time.sleep(0.002)
+    others = [node for node in (*cluster.prefill, *cluster.decode) if node is not bad]
+    assert [problem_of(client, node) for node in others] == ["", "", ""]
+
+
+def test_a_node_is_back_as_soon_as_the_partner_that_it_failed_with_was_replaced(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.breaker.FIRST_PAUSE", 600.0)
+    prefill, decode = cluster.pair(auto=False)
+    options = {"failover": "on", "text": False, "max_failovers": FAILURES - 1, "workers": 1}
+    client = cluster.client(**options)
+    asked = Asked(client, {})
+    for number in range(1, FAILURES + 1):
+        prefill.wait_generate(number)
+        decode.fail(decode.wait_generate(number), "transfer", fault="pair")
+    assert asked.error()["message"] == "as scripted"
+    assert ready_urls(client) == []
+    prefill.restart()
+    wait_for_all(client)
+
+
+def test_a_step_that_fails_counts_once_however_many_were_in_it(cluster: Cluster) -> None:
+    """The last time, one of them is alone in it."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", text=False, policy="round_robin", max_failovers=9)
+    nodes[1].ready = nodes[2].ready = False
+    wait_until(lambda: ready_urls(client) == [nodes[0].url])
+    asked = [Asked(client, {}) for _ in range(FAILURES + 1)]
+    for node, after in itertools.pairwise(nodes):
+        node.wait_generate(FAILURES + 1)
+        after.ready, node.ready = True, False
+        wait_until(lambda url=after.url: ready_urls(client) == [url])
+        node.fail_step(node.generates[-FAILURES - 1 :])
+    poison = nodes[2].wait_generate(1)
+    assert [problem_of(client, node) for node in nodes[:2]] == [NOT_READY] * 2
+    nodes[2].fail_step([poison])
+    for number in range(2, FAILURES + 2):
+        nodes[2].reply(nodes[2].wait_generate(number))
+    for one in asked:
+        one.join()
+    errors = [one.error() for one in asked if one.events[-1] != "DONE"]
+    assert ["nodes died in a row" in error["message"] for error in errors] == [True]
+
+
+@pytest.mark.parametrize("position", [0, 1, 4])
+def test_a_node_that_goes_on_with_nonsense_is_left_for_another(
+    cluster: Cluster, position: int
+) -> None:
+    """It contradicts tokens that the client has, or leaves a gap; no wrong token is shown."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.say(request, TOKENS[:2], cached_tokens=0)
+    asked.wait_tokens(2)
+    first.fail(request, "node_failed")
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    second = next(node for node in nodes if node is not first and node.generates)
+    second.say(second.generates[0], [77, 78], position=position)
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 3)
+    third = next(node for node in nodes if node not in (first, second))
+    third.say(third.generates[0], TOKENS, finish=Finish("length"))  # repeats what is known
+    assert ids_of(third.generates[0]) == PROMPT + TOKENS[:2]
+    assert asked.result()["output_ids"] == TOKENS
+    second.wait_abort(second.generates[0].room)
+
+
+def test_a_node_fails_no_rooms_but_its_own(cluster: Cluster) -> None:
+    """Not those of other nodes, nor those that ended, however often it names them."""
+    good, bad = (cluster.node("unified", auto=False) for _ in range(2))
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    wait_for_all(client)
+    asked = [Asked(client, {}) for _ in range(2)]
+    theirs, own = good.wait_generate(), bad.wait_generate()
+    rooms, error = [theirs.room, own.room, own.room, b"x" * 16], ErrorInfo("internal", "nonsense")
+    bad.send(own.sender, StepFailed(to="", sender="", rooms=rooms, error=error))
+    again = good.wait_generate(2)
+    assert (ids_of(again), again.room != own.room) == (PROMPT, True)
+    bad.send(own.sender, StepFailed(to="", sender="", rooms=[*rooms, again.room], error=error))
+    bad.fail(again, "invalid_request")
+    beats = sum(bad.heartbeats.values())
+    wait_until(lambda: sum(bad.heartbeats.values()) > beats + 2)
+    assert (len(good.generates), good.aborts) == (2, [])
+    for request in good.generates:
+        good.reply(request)
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * 2
+
+
+def test_nothing_is_sent_for_a_client_that_left_while_there_was_no_node(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = cluster.proxy(failover="on", text=False)
+    client = cluster.client(proxy)
+    body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"ignore_eos": True}}
+
+    def begin() -> None:
+        node.say(node.wait_generate(), TOKENS[:2], cached_tokens=0)
+
+    threading.Thread(target=begin).start()
+    with client.stream("POST", "/generate", json=body):
+        node.kill()
+        wait_until(lambda: not ready_urls(client))
+    running = "pd_proxy_running_requests 0"
+    wait_until(lambda: running in client.get("/metrics").text)
+    node.start()
+    wait_for_all(client)
+    beats = sum(node.heartbeats.values())
+    wait_until(lambda: sum(node.heartbeats.values()) > beats + 3)
+    assert node.generates == []

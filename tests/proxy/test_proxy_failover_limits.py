@@ -1,0 +1,231 @@
+"""How often, how long and behind which deaths of scripted nodes the proxy goes on elsewhere."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from failing_nodes import (
+    PROMPT,
+    TOKENS,
+    Asked,
+    asked_of,
+    ids_of,
+    newest_of,
+    next_of,
+    ready_urls,
+    two_pairs,
+    worker_entries,
+)
+from fake_node import wait_until
+from proxy_cluster import wait_for_all
+
+from pd.core.messages import Finish
+from pd.proxy.suspicion import AT_ONCE_SECONDS, DEATHS_IN_COMPANY
+
+if TYPE_CHECKING:
+    from fake_node import FakeNode
+    from proxy_cluster import Cluster
+
+    from pd.core.messages import Generate
+
+
+def test_no_more_failovers_than_allowed(cluster: Cluster) -> None:
+    asked = Asked(two_pairs(cluster, max_failovers=1), {})
+    prefill, first = asked_of(cluster.prefill)
+    prefill.say(first, TOKENS[:1], cached_tokens=0)
+    prefill.fail(first, "node_failed", "the first")
+    other, second = next_of(cluster.prefill, prefill)
+    other.fail(second, "node_failed", "the second")
+    assert asked.error()["message"] == "the second"
+
+
+def refuse(node: FakeNode, request: Generate) -> None:
+    """Answer a request as a node that has begun to drain."""
+    node.fail(request, "unavailable", fault="nobody")
+
+
+def test_a_refusal_by_a_node_that_drains_is_no_failover(cluster: Cluster) -> None:
+    """Requests that were sent before its heartbeat said so."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(4)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=1)
+    wait_for_all(client)
+    asked, seen = Asked(client, {}), set[bytes]()
+    for _ in range(2):
+        node, request = newest_of(nodes, seen)
+        seen.add(request.room)
+        refuse(node, request)
+    node, request = newest_of(nodes, seen)
+    node.say(request, TOKENS[:2], cached_tokens=0)
+    node.fail(request, "node_failed")
+    node, request = newest_of([n for n in nodes if not n.generates], seen)
+    node.say(request, TOKENS[2:], position=2, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_nodes_that_refuse_again_and_again_end_a_request(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=1)
+    wait_for_all(client)
+    asked = Asked(client, {})
+    answered = set[bytes]()
+    while asked.is_under_way:
+        for node in nodes:
+            for request in [r for r in node.generates if r.room not in answered]:
+                answered.add(request.room)
+                refuse(node, request)
+        time.sleep(0.01)
+    assert asked.error()["message"] == "as scripted"
+    assert len(answered) == 4, "each node once, one failover and the last"
+
+
+@pytest.mark.parametrize("kind", ["invalid_request", "deadline", "aborted"])
+def test_what_no_other_node_could_do_better_is_not_tried_again(cluster: Cluster, kind: str) -> None:
+    client = two_pairs(cluster)
+    body = {"input_ids": PROMPT}
+    thread = threading.Thread(
+        target=lambda: asked_of(cluster.prefill)[0].fail(asked_of(cluster.prefill)[1], kind)
+    )
+    thread.start()
+    response = client.post("/generate", json=body)
+    thread.join()
+    assert response.status_code in (400, 408, 200)
+    assert sum(len(node.generates) for node in cluster.prefill) == 1
+
+
+def test_a_request_waits_for_a_node_that_is_started_again(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(failover="on", text=False)
+    asked = Asked(client, {})
+    first = node.wait_generate()
+    node.say(first, TOKENS[:2], cached_tokens=0)
+    asked.wait_tokens(2)
+    node.restart()
+    second = node.wait_generate()
+    assert (ids_of(second), second.produced) == (PROMPT + TOKENS[:2], 2)
+    node.say(second, TOKENS[2:], position=2, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_a_request_waits_no_longer_than_it_may(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    asked = Asked(cluster.client(failover="on", text=False, failover_wait=1.0), {})
+    node.say(node.wait_generate(), TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    node.kill()
+    assert "no other node could go on within 1 s" in asked.error()["message"]
+
+
+def test_a_decode_node_goes_on_alone_where_no_other_can(cluster: Cluster) -> None:
+    prefill, decode = cluster.pair(auto=False)
+    client = cluster.client(failover="on", text=False)
+    asked = Asked(client, {})
+    first = prefill.wait_generate()
+    prefill.say(first, TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    prefill.kill()
+    second = decode.wait_generate(2)
+    assert (second.peer, second.peer_bootstrap, second.produced) == ("", "", 1)
+    decode.say(second, TOKENS[1:], position=1, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
+def test_a_request_that_two_nodes_died_of_is_not_given_a_third(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=9)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.say(request, TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    first.kill()
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    second = next(node for node in nodes if node is not first and node.generates)
+    second.say(second.generates[-1], TOKENS[1:2], position=1)
+    asked.wait_tokens(2)
+    time.sleep(1.1 * AT_ONCE_SECONDS)
+    second.kill()
+    assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
+    assert sum(len(node.generates) for node in nodes) == 2
+
+
+def test_a_poisonous_request_ends_three_nodes_at_most(cluster: Cluster, seed: int) -> None:
+    """A node dies as soon as it has the request; those that were beside it are answered."""
+    rng = random.Random(seed)
+    nodes = [cluster.node("unified", auto=False) for _ in range(6)]
+    client = cluster.client(failover="on", text=False, policy="random", max_failovers=20)
+    wait_for_all(client)
+    poison, answers = [66, 66], list[Any]()
+
+    def ask(prompt: list[int]) -> None:
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}}
+        answers.append(client.post("/generate", json=body))
+
+    prompts = [[5, number] for number in range(24)]
+    prompts.insert(rng.randrange(24), poison)
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    alive, replied = list(nodes), set[bytes]()
+    while any(thread.is_alive() for thread in threads):
+        for node in list(alive):
+            if any(ids_of(request) == poison for request in node.generates):
+                node.kill()
+                alive.remove(node)
+                continue
+            waiting = [r for r in node.generates if r.room not in replied]
+            for request in waiting if rng.random() < 0.2 else []:
+                replied.add(request.room)
+                node.reply(request)
+        time.sleep(0.01)
+    assert len(nodes) - len(alive) <= DEATHS_IN_COMPANY
+    failed = [answer for answer in answers if answer.status_code != 200]
+    assert len(answers) == 25
+    assert ["nodes died in a row" in answer.text for answer in failed] == [True]
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_those_suspected_together_are_tried_one_at_a_time(cluster: Cluster, size: int) -> None:
+    """Two nodes died with all of them in the step; each goes on when the one before has tokens."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    third = cluster.node("unified", auto=False)
+    third.ready = False
+    client = cluster.client(failover="on", text=False, policy="round_robin", max_failovers=9)
+    nodes[1].ready = False
+    wait_until(lambda: [w["ready"] for w in worker_entries(client)] == [True, False, False])
+    asked = [Asked(client, {}) for _ in range(size)]
+    for node, after in zip(nodes, [nodes[1], third], strict=True):
+        node.wait_generate(size)
+        after.ready = True
+        wait_until(lambda after=after: after.url in ready_urls(client))
+        node.kill()
+    for number in range(1, size + 1):
+        request = third.wait_generate(number)
+        beats = sum(third.heartbeats.values())
+        wait_until(lambda beats=beats: sum(third.heartbeats.values()) > beats + 4)
+        assert len(third.generates) == number
+        third.say(request, TOKENS[:2], cached_tokens=0)
+    for request in third.generates:
+        third.say(request, TOKENS[2:], position=2, finish=Finish("length"))
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * size
+
+
+def test_an_answer_that_gets_on_between_deaths_is_given_more_nodes(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    asked = Asked(client, {"max_new_tokens": 20})
+    tokens, used = list(range(10, 30)), set[int]()
+    for position in (0, 6, 12):
+        wait_until(lambda: sum(len(node.generates) for node in nodes) == len(used) + 1)
+        (number,) = {i for i, node in enumerate(nodes) if node.generates} - used
+        used.add(number)
+        node, end = nodes[number], position + 6
+        finish = None if end < 18 else Finish("length")
+        part = tokens[position : end if finish is None else 20]
+        node.say(node.generates[0], part, position=position, finish=finish)
+        if finish is None:
+            asked.wait_tokens(end)
+            node.kill()
+    assert asked.result()["output_ids"] == tokens
