@@ -125,9 +125,21 @@ class Attempts:
         return self._router.route_alone(model, demand, avoided)
 
     def have_nodes(self, attempt: Attempt) -> bool:
-        """Whether there are nodes that could take an attempt, or one that follows it."""
+        """Whether there are nodes that could take an attempt, or those that follow it."""
         try:
             self._choose(attempt, demand_of(attempt))
+        except UnavailableError:
+            return self.could_go_on_alone(attempt)
+        return True
+
+    def could_go_on_alone(self, attempt: Attempt) -> bool:
+        """Whether a decode node could go on behind the tokens that the client has, where no node
+        of another role can."""
+        if not all(choice.output_ids for choice in attempt.choices if choice.finish is None):
+            return False
+        model, avoided = attempt.generation.spec.model, attempt.history.avoided
+        try:
+            self._router.route_alone(model, demand_of(attempt), avoided)
         except UnavailableError:
             return False
         return True

@@ -193,9 +193,10 @@ class Failovers:
         history = attempt.history._replace(moves=attempt.history.moves + 1)
         self._open_all(self._replace(attempt, error.message, history), error)
 
-    def keep_token_1(self, attempt: Attempt, error: NodeFailedError) -> None:
-        """Go on behind token 1, for which nodes were asked again and chose another: both may be as
-        likely but for rounding, so no node is at fault and nothing counts as lost."""
+    def keep_token_1(self, attempt: Attempt, error: PDError) -> None:
+        """Go on behind token 1, for which nodes were asked again and chose another, or of which
+        there are none that could be asked. Both tokens may be as likely but for rounding, so no
+        node is at fault and nothing counts as lost."""
         if self._is_wanted(attempt):
             history = attempt.history._replace(keeps_token_1=True)
             self._open_all(self._replace(attempt, error.message, history), error)
@@ -231,6 +232,9 @@ class Failovers:
             if not self._attempts.open(attempt, _sibling(attempt.generation), occupied):
                 return False
         except UnavailableError:
+            if attempt.repeats_token_1 and self._attempts.could_go_on_alone(attempt):
+                self.keep_token_1(attempt, error)
+                return True
             self._waiting.setdefault(attempt, (error, time.monotonic()))
             self._look_later()
             return True

@@ -58,6 +58,28 @@ def test_streams_leave_a_node_that_is_to_be_empty_or_gets_stuck(
     assert asked.result()["output_ids"] == TOKENS
 
 
+def test_streams_leave_a_decode_node_for_one_that_goes_on_alone(cluster: Cluster) -> None:
+    """There is no node that computes prompts meanwhile."""
+    prefill, first = cluster.pair(auto=False)
+    other = cluster.node("decode", auto=False)
+    other.ready = False
+    client = cluster.client(failover="on", text=False)
+    wait_until(lambda: set(ready_urls(client)) == {prefill.url, first.url})
+    asked = Asked(client, {})
+    request = first.wait_generate()
+    prefill.say(request, TOKENS[:1], cached_tokens=0)
+    first.say(request, TOKENS[:2])
+    asked.wait_tokens(2)
+    other.ready = True
+    prefill.kill()
+    wait_until(lambda: set(ready_urls(client)) == {first.url, other.url})
+    first.ready, first.leaving = False, True
+    second = other.wait_generate()
+    assert (second.peer, second.produced) == ("", 2)
+    other.say(second, TOKENS[2:], position=2, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
 def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluster) -> None:
     node = cluster.node("unified", auto=False)
     asked = Asked(cluster.client(failover="on", text=False), {})

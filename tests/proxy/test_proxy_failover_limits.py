@@ -119,10 +119,13 @@ def test_a_request_waits_no_longer_than_it_may(cluster: Cluster) -> None:
     assert "no other node could go on within 1 s" in asked.error()["message"]
 
 
-def test_a_decode_node_goes_on_alone_where_no_other_can(cluster: Cluster) -> None:
+@pytest.mark.parametrize("params", [{}, {"regex": "a*"}], ids=["free", "grammar"])
+def test_a_decode_node_goes_on_alone_where_no_other_can(
+    cluster: Cluster, params: dict[str, Any]
+) -> None:
     prefill, decode = cluster.pair(auto=False)
     client = cluster.client(failover="on", text=False)
-    asked = Asked(client, {})
+    asked = Asked(client, params)
     first = prefill.wait_generate()
     prefill.say(first, TOKENS[:1], cached_tokens=0)
     asked.wait_tokens(1)
