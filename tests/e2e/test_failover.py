@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from failover_deployment import Answer, Place
 
+    from pd.node.node import Node
     from pd.prefill_node.outgoing import OutgoingRoom
 
 # Before, in and after each stage, and the length of the prompts: held_transfers holds two of them.
@@ -41,8 +42,8 @@ LENGTHS = {
     "after the transfer": 335,
     "decode": 40,
 }
-# Moments in which the steps of a role are held.
-HELD_STEPS = {"before the prompt": "prefill", "after the transfer": "decode"}
+# Moments in which the steps of a role are held; in "prompt", when a part of it is computed.
+HELD_STEPS = {"before the prompt": "prefill", "prompt": "prefill", "after the transfer": "decode"}
 FACTORS: dict[str, tuple[str, ...]] = {
     "fault": ("vanishes", "stands still", "is emptied"),
     "role": ("prefill", "decode"),
@@ -89,7 +90,7 @@ def held() -> Iterator[HeldTransfers]:
 
 
 class HeldSteps:
-    """Keeps nodes from computing.
+    """Keeps nodes from computing, at once or as soon as they have computed a part of a prompt.
 
     Attributes:
         loops: the step loops of these nodes.
@@ -97,19 +98,29 @@ class HeldSteps:
 
     def __init__(self) -> None:
         self.loops = frozenset[StepLoop]()
+        self._nodes: dict[StepLoop, Node] = {}
 
-    def hold(self, places: Iterable[Place]) -> None:
-        self.loops = frozenset(place.server.node.step_loop for place in places)
+    def hold(self, places: Iterable[Place], *, begun: bool = False) -> None:
+        nodes = {place.server.node.step_loop: place.server.node for place in places}
+        if begun:
+            self._nodes = nodes
+        else:
+            self.loops = frozenset(nodes)
 
     def release(self) -> None:
-        self.loops = frozenset()
+        self.loops, self._nodes = frozenset(), {}
 
     def step(self, loop: StepLoop) -> None:
         """Takes the place of ``StepLoop._step``."""
         if loop in self.loops:
             time.sleep(0.005)
-        else:
-            _step(loop)
+            return
+        _step(loop)
+        node = self._nodes.get(loop)
+        if node is not None and node.scheduler.prefill is not None:
+            running = node.scheduler.prefill.running
+            if any(request.sequence.num_computed for request in running):
+                self.loops |= {loop}
 
 
 @pytest.fixture(scope="module")
@@ -182,10 +193,9 @@ def strike(answer: Answer, fault: str, victim: Place, steps: HeldSteps) -> None:
             victim.server.node.undrain()
 
 
-def wait_for(deployment: FailoverDeployment, answer: Answer, moment: str) -> None:
-    if moment == "prompt":
-        wait_until(lambda: deployment.busy("prefill").busy, 20)
-    elif moment == "before the prompt":
+def wait_for(deployment: FailoverDeployment, answer: Answer, moment: str, steps: HeldSteps) -> None:
+    if moment in ("before the prompt", "prompt"):
+        wait_until(lambda: bool(steps.loops), 20)
         wait_until(lambda: any(place.busy for place in deployment.prefill), 20)
         wait_until(lambda: any(place.busy for place in deployment.decode), 20)
     elif moment == "after the transfer":
@@ -217,16 +227,17 @@ def test_a_stream_survives(
     held.armed = LENGTHS[moment] in held_transfers.HELD.values()
     if moment in HELD_STEPS:
         role_held = HELD_STEPS[moment]
-        steps.hold(deployment.prefill if role_held == "prefill" else deployment.decode)
+        places = deployment.prefill if role_held == "prefill" else deployment.decode
+        steps.hold(places, begun=moment == "prompt")
     answer = deployment.ask(body)
     try:
-        wait_for(deployment, answer, moment)
+        wait_for(deployment, answer, moment, steps)
         strike(answer, fault, deployment.busy(role), steps)
     finally:
         steps.release()
     answer.assert_same(expected)
     # A node that is asked to be empty may be done before a proxy hears of that.
-    is_fast = moment == "prompt" or (fault == "is emptied" and moment in HELD_STEPS)
+    is_fast = fault == "is emptied" and moment in HELD_STEPS
     has_done_its_part = role == "prefill" and moment in ("after the transfer", "decode")
     if not is_fast and not has_done_its_part:
         assert answer.failovers
