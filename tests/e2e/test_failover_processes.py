@@ -89,7 +89,8 @@ def test_every_feature_survives_signals(
         made.wait_ready()
         victim = rng.choice(made.prefill if role == "prefill" else made.decode)
         asked = AllAtOnce(made.proxy.url, expected)
-        asked.wait_tokens(rng.randrange(200))
+        # Prompts are computed until a few answers have begun.
+        asked.wait_tokens(rng.randrange(20 if role == "prefill" else 200))
         victim.child.send_signal(sign)
         try:
             moved += asked.check()
@@ -99,7 +100,7 @@ def test_every_feature_survives_signals(
             else:
                 victim.child.wait(60)
                 victim.restart()
-    print(f"{moved} streams went on elsewhere")
+    assert moved, seed
     made.wait_ready()
     made.wait_idle(60)
 
@@ -145,13 +146,13 @@ def test_every_feature_survives_a_link_that_is_cut(model: Path, tmp_path: Path, 
         expected = undisturbed(url)
         for _ in range(ROUNDS):
             asked = AllAtOnce(url, expected)
-            asked.wait_tokens(rng.randrange(50))
+            asked.wait_tokens(rng.randrange(20))
             net.cut()
             try:
                 moved += asked.check()
             finally:
                 net.restore()
             time.sleep(1.0)
-        print(f"{moved} streams went on elsewhere")
+        assert moved, seed
         for node in nodes:
             wait_until(lambda node=node: is_idle(node.server_info()), 60, node.server_info)
