@@ -76,7 +76,7 @@ class Network:
     """Hosts ``a`` and ``b``.
 
     A cut happens in the switch: both ends keep their carrier, their addresses and their routes, and
-    hear nothing of it. This machine still reaches both.
+    hear nothing of it. This machine still reaches both, unless a cut says otherwise.
     """
 
     def __init__(self) -> None:
@@ -130,13 +130,28 @@ class Network:
         """Without a limit again."""
         _run("tc", "-n", self.a.namespace, "qdisc", "delete", "dev", "lan", "root")
 
-    def cut(self) -> None:
-        """From now on nothing passes between ``a`` and ``b``, either way."""
+    def cut(self, *, whole: bool = False) -> None:
+        """From now on nothing passes between ``a`` and ``b``, either way.
+
+        Args:
+            whole: nor between ``a`` and this machine.
+        """
         self._switch.ip("link", "set", "port-b", "nomaster")
+        if whole:
+            for end in self._ends():
+                _run("tc", *end, "root", "blackhole")
 
     def restore(self) -> None:
         """Everything passes again."""
         self._switch.ip("link", "set", "port-b", "master", "bridge")
+        for command in self._ends("delete"):
+            # There is none after a cut that was not whole.
+            subprocess.run(["tc", *command, "root"], capture_output=True)
+
+    def _ends(self, do: str = "add") -> list[list[str]]:
+        """Commands about both ends of the cable between ``a`` and this machine."""
+        there = ["-n", self.a.namespace, "qdisc", do, "dev", "mgmt"]
+        return [there, ["qdisc", do, "dev", self._cable("a")]]
 
     def bytes_sent(self) -> int:
         """What left ``a`` for ``b`` since the beginning."""
