@@ -81,6 +81,18 @@ def running(
         yield made, undisturbed(made.proxy.url)
 
 
+def choose(made: Deployment, role: str, rng: random.Random) -> Process:
+    """A node of a role that has something to do; of another if no node of the role has. Roles of
+    elastic nodes are preferences."""
+
+    def found() -> list[Process]:
+        busy = [node for node in made.nodes if any(node.server_info()["queues"].values())]
+        return [node for node in busy if node.command[0] == role] or busy
+
+    wait_until(lambda: bool(found()), 20)
+    return rng.choice(found() or made.nodes)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_every_feature_survives_signals(
@@ -90,10 +102,10 @@ def test_every_feature_survives_signals(
     rng, moved = random.Random(seed), 0
     for _ in range(ROUNDS):
         made.wait_ready()
-        victim = rng.choice(made.prefill if role == "prefill" else made.decode)
         asked = AllAtOnce(made.proxy.url, expected)
         # Prompts are computed until a few answers have begun.
         asked.wait_tokens(rng.randrange(20 if role == "prefill" else 200))
+        victim = choose(made, role, rng)
         victim.child.send_signal(sign)
         try:
             moved += asked.check()
