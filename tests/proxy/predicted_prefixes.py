@@ -106,15 +106,17 @@ class Shares(NamedTuple):
 
 
 def predict(requests: int, seed: int) -> Shares:
-    """Half of the requests are another proxy's, with conversations of its own. A report comes after
-    every second request, as it does at a node with 20 requests a second."""
+    """Predict for so many requests of the proxy. Another sends about as many, with conversations of
+    its own. A report comes after every second request, as it does at a node with 20 requests a
+    second."""
     talk, foreign = Conversations(seed), Conversations(seed + 1)
     rng = random.Random(seed)
     known = ReportedPrefixes(PAGE, PAGES)
     guess = PrefixTree(PAGE, PAGES * PAGE)
     node = ReportingCache(PAGES, known)
-    asked = by_reports = by_guess = cached = total = 0
-    for number in range(requests):
+    number = asked = by_reports = by_guess = cached = total = 0
+    while asked < requests:
+        number += 1
         ours = rng.random() < 0.5
         prompt = (talk if ours else foreign).turn()
         usable = (len(prompt) - 1) // PAGE * PAGE
