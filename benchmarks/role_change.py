@@ -4,9 +4,10 @@
 
 Clients ask for turns of conversations, one after the other. Every few seconds both nodes are told
 the other role (`POST /workers/{id}`). Gaps between tokens are `after a change` if they begin at
-most a second later, and else `otherwise`; `failed` are requests without all of their tokens, and
-`cached` the share of prompt tokens that came from a prefix cache. The first part runs without any
-change. All processes share a CPU's cores, which is what most long gaps come from.
+most a second later, and else `otherwise`, and so are requests; `failed` are those without all of
+their tokens, and `cached` is the share of their prompt tokens that came from a prefix cache. The
+first part runs without any change. All processes share a CPU's cores, which is what most long gaps
+come from.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -41,22 +41,26 @@ NEAR_SECONDS = 1.0
 LONGEST = 3000
 
 
-@dataclass
-class Seen:
-    """What clients saw: times of the tokens of each answer, in order; and what was cached."""
+class Turn(NamedTuple):
+    """One request, as its client saw it.
 
-    times: list[list[float]] = field(default_factory=list)
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    Attributes:
+        began: when it was sent, by ``time.monotonic``, as ``times`` of the tokens are, in order.
+    """
+
+    began: float
+    times: list[float]
+    failed: bool
+    prompt_tokens: int
+    cached_tokens: int
 
 
 class Client(threading.Thread):
     """A conversation, turn after turn."""
 
-    def __init__(self, url: str, seed: int, seen: Seen, until: float) -> None:
+    def __init__(self, url: str, seed: int, turns: list[Turn], until: float) -> None:
         super().__init__()
-        self._url, self._rng, self._seen, self._until = url, random.Random(seed), seen, until
+        self._url, self._rng, self._turns, self._until = url, random.Random(seed), turns, until
 
     def run(self) -> None:
         history: list[int] = []
@@ -73,7 +77,7 @@ class Client(threading.Thread):
         body["incremental"] = True
         output: list[int] = []
         times: list[float] = []
-        cached = 0
+        cached, began = 0, time.monotonic()
         with client.stream("POST", f"{self._url}/generate", json=body) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
@@ -84,28 +88,32 @@ class Client(threading.Thread):
                 output += event["output_ids"]
                 times.append(time.monotonic())
                 cached = event["meta_info"]["cached_tokens"]
-        self._seen.times.append(times)
-        self._seen.failed += len(output) != TOKENS
-        self._seen.prompt_tokens += len(prompt)
-        self._seen.cached_tokens += cached
+        self._turns.append(Turn(began, times, len(output) != TOKENS, len(prompt), cached))
         return output
 
 
-def row(part: str, gaps: list[float], seen: Seen) -> dict[str, object]:
+def row(part: str, gaps: list[float], turns: list[Turn]) -> dict[str, object]:
     """One line of the report. ``gaps``: seconds."""
-    if not gaps:
+    if not gaps or not turns:
         raise SystemExit(f"no token came in the part {part!r}: run for longer")
     p50, p99 = np.percentile(gaps, [50, 99]) * 1e3
     return {
         "gaps": part,
-        "requests": len(seen.times),
-        "failed": seen.failed,
-        "cached": round(seen.cached_tokens / max(1, seen.prompt_tokens), 3),
+        "requests": len(turns),
+        "failed": sum(turn.failed for turn in turns),
+        "cached": round(
+            sum(turn.cached_tokens for turn in turns) / sum(turn.prompt_tokens for turn in turns), 3
+        ),
         "count": len(gaps),
         "p50_ms": round(float(p50), 2),
         "p99_ms": round(float(p99), 2),
         "max_ms": round(1e3 * max(gaps), 1),
     }
+
+
+def is_near(moments: list[float], start: float, stop: float) -> bool:
+    """Whether this time is that of a change of roles, or begins soon after one."""
+    return any(start <= at + NEAR_SECONDS and stop >= at for at in moments)
 
 
 def main() -> int:
@@ -131,9 +139,9 @@ def main() -> int:
 
         rows = []
         for changes in (False, True):
-            seen, moments = Seen(), list[float]()
+            turns, moments = list[Turn](), list[float]()
             until = time.monotonic() + args.seconds
-            clients = [Client(url, seed, seen, until) for seed in range(args.clients)]
+            clients = [Client(url, seed, turns, until) for seed in range(args.clients)]
             for client in clients:
                 client.start()
             for roles in itertools.cycle((("decode", "prefill"), ("prefill", "decode"))):
@@ -145,15 +153,17 @@ def main() -> int:
                     change(roles)
             for client in clients:
                 client.join()
-            near, far = list[float](), list[float]()
-            for times in seen.times:
-                for start, stop in itertools.pairwise(times):
-                    is_near = any(start <= at + NEAR_SECONDS and stop >= at for at in moments)
-                    (near if is_near else far).append(stop - start)
+            gaps: dict[bool, list[float]] = {True: [], False: []}
+            begun: dict[bool, list[Turn]] = {True: [], False: []}
+            for turn in turns:
+                begun[is_near(moments, turn.began, turn.began)].append(turn)
+                for start, stop in itertools.pairwise(turn.times):
+                    gaps[is_near(moments, start, stop)].append(stop - start)
             if changes:
-                rows += [row("after a change", near, seen), row("otherwise", far, seen)]
+                rows.append(row("after a change", gaps[True], begun[True]))
+                rows.append(row("otherwise", gaps[False], begun[False]))
             else:
-                rows.append(row("without changes", far, seen))
+                rows.append(row("without changes", gaps[False], begun[False]))
     for each in rows:
         print(each)
     command = shlex.join(["python", "benchmarks/role_change.py", *sys.argv[1:]])
