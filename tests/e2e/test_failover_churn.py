@@ -32,14 +32,17 @@ def failover() -> Any:
 @pytest.mark.full
 @pytest.mark.alone  # a machine that does more besides hardly has streams when a node is killed
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("phase", ["kills", "restarts"])
+@pytest.mark.parametrize("phase", ["kills", "many kills", "restarts"])
 def test_no_request_fails(
     failover: Any, checkpoint: Callable[[str], Path], seed: int, phase: str
 ) -> None:
     rng, model = random.Random(seed), checkpoint("qwen3")
     cases = failover.make_cases(model, rng)
     args = argparse.Namespace(seconds=SECONDS, clients=4)
+    failover.RESTARTS = 1
     found = failover.measure(phase, model, cases, args, rng)
     print(found)
-    assert found["failed"] == found["wrong"] == found["refused"] == 0, found
+    assert found["failed"] == found["wrong"] == 0, found
+    if phase != "many kills":  # which leave no node for new requests at times
+        assert found["refused"] == 0, found
     assert found["moved"], found

@@ -3,27 +3,25 @@ hosts, whatever each of them is at."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-import secrets
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import netns
 import pytest
 from failover_deployment import Answer
 from failover_features import FEATURES, body_of
-from processes import Process, deployment, free_port, is_idle, wait_ready, wait_until
+from failover_hosts import is_whole, two_hosts
+from processes import Process, deployment, is_idle, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 
 from grammar_model import make_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from processes import Deployment
 
@@ -120,48 +118,6 @@ def test_every_feature_survives_signals(
     made.wait_idle(60)
 
 
-@contextlib.contextmanager
-def two_hosts(
-    net: netns.Network, model: Path, logs: Path, cut_off: Sequence[str]
-) -> Iterator[tuple[str, list[Process]]]:
-    """Two prefill and two decode nodes, one of each role in ``cut_off`` on one host and the others
-    on another; a proxy that reaches both. ``url`` of the proxy, and the nodes."""
-    key = logs / "cluster.key"
-    key.write_text(secrets.token_hex(32))
-    secured = ["--cluster-key-file", str(key)]
-    common = ["--model", str(model), "--kv-cache-tokens", "16384", "--cpu-threads", "1"]
-    common += ["--transfer-backend", "tcp", *secured, *NODE_FLAGS]
-    nodes: list[Process] = []
-    with contextlib.ExitStack() as stack:
-
-        def start(name: str, *command: str, host: netns.Host | None = None) -> Process:
-            prefix = () if host is None else host.prefix
-            process = Process(*command, log=logs / f"{name}.log", prefix=prefix)
-            stack.callback(process.stop)
-            return process
-
-        roles = ["prefill", "prefill", "decode", "decode"]
-        hosts = [net.a if role in cut_off else net.b for role in roles]
-        hosts[1] = hosts[3] = net.b
-        for number, (role, host) in enumerate(zip(roles, hosts, strict=True)):
-            place = ["--host", "0.0.0.0", "--advertise-host", host.address]
-            ports = ["--port", str(30000 + number)]
-            ports += ["--bootstrap-port", str(31000 + number)] if role == "prefill" else []
-            nodes.append(start(f"{role}{number}", role, *place, *ports, *common, host=host))
-        workers = [flag for node in nodes for flag in (f"--{node.command[0]}", node.url)]
-        command = ["proxy", "--port", str(free_port()), "--policy", "round_robin", *workers]
-        command += secured
-        proxy = start("proxy", *command, "--tokenizer", str(model))
-        wait_ready(proxy, nodes)
-        yield proxy.url, nodes
-
-
-def is_whole(url: str) -> bool:
-    """Whether the proxy uses all nodes."""
-    workers = httpx.get(f"{url}/workers", timeout=10).json()["workers"]
-    return all(worker["ready"] for worker in workers)
-
-
 @pytest.mark.parametrize(
     "cut_off", [("prefill",), ("decode",), ("prefill", "decode")], ids="+".join
 )
@@ -172,7 +128,11 @@ def test_every_feature_survives_a_link_that_is_cut(
     for a while, and come back with what nobody waits for."""
     netns.require()
     rng, moved = random.Random(seed), 0
-    with netns.network() as net, two_hosts(net, model, tmp_path, cut_off) as (url, nodes):
+    tokenizer = ["--tokenizer", str(model)]
+    with (
+        netns.network() as net,
+        two_hosts(net, model, tmp_path, cut_off, NODE_FLAGS, tokenizer) as (url, nodes),
+    ):
         expected = undisturbed(url)
         for _ in range(ROUNDS):
             asked = AllAtOnce(url, expected)
