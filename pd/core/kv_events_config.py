@@ -17,7 +17,7 @@ _ENDPOINT = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/@\s]+)):(\d{1,5}
 _Count = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 
 
-class Endpoint(NamedTuple):
+class EventsEndpoint(NamedTuple):
     """Where a socket listens: an address, and a port, or 0 for any free one."""
 
     host: str
@@ -66,7 +66,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
-    def endpoints(self) -> tuple[Endpoint, Endpoint | None]:
+    def endpoints(self) -> tuple[EventsEndpoint, EventsEndpoint | None]:
         """Where events and replays are served. Raises UsageError for what is no endpoint."""
         replay = self.replay_endpoint
         return parse_endpoint(self.endpoint), None if replay is None else parse_endpoint(replay)
@@ -97,7 +97,7 @@ def parse_kv_events_config(text: str) -> KVEventsConfig:
     return config
 
 
-def parse_endpoint(text: str) -> Endpoint:
+def parse_endpoint(text: str) -> EventsEndpoint:
     """An endpoint ``tcp://HOST:PORT``. Raises UsageError for anything else."""
     found = _ENDPOINT.fullmatch(text)
     port = 0 if found is None or found[3] == "*" else int(found[3])
@@ -107,4 +107,4 @@ def parse_endpoint(text: str) -> Endpoint:
             f"port, not {text!r:.100}"
         )
     host = found[1] or found[2]
-    return Endpoint("127.0.0.1" if host.lower() == "localhost" else host, port)
+    return EventsEndpoint("127.0.0.1" if host.lower() == "localhost" else host, port)

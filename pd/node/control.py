@@ -36,7 +36,7 @@ _MESSAGES_PER_TURN = 256
 _MAX_STREAMS = 4096
 
 
-class Link(NamedTuple):
+class ControlLink(NamedTuple):
     """A connection to another process, by its identity.
 
     ``dialled``: this node opened the connection, so the process is a prefill node that sends KV
@@ -50,10 +50,10 @@ class Link(NamedTuple):
 class ControlHandler(Protocol):
     """Receives the calls of the control thread; no other thread calls these."""
 
-    def on_message(self, link: Link, message: AnyMessage) -> None:
+    def on_message(self, link: ControlLink, message: AnyMessage) -> None:
         """Handle a message that came by this link."""
 
-    def on_gap(self, link: Link) -> None:
+    def on_gap(self, link: ControlLink) -> None:
         """Note that messages were lost before the one that comes next by this link."""
 
     def on_anew(self, identity: bytes) -> None:
@@ -67,7 +67,7 @@ class ControlHandler(Protocol):
         millisecond later, since a transfer is about to complete."""
 
 
-def _forget_some(streams: dict[Link, _Stream]) -> None:
+def _forget_some(streams: dict[ControlLink, _Stream]) -> None:
     """Make room for one more stream; the oldest are those of processes that left long ago."""
     while len(streams) >= _MAX_STREAMS:
         del streams[next(iter(streams))]
@@ -109,9 +109,9 @@ class ControlThread(threading.Thread):
             self._context.destroy(linger=0)
             raise SetupError(f"cannot listen on {host}: {error}") from error
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
-        self._sent: dict[Link, Sent] = {}
-        self._received: dict[Link, Received] = {}
-        self._outbox: deque[tuple[Link, bytes, bool]] = deque()
+        self._sent: dict[ControlLink, Sent] = {}
+        self._received: dict[ControlLink, Received] = {}
+        self._outbox: deque[tuple[ControlLink, bytes, bool]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
@@ -145,13 +145,13 @@ class ControlThread(threading.Thread):
 
     def post(self, identity: bytes, message: Message) -> None:
         """Send to a process that connected here. Lost when it is gone: leases find that out."""
-        self._queue(Link(identity, dialled=False), message)
+        self._queue(ControlLink(identity, dialled=False), message)
 
     def post_to_prefill(self, identity: bytes, message: Message) -> None:
         """Send to a prefill node that this node connected to (:meth:`connect`)."""
-        self._queue(Link(identity, dialled=True), message)
+        self._queue(ControlLink(identity, dialled=True), message)
 
-    def _queue(self, link: Link, message: Message) -> None:
+    def _queue(self, link: ControlLink, message: Message) -> None:
         frame = encode(message)
         if len(frame) > MAX_MESSAGE_BYTES:
             # The receiver would close the connection. The gap tells it that something is missing.
@@ -186,7 +186,7 @@ class ControlThread(threading.Thread):
             raise HandshakeError(f"cannot connect to endpoint {endpoint!r}: {error}") from error
         self._dealers[identity] = dealer
         # NOTE: the peer's own stream goes on; its messages to the last socket are not missed.
-        link = Link(identity, dialled=True)
+        link = ControlLink(identity, dialled=True)
         self._sent[link], self._received[link] = Sent(), Received(whole=False)
         self._poller.register(dealer, zmq.POLLIN)
 
@@ -196,7 +196,7 @@ class ControlThread(threading.Thread):
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close()
-            link = Link(identity, dialled=True)
+            link = ControlLink(identity, dialled=True)
             self._sent.pop(link, None)
             self._received.pop(link, None)
 
@@ -262,17 +262,17 @@ class ControlThread(threading.Thread):
                 self._check(link, frames[-2])
             self._guarded(self._handler.on_message, link, message)
 
-    def _link(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Link | None:
+    def _link(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> ControlLink | None:
         """The link by which a message came; None if it may not come through this socket."""
         if socket is not self._router:
             names = (name for name, dealer in self._dealers.items() if dealer is socket)
             name = next(names, None)
-            return None if name is None else Link(name, dialled=True)
+            return None if name is None else ControlLink(name, dialled=True)
         if frames[0] in self._dealers and not self._mutual:
             return None  # a prefill node speaks through the socket that was opened to it
-        return Link(frames[0], dialled=False)
+        return ControlLink(frames[0], dialled=False)
 
-    def _check(self, link: Link, number: bytes) -> None:
+    def _check(self, link: ControlLink, number: bytes) -> None:
         """Note the number of a message, and tell the handler of messages that are missing."""
         received = self._received.get(link)
         if received is None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pd.core.request import Request, RequestState
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.engine import Engine
-    from pd.node.control import ControlThread, Link
+    from pd.node.control import ControlLink, ControlThread
     from pd.node.kv_events.publisher import KVEventPublisher
     from pd.scheduling.combined import CombinedScheduler
     from pd.scheduling.core import NodeCore
@@ -258,7 +258,7 @@ class Node:
 
     # ---- control thread
 
-    def on_message(self, link: Link, message: AnyMessage) -> None:
+    def on_message(self, link: ControlLink, message: AnyMessage) -> None:
         """Handle one message; those for another instance are dropped."""
         handlers = self.prefill_handlers if link.dialled else self.handlers
         with self.core.events.event():
@@ -314,7 +314,7 @@ class Node:
         )
         self.core.post(proxy, reply)
 
-    def on_gap(self, link: Link) -> None:
+    def on_gap(self, link: ControlLink) -> None:
         """Drop a process of which messages were lost: it may wait for answers to them."""
         instance, why = link.identity.decode(errors="replace"), "messages from it were lost"
         end = self.receiving if link.dialled else self.sending

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 
-class Asked(NamedTuple):
+class GenerateInput(NamedTuple):
     """The part of a node's message that says what to compute.
 
     Attributes:
@@ -240,11 +240,11 @@ class Attempt:
             generation.first_token_at = now
 
 
-def _all_choices(generation: Generation) -> Asked:
-    return Asked(generation.spec.token_ids, generation.spec.params, 0)
+def _all_choices(generation: Generation) -> GenerateInput:
+    return GenerateInput(generation.spec.token_ids, generation.spec.params, 0)
 
 
-def _one_choice(generation: Generation, choice: Choice, *, keeps_token_1: bool) -> Asked:
+def _one_choice(generation: Generation, choice: Choice, *, keeps_token_1: bool) -> GenerateInput:
     """What continues one choice: with its own seed, behind the tokens that it has."""
     spec = generation.spec
     params = replace(
@@ -260,4 +260,4 @@ def _one_choice(generation: Generation, choice: Choice, *, keeps_token_1: bool) 
     if spec.params.grammar is not None and len(output) == 1 and not keeps_token_1:
         output = []
     token_ids = np.concatenate([spec.token_ids, np.array(output, np.int32)])
-    return Asked(token_ids, params, len(output))
+    return GenerateInput(token_ids, params, len(output))

@@ -94,7 +94,7 @@ Messages = Annotated[
 ]
 
 
-class Prompt(NamedTuple):
+class RenderedChat(NamedTuple):
     """A chat as a text for the tokenizer.
 
     Attributes:
@@ -105,7 +105,9 @@ class Prompt(NamedTuple):
     tail: str
 
 
-def render_prompt(fields: TemplateFields, text: TextModel, messages: list[ReadMessage]) -> Prompt:
+def render_prompt(
+    fields: TemplateFields, text: TextModel, messages: list[ReadMessage]
+) -> RenderedChat:
     """Messages as one prompt. Raises InvalidRequestError."""
     shown = fields.tools.shown if fields.tools else None
     template, special = text.template(with_tools=shown is not None), text.special
@@ -136,7 +138,7 @@ def render_prompt(fields: TemplateFields, text: TextModel, messages: list[ReadMe
         extra=extra,
     )
     tail = prompt[-_TAIL:]
-    return Prompt(prompt if special is None else special.reveal(prompt, hidden), tail)
+    return RenderedChat(prompt if special is None else special.reveal(prompt, hidden), tail)
 
 
 def _read_message(message: object, number: int) -> ReadMessage:

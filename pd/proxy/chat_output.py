@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.grammar import Grammar
-    from pd.proxy.chat_messages import Prompt
+    from pd.proxy.chat_messages import RenderedChat
     from pd.proxy.chat_template import ChatTemplate
     from pd.proxy.reasoning import ReasoningTags
     from pd.proxy.requests.chat import ChatRequest
@@ -46,7 +46,7 @@ class OutputPlan(NamedTuple):
     calls_end: bool = True
 
 
-def plan_output(asked: ChatRequest, text: TextModel, prompt: Prompt) -> OutputPlan:
+def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> OutputPlan:
     """Raises InvalidRequestError for calls that this model cannot be asked for."""
     template = text.template(with_tools=asked.tools is not None)
     family = _family(asked, text, template)

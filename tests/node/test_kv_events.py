@@ -19,7 +19,7 @@ from tiny import tiny_node
 
 from pd.core.cluster_key import kv_events_client_keypair, kv_events_server_keypair
 from pd.core.errors import SetupError, UsageError
-from pd.core.kv_events_config import Endpoint, KVEventsConfig, parse_kv_events_config
+from pd.core.kv_events_config import EventsEndpoint, KVEventsConfig, parse_kv_events_config
 from pd.node.kv_events import publisher as publisher_module
 from pd.node.kv_events.publisher import KVEventPublisher
 from pd.node.kv_events.wire import EventEncoder
@@ -352,7 +352,7 @@ def test_changes_stay_in_the_log_while_too_many_wait() -> None:
 def test_beyond_loopback_only_holders_of_the_key_subscribe(
     make_source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Endpoint, "is_local", False)  # tests listen on loopback only
+    monkeypatch.setattr(EventsEndpoint, "is_local", False)  # tests listen on loopback only
     key = b"k" * 32
     source = make_source(key)
     source.insert([1] * PAGE)

@@ -27,7 +27,7 @@ from pd.core.messages import (
     StepOutputs,
     encode,
 )
-from pd.node.control import ControlThread, Link
+from pd.node.control import ControlLink, ControlThread
 from pd.scheduling.handlers import Handlers
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
     heard: list[tuple[bytes, Any]] = []
 
     class Handler:
-        def on_message(self, link: Link, message: Any) -> None:
+        def on_message(self, link: ControlLink, message: Any) -> None:
             assert link.dialled
             heard.append((link.identity, message))
 

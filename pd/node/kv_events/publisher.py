@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
     from pd.core.config import NodeConfig
-    from pd.core.kv_events_config import Endpoint, KVEventsConfig
+    from pd.core.kv_events_config import EventsEndpoint, KVEventsConfig
     from pd.radix.block_log import BlockChanges
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class KVEventPublisher(threading.Thread):
             logger.debug("replay for %.64r ended: %s", subscriber, error)
 
     def _open(
-        self, kind: int, hwm: int, endpoint: Endpoint, cluster_key: bytes | None
+        self, kind: int, hwm: int, endpoint: EventsEndpoint, cluster_key: bytes | None
     ) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)

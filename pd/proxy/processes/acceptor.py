@@ -24,7 +24,7 @@ _PAUSE_SECONDS = 0.1
 STUCK_SECONDS = 5.0
 
 
-class Acceptor:
+class PortAcceptor:
     """Accepts while a child serves; until then connections wait in the kernel's queue.
 
     Args:

@@ -23,19 +23,19 @@ from pd.core.logs import configure_logging
 from pd.proxy.ledger import Ledger
 from pd.proxy.loop import run_loop
 from pd.proxy.processes.connections import HandedConnections
-from pd.proxy.processes.link import Link, LinkClosedError
+from pd.proxy.processes.link import LinkClosedError, ProcessLink
 from pd.proxy.processes.messages import (
     OUTCOMES,
     TAKEN,
     TO_CHILD,
     ClaimRids,
-    Failed,
     Perform,
     PerformEverywhere,
     ReleaseRids,
     RequestStop,
-    Start,
+    StartChild,
     Started,
+    StartFailed,
     ToChild,
 )
 from pd.proxy.server import Proxy, serve
@@ -58,8 +58,8 @@ class Child:
         self._connections = HandedConnections(handed)
         self._ledger = ledger
         self._count = count
-        self._link: Link[ToChild] = Link(link, TO_CHILD, self._handle)
-        self._start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._link: ProcessLink[ToChild] = ProcessLink(link, TO_CHILD, self._handle)
+        self._start: asyncio.Future[StartChild] = asyncio.get_running_loop().create_future()
         self._proxy: Proxy | None = None
         self._counting: asyncio.Task[None] | None = None
         # Actions that came before the proxy served.
@@ -84,7 +84,7 @@ class Child:
         try:
             await serve(self._proxy, self._ready)
         except PDError as error:
-            self._link.tell(Failed(error.message, error.exit_status))
+            self._link.tell(StartFailed(error.message, error.exit_status))
             return error.exit_status
         return 0
 
@@ -103,7 +103,7 @@ class Child:
 
     def _handle(self, message: ToChild, reply: Callable[[object], None]) -> None:
         match message:
-            case Start():
+            case StartChild():
                 self._start.set_result(message)
             case Perform(action):
                 if self._proxy is None or self._counting is None:
@@ -136,7 +136,7 @@ class Child:
 class _Claims:
     """:class:`pd.proxy.shared.RidClaims` that the parent keeps."""
 
-    def __init__(self, link: Link[ToChild]) -> None:
+    def __init__(self, link: ProcessLink[ToChild]) -> None:
         self._link = link
 
     @asynccontextmanager

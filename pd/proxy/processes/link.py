@@ -37,7 +37,7 @@ class _Frame(msgspec.Struct, array_like=True):
 _FRAMES = msgspec.msgpack.Decoder(_Frame)
 
 
-class Link(Generic[M]):
+class ProcessLink(Generic[M]):
     """One end. Everything runs on the event loop.
 
     Messages are handled in the order in which they were sent, so ``on_message`` does not wait: it

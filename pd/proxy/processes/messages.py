@@ -10,7 +10,7 @@ from pd.proxy.config import ProxyConfig
 # ---- parent to child
 
 
-class Start(msgspec.Struct, tag=True):
+class StartChild(msgspec.Struct, tag=True):
     """The first message. ``config`` has the nodes that are in use now.
 
     Attributes:
@@ -33,7 +33,7 @@ class RequestStop(msgspec.Struct, tag=True):
     """The child drains and ends; a second one ends it at once."""
 
 
-ToChild = Start | Perform | RequestStop
+ToChild = StartChild | Perform | RequestStop
 
 
 # ---- child to parent
@@ -45,7 +45,7 @@ class Started(msgspec.Struct, tag=True):
     instance_id: str
 
 
-class Failed(msgspec.Struct, tag=True):
+class StartFailed(msgspec.Struct, tag=True):
     """The child cannot start, for a reason that a person can mend."""
 
     message: str
@@ -74,7 +74,7 @@ class ReleaseRids(msgspec.Struct, tag=True):
     rids: list[str]
 
 
-ToParent = Started | Failed | PerformEverywhere | ClaimRids | ReleaseRids
+ToParent = Started | StartFailed | PerformEverywhere | ClaimRids | ReleaseRids
 
 # Types are learned here, where one thread runs.
 TO_CHILD: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)

@@ -23,15 +23,15 @@ from pd.core.node_info import Role
 from pd.proxy.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker, SetRole
 from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import Family, counted, families_from, merge
-from pd.proxy.processes.acceptor import Acceptor
+from pd.proxy.processes.acceptor import PortAcceptor
 from pd.proxy.processes.claims import Claims
 from pd.proxy.processes.messages import (
     ClaimRids,
-    Failed,
     PerformEverywhere,
     ReleaseRids,
-    Start,
+    StartChild,
     Started,
+    StartFailed,
     ToParent,
 )
 from pd.proxy.processes.process import ChildProcess
@@ -75,7 +75,7 @@ class ProxyProcesses:
         self._hurry = asyncio.Event()
         self.children: list[ChildProcess | None] = [None] * config.workers
         self._keepers: list[asyncio.Task[None]] = []
-        self._starting, self._failed = True, cast("Failed | None", None)
+        self._starting, self._failed = True, cast("StartFailed | None", None)
         self._performing: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -93,7 +93,7 @@ class ProxyProcesses:
         listener = bind(config.host, config.port)
         self._address: tuple[str, int] = listener.getsockname()[:2]
         self.url = url_of(*self._address)
-        self._acceptor = Acceptor(listener, self._serving, self._ledger)
+        self._acceptor = PortAcceptor(listener, self._serving, self._ledger)
         self._keepers = [asyncio.create_task(self._keep(n)) for n in range(config.workers)]
         while len(self._serving()) < config.workers:
             self._changed.clear()
@@ -170,7 +170,7 @@ class ProxyProcesses:
                 ended = f"cannot be started ({error.strerror or error})"
             if self._starting and self._failed is None:
                 text = f"a proxy process {ended} before it served; see its log"
-                self._failed = Failed(text, SetupError.exit_status)
+                self._failed = StartFailed(text, SetupError.exit_status)
                 self._changed.set()
             if self._stopping.is_set() or self._failed is not None:
                 return
@@ -188,7 +188,7 @@ class ProxyProcesses:
         child = self.children[number] = ChildProcess(number, workers, memory, self._handle)
         level = logging.getLogger().getEffectiveLevel()
         try:
-            status = await child.run(lambda: Start(self._config, self._address, level))
+            status = await child.run(lambda: StartChild(self._config, self._address, level))
         finally:
             self._forget(child)
         return f"ended with status {status}"
@@ -211,7 +211,7 @@ class ProxyProcesses:
                 child.instance_id, child.serves = instance_id, True
                 self._acceptor.update()
                 self._changed.set()
-            case Failed():
+            case StartFailed():
                 log.error("proxy process %d cannot start: %s", child.number, message.message)
                 if self._starting:
                     self._failed = message

@@ -11,13 +11,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from pd.proxy.processes.connections import HandingSocket
-from pd.proxy.processes.link import Link, LinkClosedError
+from pd.proxy.processes.link import LinkClosedError, ProcessLink
 from pd.proxy.processes.messages import (
     OUTCOME,
     TO_PARENT,
     Perform,
     RequestStop,
-    Start,
+    StartChild,
     ToParent,
 )
 
@@ -75,7 +75,7 @@ class ChildProcess:
             )
             ours.pop_all()
         self.connections = HandingSocket(handing)
-        self._link: Link[ToParent] = Link(
+        self._link: ProcessLink[ToParent] = ProcessLink(
             link, TO_PARENT, lambda message, reply: on_message(self, message, reply)
         )
 
@@ -83,7 +83,7 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def run(self, start: Callable[[], Start]) -> int:
+    async def run(self, start: Callable[[], StartChild]) -> int:
         """Have it begin and wait for its end, whatever ends it; returns its exit status. ``start``
         makes the first message, behind which others may follow."""
         try:
