@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT)]
 from pd.bench.engine import REFERENCE  # noqa: E402
 from pd.bench.report import write_report  # noqa: E402
 from pd.bench.serve import (  # noqa: E402
-    Load,
+    MixedLoad,
     Prompts,
     ask_one,
     measure_load,
@@ -45,7 +45,7 @@ from pd.bench.serve import (  # noqa: E402
 )
 from pd.bench.serve_client import BenchCompletion, Server  # noqa: E402
 from pd.bench.shapes import NAMES, SHAPES, model_directory  # noqa: E402
-from pd.commands.processes import Child, Children  # noqa: E402
+from pd.commands.processes import Children, LaunchedProcess  # noqa: E402
 from pd.core.errors import PDError, SetupError  # noqa: E402
 
 BACKENDS = ("nvlink", "nixl", "tcp", "mooncake")
@@ -58,9 +58,9 @@ class System:
     """One deployment; ``prefill`` is None where nodes are unified."""
 
     name: str
-    nodes: list[Child]
-    prefill: Child | None = None
-    proxy: Child | None = None
+    nodes: list[LaunchedProcess]
+    prefill: LaunchedProcess | None = None
+    proxy: LaunchedProcess | None = None
 
 
 class Deployments:
@@ -97,7 +97,7 @@ class Deployments:
         decode = self._children.start(f"decode {name}", "decode", "--device", target, *flags)
         return System(f"split, {name}", [prefill, decode], prefill)
 
-    def _start_proxy(self, system: System) -> Child:
+    def _start_proxy(self, system: System) -> LaunchedProcess:
         workers: list[str] = []
         for node in system.nodes:
             assert node.ready is not None
@@ -107,7 +107,7 @@ class Deployments:
             f"proxy {system.name}", "proxy", "--port", 0, *tokenizer, *workers
         )
 
-    def _wait(self, children: list[Child]) -> None:
+    def _wait(self, children: list[LaunchedProcess]) -> None:
         limit = self._args.start_timeout
 
         def check(seconds: float) -> None:
@@ -189,7 +189,7 @@ class Measurement:
             raise SetupError(f"not measured within {self._args.timeout:g} s") from None
 
 
-def totals(node: Child | None) -> dict[str, float]:
+def totals(node: LaunchedProcess | None) -> dict[str, float]:
     """Sums and counts of the histograms of a node, by name and labels; empty without a node."""
     found: dict[str, float] = {}
     if node is not None:
@@ -222,7 +222,7 @@ def _node_rows(work: str, prompts: list[dict[str, float]]) -> list[dict[str, Any
 def reference(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Results of vLLM with the same load, if it was measured on this machine."""
     known = json.loads(REFERENCE.read_text())
-    alike = args.model == known["model"] and args.load in (None, Load())
+    alike = args.model == known["model"] and args.load in (None, MixedLoad())
     return [dict(row) for row in known["serve"]] if alike else []
 
 
@@ -265,8 +265,8 @@ def _lengths(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
-def _load(text: str) -> Load | None:
-    return Load.parse(text) if text else None
+def _load(text: str) -> MixedLoad | None:
+    return MixedLoad.parse(text) if text else None
 
 
 def measure(

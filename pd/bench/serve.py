@@ -35,7 +35,7 @@ import numpy as np
 from pd.bench.load.flags import add_load_arguments
 from pd.bench.load.settings import api_key_of
 from pd.bench.report import Row, add_output, check_output, write_report
-from pd.bench.serve_client import BenchCompletion, Reception, Server
+from pd.bench.serve_client import BenchCompletion, CompletionReception, Server
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ examples:
 
 
 @dataclass(frozen=True)
-class Load:
+class MixedLoad:
     """Settings of ``--load``, see the module's docstring. Lengths in tokens, times in seconds."""
 
     streams: int = 48
@@ -88,7 +88,7 @@ class Load:
         return ",".join(f"{shown.get(name, name)}={value:g}" for name, value in settings)
 
     @classmethod
-    def parse(cls, text: str) -> Load:
+    def parse(cls, text: str) -> MixedLoad:
         """``streams=48,in=512,…``; what is left out has its default. Raises UsageError."""
         names = {"in": "num_in", "out": "num_out"}
         kinds = {name: type(value) for name, value in dataclasses.asdict(cls()).items()}
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--load",
         metavar="SPEC",
-        help=f"{Load()}, or some of these; what is left out is as it stands here",
+        help=f"{MixedLoad()}, or some of these; what is left out is as it stands here",
     )
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one measurement")
     add_output(parser)
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--outputs, --repeats and --vocab-size must be at least 1")
     check_output(args.output)
     lengths = _lengths(args.unloaded or "")
-    load = None if args.load is None else Load.parse(args.load)
+    load = None if args.load is None else MixedLoad.parse(args.load)
     prompts = Prompts(args.vocab_size, args.seed)
     server = Server(args.url, args.model, api_key_of(args))
     _check_lengths(server.context_length(), lengths, args.outputs, load)
@@ -198,7 +198,9 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _check_lengths(limit: int | None, lengths: list[int], outputs: int, load: Load | None) -> None:
+def _check_lengths(
+    limit: int | None, lengths: list[int], outputs: int, load: MixedLoad | None
+) -> None:
     """Raise UsageError, before anything is measured, for lengths that do not fit the context."""
     wanted = [
         (f"--unloaded {length} and --outputs {outputs}", length + outputs) for length in lengths
@@ -283,11 +285,11 @@ def _second(answers: list[BenchCompletion]) -> list[float]:
 class _Streams:
     """Streams that are replaced when they end."""
 
-    def __init__(self, server: Server, prompts: Prompts, load: Load) -> None:
+    def __init__(self, server: Server, prompts: Prompts, load: MixedLoad) -> None:
         self._server, self._prompts, self._load = server, prompts, load
-        self._running: dict[int, Reception] = {}
+        self._running: dict[int, CompletionReception] = {}
         self._over = False
-        self.all: list[Reception] = []
+        self.all: list[CompletionReception] = []
         self.tasks = [asyncio.create_task(self._run(place)) for place in range(load.streams)]
 
     async def _run(self, place: int) -> None:
@@ -327,7 +329,7 @@ class _Streams:
         await asyncio.gather(*self.tasks)
 
 
-async def measure_load(server: Server, prompts: Prompts, load: Load) -> tuple[list[Row], Row]:
+async def measure_load(server: Server, prompts: Prompts, load: MixedLoad) -> tuple[list[Row], Row]:
     """Rows, and what else there is to know. Raises PDError if a request fails."""
     count = max(1, round(load.seconds / load.every))
     requests = [server.request(prompts.make(load.long), load.long_out) for _ in range(count)]

@@ -40,7 +40,7 @@ class BenchCompletion:
         return sum(self.counts)
 
 
-class Reception(load.Reception):
+class CompletionReception(load.Reception):
     """One connection with one request."""
 
     def completion(self) -> BenchCompletion:
@@ -135,11 +135,11 @@ class Server:
         more_head = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
         return f"{head}{more_head}\r\n".encode() + body
 
-    async def start(self, request: bytes) -> Reception:
+    async def start(self, request: bytes) -> CompletionReception:
         """Connect, then send. Raises SetupError if no server answers."""
         loop = asyncio.get_running_loop()
         try:
-            _, reception = await loop.create_connection(Reception, self.host, self.port)
+            _, reception = await loop.create_connection(CompletionReception, self.host, self.port)
         except OSError as error:
             raise SetupError(f"cannot reach {self.host}:{self.port}: {error}") from error
         reception.send(request)

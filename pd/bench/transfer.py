@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd.bench.transfer_control import Control
-    from pd.bench.transfer_spec import Found, Pattern, TransferSpec
+    from pd.bench.transfer_spec import Pattern, TransferRates, TransferSpec
 
 __all__ = ["add_arguments", "run"]
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measurements(
     args: argparse.Namespace, specs: list[TransferSpec], key: bytes | None
-) -> Iterator[tuple[TransferSpec, Found | PDError]]:
+) -> Iterator[tuple[TransferSpec, TransferRates | PDError]]:
     if not args.connect:
         for spec in specs:
             yield spec, _measure_here(spec, args.timeout)
@@ -98,7 +98,7 @@ def _measurements(
         control.close()
 
 
-def _measure(spec: TransferSpec, control: Control, key: bytes | None) -> Found | PDError:
+def _measure(spec: TransferSpec, control: Control, key: bytes | None) -> TransferRates | PDError:
     from pd.bench.transfer_ends import SourceEnd
 
     try:
@@ -118,9 +118,9 @@ def _progress(line: str) -> None:
 # ---- two processes of this machine
 
 
-def _measure_here(spec: TransferSpec, timeout: float) -> Found | PDError:
+def _measure_here(spec: TransferSpec, timeout: float) -> TransferRates | PDError:
     """Measure in two new processes, so that no library disturbs the next measurement."""
-    from pd.bench.transfer_spec import Found
+    from pd.bench.transfer_spec import TransferRates
 
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
@@ -135,7 +135,7 @@ def _measure_here(spec: TransferSpec, timeout: float) -> Found | PDError:
         prefill.start()
         processes.append(prefill)
         found = _answer(near, prefill, timeout)
-        assert isinstance(found, Found | PDError)
+        assert isinstance(found, TransferRates | PDError)
         return found
     except BaseException:
         for process in processes:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pd.bench.transfer_ceiling import ceiling_of, ceiling_target
 from pd.bench.transfer_control import SOURCE, TARGET
-from pd.bench.transfer_spec import Found, TransferSpec
+from pd.bench.transfer_spec import TransferRates, TransferSpec
 from pd.core.errors import SetupError, TransferError
 from pd.core.messages import Reservation
 from pd.core.node_info import NodeInfo
@@ -99,7 +99,7 @@ class SourceEnd(End):
         self.pool.memory.view(torch.int64).random_()
         self._interval = 1e-3
 
-    def measure(self, progress: Callable[[str], None]) -> Found:
+    def measure(self, progress: Callable[[str], None]) -> TransferRates:
         """Transfers and their ceiling in turns, after one of each that is not counted, and in the
         end another one whose bytes are compared."""
         try:
@@ -107,7 +107,7 @@ class SourceEnd(End):
         finally:
             self.manager.close()
 
-    def _measure(self, progress: Callable[[str], None]) -> Found:
+    def _measure(self, progress: Callable[[str], None]) -> TransferRates:
         control = self._control
         opened = control.call("open", spec=msgspec.to_builtins(self.spec))
         self.spec = spec = replace(self.spec, target_device=opened["target_device"])
@@ -136,7 +136,7 @@ class SourceEnd(End):
         ceiling.close()
         devices = sorted({describe_device(spec.source_device), opened["device"]} - {""})
         control.call("close")
-        return Found(spec, ceiling.name, rates, ceilings, connections, devices)
+        return TransferRates(spec, ceiling.name, rates, ceilings, connections, devices)
 
     def push(self, *, verify: bool) -> float:
         """One room, from the first ``send`` until all of it is in D's pages; GB/s.

@@ -133,7 +133,7 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Found(msgspec.Struct):
+class TransferRates(msgspec.Struct):
     """Rates in GB/s, of the repeats in order; ``ceiling`` names what was compared with."""
 
     spec: TransferSpec
@@ -144,7 +144,7 @@ class Found(msgspec.Struct):
     devices: list[str]
 
 
-def row(found: Found) -> Row:
+def row(found: TransferRates) -> Row:
     """The measurement as it goes into the result file."""
     spec = found.spec
     gb_s, ceiling = median(found.rates), median(found.ceiling_rates)

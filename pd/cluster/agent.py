@@ -30,7 +30,7 @@ from pd.cluster.host_processes import (
     kill_all_with,
 )
 from pd.cluster.protocol import ProcessState
-from pd.cluster.run_directory import Record, RunDirectory
+from pd.cluster.run_directory import ProcessRecord, RunDirectory
 from pd.cluster.times import GRACE_SECONDS
 from pd.core.errors import PDError, SetupError
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from pd.cluster.protocol import AnyRequest, Start
+    from pd.cluster.protocol import AnyRequest, StartProcess
 
 # How often a process that has not announced itself is looked at, and how often anything is.
 _READY_SECONDS = 0.1
@@ -56,7 +56,7 @@ class AgentProcess:
 
     def __init__(
         self,
-        start: Start,
+        start: StartProcess,
         pid: int,
         handle: ProcessHandle | None,
         child: subprocess.Popen[bytes] | None = None,
@@ -165,7 +165,7 @@ class Agent:
                 data = data[os.write(self._sink, data) :]
 
     def _handle(self, request: AnyRequest) -> None:
-        if isinstance(request, protocol.Fetch):
+        if isinstance(request, protocol.FetchUrl):
             threading.Thread(target=self._answer_aside, args=(request,), daemon=True).start()
             return
         self._answer(request)
@@ -177,12 +177,12 @@ class Agent:
 
     def _answer(self, request: AnyRequest) -> None:
         operations: dict[type, Callable[..., msgspec.Struct | None]] = {
-            protocol.Open: self._open,
-            protocol.Start: self._start,
+            protocol.OpenRun: self._open,
+            protocol.StartProcess: self._start,
             protocol.Signal: self._signal,
             protocol.Write: lambda r: self._opened.write(r.name, r.content),
             protocol.Read: lambda r: self._opened.read(r.name, r.offset),
-            protocol.Fetch: fetch,
+            protocol.FetchUrl: fetch,
             protocol.Ping: lambda r: None,
             protocol.Keep: self._keep_running,
             protocol.Close: self._close,
@@ -207,7 +207,7 @@ class Agent:
             raise SetupError("no run has been opened")
         return self._run
 
-    def _open(self, request: protocol.Open) -> protocol.Opened:
+    def _open(self, request: protocol.OpenRun) -> protocol.Opened:
         if not sys.platform.startswith("linux"):
             raise SetupError(f"hosts of a cluster run Linux, not {sys.platform}")
         if request.directory:
@@ -233,7 +233,7 @@ class Agent:
         if process.state.ended:
             process.state.log = self._opened.last_lines(name)
 
-    def _start(self, request: Start) -> ProcessState:
+    def _start(self, request: StartProcess) -> ProcessState:
         run, name = self._opened, request.name
         if name in self._processes:
             raise SetupError(f"{name} has been started before")
@@ -255,7 +255,7 @@ class Agent:
         recorded = msgspec.structs.replace(request, environment={})
         process = AgentProcess(request, child.pid, handle, child)
         self._add(process)
-        run.add_record(Record(identity, recorded))
+        run.add_record(ProcessRecord(identity, recorded))
         return process.state
 
     def _signal(self, request: protocol.Signal) -> None:
@@ -301,7 +301,7 @@ def _wait_ended(processes: list[AgentProcess], seconds: float) -> None:
                 time.sleep(0.02)
 
 
-def fetch(request: protocol.Fetch) -> protocol.Fetched:
+def fetch(request: protocol.FetchUrl) -> protocol.Fetched:
     """Ask a server that this host reaches. Raises OSError or SetupError if there is no answer."""
     # No proxy from the environment: it has no business between processes of a deployment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -267,7 +267,9 @@ def connect(
         directory = (directories or {}).get(name, "")
         try:
             host.open(
-                protocol.Open(state.run_on(name), state.token, attach=attach, directory=directory)
+                protocol.OpenRun(
+                    state.run_on(name), state.token, attach=attach, directory=directory
+                )
             )
         except BaseException:
             host.disconnect()

@@ -17,7 +17,7 @@ from pd.core.brief import shorten
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
-    from pd.cluster.protocol import AnyMessage, AnyRequest, Fetched, Start
+    from pd.cluster.protocol import AnyMessage, AnyRequest, Fetched, StartProcess
     from pd.cluster.reach import Reach
 
 _Value = TypeVar("_Value", bound=msgspec.Struct)
@@ -71,7 +71,7 @@ class Host:
 
     # ---- connection
 
-    def open(self, request: protocol.Open) -> None:
+    def open(self, request: protocol.OpenRun) -> None:
         """Connect to the host and take the run there.
 
         Raises SetupError if the host cannot be reached, or cannot do it.
@@ -245,7 +245,7 @@ class Host:
         entered = ["-m", "pd.cluster.enter", self._python, "-m", module]
         return self._reach.command([self._python, *entered])
 
-    def start(self, request: Start) -> ProcessState:
+    def start(self, request: StartProcess) -> ProcessState:
         """Start a process there; its output goes to files of the run directory."""
         state = self.call(request, ProcessState)
         with self._changed:
@@ -279,9 +279,9 @@ class Host:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> Fetched:
-        """HTTP request from that host, see :class:`pd.cluster.protocol.Fetch`.
+        """HTTP request from that host, see :class:`pd.cluster.protocol.FetchUrl`.
 
         Raises SetupError if there is no answer.
         """
-        request = protocol.Fetch(url, timeout, headers or {}, body)
+        request = protocol.FetchUrl(url, timeout, headers or {}, body)
         return self.call(request, protocol.Fetched, timeout + protocol.LEASE_SECONDS)

@@ -21,13 +21,13 @@ PING_SECONDS = 2.0
 LEASE_SECONDS = 30.0
 
 
-class Request(msgspec.Struct, kw_only=True, tag_field="op", tag=str.lower):
+class AgentRequest(msgspec.Struct, kw_only=True, tag_field="op", tag=str.lower):
     """A request to an agent; its :class:`Reply` has the same number."""
 
     number: int = 0
 
 
-class Open(Request):
+class OpenRun(AgentRequest, tag="open"):
     """Take the run directory ``run`` (relative to the agent's state directory).
 
     Attributes:
@@ -43,7 +43,7 @@ class Open(Request):
     directory: str = ""
 
 
-class Start(Request):
+class StartProcess(AgentRequest, tag="start"):
     """Start a process.
 
     Attributes:
@@ -60,28 +60,28 @@ class Start(Request):
     announces: bool = False
 
 
-class Signal(Request):
+class Signal(AgentRequest):
     """Send a signal to a process of this run. Nothing happens if it has ended."""
 
     name: str
     signal: int
 
 
-class Write(Request):
+class Write(AgentRequest):
     """Write a file of the run directory, which only this user may read."""
 
     name: str
     content: bytes
 
 
-class Read(Request):
+class Read(AgentRequest):
     """Read a part of a file of the run directory; a negative offset counts from its end."""
 
     name: str
     offset: int = 0
 
 
-class Fetch(Request):
+class FetchUrl(AgentRequest, tag="fetch"):
     """HTTP request from the host itself: a GET, or with a ``body`` of JSON a POST."""
 
     url: str
@@ -90,15 +90,15 @@ class Fetch(Request):
     body: bytes | None = None
 
 
-class Ping(Request):
+class Ping(AgentRequest):
     """Prove that both ends are there."""
 
 
-class Keep(Request):
+class Keep(AgentRequest):
     """From now on processes stay when the connection ends."""
 
 
-class Close(Request):
+class Close(AgentRequest):
     """End what is left of the run on this host.
 
     Attributes:
@@ -108,7 +108,7 @@ class Close(Request):
     remove: bool = False
 
 
-AnyRequest = Open | Start | Signal | Write | Read | Fetch | Ping | Keep | Close
+AnyRequest = OpenRun | StartProcess | Signal | Write | Read | FetchUrl | Ping | Keep | Close
 
 
 class ReadyLine(msgspec.Struct):
@@ -140,7 +140,7 @@ class ProcessState(msgspec.Struct):
 
 
 class Opened(msgspec.Struct):
-    """The answer to :class:`Open`; ``processes`` are those of an earlier agent."""
+    """The answer to :class:`OpenRun`; ``processes`` are those of an earlier agent."""
 
     version: str
     run_directory: str
@@ -161,17 +161,17 @@ class Fetched(msgspec.Struct):
     body: bytes
 
 
-class Message(msgspec.Struct, kw_only=True, tag_field="message", tag=str.lower):
+class AgentMessage(msgspec.Struct, kw_only=True, tag_field="message", tag=str.lower):
     """A message from an agent."""
 
 
-class Hello(Message):
+class Hello(AgentMessage):
     """The first message of an agent."""
 
     protocol: int
 
 
-class Reply(Message):
+class Reply(AgentMessage):
     """The answer to a request: an error for people, or a value that depends on the request."""
 
     number: int
@@ -179,7 +179,7 @@ class Reply(Message):
     value: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class Changed(Message):
+class Changed(AgentMessage):
     """A process announced itself or ended."""
 
     process: ProcessState

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pd.cluster.host_processes import Identity
-from pd.cluster.protocol import MAX_CHUNK_BYTES, Part, ReadyLine, Start
+from pd.cluster.protocol import MAX_CHUNK_BYTES, Part, ReadyLine, StartProcess
 from pd.core.errors import SetupError
 
 CLUSTER_KEY_FILE = "cluster.key"
@@ -24,14 +24,14 @@ _LOG_BYTES = 16384
 _READY_BYTES = 65536
 
 
-class Record(msgspec.Struct):
+class ProcessRecord(msgspec.Struct):
     """A started process, as later agents find it."""
 
     identity: Identity
-    start: Start
+    start: StartProcess
 
 
-_RECORD, _READY_LINE = msgspec.json.Decoder(Record), msgspec.json.Decoder(ReadyLine)
+_RECORD, _READY_LINE = msgspec.json.Decoder(ProcessRecord), msgspec.json.Decoder(ReadyLine)
 
 
 def state_directory() -> Path:
@@ -82,10 +82,10 @@ class RunDirectory:
             file.seek(max(0, size + offset) if offset < 0 else offset)
             return Part(file.read(MAX_CHUNK_BYTES), size)
 
-    def add_record(self, record: Record) -> None:
+    def add_record(self, record: ProcessRecord) -> None:
         self.write(f"{record.start.name}.process", msgspec.json.encode(record))
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[ProcessRecord]:
         """Processes that were started here, oldest first."""
         files = sorted(self.path.glob("*.process"), key=lambda path: path.stat().st_mtime_ns)
         return [_RECORD.decode(path.read_bytes()) for path in files]

@@ -132,7 +132,7 @@ class _Starter:
 
     def _start(self, name: str, layout: str, role: str, host: str, command: list[str]) -> None:
         self.deployment.hosts[host].start(
-            protocol.Start(
+            protocol.StartProcess(
                 name,
                 command,
                 self._spec.environment_of(host),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 READY = "ready"
 
 
-class Row(NamedTuple):
+class StatusRow(NamedTuple):
     """A process, or a host that cannot be reached."""
 
     layout: str
@@ -26,17 +26,17 @@ class Row(NamedTuple):
     state: str
 
 
-def rows_of(running: Deployment, problems: Mapping[str, str]) -> list[Row]:
+def rows_of(running: Deployment, problems: Mapping[str, str]) -> list[StatusRow]:
     """A row for each process, by layout, and for each host that was not reached."""
-    rows: list[Row] = []
+    rows: list[StatusRow] = []
     for layout in running.layouts.values():
         rows += _layout_rows(layout)
     for host, problem in problems.items():
-        rows.append(Row("", "", "", host, "", "", f"unreachable: {problem}"))
+        rows.append(StatusRow("", "", "", host, "", "", f"unreachable: {problem}"))
     return rows
 
 
-def _layout_rows(layout: Layout) -> Iterable[Row]:
+def _layout_rows(layout: Layout) -> Iterable[StatusRow]:
     workers: dict[str, bool] = {}
     proxy = layout.proxy
     if proxy is not None:
@@ -61,16 +61,20 @@ def _own_state(process: Process) -> str:
     return READY if process.url else "starting"
 
 
-def _row(process: Process, state: str) -> Row:
+def _row(process: Process, state: str) -> StatusRow:
     known = process.state
     pid = str(known.pid)
-    return Row(known.layout, process.name, known.role, process.host.name, process.url, pid, state)
+    return StatusRow(
+        known.layout, process.name, known.role, process.host.name, process.url, pid, state
+    )
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[StatusRow]) -> str:
     """The rows under their titles, in columns."""
-    lines = [tuple(title.upper() for title in Row._fields), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(Row._fields) - 1)]
+    lines = [tuple(title.upper() for title in StatusRow._fields), *rows]
+    widths = [
+        max(len(line[column]) for line in lines) for column in range(len(StatusRow._fields) - 1)
+    ]
     return "\n".join(
         "  ".join(
             [*(f"{cell:{width}}" for cell, width in zip(line, widths, strict=False)), line[-1]]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from pd.commands.processes import Child, Children
+    from pd.commands.processes import Children, LaunchedProcess
 
 TEXT = "one prefill node, one decode node and a proxy on this machine"
 QUESTION = "What does the prefill node do?"
@@ -91,7 +91,7 @@ def _demo(args: argparse.Namespace, children: Children) -> int:
     return 0
 
 
-def _start(port: int, children: Children) -> tuple[Child, Child]:
+def _start(port: int, children: Children) -> tuple[LaunchedProcess, LaunchedProcess]:
     """The proxy and the decode node, ready."""
     flags = ["--model", EMBEDDED_MODEL, "--device", "cpu"]
     flags += ["--port", 0, "--kv-cache-tokens", 16384, "--cpu-threads", _threads()]
@@ -109,7 +109,7 @@ def _threads() -> int:
     return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
 
 
-def _wait(children: Children, *started: Child) -> None:
+def _wait(children: Children, *started: LaunchedProcess) -> None:
     names = " and ".join(child.name for child in started)
     last = -1
 

@@ -25,7 +25,7 @@ _POLL = 0.05
 _LOG_LINES = 15
 
 
-class Child:
+class LaunchedProcess:
     """One ``pd-launch`` process that prints a ready line; its log goes to a file.
 
     It has a session of its own, so that Ctrl-C reaches only its parent, which stops it in order.
@@ -91,10 +91,10 @@ class Children:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._children: list[Child] = []
+        self._children: list[LaunchedProcess] = []
 
-    def start(self, name: str, *arguments: object) -> Child:
-        child = Child(name, [str(argument) for argument in arguments], self._directory)
+    def start(self, name: str, *arguments: object) -> LaunchedProcess:
+        child = LaunchedProcess(name, [str(argument) for argument in arguments], self._directory)
         self._children.append(child)
         return child
 
@@ -103,7 +103,9 @@ class Children:
         for child in self._children:
             child.check()
 
-    def wait_ready(self, children: Sequence[Child], progress: Callable[[float], None]) -> None:
+    def wait_ready(
+        self, children: Sequence[LaunchedProcess], progress: Callable[[float], None]
+    ) -> None:
         """Wait until all serve; ``progress`` is called with the seconds that passed.
 
         Raises SetupError if one ends or takes too long.

@@ -12,8 +12,8 @@ from cluster import Cluster
 
 from pd import cli
 from pd.bench.load.records import read_records
-from pd.bench.serve import Load, Prompts, measure_unloaded
-from pd.bench.serve_client import Reception, Server
+from pd.bench.serve import MixedLoad, Prompts, measure_unloaded
+from pd.bench.serve_client import CompletionReception, Server
 from pd.core.errors import NodeFailedError, UsageError
 from pd.embedded import EMBEDDED_MODEL
 from pd.proxy.config import ProxyConfig
@@ -155,15 +155,15 @@ def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> N
 
 
 def test_what_is_left_out_of_a_load_has_its_default() -> None:
-    assert Load.parse("") == Load()
-    assert Load.parse("in=3,out=4,every=0.25") == Load(num_in=3, num_out=4, every=0.25)
+    assert MixedLoad.parse("") == MixedLoad()
+    assert MixedLoad.parse("in=3,out=4,every=0.25") == MixedLoad(num_in=3, num_out=4, every=0.25)
     with pytest.raises(UsageError):
-        Load.parse("every=soon")
+        MixedLoad.parse("every=soon")
 
 
-async def reception(*pieces: tuple[float, bytes]) -> Reception:
+async def reception(*pieces: tuple[float, bytes]) -> CompletionReception:
     """As if these pieces had come at these times."""
-    made = Reception()
+    made = CompletionReception()
     made._pieces = list(pieces)
     return made
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import split_benchmark
 
-from pd.bench.serve import Load
+from pd.bench.serve import MixedLoad
 from pd.bench.shapes import NAMES
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def test_rows_of_the_node_are_of_what_happened_between_two_looks() -> None:
 
 def test_reference_rows_stand_beside_the_same_load_alone() -> None:
     args: Any = split_benchmark.parse([])
-    assert args.load == Load()
+    assert args.load == MixedLoad()
     assert {row["work"] for row in split_benchmark.reference(args)} == {
         "unloaded:1024",
         "unloaded:8192",

@@ -22,7 +22,7 @@ from pd.cluster.deployment import Deployment, attach, connect, how_it_ended
 from pd.cluster.host import Host
 from pd.cluster.host_processes import ProcessHandle, identity_of, kill_all_with
 from pd.cluster.reach import Local, NetworkNamespace, Ssh
-from pd.cluster.run_directory import Record, new_run_id
+from pd.cluster.run_directory import ProcessRecord, new_run_id
 from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
 from pd.core.errors import SetupError
 
@@ -68,7 +68,7 @@ def foreign() -> Iterator[int]:
 
 
 def start(host: Host, name: str, *command: str) -> protocol.ProcessState:
-    return host.start(protocol.Start(name, list(command), {}))
+    return host.start(protocol.StartProcess(name, list(command), {}))
 
 
 def wait_ended(host: Host, name: str) -> protocol.ProcessState:
@@ -138,7 +138,7 @@ def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
     identity = identity_of(foreign)
     assert identity is not None
     older = msgspec.structs.replace(identity, started=identity.started - 1)
-    record = Record(older, protocol.Start("one", SLEEP, {}))
+    record = ProcessRecord(older, protocol.StartProcess("one", SLEEP, {}))
     (directory / "one.process").write_bytes(msgspec.json.encode(record))
 
     assert ProcessHandle.of(older) is None
@@ -156,8 +156,8 @@ def test_a_deployment_that_says_nothing_any_more_is_given_up(state_home: Path) -
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as agent:
         assert agent.stdin is not None
-        agent.stdin.write(protocol.encode(protocol.Open("test/run/here", "token-of-lease")))
-        agent.stdin.write(protocol.encode(protocol.Start("one", SLEEP, {})))
+        agent.stdin.write(protocol.encode(protocol.OpenRun("test/run/here", "token-of-lease")))
+        agent.stdin.write(protocol.encode(protocol.StartProcess("one", SLEEP, {})))
         agent.stdin.flush()
         assert agent.wait(WITHIN) == 0
     assert (state_home / "pd/clusters/test/run/here/one.process").exists()
@@ -199,7 +199,7 @@ def test_what_a_killed_agent_leaves_is_named_and_stopped(
     host = connected(state)
     said: list[str] = []
     with Deployment(state, host._changed, {"here": host}, said.append) as running:
-        host.start(protocol.Start("one", SLEEP, {}, layout="main", role="unified"))
+        host.start(protocol.StartProcess("one", SLEEP, {}, layout="main", role="unified"))
         wait_until(lambda: pids_with(state.token), WITHIN)
         os.kill(agent_pid(host), signal.SIGKILL)
         wait_until(lambda: host.lost, WITHIN)
@@ -251,7 +251,7 @@ def test_a_long_file_is_read_in_parts_from_its_end(host: Host) -> None:
 
 
 def test_environments_are_in_no_command_line_and_no_file(host: Host) -> None:
-    host.start(protocol.Start("one", SLEEP, {"PD_API_KEY": "a-secret-of-this-test"}))
+    host.start(protocol.StartProcess("one", SLEEP, {"PD_API_KEY": "a-secret-of-this-test"}))
     agent = agent_pid(host)
     pid = host.processes["one"].pid
     assert b"a-secret-of-this-test" in Path(f"/proc/{pid}/environ").read_bytes()
@@ -281,7 +281,7 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
         skip_or_fail("this needs openssh-client")
     host = Host("far", reach, python, "127.0.0.1", threading.Condition())
     with pytest.raises(SetupError, match=rf"host far \(.*\) cannot be reached: .*{why}"):
-        host.open(protocol.Open("test/run/far", "token"))
+        host.open(protocol.OpenRun("test/run/far", "token"))
     host.disconnect()
 
 

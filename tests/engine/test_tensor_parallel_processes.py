@@ -21,7 +21,7 @@ from pd.core.config import NodeConfig
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 from pd.engine.engine import Engine
 from pd.engine.model_runner import ForwardItem
-from pd.engine.tensor_parallel.messages import Start
+from pd.engine.tensor_parallel.messages import StartWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -158,10 +158,10 @@ class TestStart:
     def test_a_worker_that_cannot_build_its_part_says_why(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def spoiled(settings: dict[str, Any], *rest: Any) -> Start:
-            return Start(settings | {"dtype": "int3"}, *rest)
+        def spoiled(settings: dict[str, Any], *rest: Any) -> StartWorker:
+            return StartWorker(settings | {"dtype": "int3"}, *rest)
 
-        monkeypatch.setattr("pd.engine.tensor_parallel.leader.Start", spoiled)
+        monkeypatch.setattr("pd.engine.tensor_parallel.leader.StartWorker", spoiled)
         before = set(workers_of(os.getpid()))
         with pytest.raises(SetupError, match=r"rank 1 failed: --dtype must be .* not int3"):
             tiny_node("unified", tp_size=2)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from pd.bench.load.records import Record
-    from pd.bench.page.runs import Run, Sweep
+    from pd.bench.page.runs import ReportedRun, Sweep
 
 _TITLES = {
     "ttft": "time to first token",
@@ -76,7 +76,7 @@ class Chart(NamedTuple):
         return figure
 
 
-def charts_of(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> list[Chart]:
+def charts_of(runs: Sequence[ReportedRun], sweeps: Sequence[Sweep]) -> list[Chart]:
     """The charts that these results have data for."""
     charts: list[Chart] = []
     if runs:
@@ -171,7 +171,7 @@ def _theme(name: str) -> Iterator[None]:
         yield
 
 
-def _distributions(runs: Sequence[Run], figure: Figure) -> None:
+def _distributions(runs: Sequence[ReportedRun], figure: Figure) -> None:
     """Cumulative distributions, a panel for each latency."""
     shown = ("ttft", "itl", "tpot", "e2e")
     axes = figure.subplots(2, 2).flatten()
@@ -192,7 +192,7 @@ def _distributions(runs: Sequence[Run], figure: Figure) -> None:
     _legend(axes[0])
 
 
-def _throughput(runs: Sequence[Run], figure: Figure) -> None:
+def _throughput(runs: Sequence[ReportedRun], figure: Figure) -> None:
     left, right = figure.subplots(1, 2)
     for axis, latency, which in ((left, "ttft", "p90"), (right, "itl", "p99")):
         for run in runs:
@@ -227,7 +227,7 @@ def _goodput(sweeps: Sequence[Sweep], figure: Figure) -> None:
     _legend(axis)
 
 
-def _gantt(run: Run, figure: Figure) -> None:
+def _gantt(run: ReportedRun, figure: Figure) -> None:
     axis = figure.subplots()
     known = [record for record in run.whole if record.stages]
     step = max(1, -(-len(known) // _GANTT_REQUESTS))
@@ -265,7 +265,7 @@ def _stage_bars(record: Record) -> dict[str, tuple[float, float]]:
     }
 
 
-def _cache(runs: Sequence[Run], figure: Figure) -> None:
+def _cache(runs: Sequence[ReportedRun], figure: Figure) -> None:
     axis = figure.subplots()
     for run in runs:
         known = [r for r in run.whole if r.cached_tokens is not None and r.prompt_tokens]
@@ -278,14 +278,14 @@ def _cache(runs: Sequence[Run], figure: Figure) -> None:
     _legend(axis)
 
 
-def _transfer_rates(run: Run) -> dict[str, float]:
+def _transfer_rates(run: ReportedRun) -> dict[str, float]:
     """Gigabytes a second by backend, as far as the nodes have told."""
     transfers = (run.summary.get("server") or {}).get("transfers") or {}
     rates = {backend: row.get("gigabytes_per_s") for backend, row in transfers.items()}
     return {backend: float(rate) for backend, rate in rates.items() if rate}
 
 
-def _transfers(runs: Sequence[Run], figure: Figure) -> None:
+def _transfers(runs: Sequence[ReportedRun], figure: Figure) -> None:
     axis = figure.subplots()
     found = {
         f"{run.name}, {backend}": rate

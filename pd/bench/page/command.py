@@ -16,7 +16,7 @@ from pd.core.errors import SetupError, UsageError
 if TYPE_CHECKING:
     import argparse
 
-    from pd.bench.page.runs import Run, Sweep
+    from pd.bench.page.runs import ReportedRun, Sweep
 
 EXAMPLES = """\
 examples:
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_results(given: list[str]) -> tuple[list[Run], list[Sweep]]:
+def read_results(given: list[str]) -> tuple[list[ReportedRun], list[Sweep]]:
     """Runs and sweeps by ``PATH`` or ``NAME=PATH``. Raises UsageError."""
     from pd.bench.page.runs import read_run, read_sweep
 
-    runs: list[Run] = []
+    runs: list[ReportedRun] = []
     sweeps: list[Sweep] = []
     for text in given:
         name, equals, rest = text.partition("=")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.bench.page.charts import Chart
-    from pd.bench.page.runs import Run, Sweep
+    from pd.bench.page.runs import ReportedRun, Sweep
 
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 _PAGE = """\
@@ -97,7 +97,9 @@ _FACTS = {
 }
 
 
-def page(title: str, runs: Sequence[Run], sweeps: Sequence[Sweep], charts: Sequence[Chart]) -> str:
+def page(
+    title: str, runs: Sequence[ReportedRun], sweeps: Sequence[Sweep], charts: Sequence[Chart]
+) -> str:
     """One HTML file that needs nothing from elsewhere."""
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         _PAGE
@@ -125,7 +127,7 @@ def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: ReportedRun) -> dict[str, Any]:
     goodput = run.measures.get("goodput") or {}
     facts = [run.measures.get(name) for name in _FACTS.values()]
     return {
@@ -137,7 +139,7 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
-def _latency(run: Run, name: str) -> dict[str, Any]:
+def _latency(run: ReportedRun, name: str) -> dict[str, Any]:
     found = run.measures.get(f"{name}_ms") or {}
     return {"name": name, "cells": [_number(found.get(key)) for key in ("count", *_COLUMNS)]}
 
@@ -159,7 +161,7 @@ def _flat(value: object, name: str = "") -> list[tuple[str, object]]:
     ]
 
 
-def _source(run: Run) -> dict[str, str]:
+def _source(run: ReportedRun) -> dict[str, str]:
     summary = run.summary
     machine = ", ".join(f"{name} {value}" for name, value in (summary.get("machine") or {}).items())
     rest = f"commit {summary.get('commit')}, {summary.get('date')}; client: {machine}"

@@ -17,7 +17,7 @@ _MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """One run of a load: its summary and its requests.
 
     Attributes:
@@ -58,7 +58,7 @@ class Sweep:
         return list(dict.fromkeys(row["deployment"] for row in self.rows))
 
 
-def read_run(directory: Path, name: str) -> Run:
+def read_run(directory: Path, name: str) -> ReportedRun:
     """A directory that `pd-bench serve --output-dir` wrote. Raises UsageError for another."""
     summary = _read(directory / "summary.json")
     if not isinstance(summary.get("measures"), dict):
@@ -67,7 +67,7 @@ def read_run(directory: Path, name: str) -> Run:
         records = read_records(directory / "requests.jsonl")
     except OSError as error:
         raise UsageError(f"cannot read {directory / 'requests.jsonl'}: {error.strerror}") from None
-    return Run(name, summary, sorted(records, key=lambda record: record.due))
+    return ReportedRun(name, summary, sorted(records, key=lambda record: record.due))
 
 
 def read_sweep(file: Path) -> Sweep:

@@ -24,17 +24,17 @@ from pd.core.errors import NodeFailedError, SetupError
 from pd.engine.tensor_parallel.group import ProcessGroup
 from pd.engine.tensor_parallel.messages import (
     Built,
-    Capacity,
     ForgetPages,
     ForwardStep,
     Joining,
     MoveTokens,
+    PageCapacity,
     RankChannel,
     RankFailed,
     RankMessage,
     RestorePages,
     SavePages,
-    Start,
+    StartWorker,
     packed,
 )
 from pd.kernels.cuda_ipc import CudaIpc
@@ -156,7 +156,9 @@ class Leader:
         for worker in self._workers:
             self._send(
                 worker,
-                Start(settings, planes, worker.rank, config.tp_size, rendezvous, threads, level),
+                StartWorker(
+                    settings, planes, worker.rank, config.tp_size, rendezvous, threads, level
+                ),
             )
         torch.set_num_threads(threads)
         for worker in self._workers:
@@ -168,9 +170,9 @@ class Leader:
     def agree_on_pages(self, num_pages: int) -> int:
         """Return the least number of pages that a rank has memory for; ``num_pages`` is that of
         rank 0."""
-        least = min(num_pages, *(self._receive(w, Capacity).num_pages for w in self._workers))
+        least = min(num_pages, *(self._receive(w, PageCapacity).num_pages for w in self._workers))
         for worker in self._workers:
-            self._send(worker, Capacity(least))
+            self._send(worker, PageCapacity(least))
         return least
 
     def wait_built(self) -> list[Built]:

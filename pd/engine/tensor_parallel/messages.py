@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 
 
-class Start(msgspec.Struct, tag=True):
+class StartWorker(msgspec.Struct, tag=True):
     """First message to a worker.
 
     Attributes:
@@ -46,7 +46,7 @@ class Joining(msgspec.Struct, tag=True):
     """A worker reports that it is about to join the process group."""
 
 
-class Capacity(msgspec.Struct, tag=True):
+class PageCapacity(msgspec.Struct, tag=True):
     """A worker reports the pages that it has memory for; rank 0 answers with the least of all
     ranks."""
 
@@ -169,9 +169,9 @@ class ForgetPages(msgspec.Struct, tag=True):
 
 
 RankMessage = (
-    Start
+    StartWorker
     | Joining
-    | Capacity
+    | PageCapacity
     | Built
     | RankFailed
     | ForwardStep

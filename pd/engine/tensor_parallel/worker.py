@@ -28,16 +28,16 @@ from pd.engine.engine import Engine, rank_device
 from pd.engine.tensor_parallel.group import ProcessGroup
 from pd.engine.tensor_parallel.messages import (
     Built,
-    Capacity,
     ForgetPages,
     ForwardStep,
     Joining,
     MoveTokens,
+    PageCapacity,
     RankChannel,
     RankFailed,
     RestorePages,
     SavePages,
-    Start,
+    StartWorker,
     unpacked,
 )
 from pd.kernels.cuda_ipc import CudaIpc
@@ -82,7 +82,7 @@ def _exit_on_close(connection: socket.socket) -> None:
 
 def _serve(channel: RankChannel) -> None:
     start = channel.receive()
-    assert isinstance(start, Start)
+    assert isinstance(start, StartWorker)
     logging.basicConfig(
         stream=sys.stderr,
         level=max(start.log_level, logging.WARNING),  # rank 0 logs the same at lower levels
@@ -135,9 +135,9 @@ def _config(settings: dict[str, object]) -> NodeConfig:
 
 
 def _agree(channel: RankChannel, num_pages: int) -> int:
-    channel.send(Capacity(num_pages))
+    channel.send(PageCapacity(num_pages))
     agreed = channel.receive()
-    assert isinstance(agreed, Capacity)
+    assert isinstance(agreed, PageCapacity)
     return agreed.num_pages
 
 
