@@ -29,7 +29,7 @@ from pd.kernels.kv_copy_triton import LOCAL_SHAPE, PEER_SHAPE, LaunchShape, Side
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.kernels.copy_engine import Run
+    from pd.kernels.copy_engine import SlotRun
 
 PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 132, 264)
 TILES = (8192, 16384, 32768)
@@ -183,7 +183,7 @@ def runs(case: Case, device: torch.device) -> list[dict[str, Any]]:
         found = SlotRuns(slots).within(0, case.tokens)
         peer, stream = case.peer.data_ptr(), torch.cuda.current_stream(device).cuda_stream
 
-        def by_engine(found: list[Run] = found, peer: int = peer, stream: int = stream) -> None:
+        def by_engine(found: list[SlotRun] = found, peer: int = peer, stream: int = stream) -> None:
             engine.copy(found, peer, case.peer.shape[2], 0, case.layers, stream)
 
         rates = []

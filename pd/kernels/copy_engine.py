@@ -30,7 +30,7 @@ _MAX_PITCH = (1 << 31) - 1
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Tokens whose slots are adjacent in both pools: ``tokens`` of them from ``slot`` and
     ``peer_slot`` on."""
 
@@ -54,11 +54,13 @@ class SlotRuns:
         """Count the runs of tokens ``[start, stop)``, at least one."""
         return len(self._between(start, stop)) + 1
 
-    def within(self, start: int, stop: int) -> list[Run]:
+    def within(self, start: int, stop: int) -> list[SlotRun]:
         """Return the runs of tokens ``[start, stop)``, in their order."""
         ends = np.concatenate(([start], self._between(start, stop), [stop]))
         slots, peer_slots = self._slots[:, ends[:-1]].tolist()
-        return [Run(*run) for run in zip(slots, peer_slots, np.diff(ends).tolist(), strict=True)]
+        return [
+            SlotRun(*run) for run in zip(slots, peer_slots, np.diff(ends).tolist(), strict=True)
+        ]
 
     def _between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         first, last = np.searchsorted(self._breaks, (start + 1, stop))
@@ -109,7 +111,7 @@ class CopyEngine:
 
     def copy(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[SlotRun],
         peer: int,
         peer_num_slots: int,
         layer_start: int,

@@ -41,19 +41,19 @@ class Pointer(Protocol):
 Argument: TypeAlias = Pointer | TensorDescriptor | int | float
 
 
-class Compiled(Protocol):
+class CompiledKernel(Protocol):
     """A kernel that Triton compiled for one kind of arguments."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 
 
-class Kernel(Protocol):
+class TritonKernel(Protocol):
     """A function under ``triton.jit``."""
 
     fn: Callable[..., object]
     arg_names: list[str]
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]: ...
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CompiledKernel]: ...
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def zero_after_previous(PDL: tl.constexpr):
 
 
 def launch(
-    kernel: Kernel,
+    kernel: TritonKernel,
     grid: tuple[int, ...],
     device: torch.device,
     *args: Argument,
@@ -124,7 +124,7 @@ def launch(
         compiled[(*grid, 1, 1)[:3]](*values, *(settings[name] for name in names))
 
 
-_COMPILED: dict[tuple[object, ...], Compiled] = {}
+_COMPILED: dict[tuple[object, ...], CompiledKernel] = {}
 _AS_THEY_ARE = (int, float, TensorDescriptor)
 
 

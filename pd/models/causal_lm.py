@@ -22,7 +22,7 @@ from pd.models.layers import (
     rope_frequencies,
     within,
 )
-from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
+from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -204,10 +204,10 @@ class CausalLM(nn.Module):
 
     def checkpoint_tensors(self) -> NamedPlaces:
         """List every tensor that a checkpoint must hold, and the memory to read it into."""
-        yield EMBEDDING, Place(self.embedding)
+        yield EMBEDDING, WeightDestination(self.embedding)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             yield from within(f"model.layers.{index}", layer.checkpoint_tensors())
         yield from within("model.norm", self.norm.checkpoint_tensors())
         if not self.config.tie_word_embeddings:
-            yield HEAD, Place(self.head, 0)
+            yield HEAD, WeightDestination(self.head, 0)

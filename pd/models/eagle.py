@@ -32,7 +32,7 @@ from pd.models.layers import (
     within,
 )
 from pd.models.loader import fill, open_shard, shards
-from pd.models.tensor_parallel import SINGLE, Place
+from pd.models.tensor_parallel import SINGLE, WeightDestination
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -222,9 +222,9 @@ class EagleHead(nn.Module):
         yield from within("layers.0.post_attention_layernorm", self.mlp_norm.checkpoint_tensors())
         yield from within("layers.0.mlp", self.mlp.checkpoint_tensors())
         if isinstance(self.embedding, nn.Parameter):
-            yield _EMBEDDING, Place(self.embedding)
+            yield _EMBEDDING, WeightDestination(self.embedding)
         if isinstance(self.head, nn.Parameter):
-            yield HEAD, Place(self.head)
+            yield HEAD, WeightDestination(self.head)
 
 
 class Eagle1Head(EagleHead):
@@ -426,7 +426,7 @@ def _whole_head(
             "divides that of the model"
         )
     whole = torch.empty_like(target.embedding)
-    place = {HEAD: Place(whole)}
+    place = {HEAD: WeightDestination(whole)}
     fill(place, target_path, load_format, seed, False, SINGLE, lambda name, stored, shard: True)
     return pack_weight(whole)
 

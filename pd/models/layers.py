@@ -23,13 +23,13 @@ from pd.kernels.linear import gate_up_silu, linear, pack_weight
 from pd.kernels.moe import moe_mlp, route
 from pd.kernels.norm import add_rms_norm, rms_norm
 from pd.kernels.rope import inverse_frequencies, rotate_and_store
-from pd.models.tensor_parallel import Place, TensorParallel
+from pd.models.tensor_parallel import TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
     from pd.kernels.attention import PlannedAttention
     from pd.models.config import ModelConfig
 
-NamedPlaces: TypeAlias = Iterator[tuple[str, Place]]
+NamedPlaces: TypeAlias = Iterator[tuple[str, WeightDestination]]
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -83,7 +83,7 @@ class Linear(nn.Module):
                 stop = 0
                 for name, size in self._outputs.items():
                     start, stop = stop, stop + size
-                    yield f"{name}.{kind}", Place(parameter[start:stop], self._split)
+                    yield f"{name}.{kind}", WeightDestination(parameter[start:stop], self._split)
 
 
 class ReducedLinear(Linear):
@@ -106,9 +106,9 @@ class ReducedLinear(Linear):
         super().prepare()
 
     def checkpoint_tensors(self) -> NamedPlaces:
-        yield f"{self._name}.weight", Place(self.weight, 1)
+        yield f"{self._name}.weight", WeightDestination(self.weight, 1)
         if self.bias is not None:
-            yield f"{self._name}.bias", Place(self.bias)
+            yield f"{self._name}.bias", WeightDestination(self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -129,7 +129,7 @@ class RMSNorm(nn.Module):
         return add_rms_norm(residual, x, self.weight, self._eps)
 
     def checkpoint_tensors(self) -> NamedPlaces:
-        yield "weight", Place(self.weight)
+        yield "weight", WeightDestination(self.weight)
 
 
 class Attention(nn.Module):
@@ -276,9 +276,9 @@ class SparseMoE(MLP):
         yield from self.router.checkpoint_tensors()
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
-            yield f"experts.{expert}.{self._names.gate}.weight", Place(gate, 0)
-            yield f"experts.{expert}.{self._names.up}.weight", Place(up, 0)
-            yield f"experts.{expert}.{self._names.down}.weight", Place(down, 1)
+            yield f"experts.{expert}.{self._names.gate}.weight", WeightDestination(gate, 0)
+            yield f"experts.{expert}.{self._names.up}.weight", WeightDestination(up, 0)
+            yield f"experts.{expert}.{self._names.down}.weight", WeightDestination(down, 1)
 
 
 def within(prefix: str, places: NamedPlaces) -> NamedPlaces:

@@ -20,7 +20,7 @@ from pd.core.errors import UsageError
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.config import find_checkpoint
 from pd.models.registry import find_architecture
-from pd.models.tensor_parallel import SINGLE, Place, TensorParallel
+from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,7 +104,7 @@ def load_model(
 
 
 def fill(
-    places: dict[str, Place],
+    places: dict[str, WeightDestination],
     path: str | Path,
     load_format: str,
     seed: int,
@@ -142,7 +142,7 @@ def fill(
 
 def _read_checkpoint(
     directory: Path,
-    places: dict[str, Place],
+    places: dict[str, WeightDestination],
     tp: TensorParallel,
     bar: tqdm,
     is_known: Callable[[str, Stored, Path], bool],
@@ -167,7 +167,9 @@ def _read_checkpoint(
         raise UsageError(f"{directory} lacks tensor {min(missing)}{more}")
 
 
-def _copy(stored: Stored, place: Place, tp: TensorParallel, name: str, shard: Path) -> None:
+def _copy(
+    stored: Stored, place: WeightDestination, tp: TensorParallel, name: str, shard: Path
+) -> None:
     whole = stored.get_slice(name)
     shape, expected = list(whole.get_shape()), place.whole_shape(tp)
     if shape != expected:
@@ -228,7 +230,9 @@ def shards(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _fill_dummy(places: dict[str, Place], tp: TensorParallel, seed: int, bar: tqdm) -> None:
+def _fill_dummy(
+    places: dict[str, WeightDestination], tp: TensorParallel, seed: int, bar: tqdm
+) -> None:
     """Random weights under which activations keep their size and every token matters.
 
     Matrices are normal with variance 1 / inputs, norms are 1 and biases small. The embedding has
@@ -248,7 +252,7 @@ def _fill_dummy(places: dict[str, Place], tp: TensorParallel, seed: int, bar: tq
         bar.update(place.memory.nbytes)
 
 
-def _fill_normal(place: Place, tp: TensorParallel, std: float, key: str) -> None:
+def _fill_normal(place: WeightDestination, tp: TensorParallel, std: float, key: str) -> None:
     generator = torch.Generator()
     digest = hashlib.sha256(key.encode()).digest()
     generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

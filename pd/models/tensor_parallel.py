@@ -48,7 +48,7 @@ class TensorParallel:
 SINGLE = TensorParallel()
 
 
-class Place(NamedTuple):
+class WeightDestination(NamedTuple):
     """The memory that a tensor of the checkpoint is read into.
 
     Attributes:

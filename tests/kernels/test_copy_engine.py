@@ -11,7 +11,7 @@ import torch
 from transfer.transfer_helpers import SEED
 
 from pd.kernels import copy_engine, cuda_driver
-from pd.kernels.copy_engine import CopyEngine, Run, SlotRuns
+from pd.kernels.copy_engine import CopyEngine, SlotRun, SlotRuns
 from pd.kernels.cuda_driver import CudaError
 from pd.kernels.kv_copy import copy_to_peer
 
@@ -92,9 +92,9 @@ def test_runs_arrive_as_the_kernel_would_have_copied_them(driver: Driver) -> Non
 def test_a_run_ends_where_either_side_does() -> None:
     slots = np.array([[4, 5, 6, 7, 9, 10], [8, 9, 20, 21, 22, 23]], dtype=np.int32)
     runs = SlotRuns(slots)
-    assert runs.within(0, 6) == [Run(4, 8, 2), Run(6, 20, 2), Run(9, 22, 2)]
-    assert runs.within(1, 5) == [Run(5, 9, 1), Run(6, 20, 2), Run(9, 22, 1)]
-    assert runs.within(2, 4) == [Run(6, 20, 2)]
+    assert runs.within(0, 6) == [SlotRun(4, 8, 2), SlotRun(6, 20, 2), SlotRun(9, 22, 2)]
+    assert runs.within(1, 5) == [SlotRun(5, 9, 1), SlotRun(6, 20, 2), SlotRun(9, 22, 1)]
+    assert runs.within(2, 4) == [SlotRun(6, 20, 2)]
     assert [runs.count(0, 6), runs.count(2, 4), runs.count(3, 4)] == [3, 1, 1]
 
 
@@ -114,4 +114,4 @@ def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
     buffer, peer = pools(torch.Generator())
     driver.fails = 2
     with pytest.raises(CudaError, match="cuMemcpy2DAsync_v2: out of copies"):
-        CopyEngine(buffer).copy([Run(0, 0, 1)], peer.data_ptr(), 300, 0, 1, STREAM)
+        CopyEngine(buffer).copy([SlotRun(0, 0, 1)], peer.data_ptr(), 300, 0, 1, STREAM)

@@ -17,7 +17,7 @@ from pd.core.errors import UsageError
 from pd.models import causal_lm, layers, loader
 from pd.models.config import ModelConfig
 from pd.models.loader import load_model
-from pd.models.tensor_parallel import SINGLE, Place
+from pd.models.tensor_parallel import SINGLE, WeightDestination
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,7 +195,7 @@ class TestDummy:
 
     def test_a_large_tensor_repeats_no_row(self) -> None:
         tensor = torch.empty(3, loader._DUMMY_BLOCK // 2)
-        loader._fill_normal(Place(tensor), SINGLE, 1.0, "key")
+        loader._fill_normal(WeightDestination(tensor), SINGLE, 1.0, "key")
         assert abs(float(tensor.std()) - 1) < 0.01
         assert abs(float((tensor[0] * tensor[2]).mean())) < 0.01
 

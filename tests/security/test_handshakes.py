@@ -21,7 +21,7 @@ from pd.bootstrap.server import HANDSHAKE_PATH
 from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import HandshakeError
 from pd.core.signed_requests import EXPECTED_HEADER, SCHEME, SIGNATURE_HEADER, RequestVerifier
-from pd.transfer.wire.greeting import IncomingGreeting, RefusedError, greet, transfer_key
+from pd.transfer.wire.greeting import IncomingGreeting, PeerRefusedError, greet, transfer_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -190,6 +190,6 @@ def test_a_listener_without_the_key_is_not_greeted_back() -> None:
         thread = threading.Thread(target=listen)
         thread.start()
         p.settimeout(5)
-        with pytest.raises(RefusedError, match="did not prove that it has the cluster key"):
+        with pytest.raises(PeerRefusedError, match="did not prove that it has the cluster key"):
             greet(p, "tcp", "P", "D", transfer_key(KEY))
         thread.join()

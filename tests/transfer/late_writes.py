@@ -29,10 +29,10 @@ from pd.transfer.fake.script import (
     DelayWrite,
     DuplicateWrite,
     FailRoom,
+    FaultScript,
     LateWrite,
     LinkDown,
     LoseWrite,
-    Script,
 )
 from pd.transfer.registry import manager_class
 from pd.transfer.tcp.manager import TcpManager
@@ -168,7 +168,7 @@ def by_byte(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 4)
 
 
-def random_script(rng: random.Random) -> Script:
+def random_script(rng: random.Random) -> FaultScript:
     rules: list[AnyRule] = []
     if rng.random() < 0.7:
         rules.append(LateWrite(seconds=[0.0, 0.012], probability=rng.random()))
@@ -185,7 +185,7 @@ def random_script(rng: random.Random) -> Script:
         rules.append(LinkDown(start=start, stop=start + rng.uniform(0.005, 0.03)))
     if rng.random() < 0.3:
         rules.append(DelayReservation(seconds=[0.0, 0.01], probability=0.5))
-    return Script(seed=rng.randrange(1 << 30), rules=rules)
+    return FaultScript(seed=rng.randrange(1 << 30), rules=rules)
 
 
 class Schedule:

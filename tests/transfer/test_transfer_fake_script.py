@@ -16,7 +16,7 @@ from pd.core.errors import UsageError
 from pd.transfer import make_transfer_manager
 from pd.transfer.base import TransferState
 from pd.transfer.fake.manager import FakeManager
-from pd.transfer.fake.script import Script, load_script
+from pd.transfer.fake.script import FaultScript, load_script
 
 if TYPE_CHECKING:
     from pd.transfer.base import Receiver, Sender
@@ -197,7 +197,7 @@ def test_link_down_holds_writes_until_the_link_returns_even_after_an_abort(pair)
 
 
 def test_delay_reservation_answers_for_the_nth_reservation() -> None:
-    script = Script(
+    script = FaultScript(
         rules=json_rules(
             {"do": "delay_reservation", "seconds": 0.5, "rooms": 2},
             {"do": "delay_reservation", "seconds": [1.0, 2.0], "rooms": 3},
@@ -220,7 +220,7 @@ def test_other_backends_never_delay_reservations() -> None:
 def json_rules(*rules: dict):
     import msgspec
 
-    return msgspec.convert({"rules": list(rules)}, Script).rules
+    return msgspec.convert({"rules": list(rules)}, FaultScript).rules
 
 
 @pytest.mark.parametrize(("peer", "fails"), [("decode-1", True), ("unified-1", False)])
@@ -233,10 +233,10 @@ def test_rules_select_peers_by_pattern(pair, peer, fails) -> None:
 
 def test_draws_depend_on_the_seed_and_the_numbers_only() -> None:
     rules = json_rules({"do": "delay_write", "seconds": [0.0, 1.0], "probability": 0.5})
-    script = Script(seed=5, rules=rules)
+    script = FaultScript(seed=5, rules=rules)
     plans = [script.plan_write("D", room, write).delay for room in range(20) for write in range(9)]
     again = [script.plan_write("D", room, write).delay for room in range(20) for write in range(9)]
-    other = Script(seed=6, rules=rules)
+    other = FaultScript(seed=6, rules=rules)
     assert plans == again
     assert 60 < sum(delay == 0.0 for delay in plans) < 120
     assert plans != [
@@ -335,4 +335,4 @@ def test_yaml_json_and_empty_scripts_load(tmp_path) -> None:
     path.write_text("seed: 4\nrules:\n  - {do: link_down, from: 1, to: 2, rooms: [1, 2], peer: d*}")
     assert load_script(path) == as_json
     path.write_text("")
-    assert load_script(path) == Script()
+    assert load_script(path) == FaultScript()

@@ -29,7 +29,7 @@ from pd.transfer.fake import link as fake_link
 from pd.transfer.fake import nic as fake_nic
 from pd.transfer.fake.link import FakeLink
 from pd.transfer.fake.manager import FakeManager
-from pd.transfer.fake.script import Script
+from pd.transfer.fake.script import FaultScript
 from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.nvlink import sender as nvlink_sender
 from pd.transfer.pool_shape import MissingTokens, PlaneShape, PoolShape
@@ -219,7 +219,7 @@ def test_a_greeting_waits_for_a_starved_peer(no_answer) -> None:
 def test_a_fake_link_waits_for_a_starved_peer_to_take_data(monkeypatch) -> None:
     monkeypatch.setattr(fake_link, "LEASE_SECONDS", LIMIT)
     patience = FakePatience()
-    link = FakeLink("P", "D", ("127.0.0.1", 1), None, Script(), patience)
+    link = FakeLink("P", "D", ("127.0.0.1", 1), None, FaultScript(), patience)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(LIMIT / 4)

@@ -184,9 +184,9 @@ def test_strangers_cannot_use_up_all_connections(p, d, target, monkeypatch) -> N
 
 
 def test_a_connection_for_another_instance_is_refused(d, caplog) -> None:
-    from pd.transfer.wire.greeting import RefusedError
+    from pd.transfer.wire.greeting import PeerRefusedError
 
-    with stranger(d) as sock, pytest.raises(RefusedError, match="another instance"):
+    with stranger(d) as sock, pytest.raises(PeerRefusedError, match="another instance"):
         greet(sock, "tcp", "P", "D-before", None)
     wait_until(lambda: "looks for instance 'D-before'" in caplog.text, "the log line")
 

@@ -29,7 +29,7 @@ from pd.kernels.attention.triton_graphs import (
     TritonVerify,
 )
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
-from pd.kernels.attention.triton_work import SplitPolicy, Tiles, Work
+from pd.kernels.attention.triton_work import AttentionWork, SplitPolicy, Tiles
 from pd.kernels.linear_triton import MAX_ROWS
 from pd.kernels.staging import GraphMemory, PinnedStaging
 from pd.kernels.triton_launch import launch
@@ -133,7 +133,7 @@ class Kernel:
         layer: int,
         q: torch.Tensor,
         out: torch.Tensor,
-        work: Work,
+        work: AttentionWork,
         tables: torch.Tensor,
         masks: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
@@ -222,7 +222,7 @@ class TritonAttention(AttentionBackend):
         self.graph_memory = GraphMemory(self.device)
         # Made when they are needed, since their partial results take memory.
         self._tree_kernels: dict[bool, Kernel] = {}
-        self._launches: list[tuple[Kernel, Work, torch.Tensor | None]] = []
+        self._launches: list[tuple[Kernel, AttentionWork, torch.Tensor | None]] = []
 
     def plan(self, batch: AttentionBatch) -> None:
         lengths = batch.lengths
@@ -257,7 +257,7 @@ class TritonAttention(AttentionBackend):
         self.slots, self._tables, seen, *uploaded = self.staging.upload(arrays)
         works = zip(kernels, uploaded[::2], uploaded[1::2], strict=True)
         self._launches = [
-            (kernel, Work(number, items, len(items)), seen if trees else None)
+            (kernel, AttentionWork(number, items, len(items)), seen if trees else None)
             for (kernel, trees), number, items in works
         ]
 

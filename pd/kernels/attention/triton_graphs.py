@@ -17,7 +17,7 @@ from pd.kernels.attention.base import (
 from pd.kernels.attention.page_tables import PageTables, extended, padded_decode, padded_tables
 from pd.kernels.attention.trees import MAX_TREE, tree_masks
 from pd.kernels.attention.triton_kernel import FIELDS, locate_tokens
-from pd.kernels.attention.triton_work import Tiles, Work
+from pd.kernels.attention.triton_work import AttentionWork, Tiles
 from pd.kernels.paging import page_count
 from pd.kernels.staging import packed_bytes
 from pd.kernels.triton_launch import launch
@@ -80,7 +80,7 @@ class _FixedLaunches:
         *uploaded, self.tables = self._backend.staging.upload(arrays, self._memory)
         on_device, uploaded = uploaded[: len(row_arrays)], uploaded[len(row_arrays) :]
         parts = zip(uploaded[::2], uploaded[1::2], self._capacities, strict=True)
-        self.works = [Work(*part) for part in parts]
+        self.works = [AttentionWork(*part) for part in parts]
         return on_device
 
     def attend(

@@ -116,7 +116,7 @@ class SplitPolicy:
 
 
 @dataclass(frozen=True)
-class Work:
+class AttentionWork:
     """Work items on the device, ``capacity`` of them at most."""
 
     num_items: torch.Tensor

@@ -17,7 +17,7 @@ from pd.transfer.wire.greeting import greet
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
-    from pd.transfer.fake.script import Script, WritePlan
+    from pd.transfer.fake.script import FaultScript, WritePlan
     from pd.transfer.fake.sender import FakeSender
     from pd.transfer.ranges import Block
 
@@ -54,7 +54,7 @@ class FakeLink:
         peer: str,
         address: tuple[str, int],
         key: bytes | None,
-        script: Script,
+        script: FaultScript,
         patience: Patience,
     ) -> None:
         self.own, self.peer, self.address, self.key = own, peer, address, key

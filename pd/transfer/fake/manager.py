@@ -30,7 +30,7 @@ from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
 from pd.transfer.fake.link import FakeLink
 from pd.transfer.fake.nic import FakeNic, FakeReceiver
-from pd.transfer.fake.script import RoomCounter, Script
+from pd.transfer.fake.script import FaultScript, RoomCounter
 from pd.transfer.fake.sender import FakeSender
 from pd.transfer.pool_memory import PoolMemory
 from pd.transfer.pool_shape import missing_tokens, wanted_tokens
@@ -58,7 +58,7 @@ class FakeManager(TransferManager):
         instance_id: str,
         host: str = "127.0.0.1",
         *,
-        script: Script | None = None,
+        script: FaultScript | None = None,
         advertise_host: str = "",
         cluster_key: bytes | None = None,
         patience: Patience | None = None,
@@ -68,7 +68,7 @@ class FakeManager(TransferManager):
         self.patience = patience or Patience()
         self._instance, self._key = instance_id, transfer_key(cluster_key)
         self._host = advertise_host or host
-        self._script = script or Script()
+        self._script = script or FaultScript()
         self._rooms, self._reservations = RoomCounter(), RoomCounter()
         self._memory = PoolMemory(pool)
         self._computed = Computed(pool.memory.device, self.name)

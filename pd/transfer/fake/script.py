@@ -147,7 +147,7 @@ class WritePlan:
     corrupt: list[Corrupt]
 
 
-class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FaultScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A seed and rules; see the module's docstring."""
 
     seed: int = 0
@@ -208,7 +208,7 @@ def _pick(seconds: _Seconds, draw: random.Random) -> float:
     return draw.uniform(*seconds) if isinstance(seconds, list) else seconds
 
 
-def load_script(path: Path) -> Script:
+def load_script(path: Path) -> FaultScript:
     """Read and check a script. Raises UsageError naming the place and what is wrong with it."""
     try:
         content: Any = yaml.safe_load(path.read_text())
@@ -218,7 +218,7 @@ def load_script(path: Path) -> Script:
         reason = " ".join(str(error).split())
         raise UsageError(f"the fake script {path} is neither JSON nor YAML: {reason}") from error
     try:
-        script = msgspec.convert({} if content is None else content, Script)
+        script = msgspec.convert({} if content is None else content, FaultScript)
     except msgspec.ValidationError as error:
         raise UsageError(f"the fake script {path} is wrong: {error}") from error
     for place, rule in enumerate(script.rules):

@@ -17,7 +17,7 @@ from pd.transfer.pool_memory import in_buffer
 from pd.transfer.tcp.host_buffers import DEPTH, Gathers
 from pd.transfer.tcp.inbox import SERVICE
 from pd.transfer.wire.dialler import Dialler, PeerGoneError, longer_pause
-from pd.transfer.wire.greeting import RefusedError
+from pd.transfer.wire.greeting import PeerRefusedError
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class TcpLane:
             except Exception as error:
                 # For example, no memory can be pinned: rooms must not wait for this lane.
                 logger.exception("cannot stage KV for %s", self._link.peer)
-                self._link.refused(RefusedError(f"cannot stage KV in host memory: {error}"))
+                self._link.refused(PeerRefusedError(f"cannot stage KV in host memory: {error}"))
                 return
         # Connecting before there is work saves the first room a round trip or two.
         self._connect()
@@ -165,7 +165,7 @@ class TcpLane:
         except PeerGoneError as error:
             link.nobody_listens(error)
             return False
-        except RefusedError as error:
+        except PeerRefusedError as error:
             link.refused(error)
             return False
         if sock is None:

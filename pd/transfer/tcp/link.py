@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.ranges import Block
     from pd.transfer.wire.dialler import PeerGoneError
-    from pd.transfer.wire.greeting import RefusedError
+    from pd.transfer.wire.greeting import PeerRefusedError
 
 # Large enough that headers and lookups vanish, small enough that rooms take turns on the link.
 FRAME_BYTES = MAX_PAYLOAD
@@ -100,7 +100,7 @@ class TcpLink:
         # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
-        self.refusal: RefusedError | None = None
+        self.refusal: PeerRefusedError | None = None
         self.progress = time.monotonic()
         self._queue: SendQueue[TcpSender] = SendQueue()
         self._memory, self._num_lanes = memory, num_lanes
@@ -167,7 +167,7 @@ class TcpLink:
             for sender in [s for s in self._queue.senders if lane in s.lanes]:
                 sender.fail(error)
 
-    def refused(self, error: RefusedError) -> None:
+    def refused(self, error: PeerRefusedError) -> None:
         """Fail the rooms of a peer that refuses the connection."""
         with self.changed:
             self.refusal = error

@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.transfer.wire.greeting import RefusedError, greet
+from pd.transfer.wire.greeting import PeerRefusedError, greet
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
@@ -50,7 +50,7 @@ class Dialler:
 
         Raises:
             PeerGoneError: nobody listens; another try may find another process.
-            RefusedError: the peer does not want this connection; another try is of no use.
+            PeerRefusedError: the peer does not want this connection; another try is of no use.
         """
         peer = self._peer
         try:
@@ -64,7 +64,7 @@ class Dialler:
             return None
         try:
             greet(sock, self._service, self._own, peer, self._key, self._patience)
-        except RefusedError as error:
+        except PeerRefusedError as error:
             sock.close()
             logger.warning("%s", error)
             raise

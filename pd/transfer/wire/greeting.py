@@ -48,7 +48,7 @@ class GreetingError(Exception):
     """The other side does not belong to this deployment; the message says why."""
 
 
-class RefusedError(TransferError):
+class PeerRefusedError(TransferError):
     """The peer answered and does not want this connection: trying again is of no use."""
 
 
@@ -91,7 +91,7 @@ def greet(
     extended by ``patience``.
 
     Raises:
-        RefusedError: it is not this peer, or one of us lacks the other's key.
+        PeerRefusedError: it is not this peer, or one of us lacks the other's key.
         OSError: the connection broke or timed out.
     """
     ids = check_instance_id(own), check_instance_id(peer)
@@ -103,15 +103,15 @@ def greet(
     reply = _receive_exactly(sock, _REPLY.size, peer, patience)
     magic, _, verdict, _, proof = _REPLY.unpack(reply)
     if magic != MAGIC:
-        raise RefusedError(f"{peer} does not speak the data protocol")
+        raise PeerRefusedError(f"{peer} does not speak the data protocol")
     if verdict != _WELCOME:
-        raise RefusedError(f"{peer} refused the connection: {_VERDICTS.get(verdict, verdict)}")
+        raise PeerRefusedError(f"{peer} refused the connection: {_VERDICTS.get(verdict, verdict)}")
     signed = reply[:-_MAC]
     if not hmac.compare_digest(proof, _proof(key, b"accept", hello, signed)):
-        raise RefusedError(f"{peer} did not prove that it has the cluster key")
+        raise PeerRefusedError(f"{peer} did not prove that it has the cluster key")
     sock.sendall(_proof(key, b"connect", hello, signed))
     if _receive_exactly(sock, 1, peer, patience)[0] != _WELCOME:
-        raise RefusedError(f"{peer} refused the connection: {_VERDICTS[_WRONG_KEY]}")
+        raise PeerRefusedError(f"{peer} refused the connection: {_VERDICTS[_WRONG_KEY]}")
 
 
 def _receive_exactly(sock: socket.socket, size: int, peer: str, patience: Patience | None) -> bytes:

@@ -12,7 +12,7 @@ from pd.core.starvation import Patience
 from pd.transfer.wire.acceptor import Acceptor
 from pd.transfer.wire.channel import Channel, ChannelEvents, DialEvents
 from pd.transfer.wire.dialler import Dialler, PeerGoneError, longer_pause
-from pd.transfer.wire.greeting import RefusedError
+from pd.transfer.wire.greeting import PeerRefusedError
 from pd.transfer.wire.waker import Waker
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Dial:
         except PeerGoneError as error:
             self._tell(error)
             return None
-        except RefusedError as error:
+        except PeerRefusedError as error:
             self._cancelled.set()
             self._tell(error, final=True)
             return None
