@@ -45,6 +45,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_imports.py
+	$(BIN)/python scripts/check_class_names.py
 	$(BIN)/python scripts/render_benchmarks.py --check
 	$(BIN)/python scripts/check_figures.py
 
