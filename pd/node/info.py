@@ -38,7 +38,7 @@ def transfer_info(node: Node) -> dict[str, object]:
         "transfer_backend": best,
         "transfer_backends": offered,
         "peers": peers,
-        "staging": {"quarantined": sum(each.quarantined_slots for each in node.transfers)},
+        "staging": {"quarantined": sum(each.quarantined_buffers for each in node.transfers)},
     }
 
 

@@ -44,13 +44,13 @@ class NodeGauges(Collector):
         with self._core.events.lock:
             pages, queues = memory.counts(), self._queues()
             del pages["total"]  # their sum
-            slots = sum(transfer.quarantined_slots for transfer in self._transfers)
+            buffers = sum(transfer.quarantined_buffers for transfer in self._transfers)
             lookups = {"looked_up": memory.radix.lookup_tokens, "hit": memory.radix.hit_tokens}
         yield _gauge("pd_pages", "Pages by owner", "state", pages)
         yield GaugeMetricFamily(
             "pd_transfer_quarantined_slots",
-            "Staging slots that a transfer of a lost link may still touch",
-            value=slots,
+            "Staging buffers that a transfer of a lost link may still touch",
+            value=buffers,
         )
         yield CounterMetricFamily(
             "pd_run_delay_seconds",

@@ -255,7 +255,7 @@ class TransferManager(ABC):
         return True
 
     @property
-    def quarantined_slots(self) -> int:
+    def quarantined_buffers(self) -> int:
         """Staging buffers, on either side of a link, that a transfer may still read or write after
         its link was lost; shown by the node. 0 for a backend without staging."""
         return 0

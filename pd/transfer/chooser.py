@@ -98,8 +98,8 @@ class ChoosingManager(TransferManager):
         return manager is not None and manager.is_linked(peer)
 
     @property
-    def quarantined_slots(self) -> int:
-        return sum(manager.quarantined_slots for manager in self._managers.values())
+    def quarantined_buffers(self) -> int:
+        return sum(manager.quarantined_buffers for manager in self._managers.values())
 
     def close(self) -> None:
         for manager in self._managers.values():

@@ -151,7 +151,7 @@ class Hosts:
         found = [re.search(r"^pd_run_delay_seconds_total (\S+)", page, re.M) for page in pages]
         return RUN_DELAY.total + sum(float(match[1]) for match in found if match)
 
-    def quarantined_slots(self) -> list[int]:
+    def quarantined_buffers(self) -> list[int]:
         """Staging slots of prefill and decode that a lost transfer may still touch."""
         infos = [node.server_info() for node in (self.prefill, self.decode)]
         return [info["staging"]["quarantined"] for info in infos]
@@ -285,7 +285,7 @@ def test_a_link_that_is_cut_during_a_transfer_and_comes_back(
     done_before = traffic.right
     assert done_before > 2 and not traffic.wrong, (done_before, traffic.wrong)
     if backend in STAGED:
-        assert any(hosts.quarantined_slots()), "nobody knows yet that the writes are over"
+        assert any(hosts.quarantined_buffers()), "nobody knows yet that the writes are over"
 
     # The link returns, and with it whatever was under way: nobody's pages may take it.
     hosts.net.restore()

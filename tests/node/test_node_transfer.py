@@ -148,7 +148,7 @@ def test_auto_uses_nixl_where_it_is_installed() -> None:
 
 def test_staging_slots_in_quarantine_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "AUTO", ("fake", "tcp"))
-    monkeypatch.setattr(TcpManager, "quarantined_slots", 3)
+    monkeypatch.setattr(TcpManager, "quarantined_buffers", 3)
     server = tiny_node("decode", transfer_backend="auto")
     try:
         assert httpx.get(f"{server.url}/server_info").json()["staging"] == {"quarantined": 3}

@@ -45,7 +45,7 @@ def test_a_room_larger_than_all_buffers_goes_through_them(pair) -> None:
     # 3 layers of 64 tokens in buffers of 16 cells, after the first write of the link.
     assert nodes.out.written == [(0, 1)] + [(s, 16 * CELL) for s, _ in nodes.out.written[1:]]
     assert len(nodes.out.written) == 1 + 3 * 12
-    assert nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0
+    assert nodes.p.quarantined_buffers == nodes.d.quarantined_buffers == 0
 
 
 def test_rooms_take_turns_and_a_small_one_does_not_wait_for_a_full_buffer(pair) -> None:
@@ -130,8 +130,8 @@ def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_buffers(pair,
     wait_until(lambda: settled(sender) is TransferState.FAILED and sender.drained(), "the sender")
     wait_until(lambda: settled(receiver) is TransferState.FAILED, "the receiver")
     assert receiver.drained()
-    wait_until(lambda: nodes.p.quarantined_slots == BUFFERS, "P's quarantine")
-    wait_until(lambda: nodes.d.quarantined_slots == BUFFERS, "D's quarantine")
+    wait_until(lambda: nodes.p.quarantined_buffers == BUFFERS, "P's quarantine")
+    wait_until(lambda: nodes.d.quarantined_buffers == BUFFERS, "D's quarantine")
     # They shake hands again, and a new link works beside the old one's writes.
     nodes.introduce()
     first, first_receiver, _ = nodes.room()
@@ -151,7 +151,7 @@ def test_a_write_after_the_end_of_its_link_lands_in_the_link_s_own_buffers(pair,
     assert bool((nodes.target.buffer == 7.0).all())
     assert torch.equal(new.buffers, before)
     nodes.out.held = False
-    wait_until(lambda: nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0, "the end")
+    wait_until(lambda: nodes.p.quarantined_buffers == nodes.d.quarantined_buffers == 0, "the end")
     assert late.closed
     assert old.closed
     nodes.transfer()
@@ -169,8 +169,8 @@ def test_an_end_without_proof_keeps_the_buffers_for_long(pair, monkeypatch) -> N
     (link,) = nodes.d._incoming._links
     begun = time.monotonic()
     link.ended(link._channel, "Connection timed out", False)
-    wait_until(lambda: nodes.d.quarantined_slots == BUFFERS, "the quarantine")
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of the quarantine")
+    wait_until(lambda: nodes.d.quarantined_buffers == BUFFERS, "the quarantine")
+    wait_until(lambda: nodes.d.quarantined_buffers == 0, "the end of the quarantine")
     assert time.monotonic() - begun >= 0.5
 
 
@@ -189,8 +189,8 @@ def test_buffers_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, mo
     nodes = with_buffers_on_device(pair)
     begun = time.monotonic()
     nodes.p._outgoing.link("D")._channel.close()  # as a kernel does for a killed process
-    wait_until(lambda: nodes.d.quarantined_slots == BUFFERS, "the quarantine")
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "the end of the quarantine")
+    wait_until(lambda: nodes.d.quarantined_buffers == BUFFERS, "the quarantine")
+    wait_until(lambda: nodes.d.quarantined_buffers == 0, "the end of the quarantine")
     assert time.monotonic() - begun >= 0.5
 
 
@@ -266,9 +266,9 @@ def test_lost_links_are_counted_and_one_too_many_is_refused(pair) -> None:
     lose_links(nodes)
     with pytest.raises(TransferError, match="4 links to D were lost while something was being"):
         nodes.room()
-    assert nodes.p.quarantined_slots == 4
+    assert nodes.p.quarantined_buffers == 4
     let_go(nodes)
-    wait_until(lambda: nodes.p.quarantined_slots == nodes.d.quarantined_slots == 0, "the end")
+    wait_until(lambda: nodes.p.quarantined_buffers == nodes.d.quarantined_buffers == 0, "the end")
     nodes.transfer()
 
 
@@ -279,10 +279,10 @@ def test_a_link_is_welcome_while_the_lost_ones_are_being_put_away(pair, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(IncomingLink, "_may_go", lambda self: False)
         let_go(nodes)
-        wait_until(lambda: nodes.p.quarantined_slots == 0, "the end of P's links")
-        wait_until(lambda: nodes.d.quarantined_slots == 4 * BUFFERS, "the end of D's links")
+        wait_until(lambda: nodes.p.quarantined_buffers == 0, "the end of P's links")
+        wait_until(lambda: nodes.d.quarantined_buffers == 4 * BUFFERS, "the end of D's links")
         nodes.transfer()
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "D's buffers")
+    wait_until(lambda: nodes.d.quarantined_buffers == 0, "D's buffers")
 
 
 def test_a_failed_write_ends_its_rooms_and_the_next_works(pair) -> None:
@@ -334,7 +334,7 @@ def test_a_link_whose_library_raises_is_driven_no_more(pair, monkeypatch) -> Non
     for _ in range(20):
         turn()
     assert lost not in driven
-    assert nodes.p.quarantined_slots == 1, "what the library still does is unknown"
+    assert nodes.p.quarantined_buffers == 1, "what the library still does is unknown"
     # A room that D opens before it learns of the end would end with the link.
     wait_until(lambda: not any(link.live for link in nodes.d._incoming._links), "the end of it")
     nodes.transfer()
@@ -443,7 +443,7 @@ def test_of_links_that_hold_buffers_the_one_used_longest_ago_gives_way(
         wait_until(
             lambda: nodes.out.paths[0].closed and nodes.into.targets[0].closed, "the buffers"
         )
-        assert many.quarantined_slots == one.quarantined_slots == 0
+        assert many.quarantined_buffers == one.quarantined_buffers == 0
         # It is connected again, and takes buffers again when it has to.
         wait_until(lambda: nodes.d.is_linked("P"), "the link")
         nodes.transfer()

@@ -111,9 +111,9 @@ def test_a_block_that_cannot_be_ends_the_link(raw, caplog, buffer, block, reason
     # Its buffers stay until it is gone.
     while p.receive() is not None:
         pass
-    assert nodes.d.quarantined_slots == BUFFERS
+    assert nodes.d.quarantined_buffers == BUFFERS
     p.sock.close()
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "the proof")
+    wait_until(lambda: nodes.d.quarantined_buffers == 0, "the proof")
 
 
 def test_a_buffer_cannot_be_filled_again_before_it_was_freed(raw) -> None:
@@ -124,7 +124,7 @@ def test_a_buffer_cannot_be_filled_again_before_it_was_freed(raw) -> None:
     assert settled(receiver) is TransferState.FAILED
     assert "buffer 0 is not P's to fill" in str(receiver.error)
     p.sock.close()
-    wait_until(lambda: nodes.d.quarantined_slots == 0, "the proof")
+    wait_until(lambda: nodes.d.quarantined_buffers == 0, "the proof")
 
 
 def test_a_peer_whose_lost_links_may_still_write_gets_no_more_buffers(pair) -> None:
@@ -152,6 +152,6 @@ def test_buffers_that_cannot_be_freed_are_bounded(pair, monkeypatch) -> None:
         answers.append(type(p.answer))
         p.sock.close()
         kept = min(number + 1, 8)
-        wait_until(lambda kept=kept: nodes.d.quarantined_slots == kept * BUFFERS, "its end")
+        wait_until(lambda kept=kept: nodes.d.quarantined_buffers == kept * BUFFERS, "its end")
         wait_until(lambda kept=kept: len(nodes.d._incoming._links) == kept, "the refused one's end")
     assert answers == 8 * [BuffersReady] + 4 * [Refused]

@@ -136,12 +136,12 @@ def test_a_link_is_given_up_before_a_library_that_knows_nothing_of_starvation_do
     patience.starved = False
     assert settled(sender) is TransferState.FAILED
     assert "the link to D was lost: nothing was written for" in str(sender.error)
-    assert nodes.p.quarantined_slots > 0, "the library may still write"
+    assert nodes.p.quarantined_buffers > 0, "the library may still write"
     receiver.abort()
     patience.starved = True
     nodes.out.held = False
     nodes.transfer()
-    wait_until(lambda: nodes.p.quarantined_slots == 0, "the library's word")
+    wait_until(lambda: nodes.p.quarantined_buffers == 0, "the library's word")
 
 
 def test_nvlink_waits_for_a_starved_peer_to_open_its_channel(monkeypatch) -> None:

@@ -118,10 +118,10 @@ class _Node:
         return self.pool.buffer[:, :, _slots(room)].numpy().copy()
 
     def quarantined(self) -> int:
-        return getattr(self.manager, "quarantined_slots", 0)
+        return getattr(self.manager, "quarantined_buffers", 0)
 
     def owed(self) -> int:
-        """Slots of a staged backend that decode nodes have not given back after use."""
+        """Buffers of a staged backend that decode nodes have not given back after use."""
         return self.manager._outgoing.held
 
     def cpu_seconds(self) -> float:

@@ -108,7 +108,7 @@ class StagedManager(TransferManager):
         self.counters = self._incoming.counters
 
     @property
-    def quarantined_slots(self) -> int:
+    def quarantined_buffers(self) -> int:
         """Staging buffers of lost links, P's and D's, that a library may still read or write."""
         return self._outgoing.quarantined + self._incoming.quarantined
 
