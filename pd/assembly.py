@@ -128,7 +128,7 @@ def _measured_costs(config: NodeConfig, engine: Engine) -> CostModel:
 
 
 def make_grammars(config: NodeConfig, engine: Engine) -> Grammars:
-    """What compiles the grammars of requests; children start with the first."""
+    """Create the compiler of requests' grammars; its processes start with the first grammar."""
     vocabulary = _vocabulary(config, engine.model_config)
     limits = CompileLimits(config.grammar_cpu_seconds, config.grammar_memory, MAX_COMPILED_BYTES)
     jump_forward = config.grammar_jump_forward

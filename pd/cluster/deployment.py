@@ -53,7 +53,7 @@ class Process:
 
     @property
     def url(self) -> str:
-        """Its URL for other hosts; empty while it is starting."""
+        """URL of the process for other hosts; empty while the process is starting."""
         return serving.public_url(self.local_url, self.host.address) if self.local_url else ""
 
 
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Where clients send requests."""
+        """URL to which clients send requests; empty while there is none."""
         return "" if self.proxy is None else self.proxy.url
 
 
@@ -110,7 +110,7 @@ class Deployment:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """What has been started, by layout."""
+        """Layouts of which a process has been started, by name."""
         found: dict[str, Layout] = {}
         for process in self.servers:
             layout = found.setdefault(process.state.layout, Layout([], None))
@@ -122,7 +122,7 @@ class Deployment:
 
     @property
     def urls(self) -> dict[str, str]:
-        """Where clients send requests, by layout."""
+        """URLs to which clients send requests, by layout."""
         return {name: layout.url for name, layout in self.layouts.items()}
 
     def check(self) -> None:

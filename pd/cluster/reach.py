@@ -27,7 +27,7 @@ class Reach(Protocol):
 
 
 class Local(msgspec.Struct, frozen=True, tag="local"):
-    """This machine."""
+    """Runs the agent on the machine of the caller."""
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         return list(arguments)

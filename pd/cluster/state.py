@@ -1,6 +1,7 @@
-"""This machine's record of a deployment that is up, for ``status`` and ``down``.
+"""Record, on the machine that started it, of a deployment that is up, for ``status`` and ``down``.
 
-Processes are recorded on the hosts, where they run. Here is only how to get there; no secrets.
+Processes are recorded on the hosts, where they run. This record only tells how to reach the hosts;
+it has no secrets.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     @property
     def logs(self) -> Path:
-        """Where logs and metrics of all hosts are collected, on this machine."""
+        """Directory on this machine in which logs and metrics of all hosts are collected."""
         if self.log_directory is not None:
             return Path(self.log_directory)
         return state_directory() / self.deployment / self.run / "logs"

@@ -118,7 +118,7 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def kv_events_config(text: str) -> KVEventsConfig:
-    """What a node publishes, as a JSON object."""
+    """Parse the JSON object that says which events a node publishes."""
     try:
         return parse_kv_events_config(text)
     except UsageError as error:

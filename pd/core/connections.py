@@ -98,7 +98,7 @@ def raise_file_limit() -> None:
 
 
 class ConnectionSource(Protocol):
-    """Where connections come from: a socket that listens, or that is like one in this."""
+    """Source of connections: a listening socket, or an object with these methods of one."""
 
     def fileno(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""What a request's output has to look like."""
+"""Grammars: the form that a request's output has to have."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ OF_TYPES = {
 
 
 class Place(NamedTuple):
-    """Where a schema stands inside another.
+    """Position of a schema inside another.
 
     Attributes:
         steps: keyword, and name or number if it has several schemas.

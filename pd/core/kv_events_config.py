@@ -18,7 +18,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 
 
 class EventsEndpoint(NamedTuple):
-    """Where a socket listens: an address, and a port, or 0 for any free one."""
+    """Address on which a socket listens, and its port, or 0 for any free one."""
 
     host: str
     port: int
@@ -67,7 +67,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def endpoints(self) -> tuple[EventsEndpoint, EventsEndpoint | None]:
-        """Where events and replays are served. Raises UsageError for what is no endpoint."""
+        """Endpoints of events and of replays. Raises UsageError for a text that is no endpoint."""
         replay = self.replay_endpoint
         return parse_endpoint(self.endpoint), None if replay is None else parse_endpoint(replay)
 

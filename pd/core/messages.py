@@ -170,7 +170,7 @@ class TokenLogprobs(msgspec.Struct, forbid_unknown_fields=True, array_like=True)
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True):
-    """Why a choice ended. ``matched``: the token id that ended it, for ``stop``."""
+    """Reason why a choice ended. ``matched``: the token id that ended it, for ``stop``."""
 
     type: Literal["stop", "length"]
     matched: int | None = None

@@ -1,4 +1,4 @@
-"""What a node reports of its load, for proxies that predict how long a request would take there."""
+"""Load that a node reports, for proxies that predict how long a request would take there."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _PART = re.compile(
 
 
 def alternatives(pattern: str) -> list[list[str]]:
-    """What stands between the ``|`` of a pattern outside of groups: classes, escapes, beginnings of
-    groups, and single characters."""
+    """Split a pattern at the ``|`` outside of groups. Each alternative is a list of classes,
+    escapes, beginnings of groups, and single characters."""
     found: list[list[str]] = [[]]
     depth = 0
     for part in _PART.findall(pattern):
@@ -44,8 +44,8 @@ SEVERAL = frozenset("dDwWsS")
 
 
 def members(part: str) -> list[tuple[str, str]]:
-    """What a class names, first and last of each range; the last is empty for a single one. A part
-    that is no class names itself."""
+    """Return the first and last character of each range of a class; the last is empty for a single
+    character. A part that is no class stands for itself."""
     if part.startswith("[") and part != "[":
         return _RANGE.findall(part[2 if part[1:2] == "^" else 1 : -1])
     return [(part, "")]

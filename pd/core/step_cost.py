@@ -1,4 +1,4 @@
-"""How long a node's steps take: a formula that a node fits and publishes, and a proxy evaluates."""
+"""Time of a node's steps: a formula that a node fits and publishes, and a proxy evaluates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def graph_rows(rows: int) -> int:
 
 
 class StepShape(NamedTuple):
-    """What one step computes.
+    """Amounts of work of one step.
 
     Attributes:
         tokens: prompt tokens.
@@ -106,7 +106,7 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(coefficient * feature for coefficient, feature in pairs)
 
     def features(self, shape: StepShape) -> tuple[float, ...]:
-        """What the coefficients are multiplied by."""
+        """Numbers by which the coefficients are multiplied."""
         low, high = KNEES
         rows = shape.tokens + shape.streams
         if shape.tokens and rows <= self.graphs:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def nvlink_obstacle(prefill: Published, decode: Published) -> str | None:
-    """Why P cannot store into D's GPU memory, or None if it can.
+    """Return why P cannot store into D's GPU memory, or None if it can.
 
     ``nvlink`` publishes:
 
@@ -43,7 +43,7 @@ def nvlink_obstacle(prefill: Published, decode: Published) -> str | None:
 
 
 def nixl_obstacle(prefill: Published, decode: Published) -> str | None:
-    """Why UCX cannot connect P and D, or None if it can.
+    """Return why UCX cannot connect P and D, or None if it can.
 
     ``nixl`` publishes ``reach``: ``network`` where UCX may open ports; otherwise what processes of
     one host have in common that can copy to each other's memory, and between those it opens none.

@@ -231,7 +231,7 @@ class StepGraphs(ABC):
 
 
 def wanted_rows(items: Sequence[ForwardItem], lengths: Int64Array) -> Int64Array:
-    """Which rows of a step have logits that are wanted, int64."""
+    """Return the rows of a step whose logits are wanted, int64."""
     wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
     ends = np.cumsum(lengths)
     rows: Int64Array = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())

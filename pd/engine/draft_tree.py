@@ -62,7 +62,7 @@ class DraftTree:
 
     @cached_property
     def visible(self) -> BoolArray:
-        """What the root and then the guesses see of one another: bool ``[1 + size, 1 + size]``, as
+        """Mask of attention among the root and then the guesses: bool ``[1 + size, 1 + size]``, as
         :class:`pd.kernels.attention.AttentionBatch` wants it."""
         seen = np.eye(1 + self.size, dtype=np.bool_)
         for index, parent in enumerate(self.parents.tolist(), 1):

@@ -66,8 +66,8 @@ class ForwardItem:
         return self.tree is not None and not self.tree.is_chain
 
     def visible(self) -> BoolArray | None:
-        """What the new tokens see of one another, as
-        :class:`pd.kernels.attention.AttentionBatch` wants it."""
+        """Mask of attention among the new tokens, as
+        :class:`pd.kernels.attention.AttentionBatch` wants it; None if it is causal."""
         if self.tree is None or self.tree.is_chain:
             return None
         root = len(self.token_ids) - self.tree.size - 1

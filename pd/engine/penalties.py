@@ -159,7 +159,7 @@ class Penalties:
 
 
 class _Collected:
-    """What :class:`PenalizedRows` says, on the host."""
+    """Contents of :class:`PenalizedRows`, collected on the host."""
 
     def __init__(self) -> None:
         self.counted: list[tuple[int, int, int]] = []

@@ -165,7 +165,8 @@ class SamplingState:
         )
 
     def failure(self, error: str) -> PDError:
-        """Why a token could not be drawn, which the sampler tells as ``error``."""
+        """Return the error of a request for which no token could be drawn; the sampler said
+        ``error``."""
         if self.rules is None or self.params.grammar is None:
             return NodeFailedError(error)
         return InvalidRequestError(

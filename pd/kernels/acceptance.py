@@ -1,4 +1,4 @@
-"""Which drafted tokens a step accepts, found on the device.
+"""Acceptance of drafted tokens, found on the device.
 
 A draft is a tree whose root is the last known token (:class:`pd.speculative.draft.Draft`). The
 model samples a token after the root and after each guess. A guess is accepted if it equals the

@@ -216,8 +216,8 @@ def scores(
     noise_at: torch.Tensor,
     token_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What :func:`sample_rows` compares without filters: logits divided by the temperature, and
-    noise; at temperature 0 logits alone. Nothing waits for a GPU.
+    """Return the values that :func:`sample_rows` compares without filters: logits divided by the
+    temperature, and noise; at temperature 0 logits alone. Nothing waits for a GPU.
 
     Args:
         logits, temperatures, noise_at, token_ids: see :func:`sample_rows`.

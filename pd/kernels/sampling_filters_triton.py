@@ -103,7 +103,7 @@ def _count_bins(
     PER_UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many values of one chunk of one row are in each bin."""
+    """Count the values of one chunk of one row that are in each bin."""
     start_next(PDL)
     wait_for_previous(PDL)
     row, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
@@ -134,8 +134,8 @@ def _choose_bins(
     CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many of a row's leading bins have no more than CANDIDATES values together, where each
-    chunk's go among these, and how many there are."""
+    """Find how many of a row's leading bins have no more than CANDIDATES values together, where
+    each chunk's values go among these, and how many there are."""
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel model share weights and combine results.
+"""Tensor parallelism: ranks share a model's weights and combine their results.
 
 The division is that of Megatron-LM (Shoeybi et al., 2019): a rank has some of the heads and some of
 the MLP's columns, and the rows of the projections behind them, so that a layer needs two sums over

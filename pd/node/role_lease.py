@@ -44,7 +44,7 @@ class RoleLease:
             self._until = now + LEASE_SECONDS
 
     def state(self, now: float) -> RoleState:
-        """What proxies are told."""
+        """Return the role and its lease as heartbeats tell proxies."""
         self._end(now)
         decider = self._holder.decode(errors="replace")
         return RoleState(self._role, self._fixed, decider, self._term)

@@ -23,8 +23,8 @@ _MAX_GROUPS = 32
 
 
 def layers_per_group(num_layers: int) -> int:
-    """How many layers' KV is sent together: 4; fewer in shallow models (at most four groups), more
-    in models so deep that 4 would make more than 32 groups."""
+    """Return the number of layers whose KV is sent together: 4; fewer in shallow models (at most
+    four groups), more in models so deep that 4 would make more than 32 groups."""
     return max(min(_LAYER_GROUP, -(-num_layers // 4)), -(-num_layers // _MAX_GROUPS))
 
 

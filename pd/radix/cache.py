@@ -129,7 +129,7 @@ class RadixCache:
         return MatchResult(_pages_of(path), path[-1])
 
     def peek(self, tokens: IntArray, namespace: str = "", *, max_tokens: int | None = None) -> int:
-        """How many tokens ``match`` would find, in whole pages, without any effect."""
+        """Count the tokens that ``match`` would find, in whole pages, without any effect."""
         _, matched, _ = self._walk(self._key(tokens, max_tokens), namespace)
         return matched // _INT32.itemsize
 

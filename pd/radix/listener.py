@@ -1,4 +1,4 @@
-"""What a radix cache reports to those who want to know what is cached."""
+"""Interface to which a radix cache reports the pages that it keeps and evicts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ HASH_BYTES = 8
 
 
 def first_hash(namespace: str) -> bytes:
-    """What the hashes of a namespace begin with, so that those of no two namespaces are equal."""
+    """Hash from which those of a namespace are derived, so that no two namespaces share one."""
     return blake2b(namespace.encode(), digest_size=HASH_BYTES, person=b"pd namespace").digest()
 
 

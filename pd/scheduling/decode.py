@@ -195,7 +195,7 @@ class DecodeScheduler:
                 self._limit_ahead(work, length)
 
     def _draft_limit(self, work: Work) -> int:
-        """How many tokens may be drafted for a work, or behind it if it has its draft."""
+        """Number of tokens that may be drafted for a work, or behind it if it has its draft."""
         sequence = work.sequence
         # One token more than was drafted comes out of a step.
         most = self._output_left(sequence) - 1
@@ -226,8 +226,8 @@ class DecodeScheduler:
         return choice.params.max_tokens - choice.num_output_tokens
 
     def _room_for(self, work: Work, wanted: int) -> int:
-        """How many tokens after a work's last one have pages, of ``wanted`` at most, after more
-        pages were added. No draft takes a page that a running sequence may need for its next
+        """Add pages for ``wanted`` tokens after a work's last one, and return how many of these
+        tokens have pages. No draft takes a page that a running sequence may need for its next
         token."""
         memory, sequence = self._memory, work.sequence
         missing = memory.pages_for(work.stop + wanted) - len(sequence.pages)

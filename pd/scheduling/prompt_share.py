@@ -1,4 +1,4 @@
-"""Which part of a node's recent time prompts took, and will take."""
+"""Part of a node's recent time that prompts took, and the part that they will take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside answers, so that these keep their pace."""
+"""Number of prompt tokens that a step computes beside answers, so that these keep their pace."""
 
 from __future__ import annotations
 

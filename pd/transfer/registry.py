@@ -179,7 +179,7 @@ def _make_auto(setup: TransferSetup) -> TransferManager:
 
 
 def _auto_obstacle(name: str, setup: TransferSetup) -> str | None:
-    """Why ``auto`` cannot offer a backend, as far as can be told before it is loaded."""
+    """Return why ``auto`` cannot offer a backend, as far as is known before it is loaded."""
     backend = _BUILT_IN[name]
     if len(setup.pool.planes[0].parts) > 1 and backend.one_device:
         return "it moves the KV of one device, and --tp-size divides it among several"

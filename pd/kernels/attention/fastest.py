@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class FastestAttention(FlashInferAttention):
-    """What no graph holds by FlashInfer, and graphs of decode steps by our Triton kernel: each is
-    the faster of the two there on an H200, but for one long sequence (``benchmarks/attention.py``
-    measures both). Graphs of mixed steps, and those that verify and draft, are Triton's alone."""
+    """Attention by FlashInfer outside of CUDA graphs, and by our Triton kernel in graphs of decode
+    steps: each is the faster of the two there on an H200, but for one long sequence
+    (``benchmarks/attention.py`` measures both). Graphs of mixed steps, and those that verify and
+    draft, are Triton's alone."""
 
     name = "flashinfer+triton"
 

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVEvents(Collector):
-    """Gives the publisher what changed in the node's prefix cache. The node is not started yet; its
-    lock is held by who calls :meth:`flush`."""
+    """Gives the publisher the changes of the node's prefix cache. The node is not started yet. The
+    caller of :meth:`flush` holds the node's lock."""
 
     def __init__(self, core: NodeCore, publisher: KVEventPublisher) -> None:
         self._log = BlockLog(core.memory.radix, core.memory.num_pages)
@@ -41,7 +41,7 @@ class KVEvents(Collector):
             self._publisher.publish(changes)
 
     def info(self) -> dict[str, str | None]:
-        """Where to subscribe."""
+        """Endpoints and topic for subscribers."""
         publisher = self._publisher
         return {
             "endpoint": publisher.endpoint,

@@ -27,7 +27,7 @@ END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class _Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True, gc=False):
-    """What happened to blocks of the cache."""
+    """Base of events of blocks of the cache."""
 
 
 class BlockStored(_Event):

@@ -73,8 +73,8 @@ class OutgoingPeer:
         self._queue.remove(sender)
 
     def opening_failure(self, waiting_since: float) -> str:
-        """Why a room that has waited since then should wait no longer for a link; empty if it
-        should."""
+        """Return why a room that has waited since then should wait no longer for a link; empty if
+        it should wait."""
         waited = time.monotonic() - max(self._failing_since, waiting_since)
         return f"{self._failure} (tried for {waited:.0f} s)" if waited > OPENING_SECONDS else ""
 

@@ -299,9 +299,10 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket, int]]:
-    """This process's TCP sockets: descriptor, a duplicate that is open until the next step, port.
+    """Yield descriptor, duplicate and port of each TCP socket of this process. The duplicate
+    is open until the next step.
 
-    Other threads open and close descriptors meanwhile, so what is looked at is the duplicate.
+    Other threads open and close descriptors meanwhile, so the duplicate is looked at.
     """
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
