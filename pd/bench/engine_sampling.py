@@ -1,4 +1,4 @@
-"""How the requests of a workload are sampled."""
+"""Sampling parameters of the requests of a workload."""
 
 from __future__ import annotations
 

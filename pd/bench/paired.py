@@ -101,7 +101,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def is_better_if_less(measure: Measure) -> bool | None:
-    """Which way a measure improves, by its name or its row's ``unit``; None if neither says."""
+    """Return whether a smaller value is better, by a measure's name or its row's ``unit``; None if
+    neither says."""
     unit = dict(measure.row).get("unit")
     if unit is not None:
         return _MORE_IS_BETTER_UNIT.search(unit) is None

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def no_verdict() -> str | None:
-    """Why nothing measured here can be judged by the bars; None where it can."""
+    """Return why nothing measured here can be judged by the bars; None where it can."""
     cpu = describe_machine()["cpu"]
     if cpu != BAR_CPU:
         return f"the bars were set on {BAR_CPU}, this is {cpu or 'an unknown processor'}"

@@ -75,7 +75,7 @@ Action = (
 
 
 class Outcome(msgspec.Struct, omit_defaults=True):
-    """What one process says about an action: a value that can be JSON, or an error."""
+    """Result of an action in one process: a value that can be JSON, or an error."""
 
     value: object = None
     error: ErrorInfo | None = None

@@ -160,11 +160,11 @@ class AdminAPI:
         return json_response(AbortResult(aborted=count))
 
     async def _count(self, action: Action) -> int:
-        """The sum of what all processes count."""
+        """Return the sum of all processes' counts."""
         return sum(cast("list[int]", await self._everywhere(action)))
 
     async def flush_cache(self, request: Request) -> Response:
-        """Drops the prefix caches of all nodes that proved who they are; others are not asked."""
+        """Drops the prefix caches of all nodes that proved their identity; others are not asked."""
         workers = [worker for worker in self._pool.workers if worker.info is not None]
         skipped = [worker.url for worker in self._pool.workers if worker.info is None]
         results = await asyncio.gather(

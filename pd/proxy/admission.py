@@ -1,4 +1,4 @@
-"""Which requests are let into the system, and which names they have."""
+"""Admission of requests into the system, and their names."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Admission:
         self._ledger.add(-spec.params.n, -len(spec.token_ids))
 
     def release_rids(self, rids: set[tuple[str, str]]) -> None:
-        """These names are free again."""
+        """Free the names again."""
         self._rids -= rids
 
     def _check_room(self, num_choices: int, num_tokens: int) -> None:

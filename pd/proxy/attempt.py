@@ -245,7 +245,7 @@ def _all_choices(generation: Generation) -> GenerateInput:
 
 
 def _one_choice(generation: Generation, choice: Choice, *, keeps_token_1: bool) -> GenerateInput:
-    """What continues one choice: with its own seed, behind the tokens that it has."""
+    """Return the input that continues one choice: with its own seed, behind the tokens it has."""
     spec = generation.spec
     params = replace(
         spec.params,

@@ -53,7 +53,7 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """Why the node is out, for people; empty while it is in."""
+        """Reason why the node is out, for people; empty while it is in."""
         if self.stuck:
             return STUCK
         if self._out_until is None:

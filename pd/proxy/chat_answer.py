@@ -25,7 +25,7 @@ class ChatAnswer:
         return self._calls_end and self._calls > 0
 
     def deltas(self, delta: Delta) -> list[dict[str, Any]]:
-        """What the client gets of a part of the answer, in OpenAI's shape; at least one."""
+        """Return the client's deltas for a part of the answer, in OpenAI's shape; at least one."""
         found = [self._delta(event) for event in merged(self._read(delta))]
         if not found:
             found.append({} if delta.finish is not None else {"content": ""})

@@ -34,7 +34,7 @@ class TextPart(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """What was called."""
+    """Function that was called, and its arguments."""
 
     name: str
     arguments: Annotated[str | dict[str, object], Field(description="JSON of an object.")]

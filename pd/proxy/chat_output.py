@@ -1,4 +1,4 @@
-"""What the answer to a chat request has to look like, and how it is read."""
+"""Form that the answer to a chat request has to have, and the parser that reads it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BEHIND: Stage = "behind"
 
 
 class OutputPlan(NamedTuple):
-    """How answers to a request are constrained and read.
+    """Constraint and parser of the answers to a request.
 
     Attributes:
         grammar_fields: the fields of the request that the grammar was made from.
@@ -96,7 +96,7 @@ def _grammar(
 
 
 def _numbers(asked: ChatRequest) -> dict[str, int]:
-    """Where each function stands in the request."""
+    """Return the position of each function in the request, by name."""
     assert asked.tools is not None
     return {function.name: number for number, function in enumerate(asked.tools.functions)}
 
@@ -116,7 +116,8 @@ def _fields_of_tools(asked: ChatRequest, family: ToolFamily) -> GrammarFields:
 
 
 def _family(asked: ChatRequest, text: TextModel, template: ChatTemplate) -> ToolFamily | None:
-    """How calls are written, if the model may call functions. Raises InvalidRequestError."""
+    """Return the family of the model's calls; None if the request allows none. Raises
+    InvalidRequestError."""
     if asked.choice.mode == "none":
         return None
     family = text.tool_family(template)

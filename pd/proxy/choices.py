@@ -35,8 +35,8 @@ class OptionLogprobs(NamedTuple):
         return _mean(self.conditional)
 
     def token(self, position: int) -> tuple[int, int] | None:
-        """What stands at a position of the option; equal for options with the same token in the
-        same place, and None behind the end."""
+        """Return a key of the token at a position of the option; equal for options with the same
+        token in the same place, and None behind the end."""
         if position >= len(self.conditional):
             return None
         return self.start, self.conditional[position].token_id

@@ -182,7 +182,7 @@ class _CompletionRenderer:
 
 
 def _prompt_offsets(spec: Spec) -> list[int]:
-    """Where each prompt token begins in the echoed text."""
+    """Return the offset of each prompt token in the echoed text."""
     detokenizer = new_detokenizer(spec.text_model, spec.skip_special_tokens)
     offsets, length = [], 0
     for token in spec.token_ids.tolist():

@@ -79,7 +79,8 @@ class ProxyConfig:
         return (self.slo_itl_ms or 0.0) / 1e3
 
     def make_predictor(self) -> Predictor | None:
-        """What chooses among elastic nodes; None if roles and the policy do."""
+        """Return the predictor that chooses among elastic nodes; None if roles and the policy
+        choose."""
         if self.elastic == "off" or self.policy != "cache_aware":
             return None
         from pd.proxy.prediction import Predictor

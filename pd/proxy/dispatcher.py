@@ -405,8 +405,8 @@ class Dispatcher:
             generation.linger = loop.call_later(LINGER_SECONDS, self._settle, generation)
 
     def _deliver_held(self, generation: Generation) -> None:
-        """What only the first node knows is there, or is not waited for: pass on what waits for
-        it."""
+        """Pass on the output that waited for the first node's part, which has come or is waited for
+        no more."""
         if generation.held and not generation.lacks_prompt_logprobs:
             for choice, added in generation.held.items():
                 self._notify(generation, choice, added)

@@ -368,7 +368,7 @@ class Generation:
 
     @property
     def _num_prompt_logprobs(self) -> int:
-        """How many were asked for."""
+        """Number of prompt log probabilities that were asked for."""
         start = self.spec.params.prompt_logprobs_start
         return 0 if start is None else len(self.spec.token_ids) - start
 

@@ -1,4 +1,4 @@
-"""Which field of a request a grammar, or a part of it, was made from."""
+"""Fields of a request from which a grammar, or a part of it, was made."""
 
 from __future__ import annotations
 

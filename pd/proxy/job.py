@@ -151,7 +151,7 @@ class Job:
         return self._unread_tokens > MAX_UNREAD_TOKENS * choices
 
     def deliver(self) -> None:
-        """All that is new for now was notified: write it, or wake who waits for it."""
+        """All that is new for now was notified: write it, or wake the task that waits for it."""
         if self.write_news is None or not self.write_news():
             self._changed.set()
 

@@ -1,8 +1,8 @@
-"""Which JSON schemas are enforced: keywords that xgrammar reads over are refused by name.
+"""Check of JSON schemas: keywords that xgrammar reads over are refused by name.
 
-What is enforced was found out by asking xgrammar 0.2.8 whether it takes instances that each keyword
-forbids (``tests/proxy/test_json_schemas.py`` asks again), after schemas were rewritten for it
-(:mod:`pd.grammar.json_schemas`).
+The keywords that are enforced were found by asking xgrammar 0.2.8 whether it takes instances that
+each keyword forbids (``tests/proxy/test_json_schemas.py`` asks again), after schemas were rewritten
+for it (:mod:`pd.grammar.json_schemas`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _at(*steps: str) -> str:
 
 
 def _complaint(root: object, part: dict[str, Any] | bool, place: Place) -> str | None:
-    """What of one schema is not enforced, without those inside it."""
+    """Name the part of one schema that is not enforced; schemas inside it are not looked at."""
     if isinstance(part, bool):
         may_be_false = place.depth > 0 and place.steps[0] in _MAY_BE_FALSE
         return None if part or may_be_false else "the schema 'false', which allows nothing,"
@@ -171,7 +171,7 @@ def _complaint_of_numbers(part: dict[str, Any]) -> str | None:
 
 
 def _complaint_of_names(part: dict[str, Any]) -> str | None:
-    """What is said about names of properties that are not given."""
+    """Name a keyword about names of properties that is not enforced."""
     patterns = part.get("patternProperties")
     beside = [name for name in ("properties", "required") if part.get(name)]
     if patterns:

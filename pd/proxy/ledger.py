@@ -53,7 +53,7 @@ class Ledger:
         self._table[self._start + _TURNED] = time.monotonic_ns()
 
     def closed(self, row: int) -> int:
-        """How many of the connections that a process was given are closed."""
+        """Return how many of the connections that a process was given are closed."""
         return self._table[row * _COLUMNS + _CLOSED]
 
     def stood_still(self, row: int) -> float:

@@ -41,7 +41,7 @@ class Capacity(NamedTuple):
 
 
 def capacity_of(group: Sequence[Worker]) -> Capacity:
-    """What a request may need that these nodes serve, of which the last one generates."""
+    """Return the capacity of a route through these nodes, of which the last one generates."""
     infos = [worker.info for worker in group if worker.info is not None]
     context_length = min(info.context_length for info in infos)
     prompt = min(context_length - 1, *(info.pool_tokens for info in infos))
@@ -70,7 +70,7 @@ class Limits(NamedTuple):
 
     @property
     def _bounds(self) -> str:
-        """What bounds requests that fit into the longest context, for people."""
+        """Bounds, for people, of requests that fit into the longest context."""
         contexts = {route.context_length for route in self.routes}
         return "KV pools" if len(contexts) == 1 else "contexts and KV pools"
 

@@ -15,7 +15,7 @@ _MAX_MARKS = 64
 
 
 class _Sent(NamedTuple):
-    """What was sent to a node so far: seconds of prefill, streams, their tokens."""
+    """Work that was sent to a node so far: seconds of prefill, streams, their tokens."""
 
     seconds: float = 0.0
     streams: int = 0

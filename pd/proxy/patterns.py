@@ -1,4 +1,4 @@
-"""Which regular expressions in JSON schemas are enforced."""
+"""Check of regular expressions in JSON schemas: those that are not enforced are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def what_is_not_enforced_of(pattern: object) -> str | None:
 
 
 def _complaint(part: str) -> str | None:
-    """What is wrong with a part that is neither the first nor the last anchor."""
+    """Describe the error of a part that is neither the first nor the last anchor."""
     if part in ("^", "$"):
         return "has an anchor inside"
     if part.startswith("(?") and not (part.endswith(":") or part[-1] == ">"):

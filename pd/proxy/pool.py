@@ -372,7 +372,7 @@ class WorkerPool:
                 elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
                     worker.problem = DEAF
                     log.warning("%s %s", worker.url, DEAF)
-            # NOTE: after this process stood still, heartbeats say first who has the leases now.
+            # NOTE: after this process stood still, heartbeats first say which proxy has the leases.
             if self._roles is not None and late <= HEARTBEAT_INTERVAL:
                 self._roles.look(time.monotonic())
             due = time.monotonic() + HEARTBEAT_INTERVAL

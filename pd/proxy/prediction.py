@@ -91,7 +91,7 @@ class Predicted(NamedTuple):
 
     @property
     def way(self) -> str:
-        """How the request goes, as a label of metrics."""
+        """Way of the request through the nodes, as a label of metrics."""
         if self.first is self.decode:
             return "whole"
         swapped = self.first.role == "decode" or self.decode.role == "prefill"

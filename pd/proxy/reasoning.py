@@ -32,7 +32,7 @@ class ReasoningTags(NamedTuple):
     implied: bool = False
 
     def stage(self, tail: str, continued: str | None) -> Stage:
-        """Where an answer begins.
+        """Return the stage in which an answer begins.
 
         Args:
             tail: the end of the prompt.

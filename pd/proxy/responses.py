@@ -48,7 +48,7 @@ StopReason = Annotated[
 
 
 class Ending(TypedDict):
-    """How a choice ended; null before it does."""
+    """Reasons why a choice ended; null before it does."""
 
     finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: StopReason
@@ -127,7 +127,7 @@ class ChatLogprobs(TypedDict):
 
 
 class FunctionCall(TypedDict):
-    """What is to be called."""
+    """Function that is to be called, and its arguments."""
 
     name: str
     arguments: Annotated[
@@ -226,7 +226,7 @@ class ChatChunk(ChatHead):
 
 
 class NativeFinish(TypedDict):
-    """Why an answer ended."""
+    """Reason why an answer ended."""
 
     type: Literal["stop", "length", "abort"]
     matched: NotRequired[

@@ -1,4 +1,4 @@
-"""Which of several proxies decides on roles.
+"""Leases by which one of several proxies decides on roles.
 
 Every elastic node grants a lease to one proxy at a time (:mod:`pd.node.role_lease`) and says in its
 heartbeats to which. The proxy with the leases of more than half of the elastic nodes decides. A

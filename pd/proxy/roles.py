@@ -47,7 +47,7 @@ class _RoleLoads(NamedTuple):
 
 @dataclass
 class _State:
-    """Which role the nodes of a model lack, if one, since when, and before when nothing moves."""
+    """Role that the nodes of a model lack, if any, since when, and before when nothing moves."""
 
     wanted: Role | None = None
     since: float = 0.0
@@ -141,5 +141,5 @@ def _decode_share(worker: Worker) -> float:
 
 
 def _effort(worker: Worker) -> tuple[int, float]:
-    """What the node does at present in the role that it would lose."""
+    """Return a node's present work in the role that it would lose: streams, seconds of prompts."""
     return worker.load.decoding.streams, worker.load.queue_seconds

@@ -339,7 +339,8 @@ class Router:
         return self._matching(first, fitting)
 
     def _matching(self, first: Worker, others: Sequence[Worker] | None = None) -> list[Worker]:
-        """Those of some nodes, or of all, that can generate the answers to prompts of this one."""
+        """Return the nodes of ``others``, or of all, that can answer prompts which ``first``
+        computes."""
         among = self._workers if others is None else others
         return [d for d in among if d is not first and d.receives and _fit(first, d)]
 

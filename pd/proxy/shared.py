@@ -24,7 +24,7 @@ class RidClaims(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What one of several processes is given.
+    """Resources that one of several processes is given.
 
     Attributes:
         connections: those of the common port that this process serves.

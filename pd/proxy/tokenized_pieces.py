@@ -63,7 +63,7 @@ KNOWN_EXPRESSIONS = frozenset(
 
 
 class Cuts(NamedTuple):
-    """How texts of a tokenizer are cut.
+    """Rule by which texts of a tokenizer are cut.
 
     Attributes:
         drops_space: a piece after the first begins behind its space, which the tokenizer's
@@ -74,7 +74,7 @@ class Cuts(NamedTuple):
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts | None:
-    """How texts may be cut; None if it is not known that they may."""
+    """Return the rule by which texts may be cut; None if it is not known that they may."""
     config: dict[str, Any] = json.loads(tokenizer.to_str())
     model = config["model"]
     if model.get("type") != "BPE" or model.get("dropout"):

@@ -153,11 +153,11 @@ class TextModel:
         return template.takes_tools or self._tool_call_parser not in ("auto", "none")
 
     def tool_family(self, template: ChatTemplate) -> ToolFamily | None:
-        """How the model writes calls; None if that is not known."""
+        """Return the format in which the model writes calls; None if that is not known."""
         return tool_family(self._tool_call_parser, template.source)
 
     def reasoning_tags(self, template: ChatTemplate) -> ReasoningTags | None:
-        """How the model marks reasoning; None if it does not reason as far as is known."""
+        """Return the tags of the model's reasoning; None if it is not known to reason."""
         return reasoning_tags(self._reasoning_parser, template.source)
 
 

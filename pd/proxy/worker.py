@@ -81,7 +81,7 @@ class ServerInfo(msgspec.Struct):
         return str(self.sampling_defaults)
 
     def difference(self, other: ServerInfo) -> str | None:
-        """Why a handshake between the two cannot succeed, as far as can be seen from here."""
+        """Return why a handshake of two nodes cannot succeed, as far as the proxy can tell."""
         for name, field in (
             ("model", "model"),
             ("dtype", "dtype"),

@@ -50,7 +50,7 @@ _TURN_SECONDS = 0.1
 
 
 class Child:
-    """This process's end of the link, and the proxy that it serves."""
+    """Child's end of the link to the parent, and the proxy that the child serves."""
 
     def __init__(
         self, link: socket.socket, handed: socket.socket, ledger: Ledger, count: int

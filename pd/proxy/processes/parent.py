@@ -237,7 +237,7 @@ class ProxyProcesses:
             reply(await self._outcomes(asking, action))
 
     async def _outcomes(self, asking: ChildProcess, action: Action) -> list[Outcome]:
-        """What the children say, that of the one that asked first."""
+        """Return the children's outcomes; that of the child which asked comes first."""
         waited = [child for child in self._serving() if not self._acceptor.is_stuck(child)]
         children = [child for child in self.children if child is not None]
         told = [c for c in children if c in waited or c.perform_later(action)]

@@ -99,7 +99,7 @@ class ChildProcess:
             self._ended.set()
 
     async def perform(self, action: Action, seconds: float) -> Outcome | None:
-        """What it says about an action; None if it ends or does not answer in time."""
+        """Return the child's outcome of an action; None if it ends or does not answer in time."""
         asked = self._link.ask(Perform(action), OUTCOME)
         try:
             outcome: Outcome = await asyncio.wait_for(asked, seconds)

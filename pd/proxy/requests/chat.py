@@ -27,7 +27,7 @@ def _check_variables(value: dict[str, object]) -> dict[str, object]:
 
 
 class TemplateFields(RequestModel):
-    """How a chat becomes a prompt."""
+    """Settings by which a chat becomes a prompt."""
 
     add_generation_prompt: bool | None = Field(
         None,
@@ -55,7 +55,7 @@ class TemplateFields(RequestModel):
 
     @property
     def template_variables(self) -> dict[str, object]:
-        """What the template is given beside messages and tools."""
+        """Variables of the template beside messages and tools."""
         effort = self.reasoning_effort
         return ({} if effort is None else {"reasoning_effort": effort}) | self.chat_template_kwargs
 

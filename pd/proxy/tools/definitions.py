@@ -75,7 +75,7 @@ class Function(NamedTuple):
     strict: bool | None
 
     def kinds(self) -> dict[str, ParameterKind]:
-        """Its parameters, and how each is written where a call is no JSON."""
+        """Parameters of the function, and how each is written where a call is no JSON."""
         return {name: kind_of(schema) for name, schema in properties_of(self.schema).items()}
 
 

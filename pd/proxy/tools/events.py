@@ -1,4 +1,4 @@
-"""What parsers find in the text of an answer."""
+"""Events that parsers find in the text of an answer."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Incoming:
         self._held, self._held_size = [text], len(text)
 
     def release(self) -> str:
-        """What was kept since :meth:`hold`; nothing more is kept."""
+        """Return the text that was kept since :meth:`hold`, and keep no more."""
         held, self._held = self._held or [], None
         return "".join(held)
 
@@ -164,7 +164,7 @@ class Incoming:
             show(self.take(end - self.at))
 
     def _certain(self, tags: Sequence[str]) -> int:
-        """Where the longest end of the text begins that may become a tag."""
+        """Return the beginning of the longest end of the text that may become a tag."""
         longest = max(map(len, tags)) - 1
         for begin in range(max(self.at, len(self.text) - longest), len(self.text)):
             tail = self.text[begin:]

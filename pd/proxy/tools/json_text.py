@@ -21,7 +21,7 @@ _MAX_SCALAR = 256
 
 
 class Nesting:
-    """How deep in brackets, and whether in a string, a text of JSON ends."""
+    """Depth of brackets in which a text of JSON ends, and whether it ends in a string."""
 
     def __init__(self) -> None:
         self.depth = 0

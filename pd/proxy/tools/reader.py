@@ -23,7 +23,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class CallOptions(NamedTuple):
-    """What a parser needs to know of a request.
+    """Facts about a request that a parser needs.
 
     Attributes:
         kinds: the functions, each with its parameters and how these are written.
@@ -57,7 +57,7 @@ class Reader:
         raise NotImplementedError
 
     def run(self) -> Steps[None]:
-        """What :meth:`push` and :meth:`close` drive."""
+        """Return the generator that :meth:`push` and :meth:`close` drive."""
         return self.read()
 
     def push(self, text: str) -> list[Event]:

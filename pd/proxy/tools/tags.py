@@ -223,7 +223,7 @@ def _required(function: Function) -> set[str]:
 
 
 class CallForm(NamedTuple):
-    """How a family writes calls.
+    """Form in which a family writes calls.
 
     Attributes:
         begin, end: text around the arguments of a call; ``%s`` stands for the function's name.
