@@ -46,7 +46,7 @@ def answer_in(response: httpx.Response) -> str:
 def serve(cluster: Cluster) -> ProxyThread:
     roles = ("prefill", "decode", "unified")
     urls = {role: [n.url for n in getattr(cluster, role)] for role in roles}
-    """Without failover, which would answer in spite of a damaged page that is noticed."""
+    # Failover would answer in spite of a damaged page that is noticed.
     return ProxyThread(ProxyConfig(**urls, port=0, failover="off"))
 
 
