@@ -7,7 +7,6 @@ import faulthandler
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pd import __version__
@@ -18,8 +17,6 @@ from pd.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _EXAMPLES = """\
 to see it work:
@@ -46,7 +43,8 @@ def launch(argv: Sequence[str] | None = None) -> int:
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of its commands by name."""
-    from pd.commands import admin, cluster, demo, node_flags, proxy
+    from pd.commands import admin, cluster, demo
+    from pd.commands.servers import add_command, add_servers
 
     parser = Parser(
         prog="pd-launch",
@@ -55,33 +53,11 @@ def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=__version__)
     added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for role, text in node_flags.ROLES.items():
-        node_flags.add_arguments(_command(added, role, text), role)
-    proxy.add_arguments(_command(added, "proxy", proxy.TEXT))
-    demo.add_arguments(_command(added, "demo", demo.TEXT, config=False))
-    admin.add_arguments(_command(added, "admin", admin.TEXT, config=False))
-    cluster.add_arguments(_command(added, "cluster", cluster.TEXT, config=False))
+    add_servers(added)
+    demo.add_arguments(add_command(added, "demo", demo.TEXT))
+    admin.add_arguments(add_command(added, "admin", admin.TEXT))
+    cluster.add_arguments(add_command(added, "cluster", cluster.TEXT))
     return parser, dict(added.choices)
-
-
-def _command(
-    added: argparse._SubParsersAction[Parser], name: str, text: str, *, config: bool = True
-) -> Parser:
-    parser = added.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    if config:
-        parser.add_argument(
-            "--config",
-            type=Path,
-            metavar="FILE",
-            help="YAML file with the flags as keys; flags on the command line win",
-        )
-        parser.add_argument(
-            "--log-level",
-            choices=LOG_LEVELS,
-            default="info",
-            help="how much to log (default: info)",
-        )
-    return parser
 
 
 def _launch(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> int:

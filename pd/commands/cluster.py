@@ -126,8 +126,9 @@ def start_deployment(spec: ClusterSpec, file: Path, **settings: Any) -> Deployme
     from pd.cluster.spec_file import check_environment, check_known_flags
     from pd.cluster.start import up
     from pd.cluster.state import deployment_id, load_state
+    from pd.commands.servers import server_flags
 
-    check_known_flags(spec, _known_flags())
+    check_known_flags(spec, server_flags())
     check_environment(spec)
     state = load_state(deployment_id(file))
     if state is not None:
@@ -142,13 +143,6 @@ def stop_deployment(running: Deployment, grace: float) -> None:
         report("stopping")
         running.stop(grace)
         report(f"logs and metrics are in {running.logs}")
-
-
-def _known_flags() -> dict[str, list[str]]:
-    from pd.cli import launch_parser
-
-    _, commands = launch_parser()
-    return {name: [f.removeprefix("--") for f in c.flags] for name, c in commands.items()}
 
 
 def _print_urls(running: Deployment) -> None:

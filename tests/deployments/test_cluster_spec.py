@@ -16,7 +16,8 @@ from pd.cluster.spec_file import (
     check_known_flags,
     load_spec,
 )
-from pd.commands.cluster import _known_flags, start_deployment
+from pd.commands.cluster import start_deployment
+from pd.commands.servers import server_flags
 from pd.core.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -287,7 +288,7 @@ def test_flags_that_no_command_has_are_refused(
 ) -> None:
     spec = load(tmp_path, changed(change))
     with pytest.raises(UsageError) as refused:
-        check_known_flags(spec, _known_flags())
+        check_known_flags(spec, server_flags())
     assert message in refused.value.message
 
 
@@ -327,4 +328,4 @@ def test_a_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 def test_published_deployments_are_understood(path: Path) -> None:
-    check_known_flags(load_spec(path), _known_flags())
+    check_known_flags(load_spec(path), server_flags())
