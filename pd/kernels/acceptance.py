@@ -65,7 +65,7 @@ def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
     if use_triton(sampled):
         from pd.kernels import acceptance_triton
 
-        return acceptance_triton.accept(sampled, trees, width)
+        return Accepted(*acceptance_triton.accept(sampled, trees, width))
     last, depth = torch.full_like(trees.rows, -1), torch.zeros_like(trees.rows)
     path = torch.full((len(last), width), -1, dtype=torch.int64, device=last.device)
     drawn, guessed, parents = sampled.tolist(), trees.tokens.tolist(), trees.parents.tolist()

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.acceptance import Accepted, Trees
 from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+
+if TYPE_CHECKING:
+    from pd.kernels.acceptance import Trees
 
 
 @triton.jit
@@ -61,11 +65,11 @@ def _follow(
     tl.store(tokens + work, tl.load(sampled + row + at + 1))
 
 
-def accept(sampled: torch.Tensor, trees: Trees, width: int) -> Accepted:
-    """:func:`pd.kernels.acceptance.accept`."""
+def accept(sampled: torch.Tensor, trees: Trees, width: int) -> tuple[torch.Tensor, ...]:
+    """Return the fields of the result of :func:`pd.kernels.acceptance.accept`."""
     works = len(trees.rows)
     last, tokens, positions = (torch.empty_like(trees.rows) for _ in range(3))
-    found = Accepted(last, tokens, positions, trees.rows.new_empty(works, width))
+    found = (last, tokens, positions, trees.rows.new_empty(works, width))
     if works:
         launch(
             _follow,

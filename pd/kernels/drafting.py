@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from pd.kernels.dispatch import use_triton
+from pd.kernels.draft_levels import CHILD_FIELDS
 from pd.kernels.norm import rms_norm
 
 
@@ -153,10 +154,6 @@ class DraftTables(NamedTuple):
     levels: torch.Tensor
     level: torch.Tensor
     drafted: torch.Tensor
-
-
-# Columns of a table of levels before its guesses, and fields of a guess.
-LEVEL_HEAD, CHILD_FIELDS = 3, 5
 
 
 def start_rows(

@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.drafting import (
-    CHILD_FIELDS,
-    LEVEL_HEAD,
-    DraftRoots,
-    DraftRows,
-    DraftTables,
-    Norms,
-    States,
-)
+from pd.kernels.draft_levels import CHILD_FIELDS, LEVEL_HEAD
 from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+
+if TYPE_CHECKING:
+    from pd.kernels.drafting import DraftRoots, DraftRows, DraftTables, Norms, States
 
 
 @triton.jit

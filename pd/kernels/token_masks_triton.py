@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd.kernels.token_masks import BITS
 from pd.kernels.triton_launch import launch, start_next, wait_for_previous
 
 if TYPE_CHECKING:
@@ -53,6 +52,6 @@ def apply_token_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Ten
         logits.device,
         *(logits, rows, masks, vocab, masks.shape[1]),
         BLOCK=_BLOCK,
-        BITS=BITS,
+        BITS=8 * masks.element_size(),
         num_warps=8,
     )

@@ -100,14 +100,6 @@ class Copier(ABC):
         """uint8 ``[count, size]``; in host memory unless ``on_device``."""
 
 
-def copier_for(pool: KVBuffer) -> Copier:
-    if pool.memory.device.type == "cpu":
-        return HostCopier(pool)
-    from pd.transfer.copier_cuda import CudaCopier
-
-    return CudaCopier(pool)
-
-
 class HostCopier(Copier):
     """A pool in host memory: each call copies before it returns."""
 

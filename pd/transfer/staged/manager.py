@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
-from pd.transfer.copier import copier_for
+from pd.transfer.copier_choice import copier_for
 from pd.transfer.host_id import host_id
 from pd.transfer.pool_shape import missing_tokens, wanted_tokens
 from pd.transfer.staged.incoming_links import IncomingLinks

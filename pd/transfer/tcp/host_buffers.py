@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pd.transfer.copier import copier_for
+from pd.transfer.copier_choice import copier_for
 from pd.transfer.tcp.frames import MAX_PAYLOAD
 
 if TYPE_CHECKING:
