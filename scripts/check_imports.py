@@ -1,5 +1,5 @@
 """Fail when a room imports from a room it must not know (imports run downwards only), or when
-modules import one another in a circle."""
+modules import one another in a circle, be it inside of functions."""
 
 from __future__ import annotations
 
@@ -42,37 +42,33 @@ class Import(NamedTuple):
     """One imported module.
 
     ``names``: what a ``from`` import takes from it. ``for_types``: under ``if TYPE_CHECKING``.
-    ``at_start``: executed when the importing module is.
     """
 
     line: int
     module: str
     names: tuple[str, ...]
     for_types: bool
-    at_start: bool
 
 
 def imports_of(source: str) -> list[Import]:
     found: list[Import] = []
 
-    def visit(node: ast.AST, for_types: bool, at_start: bool) -> None:
+    def visit(node: ast.AST, for_types: bool) -> None:
         if isinstance(node, ast.Import):
-            line = node.lineno
-            found.extend(Import(line, a.name, (), for_types, at_start) for a in node.names)
+            found.extend(Import(node.lineno, a.name, (), for_types) for a in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = tuple(alias.name for alias in node.names)
-            found.append(Import(node.lineno, node.module, names, for_types, at_start))
+            found.append(Import(node.lineno, node.module, names, for_types))
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for child in node.body:
-                visit(child, True, False)
+                visit(child, True)
             for child in node.orelse:
-                visit(child, for_types, at_start)
+                visit(child, for_types)
         else:
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             for child in ast.iter_child_nodes(node):
-                visit(child, for_types, at_start and not is_function)
+                visit(child, for_types)
 
-    visit(ast.parse(source), False, True)
+    visit(ast.parse(source), False)
     return found
 
 
@@ -128,12 +124,12 @@ def module_name(path: Path) -> str:
 
 
 def runtime_graph(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
-    """List the modules of pd that each module imports when it is imported itself."""
+    """List the modules of pd that each module imports, be it later, but for types only."""
     graph: dict[str, set[str]] = {}
     for module, found in imports.items():
         targets: set[str] = set()
         for one in found:
-            if one.at_start:
+            if not one.for_types:
                 submodules = {f"{one.module}.{name}" for name in one.names} & imports.keys()
                 # A package that only leads to its own modules is no end of the import.
                 targets |= submodules
