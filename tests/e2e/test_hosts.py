@@ -152,7 +152,7 @@ class Hosts:
         return RUN_DELAY.total + sum(float(match[1]) for match in found if match)
 
     def quarantined_buffers(self) -> list[int]:
-        """Staging slots of prefill and decode that a lost transfer may still touch."""
+        """Staging buffers of prefill and decode that a lost transfer may still touch."""
         infos = [node.server_info() for node in (self.prefill, self.decode)]
         return [info["staging"]["quarantined"] for info in infos]
 
