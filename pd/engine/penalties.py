@@ -84,7 +84,7 @@ class Penalties:
         """
         if not any(draw.state.has_penalties for draw in draws):
             return None
-        step = _Collected()
+        step = _CollectedRows()
         row = 0
         for draw in draws:
             choice = draw.state
@@ -158,7 +158,7 @@ class Penalties:
         return row
 
 
-class _Collected:
+class _CollectedRows:
     """Contents of :class:`PenalizedRows`, collected on the host."""
 
     def __init__(self) -> None:

@@ -210,7 +210,7 @@ def _few_rows(
         tl.store(there, sums.to(dtype), mask=exists)
 
 
-class _Settings(TypedDict):
+class _KernelSettings(TypedDict):
     """Settings that both kernels have."""
 
     OUTPUTS: int
@@ -251,7 +251,7 @@ def linear(
     out = x.new_empty(rows, outputs)
     shape = shape or _shape(rows, outputs, is_gated)
     arguments = (x, weight, weight if bias is None else bias, out, rows, outputs, inputs)
-    common: _Settings = {
+    common: _KernelSettings = {
         "OUTPUTS": shape.outputs,
         "DEPTH": shape.depth,
         "GATED": is_gated,

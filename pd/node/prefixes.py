@@ -18,7 +18,7 @@ _RESEND_SECONDS = 2.0
 
 
 @dataclass
-class _Reader:
+class _ReadingProxy:
     """A proxy that gets reports: when it last said that it lives, when it was last sent one, and
     when a snapshot."""
 
@@ -38,7 +38,7 @@ class PrefixReports:
             self._log = PrefixLog()
             core.memory.radix.listen(self._log)
         self._number = 0
-        self._readers: dict[bytes, _Reader] = {}
+        self._readers: dict[bytes, _ReadingProxy] = {}
 
     def wanted(self, proxy: bytes, known: int) -> None:
         """A heartbeat of a proxy that knows the batches up to this number."""
@@ -56,7 +56,7 @@ class PrefixReports:
             if known == self._number or now - since < _RESEND_SECONDS:
                 return
         self.flush(now)
-        self._readers[proxy] = _Reader(now, now, now)
+        self._readers[proxy] = _ReadingProxy(now, now, now)
         self._post(proxy, self._core.memory.radix.hashes(), b"", snapshot=True)
 
     def flush(self, now: float) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pd.transfer.base import IntArray, KVBuffer, KVPlane
 
 
-class _Event(CopyTicket):
+class _CopyEvent(CopyTicket):
     """An event recorded after a copy.
 
     A copy takes tens of microseconds, less than a sleeping thread needs to wake up. So :meth:`wait`
@@ -156,7 +156,7 @@ class CudaPlane(PlaneCopier):
                 gather_parts(self._buffer, self._parts, slots, *layers, target)
             if not buffer.is_cuda:
                 buffer[:size].copy_(target, non_blocking=True)
-            return _Event(lane.stream)
+            return _CopyEvent(lane.stream)
 
     def scatter(self, table: Any, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._in
@@ -172,7 +172,7 @@ class CudaPlane(PlaneCopier):
                 scatter(self._buffer, slots, *layers, source)
             else:
                 scatter_parts(self._buffer, self._parts, slots, *layers, source)
-            return _Event(lane.stream)
+            return _CopyEvent(lane.stream)
 
     def _layers(self, block: Block) -> tuple[int, int]:
         """The block's layers, numbered in this plane."""
