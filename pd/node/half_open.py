@@ -1,4 +1,4 @@
-"""Connections to a listening ZMQ socket whose peers have not proved who they are.
+"""Connections to a listening ZMQ socket whose peers have not proved their identity.
 
 ZMQ accepts without a limit, and gives a peer half a minute for its handshake. So whoever reaches
 the port could take every descriptor of the process. Here the oldest of too many are ended instead,

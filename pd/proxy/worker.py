@@ -110,7 +110,8 @@ class Worker:
         added_as: the role with which it was added; the node must have it unless it is elastic.
         role: what the node does; of an elastic node, what it does where nothing speaks against it.
         role_is_fixed: an administrator set it.
-        roles: the role that an elastic node prefers and who may move it, by its last heartbeat.
+        roles: the role that an elastic node prefers, and the proxy that may move it, by its last
+            heartbeat.
         wants_lease: this proxy asks for the lease with which it may move the role.
         claimed: what answers at the URL says this about itself. Anybody can say anything, so it is
             good for opening a channel and no more.

@@ -1,4 +1,4 @@
-"""Changes of a radix cache by the hashes of its pages, for those who route by what is cached."""
+"""Changes of a radix cache by the hashes of its pages, for proxies that route by prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that publishes events and repeats them to those who missed some."""
+"""The thread that publishes events and repeats them to subscribers that missed some."""
 
 from __future__ import annotations
 

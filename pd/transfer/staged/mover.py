@@ -132,7 +132,7 @@ class Mover(ABC):
 
         Args:
             buffers: as for :meth:`target`.
-            description: of D's target. The greeting proved only who sent it, so check its form.
+            description: of D's target. The greeting proved only its sender, so check its form.
             peer: instance id of D.
             wake: to be called, from any thread, when :meth:`Path.poll` has something to return.
 

@@ -1,1 +1,1 @@
-"""Connections between nodes: opening them, proving who is there, and reading them."""
+"""Connections between nodes: opening them, proving the peers' identity, and reading them."""
