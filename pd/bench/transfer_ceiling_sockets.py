@@ -37,7 +37,7 @@ def host_memory(spec: TransferSpec, pool: KVPool) -> memoryview:
 def share_out(
     spec: TransferSpec, memory: memoryview, connections: int
 ) -> list[tuple[memoryview, int]]:
-    """For each connection its memory and how many bytes it moves."""
+    """Return the memory of each connection, and the number of bytes that it moves."""
     cuts = [spec.num_bytes * n // connections for n in range(connections + 1)]
     sizes = [stop - start for start, stop in pairwise(cuts)]
     if len(memory) < spec.num_bytes:

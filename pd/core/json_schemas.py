@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
     @property
     def all_steps(self) -> tuple[str, ...]:
-        """From the root."""
+        """Steps from the root to the schema."""
         steps: list[str] = []
         place: Place | None = self
         while place is not None:

@@ -39,7 +39,7 @@ class DraftTree:
 
     @cached_property
     def paths(self) -> list[tuple[int, ...]]:
-        """For each guess the guesses from the root to it, itself included."""
+        """Guesses from the root to each guess, itself included."""
         found: list[tuple[int, ...]] = []
         for index, parent in enumerate(self.parents.tolist()):
             found.append((index,) if parent < 0 else (*found[parent], index))
@@ -47,7 +47,7 @@ class DraftTree:
 
     @cached_property
     def first_guesses(self) -> list[bool]:
-        """For each guess whether it is the first of those that follow the same token."""
+        """Whether each guess is the first of those that follow the same token."""
         first: dict[int, int] = {}
         for guess, parent in enumerate(self.parents.tolist()):
             first.setdefault(parent, guess)

@@ -31,7 +31,7 @@ def _count_tokens(
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some pairs per program."""
+    """Count tokens; each program has ``PAIRS`` pairs."""
     start_next(PDL)
     wait_for_previous(PDL)
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)

@@ -192,8 +192,8 @@ def _pack_candidates(
 
 @triton.jit
 def _largest_enough_of(order, amounts, low, high, target):
-    """As :func:`pd.kernels.sampling_bisection_triton._largest_enough`, of values in registers.
-    ``amounts``: 0 for those that do not count."""
+    """Does what :func:`pd.kernels.sampling_bisection_triton._largest_enough` does, of values in
+    registers. ``amounts``: 0 for those that do not count."""
     while high - low > 1:
         middle = (low + high) >> 1
         if tl.sum(tl.where(order >= middle, amounts, 0.0), 0) >= target:

@@ -212,7 +212,7 @@ def _is_number(value: object) -> bool:
 
 
 def _complaint_of_whole(root: object, part: dict[str, Any], keyword: str) -> str | None:
-    """The same for a schema of whose keywords only this one is read."""
+    """Name what is not enforced of a schema of whose keywords only ``keyword`` is read."""
     rest = [name for name in part if name != keyword and name not in _ANNOTATIONS]
     if keyword in ("enum", "const"):
         return _complaint_of_values(part, keyword, rest)

@@ -87,7 +87,7 @@ class ChunkUsage:
             self._completion += len(delta.token_ids)
 
     def field(self) -> dict[str, Any]:
-        """For the next chunk."""
+        """Field of the next chunk with the usage; empty if chunks have none."""
         if not self._options.include_usage:
             return {}
         if not self._options.continuous_usage:

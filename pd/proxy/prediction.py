@@ -141,8 +141,8 @@ class _Second(NamedTuple):
     is_slow: bool = False
 
     def compared_with(self, other: _Second) -> _Second:
-        """The same, and whether a step would be shorter with the other node's answers instead of
-        its own. Both by the cost model of this node: fits of equal nodes differ by some percent."""
+        """Note whether a step would be shorter with the other node's answers instead of its own.
+        Both times are by this node's cost model: fits of equal nodes differ by some percent."""
         report = self.worker.load.reported
         assert report is not None
         limit = _EQUAL_SHARE * report.cost.seconds(other.shape)
@@ -280,7 +280,8 @@ def _choices(
     demand: Demand,
     fit: Callable[[Worker, Worker], bool],
 ) -> Iterator[Predicted]:
-    """With this node as the first: the whole request there, and the best other node to generate."""
+    """Yield the choices with ``first``: the whole request there, and the best other node for the
+    answers."""
     worker = first.worker
     if not seconds:
         yield first.with_decode(worker, first.misses)

@@ -208,8 +208,8 @@ class _Prefill:
         indices: torch.Tensor,
         masks: torch.Tensor | None,
     ) -> None:
-        """With ``masks``, packed as FlashInfer has them, tokens see what these say; without,
-        everything before them."""
+        """Plan attention of some sequences of a batch. With ``masks``, packed as FlashInfer has
+        them, tokens see what these say; without, everything before them."""
         self._copied.synchronize()
         totals = (batch.starts + batch.lengths)[members]
         self.wrapper.plan(

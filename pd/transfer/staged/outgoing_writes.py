@@ -114,7 +114,7 @@ class OutgoingWrites:
         return self._moved_at
 
     def pause(self) -> float | None:
-        """In how many seconds to poll again; None if there is no need."""
+        """Return the seconds until the next poll; None if there is no need of one."""
         if not self.pool.flying or self.path.poll_seconds is None:
             return None
         return self.path.poll_seconds * (1 + min(100.0, 20.0 * self.stuck()))
