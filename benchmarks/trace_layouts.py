@@ -9,8 +9,10 @@
 The layouts are started together by `pd-launch cluster`'s file, so that the machine is the same for
 all, and are asked in turn, `--rounds` times: windows of the trace, its prompts shortened by
 `--length-scale` with their shared prefixes kept. With `--device cuda` each layout has a node on GPU
-0 and one on GPU 1. The caches are flushed before each run. Numbers are medians over the rounds in
-which the client was not the bottleneck; `void` counts the others. A CPU that all processes share
+0 and one on GPU 1. The caches are flushed before each window. The windows of a round are pooled:
+its percentiles and shares are those of the requests of all its windows together. Numbers are
+medians over the rounds, `runs` of them, in which the client was not the bottleneck in any window;
+`void` counts the others. A request that failed met no objective. A CPU that all processes share
 says who waits for whom, not how fast a GPU is. `--page` also writes the report of the last valid
 round of each layout.
 """
@@ -35,6 +37,9 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from pd.bench.load.goodput import Objectives, count_good  # noqa: E402
+from pd.bench.load.measures import summarize  # noqa: E402
+from pd.bench.load.records import read_records  # noqa: E402
 from pd.bench.report import write_report  # noqa: E402
 from pd.bench.shapes import model_directory  # noqa: E402
 from pd.cluster.spec_file import load_spec  # noqa: E402
@@ -77,11 +82,14 @@ def main() -> int:
         runs = measure(args, Path(scratch))
         if args.page is not None:
             title = f"Trace on {'GPUs' if args.device == 'cuda' else 'a CPU'}"
-            last = [f"{case.layout}-{case.time_scale}={f[-1]}" for case, f in valid(runs).items()]
+            last = [
+                f"{case.layout}-{case.time_scale}{window}={run}"
+                for case, rounds in valid(runs).items()
+                for window, run in zip(suffixes(args.windows), rounds[-1], strict=True)
+            ]
             command = ["report", *last, "--output", str(args.page), "--title", title]
             subprocess.run([sys.executable, "-m", "pd.bench", *command], cwd=ROOT, check=True)
-        named = [part.partition(":")[0] for part in re.split(r"[,\s]+", args.goodput)]
-        rows = [row(case, runs[case], found, named) for case, found in valid(runs).items()]
+        rows = [row(case, runs[case], found, args.goodput) for case, found in valid(runs).items()]
     write_report(
         args.output,
         shlex.join(["python", "benchmarks/trace_layouts.py", *sys.argv[1:]]),
@@ -100,13 +108,25 @@ class Case(NamedTuple):
     time_scale: str
 
 
-def valid(runs: dict[Case, list[Path]]) -> dict[Case, list[Path]]:
-    """Directories of the runs that count."""
-    found = {case: [run for run in all_ if summary(run)["valid"]] for case, all_ in runs.items()}
+# The directories of one round's windows.
+Round = list[Path]
+
+
+def valid(runs: dict[Case, list[Round]]) -> dict[Case, list[Round]]:
+    """Rounds that count: those in which the client was the bottleneck in no window."""
+    found = {
+        case: [each for each in rounds if all(summary(run)["valid"] for run in each)]
+        for case, rounds in runs.items()
+    }
     lacking = [f"{case.layout} at {case.time_scale}" for case, kept in found.items() if not kept]
     if lacking:
-        raise SystemExit(f"the client was the bottleneck in every run of {', '.join(lacking)}")
+        raise SystemExit(f"the client was the bottleneck in every round of {', '.join(lacking)}")
     return found
+
+
+def suffixes(windows: list[str]) -> list[str]:
+    """What tells the windows of a layout apart on the page; nothing if there is one."""
+    return [f"-{window}" for window in windows] if len(windows) > 1 else [""]
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -144,16 +164,17 @@ def flags_of(given: list[str]) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, _, value in (f.partition("=") for f in given)}
 
 
-def measure(args: argparse.Namespace, scratch: Path) -> dict[Case, list[Path]]:
-    """Directories of all runs."""
+def measure(args: argparse.Namespace, scratch: Path) -> dict[Case, list[Round]]:
+    """All rounds of every case."""
     file = scratch / "layouts.yaml"
     file.write_text(yaml.safe_dump(deployment(args)))
     cases = [Case(name, scale) for scale in args.time_scales for name in args.layouts]
-    found: dict[Case, list[Path]] = {case: [] for case in cases}
+    found: dict[Case, list[Round]] = {case: [] for case in cases}
     with up(load_spec(file), file, logs=args.logs, report=print) as running:
         for number in range(args.rounds):
             # The layout that goes first changes from round to round.
             for case in cases[:: -1 if number % 2 else 1]:
+                found[case].append([])
                 for window in args.windows:
                     url = running.layouts[case.layout].url
                     httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
@@ -161,7 +182,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[Case, list[Path]]:
                     directory = scratch / place.replace(":", "-").replace("/", "-")
                     ask(url, args, case.time_scale, window, directory)
                     running.check()
-                    found[case].append(directory)
+                    found[case][-1].append(directory)
     return found
 
 
@@ -186,25 +207,36 @@ def ask(url: str, args: argparse.Namespace, time_scale: str, window: str, direct
         raise SystemExit(f"{shlex.join(command)} ended with status {status}")
 
 
-def row(case: Case, runs: list[Path], kept: list[Path], objectives: list[str]) -> dict[str, Any]:
-    """Medians over the runs that are kept. ``objectives``: names of ``--goodput``."""
-    summaries = [summary(run) for run in kept]
-    measures = [each["measures"] for each in summaries]
+def pooled(windows: Round, objectives: Objectives) -> dict[str, Any]:
+    """Measures of the requests of all windows together.
 
-    def middle(*keys: str) -> float:
+    Rates and the duration are left out: each window has a clock of its own.
+    """
+    records = [record for window in windows for record in read_records(window / "requests.jsonl")]
+    found = summarize(records, count_good(records, objectives))
+    kept = ("requests", "failed", "cached_share", "goodput", *(f"{name}_ms" for name in _LATENCIES))
+    return {name: found[name] for name in kept}
+
+
+def row(case: Case, rounds: list[Round], kept: list[Round], goodput: str) -> dict[str, Any]:
+    """Medians over the rounds that are kept. ``goodput``: objectives, as of ``--goodput``."""
+    summaries = [summary(window) for windows in kept for window in windows]
+    measures = [pooled(windows, Objectives.parse(goodput)) for windows in kept]
+
+    def middle(*keys: str) -> float | None:
         values = []
         for each in measures:
             value: Any = each
             for key in keys:
                 value = value[key]
-            values.append(float(value))
-        return round(median(values), 4)
+            values.append(value)
+        return None if None in values else round(float(median(values)), 4)
 
     found: dict[str, Any] = {
         "layout": case.layout,
         "time_scale": case.time_scale,
         "runs": len(kept),
-        "void": len(runs) - len(kept),
+        "void": len(rounds) - len(kept),
         "client_lag_p99_ms": max(each["client"]["send_lag_p99_ms"] for each in summaries),
         "client_cpu": max(each["client"]["cpu_share"] for each in summaries),
         "requests": measures[0]["requests"],
@@ -212,14 +244,19 @@ def row(case: Case, runs: list[Path], kept: list[Path], objectives: list[str]) -
         "cached_share": middle("cached_share"),
         "goodput_share": middle("goodput", "share"),
     }
-    for objective in objectives:
-        goodputs = [measure["goodput"] for measure in measures]
-        missed = [each["missed"].get(objective, 0) / each["counted"] for each in goodputs]
-        found[f"{objective}_share"] = round(1 - median(missed), 4)
+    for name in (part.partition(":")[0] for part in re.split(r"[,\s]+", goodput) if part):
+        shares = [share_that_met(name, measure["goodput"]) for measure in measures]
+        found[f"{name}_share"] = round(median(shares), 4)
     for latency in _LATENCIES:
         for which in ("p50", "p90", "p99", "p99.9"):
             found[f"{latency}_{which}_ms"] = middle(f"{latency}_ms", which)
     return found
+
+
+def share_that_met(objective: str, goodput: dict[str, Any]) -> float:
+    """Share of the requests that met one objective. Those that failed did not."""
+    missed = goodput["missed"].get(objective, 0) + goodput["missed"].get("error", 0)
+    return 1 - missed / goodput["counted"] if goodput["counted"] else 0.0
 
 
 if __name__ == "__main__":
