@@ -1,6 +1,7 @@
 """AIPerf's files: ``profile_export.jsonl`` and ``profile_export_aiperf.json``, both ways.
 
-AIPerf's ``inter_token_latency`` is our TPOT and its ``inter_chunk_latency`` has our gaps.
+AIPerf's ``inter_token_latency`` is our TPOT and its ``inter_chunk_latency`` has our gaps. A record
+that lacks them has the times of its first, second and last token only.
 """
 
 from __future__ import annotations
@@ -219,15 +220,22 @@ def _error_kind(error: dict[str, Any]) -> str:
 def _add_times(record: Record, row: dict[str, Any]) -> None:
     record.output_tokens = int(_number(row, "output_sequence_length") or 0)
     ttft, latency = _number(row, "time_to_first_token"), _number(row, "request_latency")
-    gaps = row["metrics"].get("inter_chunk_latency", {}).get("value") or []
-    if ttft is None:
+    if latency is not None:
+        record.last = record.sent + latency / 1e3
+    if ttft is None:  # an answer that was not streamed
         return
+    gaps = row["metrics"].get("inter_chunk_latency", {}).get("value") or []
     times = [record.sent + ttft / 1e3]
     for gap in gaps if isinstance(gaps, list) else []:
         times.append(times[-1] + float(gap) / 1e3)
     record.times, record.first = times, times[0]
-    record.second = times[1] if len(times) > 1 else None
-    record.last = times[-1] if latency is None else record.sent + latency / 1e3
+    to_second = _number(row, "time_to_second_token")
+    if to_second is not None:
+        record.second = record.first + to_second / 1e3
+    elif len(times) > 1:
+        record.second = times[1]
+    if latency is None:
+        record.last = times[-1]
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:

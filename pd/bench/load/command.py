@@ -10,6 +10,7 @@ from pd.bench.load.goodput import Objectives, count_good
 from pd.bench.load.load_process import local_places, remote_places
 from pd.bench.load.measure import LoadResult, measure_server, probe_server
 from pd.bench.load.measures import summarize
+from pd.bench.load.records import OK
 from pd.bench.load.results import (
     print_result,
     shown_command,
@@ -86,6 +87,10 @@ def _import_aiperf(args: argparse.Namespace) -> int:
     start_time, records = read_aiperf_records(args.import_aiperf)
     objectives = Objectives.parse(" ".join(args.goodput)) if args.goodput else None
     goodput = None if objectives is None else count_good(records, objectives)
+    notes: dict[str, Any] = {"imported_from": str(args.import_aiperf)}
+    without = sum(record.status == OK and record.lacks_gaps for record in records)
+    if without:
+        notes["answers_without_gaps"] = without
     result = LoadResult(
         start_time=start_time,
         records=records,
@@ -93,7 +98,7 @@ def _import_aiperf(args: argparse.Namespace) -> int:
         complaints=[],
         measures=summarize(records, goodput, args.gpus),
         goodput=goodput,
-        notes={"imported_from": str(args.import_aiperf)},
+        notes=notes,
         server={},
     )
     _finish(args, result, {}, args.output_dir)

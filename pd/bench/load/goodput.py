@@ -59,7 +59,13 @@ class Objectives:
         return cls(**limits)
 
     def missed(self, record: Record) -> list[str]:
-        """Names of the objectives that a whole answer missed."""
+        """Names of the objectives that a whole answer missed.
+
+        An objective whose time is unknown is missed where there must have been such a time: TTFT
+        and the end for every answer, TPOT for two tokens or more, gaps where
+        :attr:`~pd.bench.load.records.Record.lacks_gaps`. An answer of one token, or in one event,
+        has no gap and misses none.
+        """
         limits = {
             "ttft": self.ttft_limit(record.num_prompt_tokens),
             "tpot": self.tpot,
@@ -73,10 +79,16 @@ class Objectives:
             "itl": max(gaps) if gaps else None,
             "e2el": record.e2e,
         }
+        unknown = {
+            "ttft": record.ttft is None,
+            "tpot": record.tpot is None and record.output_tokens > 1,
+            "itl": record.lacks_gaps,
+            "e2el": record.e2e is None,
+        }
         return [
             name
             for name, limit in limits.items()
-            if limit is not None and (found[name] or 0.0) > limit
+            if limit is not None and (unknown[name] or (found[name] or 0.0) > limit)
         ]
 
     def ttft_limit(self, prompt_tokens: int) -> float | None:

@@ -113,6 +113,16 @@ class Record:
         """Intervals between events that hold tokens."""
         return [later - before for before, later in pairwise(self.times)]
 
+    @property
+    def lacks_gaps(self) -> bool:
+        """Whether tokens came one after the other, but no interval between them is known.
+
+        So it is with records of other harnesses that have the first and the last time only. Tokens
+        that all came in one event have no interval.
+        """
+        at_once = self.first is not None and self.first == self.last
+        return self.output_tokens > 1 and len(self.times) < 2 and not at_once
+
     def to_json(self) -> dict[str, Any]:
         """Fields with times in whole microseconds."""
         row = dataclasses.asdict(self)

@@ -130,6 +130,26 @@ def test_errors_are_not_good_and_clients_that_left_do_not_count() -> None:
     assert found.share == 0.5
 
 
+@pytest.mark.parametrize(
+    ("answer", "missed"),
+    [
+        # A server counted three tokens and sent no text, so no time is known.
+        (
+            record(after=[0.1], first=None, last=None, times=[], output_tokens=3),
+            "ttft tpot itl e2el",
+        ),
+        # Another harness knows the first and the last time only.
+        (record(after=[0.1], last=0.2, output_tokens=3), "itl"),
+        (record(after=[0.1], tokens=[3]), ""),
+        (record(after=[0.1]), ""),
+        (record(after=[0.1, 0.2]), ""),
+    ],
+)
+def test_an_objective_is_missed_if_its_time_is_unknown_though_there_was_one(answer, missed) -> None:
+    objectives = Objectives.parse("ttft:1s tpot:1s itl:1s e2el:1s")
+    assert objectives.missed(answer) == missed.split()
+
+
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:x", "tpot:1+2", "speed:3", "ttft:1h", "itl:-1"])
 def test_objectives_that_are_none_are_refused(text) -> None:
     with pytest.raises(UsageError, match="--goodput"):
@@ -222,6 +242,8 @@ def test_aiperfs_files_both_ways(tmp_path) -> None:
         assert there[name]["mean"] == pytest.approx(here[name]["mean"], rel=1e-3), name
     assert [r.status for r in read] == ["ok", "ok", "error", "cancelled"]
     assert [r.request_id for r in read] == ["bench-1-0-0", "", "", ""]
+    # The second token of SECOND came with its first one.
+    assert [r.second_token for r in read[:2]] == [pytest.approx(0.1), 0.0]
     assert aiperf_summary(records, None)["time_to_first_token"]["p50"] == pytest.approx(200)
 
 
@@ -241,6 +263,27 @@ def test_aiperfs_records_are_evaluated_as_a_run(tmp_path, capsys) -> None:
     path.write_text(path.read_text().replace('"turn_index": 0', '"turn_index": [1]'))
     assert cli.bench(["serve", *flags]) == 2
     assert "has a value of a wrong type" in capsys.readouterr().err
+
+
+def test_aiperfs_records_without_gaps_have_a_second_token_and_miss_the_itl(
+    tmp_path, capsys
+) -> None:
+    path, out = tmp_path / "profile_export.jsonl", tmp_path / "out"
+    write_aiperf_records(path, [FIRST, FIRST], 5.0)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    del rows[0]["metrics"]["inter_chunk_latency"]
+    for name in ("inter_chunk_latency", "time_to_first_token", "time_to_second_token"):
+        del rows[1]["metrics"][name]  # not streamed
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--import-aiperf", str(path), "--output-dir", str(out), "--goodput", "itl:1s,e2el:1s"]
+    assert cli.bench(["serve", *flags]) == 0
+    found = json.loads((out / "summary.json").read_text())
+    measures = found["measures"]
+    assert measures["goodput"]["missed"] == {"itl": 2}
+    assert found["notes"]["answers_without_gaps"] == 2
+    assert (measures["itl_ms"]["count"], measures["e2e_ms"]["count"]) == (0, 2)
+    assert measures["second_token_ms"]["mean"] == pytest.approx(100, rel=1e-3)
+    assert measures["tpot_ms"]["mean"] == pytest.approx(150, rel=1e-3)
 
 
 def test_metrics_of_the_proxy_between_two_readings() -> None:
