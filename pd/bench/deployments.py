@@ -12,7 +12,7 @@ from pd.bench.load.client import LoadClient
 from pd.bench.load.command import client_of
 from pd.bench.load.load_process import MODULE, LoadPlace
 from pd.bench.load.settings import load_settings
-from pd.cluster.claims import both_claim
+from pd.cluster.claims import both_claim, gpus_of
 from pd.cluster.enter import Surroundings
 from pd.cluster.host_processes import TOKEN_VARIABLE
 from pd.cluster.spec_file import check_environment, load_spec
@@ -39,12 +39,14 @@ class ServedLayout:
     Attributes:
         name: of the layout; with several files the file's name stands before it.
         hosts: names of the hosts with load processes; empty if they run here.
+        gpus: of its nodes; None for unknown.
     """
 
     name: str
     url: str
     hosts: tuple[str, ...]
     client: LoadClient
+    gpus: int | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ def _layouts(
     spec = file.spec
     for layout, name in zip(spec.layouts, file.names, strict=True):
         client = _client(spec, running, args)
-        yield ServedLayout(name, running.layouts[layout].url, tuple(spec.load), client)
+        url, gpus = running.layouts[layout].url, gpus_of(spec, layout)
+        yield ServedLayout(name, url, tuple(spec.load), client, gpus)
 
 
 def _client(spec: ClusterSpec, running: Deployment, args: argparse.Namespace) -> LoadClient:

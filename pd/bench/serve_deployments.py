@@ -29,7 +29,7 @@ def serve_deployments(args: argparse.Namespace) -> int:
 
     def measure(layout: ServedLayout) -> None:
         print(f"{layout.name}, {layout.url}:", flush=True)
-        settings = load_settings(args, layout.url, layout.hosts)
+        settings = load_settings(args, layout.url, layout.hosts, layout.gpus)
         directory = None if args.output_dir is None else args.output_dir / layout.name
         statuses.append(measure_and_write(args, settings, layout.client, directory))
         if statuses[-1] == INTERRUPTED:

@@ -161,13 +161,15 @@ class _Sweep:
         from pd.bench.load.search import highest_rate
         from pd.bench.load.settings import load_settings
 
-        settings = load_settings(self._args, self._layout.url, self._layout.hosts)
+        settings = load_settings(
+            self._args, self._layout.url, self._layout.hosts, self._layout.gpus
+        )
         self._server = probe_server(settings, self._layout.client)
         found = highest_rate(self._search, self._share)
         row: Row = {"deployment": self._name, "highest_rate": _rounded(found.highest)}
         row["lowest_rate_that_failed"] = _rounded(found.failed)
-        if self._args.gpus and found.highest is not None:
-            row["highest_rate_per_gpu"] = round(found.highest / self._args.gpus, 4)
+        if settings.gpus and found.highest is not None:
+            row["highest_rate_per_gpu"] = round(found.highest / settings.gpus, 4)
         self._rows.append(row)
         rate = f"below {self._search.low:g}" if found.highest is None else f"{found.highest:g}"
         reached = " (the highest that was to be tried)" if found.failed is None else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd.cluster.commands import spelled
 from pd.cluster.spec import refuse
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ def claims_of(spec: ClusterSpec) -> list[Claim]:
     return found
 
 
+def gpus_of(spec: ClusterSpec, layout: str) -> int | None:
+    """Number of GPUs that a layout has, each counted once; None if a node picks its own device."""
+    nodes = spec.layouts[layout].nodes
+    if any("auto" in (node.devices[: node.count] or ["auto"]) for node in nodes):
+        return None
+    claims = [claim for node in nodes for claim in _node_claims(spec, layout, node)]
+    return len({(claim.scope, claim.thing) for claim in claims if claim.is_device})
+
+
 def _node_claims(spec: ClusterSpec, where: str, node: NodeSettings) -> Iterator[Claim]:
     for key in ("ports", "bootstrap_ports"):
         for number, port in enumerate(getattr(node, key)):
@@ -52,9 +62,16 @@ def _node_claims(spec: ClusterSpec, where: str, node: NodeSettings) -> Iterator[
     for number in range(node.count if node.devices else 0):
         device = node.devices[number % len(node.devices)]
         if device.startswith("cuda"):
-            gpu = "cuda:0" if device == "cuda" else device
+            first = int(device.partition(":")[2] or 0)
             machine = _machine(spec.hosts[node.host])
-            yield Claim(f"{where} (node {number})", node.host, machine, f"device {gpu}")
+            for gpu in range(first, first + _ranks(spec, node)):
+                yield Claim(f"{where} (node {number})", node.host, machine, f"device cuda:{gpu}")
+
+
+def _ranks(spec: ClusterSpec, node: NodeSettings) -> int:
+    """GPUs of one node, which are consecutive; 1 for a value that the node will refuse."""
+    value = str((spelled(spec.flags) | spelled(node.flags)).get("tp-size"))
+    return int(value) if value.isdecimal() else 1
 
 
 def _port(spec: ClusterSpec, where: str, host: str, port: int) -> Claim:

@@ -57,7 +57,7 @@ def node_command(spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: boo
     if spec.transfer_backend is not None and node.role != "unified":
         command += [f"--transfer-backend={spec.transfer_backend}"]
     command += _key_flag(host, with_key)
-    return [*command, *arguments(_spelled(spec.flags) | _spelled(node.flags))]
+    return [*command, *arguments(spelled(spec.flags) | spelled(node.flags))]
 
 
 def proxy_command(
@@ -74,14 +74,14 @@ def proxy_command(
     command += [f"--host={proxy.listen}", f"--port={proxy.port}"]
     command += [f"--{role}={url}" for role, given in urls.items() for url in given]
     command += _key_flag(host, with_key)
-    return [*command, *arguments(_spelled(proxy.flags))]
+    return [*command, *arguments(spelled(proxy.flags))]
 
 
 def _key_flag(host: Host, with_key: bool) -> list[str]:
     return [f"--cluster-key-file={host.run_directory}/{CLUSTER_KEY_FILE}"] if with_key else []
 
 
-def _spelled(flags: Flags) -> Flags:
+def spelled(flags: Flags) -> Flags:
     """Page_size and page-size are one flag."""
     return {name.replace("_", "-"): value for name, value in flags.items()}
 

@@ -3,28 +3,34 @@ that what was started is stopped."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from cluster_helpers import Benchmark, pids_with, spec_of, state_of, unified_layout, write
 from processes import wait_until
 
 from pd import cli
-from pd.bench.deployments import DeploymentFile, ServedLayout, groups_of
+from pd.bench.deployments import DeploymentFile, ServedLayout, _layouts, groups_of
 from pd.bench.load.client import LoadClient
 from pd.bench.load.command import INTERRUPTED
 from pd.bench.load.records import read_records
 from pd.cluster.enter import Surroundings
 from pd.cluster.spec_file import load_spec
+from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pd.bench.load.measure import Server
+    from pd.bench.load.settings import LoadSettings
 
 HERE = {"here": {"local": True}}
 LOAD = (
@@ -122,6 +128,34 @@ def test_ctrl_c_in_one_deployment_starts_no_other(
     clusters = [word for file in files for word in ("--cluster", str(file))]
     assert cli.bench(["serve", *clusters, *LOAD]) == INTERRUPTED
     assert started == ["one"]
+
+
+@pytest.mark.parametrize(("flags", "gpus"), [([], 2), (["--gpus", "4"], 4)])
+@pytest.mark.parametrize("command", ["serve", "sweep"])
+def test_rates_are_per_gpu_of_the_layouts_file_unless_said_otherwise(
+    command: str, flags: list[str], gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = {"role": "unified", "host": "here", "devices": ["cuda:0"], "flags": {"tp-size": 2}}
+    layout = unified_layout() | {"nodes": [node]}
+    file = write(tmp_path / "one.yaml", spec_of(HERE, layouts={"main": layout}))
+    found: list[int | None] = []
+
+    @contextlib.contextmanager
+    def started(files: list[DeploymentFile], *_: object) -> Iterator[list[ServedLayout]]:
+        client, main = LoadClient(()), SimpleNamespace(url="http://h:1")
+        monkeypatch.setattr("pd.bench.deployments._client", lambda *args: client)
+        running = cast(Any, SimpleNamespace(layouts={"main": main}))
+        yield list(_layouts(files[0], running, argparse.Namespace()))
+
+    def probed(settings: LoadSettings, client: LoadClient) -> Server:
+        found.append(settings.gpus)
+        raise SetupError("enough is known")
+
+    monkeypatch.setattr("pd.bench.deployments.served", started)
+    monkeypatch.setattr("pd.bench.load.measure.probe_server", probed)
+    monkeypatch.setattr("pd.bench.load.command.probe_server", probed)
+    assert cli.bench([command, "--cluster", str(file), *LOAD, *GOODPUT, *flags]) == 1
+    assert found == [gpus]
 
 
 def test_an_environment_reaches_a_load_process_by_its_standard_input(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pd.cluster.claims import gpus_of
 from pd.cluster.commands import arguments, node_command, plan_nodes, proxy_command
 from pd.cluster.spec_file import (
     MAX_FILE_BYTES,
@@ -237,6 +238,41 @@ def test_errors_name_the_key(case: str, tmp_path: Path) -> None:
 
 def test_devices_may_be_shared_if_the_file_says_so(tmp_path: Path) -> None:
     load(tmp_path, changed((f"{NODE}.devices", ["cuda:0"]), ("share_devices", True)))
+
+
+TP = "layouts.split.nodes.1.flags.tp-size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [
+        ([], 3),
+        ([("layouts.split.nodes.1.count", 1)], 2),
+        ([("layouts.split.nodes.1.devices", ["cuda:0", "cuda:2"]), (TP, 2)], 5),
+        ([("flags.tp_size", "2"), (TP, 1)], 4),
+        # Both roles on one GPU of one machine.
+        (
+            [
+                ("layouts.split.nodes.1.host", "first"),
+                ("layouts.split.nodes.1.count", 1),
+                ("share_devices", True),
+            ],
+            1,
+        ),
+        ([("layouts.split.nodes.0.devices", ["cpu"])], 2),
+        ([("layouts.split.nodes.0.devices", ["auto"])], None),
+        ([("layouts.split.nodes.1.devices", None)], None),
+    ],
+)
+def test_gpus_of_a_layout_are_counted_once(
+    changes: list[tuple[str, Any]], gpus: int | None, tmp_path: Path
+) -> None:
+    assert gpus_of(load(tmp_path, changed(*changes)), "split") == gpus
+
+
+def test_a_node_takes_as_many_gpus_as_it_has_ranks(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has device cuda:1 of host second already"):
+        load(tmp_path, changed((TP, 2)))
 
 
 def test_elastic_nodes_of_one_role_serve(tmp_path: Path) -> None:

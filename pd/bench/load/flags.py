@@ -183,7 +183,12 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         help="objectives: ttft:MS or ttft:BASE+PER_TOKEN"
         " (ttft:1s+40us), tpot:MS, itl:MS (every gap), e2el:MS",
     )
-    add("--gpus", type=int, metavar="N", help="GPUs of the server, for rates per GPU")
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs of the server, for rates per GPU (default: with --cluster, as its file says)",
+    )
 
 
 def _add_client(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ class LoadSettings:
         options: fields that requests should have, where the server takes them.
         processes: load processes on each host.
         hosts: where load processes run; empty for this machine.
-        gpus: of the server, for rates per GPU; None for unknown.
+        gpus: of the server, for rates per GPU; None for unknown, 0 for a CPU. Neither has rates.
     """
 
     url: str
@@ -67,10 +67,12 @@ class LoadSettings:
         return replace(self, arrivals=Arrivals(rate, self.burstiness), seed=seed)
 
 
-def load_settings(args: argparse.Namespace, url: str, hosts: Sequence[str]) -> LoadSettings:
+def load_settings(
+    args: argparse.Namespace, url: str, hosts: Sequence[str], gpus: int | None = None
+) -> LoadSettings:
     """Settings of a run against one server, with load processes on these hosts.
 
-    Raises UsageError for what cannot be.
+    Raises UsageError for what cannot be. ``gpus``: of the server, unless ``--gpus`` says otherwise.
     """
     api = endpoint(args.endpoint)
     _check_numbers(args, max(1, len(hosts)))
@@ -93,7 +95,7 @@ def load_settings(args: argparse.Namespace, url: str, hosts: Sequence[str]) -> L
         hosts=tuple(hosts),
         limits=ClientLimits(args.max_client_lag_ms / 1e3, args.max_client_cpu),
         objectives=Objectives.parse(" ".join(args.goodput)) if args.goodput else None,
-        gpus=args.gpus,
+        gpus=gpus if args.gpus is None else args.gpus,
     )
 
 
