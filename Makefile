@@ -58,6 +58,7 @@ bench: $(VENV)/.installed
 	$(COMPARE) radix --rounds 3 --leaves 10000
 	$(COMPARE) transfer --model embedded --tokens 4096 --repeats 5 --pattern nodes
 	$(COMPARE) engine --model embedded --device cpu --work decode:1,16 prefill:512 --context 256
+	$(COMPARE) proxy --work request stream --rounds 1 --requests 200
 
 # The tables of docs/benchmarks.md, from the result files.
 benchmarks: $(VENV)/.installed

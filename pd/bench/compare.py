@@ -1,8 +1,10 @@
 """`pd-bench compare`: is this version faster than that one?
 
 With two result files, or two directories with a file for each run, it compares what they hold; runs
-are paired in the order of their names. With `--against COMMIT` it measures: the benchmark behind
-`--` runs on that commit and on this tree in turn, so that whatever else the machine does hits both.
+are paired in the order of their names. A run under load (`pd-bench serve --output-dir`) is its
+`summary.json`, or the directory that has it; several are a directory of such directories. A run
+that the client limited is refused. With `--against COMMIT` it measures: the benchmark behind `--`
+runs on that commit and on this tree in turn, so that whatever else the machine does hits both.
 
 Each measure gets a verdict from the ratios of its pairs: `faster` or `slower` if the median differs
 by more than the margin and its 90 % interval (sign test) lies on that side of 1, `same` if the
@@ -27,14 +29,16 @@ from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pd.bench.paired import Comparison
 
+_SUMMARY = "summary.json"
 EXAMPLES = """\
 examples:
   pd-bench compare before.json after.json
   pd-bench compare runs-before/ runs-after/
+  pd-bench compare out/unified out/split     # of pd-bench serve --output-dir
   pd-bench compare --against HEAD~1 --pairs 9 -- radix --rounds 3
 """
 
@@ -79,22 +83,69 @@ def run(args: argparse.Namespace) -> int:
 
 def read_runs(path: Path) -> list[list[dict[str, Any]]]:
     """Rows of each result file. Raises UsageError."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    files = _files(path)
     if not files:
-        raise UsageError(f"{path} has no result files (*.json)")
+        raise UsageError(f"{path} has no result files (*.json, or {_SUMMARY} of directories)")
     return [_read_rows(file) for file in files]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    summary = path / _SUMMARY
+    if summary.is_file():
+        return [summary]  # the other files of its directory say the same in other words
+    return sorted(path.glob("*.json")) or sorted(path.glob(f"*/{_SUMMARY}"))
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     try:
-        rows = json.loads(path.read_text())["results"]
+        content = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is no result file: it needs 'results', a list of rows") from None
+    except ValueError:
+        content = None
+    if isinstance(content, dict) and isinstance(content.get("measures"), dict):
+        if not content.get("valid", True):
+            raise UsageError(f"{path}: the client limited this run, which says nothing of a server")
+        return [load_row(content)]
+    if not isinstance(content, dict) or "results" not in content:
+        raise UsageError(
+            f"{path} is no result file: it needs 'results', a list of rows, or 'measures' as "
+            f"{_SUMMARY} of pd-bench serve has them"
+        )
+    rows = content["results"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path}: 'results' must be a list of objects")
     return rows
+
+
+def load_row(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of the measures of a run under load, from its ``summary.json``.
+
+    The dataset tells what was measured. All counts are measures, even those that never differ.
+    """
+    dataset = (summary.get("settings") or {}).get("dataset") or {}
+    row: dict[str, Any] = {"work": dataset.get("name", "imported")}
+    measures: Mapping[str, Any] = summary["measures"]
+    for name, value in measures.items():
+        if isinstance(value, (int, float)):
+            row[name] = float(value)
+        elif name == "goodput":
+            row |= {f"goodput_{each}": float(value[each]) for each in ("requests_per_s", "share")}
+        elif name == "stages_ms":
+            for stage, times in value.items():
+                row |= _times(f"stage_{stage}", times)
+        elif name.endswith("_ms"):
+            row |= _times(name.removesuffix("_ms"), value)
+    return row
+
+
+def _times(name: str, times: Mapping[str, float | None]) -> dict[str, float]:
+    """The statistics of a distribution, such as ``ttft_p50_ms``, but those that nothing was seen
+    of."""
+    kept = {key: value for key, value in times.items() if key not in ("count", "std")}
+    return {f"{name}_{key}_ms": value for key, value in kept.items() if value is not None}
 
 
 def show(found: Sequence[Comparison]) -> None:

@@ -21,8 +21,8 @@ CONFIDENCE = 0.9
 LEAST_PAIRS = 5
 _LESS_IS_BETTER = re.compile(r"(^|_)(s|ms|us|ns|seconds|passes|misses|errors|failed)$")
 _MORE_IS_BETTER = re.compile(
-    r"(_per_s|_per_second|([gmt]b|flop)_s|throughput|speedup|goodput|acceptance_length|hits"
-    r"|(hit|right)_rate|share_of_(ceiling|roofline)(_rate)?)$"
+    r"(_per_s(_per_gpu)?|_per_second|([gmt]b|flop)_s|throughput|speedup|goodput|acceptance_length"
+    r"|hits|(hit|right)_rate|(goodput|cached)_share|share_of_(ceiling|roofline)(_rate)?)$"
 )
 # Units, in rows that name the unit of their numbers.
 _MORE_IS_BETTER_UNIT = re.compile(r"/s$|per second$")

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pd.bench.load.goodput import Objectives, count_good
+from pd.bench.load.measures import summarize
+from pd.bench.load.records import Record
 from pd.bench.paired import CONFIDENCE, Measure, compare_runs, is_better_if_less, median_interval
 from pd.cli import bench
 
@@ -73,7 +76,9 @@ def test_times_and_passes_are_better_if_less(name: str) -> None:
     assert is_better_if_less(Measure((), 0, name)) is True
 
 
-@pytest.mark.parametrize("name", ["tokens_per_s", "best_gb_s", "tflop_s", "speedup", "hit_rate"])
+@pytest.mark.parametrize(
+    "name", ["tokens_per_s", "best_gb_s", "tflop_s", "speedup", "hit_rate", "tokens_per_s_per_gpu"]
+)
 def test_rates_are_better_if_more(name: str) -> None:
     assert is_better_if_less(Measure((), 0, name)) is False
 
@@ -151,6 +156,56 @@ def test_two_files_have_ratios_and_no_verdict(
     assert "1.500" in out
     assert "unclear" in out
     assert "1 pairs prove nothing; give 5 or more" in out
+
+
+def loaded(directory: Path, ttft: float, *, valid: bool = True, dataset: str = "random") -> Path:
+    """The directory of a run under load: two answers, and a failed request."""
+    times = [ttft, ttft + 0.01, ttft + 0.04]
+    answer = Record(
+        session=0, first=times[0], second=times[1], last=times[2], end=times[2], times=times,
+        output_tokens=3, prompt_tokens=100, cached_tokens=10, stages={"queue": 0.001},
+    )  # fmt: skip
+    records = [answer, answer, Record(session=1, status="error", end=0.1)]
+    goodput = count_good(records, Objectives.parse("ttft:1s"))
+    directory.mkdir(parents=True)
+    found = {
+        "valid": valid,
+        "settings": {"dataset": {"name": dataset}},
+        "measures": summarize(records, goodput, gpus=2),
+    }
+    (directory / "summary.json").write_text(json.dumps(found))
+    (directory / "bench.json").write_text("{}")
+    return directory
+
+
+def test_runs_under_load_are_compared_by_their_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(5):
+        loaded(tmp_path / "a" / str(number), 0.1)
+        loaded(tmp_path / "b" / str(number), 0.2)
+    assert bench(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {line[0] for line in lines} == {"random"}
+    found = {line[1]: line[-1] for line in lines}
+    assert found["ttft_p50_ms"] == "slower"
+    assert found["output_tokens_per_s_per_gpu"] == "slower"
+    assert found["stage_queue_p99_ms"] == found["failed"] == found["goodput_share"] == "equal"
+    assert "changed" not in found.values(), "each measure says which way is better"
+
+
+def test_two_runs_under_load_by_their_directory_or_their_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = loaded(tmp_path / "one", 0.1), loaded(tmp_path / "other", 0.2)
+    assert bench(["compare", str(one), str(other / "summary.json")]) == 0
+    assert "2.000" in capsys.readouterr().out
+    trace = loaded(tmp_path / "trace", 0.1, dataset="trace")
+    assert bench(["compare", str(one), str(trace)]) == 2
+    assert "they are of different benchmarks" in capsys.readouterr().err
+    void = loaded(tmp_path / "void", 0.1, valid=False)
+    assert bench(["compare", str(one), str(void)]) == 2
+    assert "the client limited this run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
