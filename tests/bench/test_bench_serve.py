@@ -78,7 +78,7 @@ def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     ids=["shared-prefix", "multi-turn", "generate", "chat", "structured"],
 )
 def test_load_on_a_split_is_measured_and_leaves_nothing_behind(
-    served, tmp_path, flags, tokens
+    served, tmp_path, flags, tokens, capsys
 ) -> None:
     """Counts come from the token ids; caches, stages and schemas are the deployment's own."""
     out = tmp_path / "out"
@@ -102,6 +102,9 @@ def test_load_on_a_split_is_measured_and_leaves_nothing_behind(
         assert found["cached_share"] > 0
     if "/generate" in flags:
         assert found["stages_ms"]["prefill"]["count"] == 4
+    # Where answers have no stages, the end of the run says why.
+    said = "pd says so with --endpoint /generate" in capsys.readouterr().out
+    assert said == ("stages" in summary["notes"]) == ("/generate" not in flags)
     if "structured" in flags:
         assert found["structured"]["answers"] == 4
         # An answer that its length ended is no whole JSON.

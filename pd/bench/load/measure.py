@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from pd.bench.load.workload import Session
 
 
+# Said of a run against pd whose answers have no stages.
+_WITHOUT_STAGES = (
+    "answers of this endpoint do not say how long their stages took, so reports have no chart of "
+    "them; pd says so with --endpoint /generate"
+)
+
+
 class _NothingSentError(PDError):
     """The user ended the run before its first request."""
 
@@ -180,13 +187,15 @@ def evaluate(
     goodput = None
     if settings.objectives is not None:
         goodput = count_good(run.records, settings.objectives)
-    client = client_facts(run)
+    client, measures = client_facts(run), summarize(run.records, goodput, settings.gpus)
+    if server and measures["completed"] and "stages_ms" not in measures:
+        notes = notes | {"stages": _WITHOUT_STAGES}
     return LoadResult(
         start_time=run.start_time,
         records=run.records,
         client=client,
         complaints=client_complaints(client, settings.limits),
-        measures=summarize(run.records, goodput, settings.gpus),
+        measures=measures,
         goodput=goodput,
         notes=notes,
         server=server,

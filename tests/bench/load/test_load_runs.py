@@ -200,6 +200,7 @@ def test_stages_and_cached_tokens_of_generate(scripted, tmp_path) -> None:
     )
     assert summary["measures"]["stages_ms"]["prefill"]["mean"] == pytest.approx(2.0)
     assert summary["measures"]["requests_per_s_per_gpu"] > 0
+    assert "stages" not in summary["notes"]
 
 
 @pytest.mark.parametrize(
