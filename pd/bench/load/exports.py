@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from pd.bench.load.records import Record
 
 _PERCENTILES = (50, 90, 95, 99, 99.9)
+# vLLM: a label, a tokenizer, and speed against a recording's length. SGLang: a tag, the length of a
+# data set's answers, the server about itself, and its acceptance length under speculation.
+_WITHOUT_MEANING: dict[str, Any] = {
+    "label": None,
+    "tokenizer_id": None,
+    "rtfx": 0.0,
+    "tag": None,
+    "sharegpt_output_len": None,
+    "server_info": None,
+    "accept_length": None,
+}
 
 
 def bench_keys(
@@ -24,7 +35,8 @@ def bench_keys(
     """Both harnesses' keys in one flat object.
 
     Where the two have different names for a thing both are there (``e2el`` is vLLM's,
-    ``e2e_latency`` SGLang's). Lists have an entry for each request that was not cancelled.
+    ``e2e_latency`` SGLang's). What has no meaning here has the value that it has there for a text
+    model without it: there is no tokenizer, so "retokenized" counts are the counted ones.
     """
     whole = [record for record in records if record.status == OK]
     seconds = duration(records)
@@ -38,7 +50,10 @@ def bench_keys(
         "completed": len(whole),
         "failed": sum(record.status == ERROR for record in records),
         "total_input_tokens": prompt,
+        "total_input_text_tokens": prompt,
+        "total_input_vision_tokens": 0,
         "total_output_tokens": output,
+        "total_output_tokens_retokenized": output,
         "request_throughput": len(whole) * per_second,
         "request_goodput": None if goodput is None else goodput.good * per_second,
         "input_throughput": prompt * per_second,
@@ -48,16 +63,20 @@ def bench_keys(
         "concurrency": sum(found["e2e"]) * per_second,
         "max_output_tokens_per_s": peak_tokens_per_second(whole),
         "max_concurrent_requests": peak_concurrency(whole),
+        **_WITHOUT_MEANING,
     }
     for name, metric in (("ttft", "ttft"), ("tpot", "tpot"), ("itl", "itl"), ("e2el", "e2e")):
         keys |= _statistics(name, found[metric])
     keys |= _statistics("e2e_latency", found["e2e"])
+    if settings.get("max_concurrency") is not None:
+        keys |= _statistics("client_queue_time", [queue_time(record) for record in whole])
     keys["max_itl_ms"] = max(found["itl"], default=0.0) * 1e3
     return keys
 
 
 def bench_details(records: Sequence[Record]) -> dict[str, Any]:
-    """Lists by request, which ``--save-detailed`` adds to the file."""
+    """Lists by request, which ``--save-detailed`` adds to the file: an entry for each request that
+    was not cancelled."""
     kept = [record for record in records if record.status in (OK, ERROR)]
     return {
         "input_lens": [record.num_prompt_tokens for record in kept],
@@ -66,8 +85,18 @@ def bench_details(records: Sequence[Record]) -> dict[str, Any]:
         "itls": [record.gaps for record in kept],
         "latencies": [record.e2e or 0.0 for record in kept],
         "start_times": [record.sent for record in kept],
+        "queue_times": [queue_time(record) for record in kept],
+        "generated_texts": [record.text or "" for record in kept],
         "errors": [record.error or "" for record in kept],
     }
+
+
+def queue_time(record: Record) -> float:
+    """Seconds for which a request waited for one of ``--max-concurrency`` places.
+
+    A session of a closed loop follows another and does not wait.
+    """
+    return 0.0 if record.scheduled is None else max(0.0, record.due - record.scheduled)
 
 
 def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float]:

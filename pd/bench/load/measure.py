@@ -171,6 +171,7 @@ def _send(server: Server, sessions: Sequence[Session], warm_up: Sequence[Session
         max_concurrency=settings.max_concurrency,
         timeout=settings.timeout,
         name=f"bench-{secrets.token_hex(4)}",
+        keep_texts=settings.keep_texts,
     )
     line = ProgressLine(sum(len(session.turns) for session in sessions))
     with LoadProcesses(server.client) as processes:

@@ -81,6 +81,7 @@ def record_of(asked: Asked, answer: Answer, plan: Plan, start: float) -> Record:
         times=times,
         tokens=answer.counts,
         stages=answer.stages,
+        text=answer.text if plan.keep_texts else None,
     )
     _set_status(record, asked, answer)
     if turn.schema is not None and record.status == OK:

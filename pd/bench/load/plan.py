@@ -20,6 +20,7 @@ class Plan:
         max_concurrency: sessions of this process at a time; None for no limit.
         timeout: seconds until a request is given up.
         name: begin of the request ids of this run, see :meth:`request_id`.
+        keep_texts: records have the texts of answers.
     """
 
     process: str
@@ -30,6 +31,7 @@ class Plan:
     max_concurrency: int | None
     timeout: float
     name: str
+    keep_texts: bool = False
 
     def request_id(self, session: int, turn: int, kind: str = "") -> str:
         """The X-Request-Id of a request; ``kind`` tells those that are not measured."""

@@ -48,6 +48,7 @@ class Record:
             the sum is known).
         stages: seconds of each stage, where the server says so.
         valid_output: whether an answer with a schema is JSON.
+        text: the answer, where ``--save-detailed`` wants it.
     """
 
     session: int
@@ -78,6 +79,7 @@ class Record:
     tokens: list[int] | None = None
     stages: dict[str, float] | None = None
     valid_output: bool | None = None
+    text: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

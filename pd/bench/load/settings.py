@@ -35,6 +35,7 @@ class LoadSettings:
         processes: load processes on each host.
         hosts: where load processes run; empty for this machine.
         gpus: of the server, for rates per GPU; None for unknown, 0 for a CPU. Neither has rates.
+        keep_texts: records have the texts of answers.
     """
 
     url: str
@@ -56,6 +57,7 @@ class LoadSettings:
     limits: ClientLimits
     objectives: Objectives | None
     gpus: int | None
+    keep_texts: bool
 
     @property
     def closed_loop(self) -> bool:
@@ -96,6 +98,8 @@ def load_settings(
         limits=ClientLimits(args.max_client_lag_ms / 1e3, args.max_client_cpu),
         objectives=Objectives.parse(" ".join(args.goodput)) if args.goodput else None,
         gpus=gpus if args.gpus is None else args.gpus,
+        # Only pd-bench serve has these flags.
+        keep_texts=getattr(args, "save_result", None) is not None and args.save_detailed,
     )
 
 

@@ -14,9 +14,11 @@ from pd.bench.load.client_checks import ClientLimits, client_complaints, client_
 from pd.bench.load.client_load import ProcessLoad
 from pd.bench.load.exports import bench_details, bench_keys
 from pd.bench.load.goodput import Objectives, count_good
+from pd.bench.load.measure import LoadResult
 from pd.bench.load.measures import summarize
 from pd.bench.load.processes import Run
 from pd.bench.load.records import Record, read_records, second_token_time, write_records
+from pd.bench.load.results import write_bench_file
 from pd.bench.load.server_metrics import metrics_between, parse_metrics, read_metrics
 from pd.core.errors import UsageError
 
@@ -188,22 +190,53 @@ def test_records_survive_their_file(tmp_path) -> None:
         read_records(path)
 
 
-# What dashboards and scripts read of the files of the two harnesses.
-VLLM_KEYS = """duration completed failed total_input_tokens total_output_tokens request_throughput
-request_goodput output_throughput total_token_throughput max_output_tokens_per_s
-max_concurrent_requests mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms
+# All keys of the two harnesses' files for a text model, without what only their own flags add
+# (probes, metadata, --cache-report) or their own server's metrics.
+# vllm/benchmarks/serve.py at commit 009e6d4a1cd6ba3fb2a9fc00f4ec06f5297232a1.
+VLLM_KEYS = """date endpoint_type backend label model_id tokenizer_id num_prompts request_rate
+burstiness max_concurrency duration completed failed total_input_tokens total_output_tokens
+request_throughput request_goodput output_throughput total_token_throughput max_output_tokens_per_s
+max_concurrent_requests rtfx mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms
 median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms
 median_e2el_ms std_e2el_ms p99_e2el_ms"""
-SGLANG_KEYS = """input_throughput concurrency mean_e2e_latency_ms median_e2e_latency_ms
-std_e2e_latency_ms p99_e2e_latency_ms p95_itl_ms max_itl_ms"""
-DETAILS = "input_lens output_lens ttfts itls latencies start_times errors"
+# With --max-concurrency.
+VLLM_QUEUE_KEYS = """mean_client_queue_time_ms median_client_queue_time_ms std_client_queue_time_ms
+p99_client_queue_time_ms"""
+# python/sglang/benchmark/serving.py at commit 00f9ec472ffef82714c0407b842ccb5bd254d130.
+SGLANG_KEYS = """tag backend dataset_name request_rate max_concurrency sharegpt_output_len
+random_input_len random_output_len random_range_ratio server_info duration completed
+total_input_tokens total_input_text_tokens total_input_vision_tokens total_output_tokens
+total_output_tokens_retokenized request_throughput input_throughput output_throughput
+total_throughput mean_e2e_latency_ms median_e2e_latency_ms std_e2e_latency_ms p90_e2e_latency_ms
+p95_e2e_latency_ms p99_e2e_latency_ms mean_ttft_ms median_ttft_ms std_ttft_ms p90_ttft_ms
+p95_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms p90_tpot_ms p95_tpot_ms
+p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p90_itl_ms p95_itl_ms p99_itl_ms concurrency
+accept_length max_output_tokens_per_s max_concurrent_requests"""
+# Of an older version of SGLang's.
+SGLANG_OLDER_KEYS = "max_itl_ms"
+DETAILS = """input_lens output_lens ttfts itls latencies start_times queue_times generated_texts
+errors"""
 
 
-def test_the_keys_of_vllm_and_sglang() -> None:
-    records = [FIRST, SECOND, failed(1.5)]
+def test_the_file_has_the_keys_of_vllm_and_sglang(tmp_path) -> None:
+    path, result = tmp_path / "bench.json", LoadResult(0.0, [FIRST], {}, [], {}, None, {}, {})
+    wanted = {*VLLM_KEYS.split(), *SGLANG_KEYS.split(), *SGLANG_OLDER_KEYS.split()}
+    write_bench_file(path, result, {}, detailed=False)
+    keys = json.loads(path.read_text()).keys()
+    assert keys >= wanted
+    assert keys.isdisjoint(DETAILS.split())
+    write_bench_file(path, result, {"max_concurrency": 2}, detailed=True)
+    wanted |= {*VLLM_QUEUE_KEYS.split(), *DETAILS.split()}
+    assert json.loads(path.read_text()).keys() >= wanted
+
+
+def test_the_values_of_vllms_and_sglangs_keys() -> None:
+    waited = dataclasses.replace(SECOND, scheduled=0.2, due=1.0, text="an answer")
+    records = [FIRST, waited, failed(1.5)]
     goodput = count_good(records, Objectives.parse("ttft:200"))
-    keys = bench_keys(records, {}, goodput)
-    assert keys.keys() >= {*VLLM_KEYS.split(), *SGLANG_KEYS.split()}
+    keys = bench_keys(records, {"max_concurrency": 1}, goodput)
+    assert keys["mean_client_queue_time_ms"] == pytest.approx(400)
+    assert keys["total_output_tokens_retokenized"] == 7
     assert keys["mean_ttft_ms"] == pytest.approx(200)
     assert keys["request_goodput"] == pytest.approx(1 / keys["duration"])
     assert keys["total_token_throughput"] == pytest.approx(207 / keys["duration"])
@@ -213,6 +246,8 @@ def test_the_keys_of_vllm_and_sglang() -> None:
     assert keys["max_concurrent_requests"] == 1
     details = bench_details(records)
     assert details.keys() == set(DETAILS.split())
+    assert details["generated_texts"] == ["", "an answer", ""]
+    assert details["queue_times"] == pytest.approx([0, 0.8, 0])
     assert {len(values) for values in details.values()} == {3}
     json.dumps(keys | details, allow_nan=False)
 

@@ -79,7 +79,11 @@ def test_flags_have_the_names_of_other_harnesses_as_well(scripted, tmp_path) -> 
     server, out = scripted(), tmp_path / "out"
     flags = ["--num-warmups", "2", "--extra-request-body", '{"top_p": 0.5}']
     command = ["--base-url", server.url, "--dataset-name", "random", *SMALL, "--num-prompts", "3"]
+    file = tmp_path / "theirs.json"
+    flags += ["--save-result", str(file), "--save-detailed"]
     assert cli.bench(["serve", *command, *flags, *PATIENT, "--output-dir", str(out)]) == 0
+    texts = json.loads(file.read_text())["generated_texts"]
+    assert len(texts) == 3 and all(texts)
     settings = json.loads((out / "summary.json").read_text())["settings"]
     assert (settings["url"], settings["warmup"]) == (server.url, 2)
     assert settings["sampling"]["extra"] == {"top_p": 0.5}
@@ -185,7 +189,7 @@ def test_the_next_turn_has_what_was_really_answered(scripted, tmp_path, endpoint
 
 
 def test_stages_and_cached_tokens_of_generate(scripted, tmp_path) -> None:
-    summary, _ = bench(
+    summary, records = bench(
         scripted(),
         tmp_path / "out",
         "--dataset-name",
@@ -201,6 +205,7 @@ def test_stages_and_cached_tokens_of_generate(scripted, tmp_path) -> None:
     assert summary["measures"]["stages_ms"]["prefill"]["mean"] == pytest.approx(2.0)
     assert summary["measures"]["requests_per_s_per_gpu"] > 0
     assert "stages" not in summary["notes"]
+    assert {record.text for record in records} == {None}, "texts are kept with --save-detailed only"
 
 
 @pytest.mark.parametrize(
