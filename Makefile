@@ -37,7 +37,7 @@ test-all: $(VENV)/.installed
 	$(BIN)/coverage report
 	$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
 	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(PARALLEL) -m "not full and not starved" $(ELASTIC)
-	$(BIN)/python -m pytest -m alone
+	PD_TEST_AIPERF="$$(sh scripts/aiperf.sh .aiperf $(PYTHON))" $(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest -m starved
 
 check: $(VENV)/.installed

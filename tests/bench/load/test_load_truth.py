@@ -60,11 +60,13 @@ def test_99_percent_of_the_times_are_within_2_ms_of_the_servers_log(scripted, tm
 
 
 def aiperf() -> str:
-    """The program, which has an environment of its own: `pip install aiperf` there, and name it in
-    PD_TEST_AIPERF."""
+    """The program, which has an environment of its own."""
     program = os.environ.get("PD_TEST_AIPERF") or shutil.which("aiperf")
     if program is None:
-        pytest.skip("AIPerf is not installed: set PD_TEST_AIPERF to its program")
+        pytest.skip(
+            "AIPerf is not installed: set PD_TEST_AIPERF to its program, or to what "
+            "`sh scripts/aiperf.sh .aiperf` prints, which installs it, as make test-all does"
+        )
     return program
 
 
