@@ -95,7 +95,8 @@ class ScriptedServer:
         settings = self._settings
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
+            # Clients that keep connections, as AIPerf does, would send into one that closes.
+            b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         prompt = _prompt_of(body)
         wanted = body.get("max_tokens") or body.get("sampling_params", {}).get("max_new_tokens")
