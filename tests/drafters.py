@@ -1,4 +1,6 @@
-"""Drafters of tests: one that knows the answers, and spoils as many of its drafts as it is told."""
+"""Drafters of tests: one that knows the answers, and spoils as many of its drafts as it is told;
+and trees of an EAGLE head in which other guesses than the likeliest are right.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd.speculative.adaptation import DraftLengths
 from pd.speculative.draft import Draft, upload_chains
 from pd.speculative.drafter import Drafter
+from pd.speculative.eagle import EagleDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     import numpy.typing as npt
+    import pytest
+    from cluster import Pending
 
+    from pd.engine.draft_tree import DraftTree
     from pd.speculative.drafter import DraftRequest
 
     IntArray = npt.NDArray[np.int32]
@@ -58,3 +66,78 @@ class Oracle(Drafter):
                 tokens = np.where(self._rng.random(limit) < self._spoiled, tokens, true)
         self.drafted += limit
         return tokens
+
+
+def same(one: Pending, other: Pending, note: object = "") -> None:
+    """Check that two requests have equal tokens, ends and log probabilities.
+
+    Args:
+        note: what to say with the seed if they differ.
+    """
+    said = f"{note} PD_TEST_SEED={SEED}"
+    assert one.result() == other.result(), said
+    for ours, theirs in zip(one.choices, other.choices, strict=True):
+        assert ours.finish == theirs.finish, said
+        assert ours.logprobs.keys() == theirs.logprobs.keys(), said
+        for position, entry in ours.logprobs.items():
+            expected = theirs.logprobs[position]
+            assert (entry.token_id, entry.top_ids) == (expected.token_id, expected.top_ids), said
+            np.testing.assert_allclose(
+                entry.top_logprobs, expected.top_logprobs, atol=1e-4, err_msg=said
+            )
+
+
+def note_accepted_siblings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have all nodes note each accepted guess that is not the likeliest at its place, by its index
+    in its draft. The KV of such a guess, and of those behind it, has to move."""
+    siblings: list[int] = []
+    observe = DraftLengths.observe
+
+    def note(self: DraftLengths, sequence: Any, tree: DraftTree, accepted: Sequence[int]) -> None:
+        if sequence.request.room:
+            siblings.extend(guess for guess in accepted if not tree.first_guesses[guess])
+        observe(self, sequence, tree, accepted)
+
+    monkeypatch.setattr(DraftLengths, "observe", note)
+    return siblings
+
+
+def draft_only_last_siblings(monkeypatch: pytest.MonkeyPatch, answer: Sequence[int]) -> None:
+    """Make the last guess after the root of each tree right, and no other, so that its KV moves.
+
+    Args:
+        answer: what the only long sequence is, prompt included.
+    """
+    true = EagleDrafter._draft
+
+    @torch.inference_mode()
+    def draft(self: EagleDrafter, asks: Any, ends: Any) -> Any:
+        made = true(self, asks, ends)
+        positions = ends.positions[list(ends.index)].tolist()
+        for ask, position, each in zip(asks, positions, made, strict=True):
+            if ask.sequence.request.room and position + 1 < len(answer):
+                tokens = each.batch.tokens[each.first : each.first + each.size]
+                parents = each.tree.parents.tolist()
+                tokens[:] = (answer[position + 1] + 1 + torch.arange(each.size)) % 250
+                tokens[len(parents) - 1 - parents[::-1].index(-1)] = answer[position + 1]
+        return made
+
+    monkeypatch.setattr(EagleDrafter, "_draft", draft)
+
+
+def swapped_siblings(tree: DraftTree) -> list[int]:
+    """For each guess the one whose token it gets if the likeliest guess after the root and the
+    second change places, each with what follows it, as far as both are there."""
+    found = list(range(tree.size))
+    after: dict[int, list[int]] = {}
+    for guess, parent in enumerate(tree.parents.tolist()):
+        after.setdefault(parent, []).append(guess)
+    swapped = [after[-1][:2]]
+    while swapped:
+        pair = swapped.pop()
+        if len(pair) == 2:
+            one, other = pair
+            found[one], found[other] = other, one
+            followers = zip(after.get(one, []), after.get(other, []), strict=False)
+            swapped += [list(each) for each in followers]
+    return found

@@ -15,6 +15,7 @@ import torch
 import triton_device
 from cluster import random_prompts
 from counters import counter
+from drafters import draft_only_last_siblings, note_accepted_siblings
 from tiny import CONTEXT, tiny_cluster, tiny_head
 
 from pd.core.request import Request, Sequence
@@ -399,28 +400,76 @@ SHARP_TREES = {("split", 1, "on")}
     ],
 )
 def test_trees_change_no_output(
-    plain: list[list[list[int]]], kind: str, page_size: int, overlap: str
+    monkeypatch: pytest.MonkeyPatch,
+    plain: list[list[list[int]]],
+    kind: str,
+    page_size: int,
+    overlap: str,
 ) -> None:
+    siblings = note_accepted_siblings(monkeypatch)
     settings = {"page_size": page_size, "overlap_schedule": overlap, **TREES}
     with speculating(kind, **settings) as cluster:
         for _ in range(2):  # then from cached pages
             assert answers(cluster) == plain
         cluster.wait_idle()
         accepted = counter(targets(cluster)[-1], "pd_speculative_accepted_total")
-        assert accepted > 0
+        assert accepted > len(siblings) > 0
 
 
 @pytest.mark.parametrize("kind", [pytest.param("unified", marks=pytest.mark.full), "split"])
 def test_trees_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """So the KV of accepted guesses is where it belongs, however deep in a tree they were: in the
     model's planes, on which the states depend, and in the head's."""
-    notes = Notes(monkeypatch)
+    notes, siblings = Notes(monkeypatch), note_accepted_siblings(monkeypatch)
     with speculating(kind, page_size=4, **TREES) as cluster:
         answers(cluster, tokens=24)
         cluster.wait_idle()
         made = notes.drafts()
         assert len(made) > 100
+        assert siblings
         check_drafts(targets(cluster)[-1], made[::3])
+
+
+def leave_in_place(*_: Any) -> None:
+    """Move no KV."""
+
+
+def accept_another_branch(sampled: torch.Tensor, trees: Trees, width: int) -> Accepted:
+    """Accept on the device, but name another guess for one that is not the likeliest."""
+    found = accept(sampled, trees, width)
+    return found._replace(path=torch.where(found.path > 0, found.path - 1, found.path))
+
+
+def take_another_branch(draft: Draft, sampled: list[int]) -> list[int]:
+    """Accept on the host, but take the likeliest guess for the one that is right."""
+    return [0] if draft_path(draft, sampled) else []
+
+
+draft_path = Draft.path
+TREE_FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "KV is not moved": (eagle_drafter.EagleDrafter, "_move_accepted", leave_in_place),
+    "KV of another branch": (eagle_drafter, "accept", accept_another_branch),
+    "tokens of another branch": (Draft, "path", take_another_branch),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *TREE_FAULTS])
+def test_a_fault_planted_in_trees_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    """The comparisons above can fail where the guess that is right is not the likeliest."""
+    (prompt,) = random_prompts(4, [40])
+    params = {"max_tokens": 60, "temperature": 1.5, "seed": 3}
+    with tiny_cluster(0, 0, 1) as cluster:
+        (expected,) = cluster.client.generate(prompt, targets(cluster), **params).result()
+    draft_only_last_siblings(monkeypatch, [*prompt, *expected])
+    if fault is not None:
+        monkeypatch.setattr(*TREE_FAULTS[fault])
+    with speculating("unified", page_size=4, **TREES) as cluster:
+        (found,) = cluster.client.generate(prompt, targets(cluster), **params).result()
+        cluster.wait_idle()
+        assert counter(cluster.unified[0], "pd_speculative_accepted_total") > 0
+    assert (found == expected) == (fault is None)
 
 
 def test_guesses_of_a_tree_are_the_likeliest_after_each_path() -> None:

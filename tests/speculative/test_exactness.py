@@ -8,11 +8,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from cluster import random_prompts, wait_until
 from counters import counter
-from drafters import SEED, Oracle
+from drafters import SEED, Oracle, same
 from tiny import VOCAB_SIZE, tiny_cluster
 
 from pd import assembly
@@ -69,18 +68,6 @@ def answers(cluster: Cluster, **params: Any) -> list[Pending]:
     for pending in asked:
         pending.result()
     return asked
-
-
-def same(one: Pending, other: Pending) -> None:
-    """Equal tokens, ends and log probabilities."""
-    assert one.result() == other.result(), f"PD_TEST_SEED={SEED}"
-    for ours, theirs in zip(one.choices, other.choices, strict=True):
-        assert ours.finish == theirs.finish
-        assert ours.logprobs.keys() == theirs.logprobs.keys()
-        for position, entry in ours.logprobs.items():
-            expected = theirs.logprobs[position]
-            assert (entry.token_id, entry.top_ids) == (expected.token_id, expected.top_ids)
-            np.testing.assert_allclose(entry.top_logprobs, expected.top_logprobs, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

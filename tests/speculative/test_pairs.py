@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Cluster, random_prompts
-from drafters import SEED, Oracle
+from drafters import SEED, Oracle, same
 from tiny import VOCAB_SIZE, tiny_cluster, tiny_head, tiny_model
 
 from pd import assembly
@@ -118,16 +118,13 @@ def stride(batch: int) -> int:
 
 
 @functools.cache
-def expected() -> dict[str, list[list[list[int]]]]:
+def expected() -> dict[str, list[Pending]]:
     """The answers to all prompts without speculation, by the kind of request."""
     with tiny_cluster(0, 0, 1, kv_cache_tokens=8192) as cluster:
-        return {
-            name: [request.result() for request in asked(cluster, [name], len(PROMPTS))]
-            for name in REQUESTS
-        }
+        return {name: asked(cluster, [name], len(PROMPTS)) for name in REQUESTS}
 
 
-def expected_in_turn(names: list[str], step: int) -> list[list[list[int]]]:
+def expected_in_turn(names: list[str], step: int) -> list[Pending]:
     """The answers to every ``step``-th prompt, which are asked with these kinds in turn."""
     kinds = itertools.cycle(names)
     return [expected()[next(kinds)][place] for place in range(0, len(PROMPTS), step)]
@@ -145,8 +142,8 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     answers = expected_in_turn(names, stride(batch))
     if drafter == "half right":
         oracle = Oracle(VOCAB_SIZE, 0.5)
-        for prompt, outputs in zip(PROMPTS[:: stride(batch)], answers, strict=True):
-            for output in outputs:
+        for prompt, answer in zip(PROMPTS[:: stride(batch)], answers, strict=True):
+            for output in answer.result():
                 oracle.learn([*prompt, *output])
         monkeypatch.setattr(
             assembly,
@@ -163,9 +160,9 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     counts = (1, 1, 0) if kind == "split" else (0, 0, 1)
     with tiny_cluster(*counts, reserved_decode_tokens=4, **settings) as cluster:
         for _ in range(2 if cache == "warm" else 1):
-            requests = asked(cluster, names, batch, aborts=aborts == "some")
-            found = [request.result() for request in requests]
-            assert found == answers, f"{row}, PD_TEST_SEED={SEED}"
+            found = asked(cluster, names, batch, aborts=aborts == "some")
+            for ours, theirs in zip(found, answers, strict=True):
+                same(ours, theirs, row)
         cluster.wait_idle(30.0)
 
 
