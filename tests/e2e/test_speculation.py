@@ -390,7 +390,6 @@ def test_tokens_of_batches_are_the_same(
         accepted = counter(decoding, "pd_speculative_accepted_total")
         share = accepted / counter(decoding, "pd_speculative_drafted_total")
         low, high = SHARES[drafter]
-        print("SHARE", drafter, page_size, drafts, memory, aborts, share, turn)
         assert 0 < share < low if drafts == "spoiled" else share > high
         if (drafter, drafts) == ("tree", "spoiled"):
             assert len(siblings) > 0.2 * accepted
