@@ -277,9 +277,9 @@ def together(cluster: Cluster, tokens: int, given_up: int | None = None) -> list
     return found
 
 
-# Shares of the drafted tokens that are accepted, by the number of tokens: below the first if half of
-# them are spoiled, above the second if none is. Of 100 tokens most are behind the end of an answer,
-# where heads are seldom right.
+# Shares of the drafted tokens that are accepted, by the number of tokens: below the first if half
+# of them are spoiled, above the second if none is. Of 100 tokens most are behind the end of an
+# answer, where heads are seldom right.
 SHARES = {
     32: {
         "ngram": (0.35, 0.35),
@@ -354,7 +354,7 @@ def spoil_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("few", "many"),
         ("none", "some"),
     )
-    # Pages of 64 do not run out: with one for each sequence to grow by, there is always room.
+    # Pools of pages of 64 seldom run out: a page is kept for each sequence to grow by.
     + sampled_cells(
         set(),
         DRAFTERS | TREE,
