@@ -15,6 +15,8 @@ _SINGLE = ("items", "additionalProperties", "propertyNames", "not", "contains")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 # Where a format of a structural tag has its schema.
 SCHEMA_OF_TAG = "json_schema"
+# Where one has its regular expression.
+PATTERN_OF_TAG = "pattern"
 # Keywords that say something about instances of one type only.
 OF_TYPES = {
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -76,10 +78,22 @@ def subschemas(schema: object) -> Iterator[tuple[Place, Any]]:
 def schemas_of_tags(structural_tag: object) -> Iterator[tuple[Place, dict[str, Any]]]:
     """All formats inside a structural tag of xgrammar that have a ``json_schema``, in the tag's
     order, and where each stands: its steps are keys of objects and numbers in lists."""
+    return (found for found in _parts_of_tag(structural_tag) if SCHEMA_OF_TAG in found[1])
+
+
+def patterns_of_tags(structural_tag: object) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The same for all formats that are a regular expression, in the field ``PATTERN_OF_TAG``."""
+    for place, part in _parts_of_tag(structural_tag):
+        if part.get("type") == "regex" and PATTERN_OF_TAG in part:
+            yield place, part
+
+
+def _parts_of_tag(structural_tag: object) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """All objects of a structural tag but those inside schemas, in the tag's order."""
     stack: list[tuple[Place, object]] = [(Place(None, (), 0), structural_tag)]
     while stack:
         place, part = stack.pop()
-        if isinstance(part, dict) and SCHEMA_OF_TAG in part:
+        if isinstance(part, dict):
             yield place, part
         inside: list[tuple[object, object]] = []
         if isinstance(part, dict):

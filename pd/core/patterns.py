@@ -1,4 +1,4 @@
-"""The parts of regular expressions in JSON schemas."""
+"""The parts of regular expressions."""
 
 from __future__ import annotations
 

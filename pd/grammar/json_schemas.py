@@ -14,13 +14,15 @@ from typing import Any
 from pd.core.brief import brief
 from pd.core.json_schemas import (
     OF_TYPES,
+    PATTERN_OF_TAG,
     SCHEMA_OF_TAG,
     Place,
+    patterns_of_tags,
     referenced,
     schemas_of_tags,
     subschemas,
 )
-from pd.grammar.patterns import PLAIN_CHARACTER, any_name_but, found_in
+from pd.grammar.patterns import PLAIN_CHARACTER, any_name_but, found_in, matched_by
 
 _ALL_TYPES = ("object", "array", "string", "number", "boolean", "null")
 _SEVERAL = ("anyOf", "oneOf", "allOf")
@@ -65,7 +67,8 @@ def prepare(schema: object) -> object:
 
 
 def prepare_tags(structural_tag: object) -> object:
-    """A structural tag with every schema of text in JSON prepared; the tag is changed.
+    """A structural tag with every schema of text in JSON and every regular expression prepared; the
+    tag is changed.
 
     Raises:
         WrongSchemaError: see :func:`prepare`.
@@ -75,6 +78,9 @@ def prepare_tags(structural_tag: object) -> object:
             part[SCHEMA_OF_TAG] = prepare(part[SCHEMA_OF_TAG])
         except (TypeError, ValueError, AttributeError) as error:
             raise WrongSchemaError(error, place) from None
+    for _, part in patterns_of_tags(structural_tag):
+        if isinstance(part[PATTERN_OF_TAG], str):
+            part[PATTERN_OF_TAG] = matched_by(part[PATTERN_OF_TAG])
     return structural_tag
 
 

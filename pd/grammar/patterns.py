@@ -1,12 +1,15 @@
-"""Regular expressions about strings of JSON that have no escapes.
+"""Regular expressions as xgrammar has to be given them, by themselves and about strings of JSON
+that have no escapes.
 
-xgrammar 0.2.8 has two ways to read a pattern. One takes ``.`` and classes of what is excluded for
-quotes and control characters too, so here every class names the characters that it has. The other
-way, which is quicker, needs characters beyond ASCII to be written as escapes.
+xgrammar 0.2.8 has two ways to read a pattern about strings of JSON. One takes ``.`` and classes of
+what is excluded for quotes and control characters too, so here every class names the characters
+that it has. The other way, which is quicker, needs characters beyond ASCII to be written as
+escapes.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from pd.core.patterns import alternatives, character, members, without_anchors
@@ -28,6 +31,11 @@ _SEVERAL = {
     "\\w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
     "\\s": _SPACES,
 }
+_CARET = 0x5E
+_CONTROL = {0: r"\0", 0x9: r"\t", 0xA: r"\n", 0xB: r"\v", 0xC: r"\f", 0xD: r"\r"}
+_LAST = 0x10FFFF
+_SURROGATES = range(0xD800, 0xE000)
+_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|.)", re.DOTALL)
 _LINE_ENDS: Ranges = [(0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029)]
 # Characters of a name that are told from others: nothing may begin with the first 64 of a name.
 _TOLD_APART = 64
@@ -68,6 +76,12 @@ def _without(ranges: Ranges, excluded: Ranges) -> Ranges:
 def _class(ranges: Ranges) -> str:
     if not ranges:
         raise ValueError("a pattern has a class of nothing but characters that JSON escapes")
+    (low, high), *others = ranges
+    if low == _CARET:
+        # xgrammar takes a class that begins with an escaped ^ for one of what is excluded.
+        ranges = [*([(low + 1, high)] if high > low else []), *others, (low, low)]
+        if len(ranges) == 1:
+            return _written(low)
     return "[" + "".join(f"{_written(a)}-{_written(b)}" for a, b in ranges) + "]"
 
 
@@ -78,7 +92,7 @@ def _written(code: int) -> str:
 
 
 PLAIN_CHARACTER = _class(_PLAIN)
-_EVERYTHING: Ranges = [(0, 0x10FFFF)]
+_EVERYTHING: Ranges = [(0, _LAST)]
 
 
 def any_name_but(names: Iterable[str]) -> str:
@@ -92,6 +106,30 @@ def any_name_but(names: Iterable[str]) -> str:
             node = node.following.setdefault(each, _Beginning())
         node.is_name = True
     return f"^{_but(root, 0)}$"
+
+
+def matched_by(pattern: str) -> str:
+    """A pattern of the same texts as xgrammar 0.2.8 has to be given it: it takes ``.`` for a line
+    end, too, a class that begins with an escaped ``^`` for one of what is excluded, and digits
+    behind the code of a character for a part of it."""
+    return "|".join("".join(map(_corrected, parts)) for parts in alternatives(pattern))
+
+
+def _corrected(part: str) -> str:
+    if part == ".":
+        return r"[^\n]"
+    part = _ESCAPE.sub(lambda found: _as_itself(found[0]), part)
+    return _class(_ranges(members(part))) if part.startswith(r"[\^") else part
+
+
+def _as_itself(escape: str) -> str:
+    """The character that an escape tells the code of; other escapes as they are."""
+    code = character(escape)
+    if code is None or escape[1:2] not in ("x", "u") or code > _LAST or code in _SURROGATES:
+        return escape
+    if code in _CONTROL:
+        return _CONTROL[code]
+    return _written(code) if code <= 0x7E else chr(code)
 
 
 def found_in(pattern: str) -> str:
@@ -140,8 +178,9 @@ def _plain(part: str) -> str:
         ranges = _ranges(members(part))
         excluded = ranges if part.startswith("[^") else _without(_EVERYTHING, ranges)
         return _class(_without(_PLAIN, excluded))
-    code = character(part) if len(part) == 1 or part.startswith("\\") else None
-    return _written(code) if code is not None and code > 0x7E else part
+    if part.startswith("\\"):
+        part = _as_itself(part)
+    return _written(ord(part)) if len(part) == 1 and ord(part) > 0x7E else part
 
 
 def _ranges(named: list[tuple[str, str]]) -> Ranges:

@@ -16,6 +16,7 @@ import xgrammar
 from pd.core.json_schemas import schemas_of_tags
 from pd.grammar.json_schemas import WrongSchemaError, prepare, prepare_tags
 from pd.grammar.lengths import TokenCharacters, split_lengths
+from pd.grammar.patterns import matched_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ class Compiler:
         """
         if kind == "structural_tag":
             return Compiled(self._compile_tags(_prepared(text, prepare_tags)))
+        if kind == "regex":
+            return Compiled(self._compile(kind, matched_by(text)))
         if kind != "json_schema":
             return Compiled(self._compile(kind, text))
         schema = _prepared(text, prepare)

@@ -12,8 +12,10 @@ from typing import Any
 from pd.core.brief import brief
 from pd.core.json_schemas import (
     OF_TYPES,
+    PATTERN_OF_TAG,
     SCHEMA_OF_TAG,
     Place,
+    patterns_of_tags,
     referenced,
     schemas_of_tags,
     subschemas,
@@ -89,8 +91,8 @@ def what_is_not_enforced(schema: object, where: str = "") -> str | None:
 
 
 def what_of_tags_is_not_enforced(structural_tag: object) -> str | None:
-    """Describe what the schemas of a structural tag say that would not be enforced; None if all
-    of it is."""
+    """Describe what the schemas and regular expressions of a structural tag say that would not be
+    enforced; None if all of it is."""
     for place, part in schemas_of_tags(structural_tag):
         if part.get("type") != "json_schema":
             return f"a schema in a format of the type {brief(part.get('type'))} {_at(str(place))}"
@@ -103,6 +105,10 @@ def what_of_tags_is_not_enforced(structural_tag: object) -> str | None:
         found = what_is_not_enforced(part[SCHEMA_OF_TAG], f"{place}/{SCHEMA_OF_TAG}")
         if found is not None:
             return found
+    for place, part in patterns_of_tags(structural_tag):
+        found = what_is_not_enforced_of(part[PATTERN_OF_TAG], in_json=False)
+        if found is not None:
+            return f"{found} {_at(str(place))}"
     return None
 
 

@@ -1,25 +1,38 @@
-"""Check of regular expressions in JSON schemas: those that are not enforced are refused."""
+"""Check of regular expressions, in JSON schemas and by themselves: those that are not enforced are
+refused."""
 
 from __future__ import annotations
+
+import re
 
 from pd.core.brief import brief
 from pd.core.patterns import SEVERAL, alternatives, character, members, without_anchors
 
+# Python reads digits behind \0 as a part of the escape, JavaScript and xgrammar do not.
+_OCTAL = re.compile(r"(?<!\\)(?:\\\\)*(\\0[0-9])")
 
-def what_is_not_enforced_of(pattern: object) -> str | None:
-    """Describe what of a pattern would not be enforced, or would break JSON; None if nothing."""
+
+def what_is_not_enforced_of(pattern: object, *, in_json: bool = True) -> str | None:
+    """Describe what of a pattern would not be enforced, or would break JSON; None if nothing.
+
+    Args:
+        in_json: the pattern is about strings inside JSON, where it can break it.
+    """
     if not isinstance(pattern, str):
         return f"the pattern {brief(pattern)}"
+    octal = _OCTAL.search(pattern)
+    if octal is not None:
+        return f"the pattern {brief(pattern)}, which has the escape {brief(octal[1])},"
     for parts in alternatives(pattern):
         _, between, _ = without_anchors(parts)
         for part in between:
-            found = _complaint(part)
+            found = _complaint(part, in_json)
             if found is not None:
                 return f"the pattern {brief(pattern)}, which {found},"
     return None
 
 
-def _complaint(part: str) -> str | None:
+def _complaint(part: str, in_json: bool) -> str | None:
     """Describe the error of a part that is neither the first nor the last anchor."""
     if part in ("^", "$"):
         return "has an anchor inside"
@@ -34,7 +47,7 @@ def _complaint(part: str) -> str | None:
             if each and character(each) is None and each[1:] not in SEVERAL:
                 return f"has the escape {brief(each)}"
         # An excluded class only has to be understood.
-        if not part.startswith("[^") and _spans(first, last):
+        if in_json and not part.startswith("[^") and _spans(first, last):
             return "names characters that JSON escapes"
     return None
 

@@ -9,6 +9,7 @@ from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar, GrammarKind
 from pd.proxy.fields import problem, show
 from pd.proxy.json_schemas import what_is_not_enforced, what_of_tags_is_not_enforced
+from pd.proxy.patterns import what_is_not_enforced_of
 
 
 def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Grammar:
@@ -76,7 +77,8 @@ def only_grammar(
     """The one grammar among the fields of the native shape, or None.
 
     Raises:
-        InvalidRequestError: there are two, or it is no schema.
+        InvalidRequestError: there are two, or it is no schema, or something that it says would not
+            be enforced.
     """
     texts: dict[GrammarKind, object] = {
         "regex": regex,
@@ -96,6 +98,9 @@ def only_grammar(
         return schema_grammar(json_schema, kind)
     if kind == "structural_tag":
         return _tag_grammar(structural_tag, kind)
+    found = what_is_not_enforced_of(regex, in_json=False) if kind == "regex" else None
+    if found is not None:
+        raise InvalidRequestError(f"{kind}: {found} is not enforced by this server", param=kind)
     return Grammar(kind, str(texts[kind]))
 
 
