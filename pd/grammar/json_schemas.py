@@ -22,6 +22,7 @@ from pd.core.json_schemas import (
     schemas_of_tags,
     subschemas,
 )
+from pd.grammar.formats import PATTERNS
 from pd.grammar.patterns import PLAIN_CHARACTER, any_name_but, found_in, matched_by
 
 _ALL_TYPES = ("object", "array", "string", "number", "boolean", "null")
@@ -178,7 +179,10 @@ def _of_type(part: dict[str, Any], kind: object, definitions: dict[str, Any]) ->
 
 
 def _rewrite_string(said: dict[str, Any]) -> None:
-    """Strings of bounded length have no escapes, nor have those that a pattern is searched in."""
+    """Strings of bounded length have no escapes, nor have those that a pattern is searched in, or
+    that are of a format which is one here."""
+    if said.get("format") in PATTERNS:
+        said["pattern"] = PATTERNS[said.pop("format")]
     if isinstance(said.get("pattern"), str):
         said["pattern"] = found_in(said["pattern"])
     if "pattern" in said or not ("minLength" in said or "maxLength" in said):

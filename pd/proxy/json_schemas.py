@@ -159,6 +159,8 @@ def _complaint_of_strings(part: dict[str, Any]) -> str | None:
     for keyword in ("pattern", "format"):
         if keyword in part and ("minLength" in part or "maxLength" in part):
             return f"the keyword {keyword!r} together with 'minLength' or 'maxLength'"
+    if "pattern" in part and "format" in part:
+        return "the keyword 'pattern' together with 'format'"
     for pattern in (*part.get("patternProperties", ()), part.get("pattern", "")):
         found = what_is_not_enforced_of(pattern)
         if found is not None:

@@ -5,7 +5,10 @@ it is asked for none."""
 
 from __future__ import annotations
 
+from datetime import datetime, time
 from typing import TYPE_CHECKING, Any
+
+from jsonschema import FormatChecker
 
 if TYPE_CHECKING:
     import random
@@ -26,6 +29,18 @@ _VALUES = [None, True, 0, -7, 2.5, "", "red", "ä", 'q"', "日本", "🦊", "new
 _FORMATS = ["date", "uuid", "ipv4"]
 _TIMES = ["time", "date-time"]
 _PATTERNS = ["^[a-f]{2,5}$", "^(yes|no)$", "^[0-9]{3}-[0-9]{2}$", "^[äöü]{1,3}$"]
+# What jsonschema checks without other packages, and times.
+FORMATS = FormatChecker(("date", "uuid", "ipv4"))
+
+
+@FORMATS.checks("time", ValueError)
+def _is_time(instance: object) -> bool:
+    return not isinstance(instance, str) or time.fromisoformat(instance).tzinfo is not None
+
+
+@FORMATS.checks("date-time", ValueError)
+def _is_moment(instance: object) -> bool:
+    return not isinstance(instance, str) or datetime.fromisoformat(instance).tzinfo is not None
 
 
 def random_schema(rng: random.Random, *, times: bool = True) -> dict[str, Any]:

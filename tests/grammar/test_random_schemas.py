@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from grammar_model import EOS, make_model
 from grammar_nodes import DRAFTERS, ask, cluster_of, share_grammars
-from random_schemas import random_schema
+from random_schemas import FORMATS, random_schema
 from tokenizers import Tokenizer
 
 from pd.core.grammar import Grammar
@@ -101,7 +101,7 @@ def check(model: Path, eos: int, count: int, deployments: list[Deployment]) -> N
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         assert tokens[-1] == eos, (schema, text)
         try:
-            jsonschema.validate(json.loads(text), schema)
+            jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)
         except (ValueError, jsonschema.ValidationError) as error:
             pytest.fail(f"PD_TEST_SEED={SEED}, {number}: {json.dumps(schema)}\n{text}\n{error}")
 

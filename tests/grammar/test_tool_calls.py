@@ -14,7 +14,7 @@ import openai
 import pytest
 from grammar_model import make_model
 from grammar_nodes import cluster_of, share_grammars
-from random_schemas import random_schema
+from random_schemas import FORMATS, random_schema
 from tokenizers import Tokenizer
 
 from pd.proxy.config import ProxyConfig
@@ -119,7 +119,7 @@ def validate(message: Any, tools: list[Any]) -> None:
     assert message.tool_calls
     for call in message.tool_calls:
         arguments = json.loads(call.function.arguments)
-        jsonschema.validate(arguments, schemas[call.function.name])
+        jsonschema.validate(arguments, schemas[call.function.name], format_checker=FORMATS)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.full)], ids=["2", "40"])

@@ -1,0 +1,31 @@
+"""Formats of strings in JSON schemas as patterns, where xgrammar's own allow more than the format.
+
+xgrammar 0.2.8 takes February 31 for a date, 60 for seconds, ``01.1.1.1`` for an address, and quotes
+in a JSON pointer.
+"""
+
+from __future__ import annotations
+
+# Multiples of 4 but 0, in two digits.
+_FOURTH = "(0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"([0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
+# There is no year 0 in the calendar, nor in Python's dates.
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_DAY = (
+    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR, _SIXTIETH = "([01][0-9]|2[0-3])", "[0-5][0-9]"
+# NOTE: without leap seconds, which only some days have.
+_TIME = f"{_HOUR}:{_SIXTIETH}:{_SIXTIETH}(\\.[0-9]+)?(Z|[+\\-]{_HOUR}:{_SIXTIETH})"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+
+# By the name of the format.
+PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "ipv4": f"^({_BYTE}\\.){{3}}{_BYTE}$",
+    "json-pointer": "^(/([^/~]|~[01])*)*$",
+}
