@@ -114,6 +114,26 @@ class Pending:
         return only
 
 
+def same(one: Pending, other: Pending, about: object = "") -> None:
+    """Equal tokens, ends and log probabilities. ``about``: what failures say besides."""
+    assert one.result() == other.result(), about
+    for ours, theirs in zip(one.choices, other.choices, strict=True):
+        assert ours.finish == theirs.finish, about
+        assert ours.logprobs.keys() == theirs.logprobs.keys(), about
+        for position, entry in ours.logprobs.items():
+            expected = theirs.logprobs[position]
+            assert (entry.token_id, entry.top_ids) == (expected.token_id, expected.top_ids), about
+            pairs = zip(
+                [entry.logprob, *entry.top_logprobs],
+                [expected.logprob, *expected.top_logprobs],
+                strict=True,
+            )
+            for found, known in pairs:
+                assert found is not None
+                assert known is not None
+                assert abs(found - known) < 1e-4, about
+
+
 class TokenClient:
     """A proxy reduced to its messages: sends both parts, orders positions, keeps nodes' leases."""
 

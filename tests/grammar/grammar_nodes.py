@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import Cluster, random_prompts
+from cluster import Cluster, random_prompts, same
 from drafters import Oracle
 from grammar_model import EOS, VOCAB_SIZE
 from tiny import tiny_head
@@ -21,7 +22,7 @@ from pd.grammar.grammars import Grammars
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from cluster import Pending
@@ -54,6 +55,8 @@ SCHEMA = {
     "$defs": {"inner": {"type": ["boolean", "null"]}},
 }
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
+# Tokens without which JSON can be written: a dollar, a letter, something longer, something unused.
+STOP_IDS = (3, 35, 300, VOCAB_SIZE - 4)
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {"grammar": JSON},
     "seeded": {"grammar": JSON, "temperature": 1.0, "seed": 1},
@@ -72,16 +75,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "eos ignored": {"grammar": JSON, "temperature": 1.0, "seed": 6, "ignore_eos": True},
     "regex": {"grammar": Grammar("regex", "[ab]{2,9}(xy)*"), "temperature": 1.0, "seed": 7},
     "ebnf": {"grammar": Grammar("ebnf", 'root ::= "yes" | "no" root'), "temperature": 1.0},
+    "stop ids": {"grammar": JSON, "temperature": 1.0, "seed": 10, "stop_token_ids": STOP_IDS},
     "none": {"temperature": 1.0, "seed": 8},
     "short": {"grammar": JSON, "temperature": 1.0, "seed": 9, "max_tokens": 3},
     "one": {"grammar": JSON, "max_tokens": 1},
 }
 
-Answers = dict[str, list[list[list[int]]]]
+# The requests of all prompts that ended, by feature.
+Answers = dict[str, "list[Pending]"]
 
 
 def answers(cluster: Cluster, aborting: random.Random | None = None) -> Answers:
-    """Tokens of all choices of each feature and prompt, all asked for at once.
+    """What each feature's requests are answered, all asked for at once.
 
     Args:
         aborting: asks for everything once more and aborts that, each request whenever it likes.
@@ -97,15 +102,29 @@ def answers(cluster: Cluster, aborting: random.Random | None = None) -> Answers:
         for pending in ended:
             cluster.client.abort(pending)
             time.sleep(aborting.random() * 0.02)
-    return {name: [each.result() for each in pending] for name, pending in asked.items()}
+    for pending in itertools.chain(*asked.values()):
+        pending.result()
+    return asked
+
+
+def tokens_of(requests: Iterable[Pending]) -> list[list[int]]:
+    """Of all choices."""
+    return [tokens for pending in requests for tokens in pending.result()]
+
+
+def same_answers(found: Answers, known: Answers, names: Iterable[str] = FEATURES) -> None:
+    """Equal tokens, ends and log probabilities for each of the features."""
+    for name in names:
+        for ours, theirs in zip(found[name], known[name], strict=True):
+            same(ours, theirs, name)
 
 
 def half_right(known: Answers) -> Oracle:
     """A drafter whose every second guess is right, given the answers of another deployment."""
     oracle = Oracle(VOCAB_SIZE, 0.5)
-    for choices in known.values():
-        for prompt, of_prompt in zip(PROMPTS, choices, strict=True):
-            for tokens in of_prompt:
+    for requests in known.values():
+        for prompt, pending in zip(PROMPTS, requests, strict=True):
+            for tokens in pending.result():
                 oracle.learn([*prompt, *tokens])
     return oracle
 
@@ -155,7 +174,5 @@ def check_answers(
     if drafter == "half right":
         monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(known))
     with cluster_of(model, kind, **DRAFTERS[drafter] | settings) as cluster:
-        found = answers(cluster, aborting)
-        for name in FEATURES:
-            assert found[name] == known[name], name
+        same_answers(answers(cluster, aborting), known)
         cluster.wait_idle(30.0)

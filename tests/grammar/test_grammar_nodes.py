@@ -19,11 +19,14 @@ from grammar_nodes import (
     JSON,
     PROMPTS,
     SCHEMA,
+    STOP_IDS,
     answers,
     ask,
     check_answers,
     cluster_of,
+    same_answers,
     share_grammars,
+    tokens_of,
 )
 from lagging_device import LaggingDevice
 from tokenizers import Tokenizer
@@ -61,10 +64,11 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     checked = 0
     for name, params in FEATURES.items():
-        for tokens in (choice for choices in plain[name] for choice in choices):
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
+        for tokens in tokens_of(plain[name]):
+            is_stopped = tokens[-1] in params.get("stop_token_ids", ())
+            text = tokenizer.decode(tokens[: -1 if is_stopped else None], skip_special_tokens=True)
             if params.get("grammar") is JSON and "max_tokens" not in params:
-                assert tokens[-1] == EOS, (name, text)
+                assert tokens[-1] == EOS or is_stopped, (name, text)
                 jsonschema.validate(json.loads(text), SCHEMA)
                 checked += 1
             elif name == "regex":
@@ -72,6 +76,9 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
             elif name == "ebnf":
                 assert text in ("no" * n + "yes" for n in range(100))
     assert checked > 20
+    ends = {tokens[-1] for tokens in tokens_of(plain["stop ids"])}
+    assert ends & set(STOP_IDS)
+    assert {each.choices[0].finish.matched for each in plain["stop ids"]} == ends
 
 
 LITTLE_MEMORY = {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}
@@ -133,16 +140,17 @@ def test_a_request_goes_on_after_any_token(
     """The state of the grammar is that after the output of other nodes."""
     with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
         asked = [
-            (ask(cluster, PROMPTS[0], produced=tokens[:cut], **params), tokens)
+            (ask(cluster, PROMPTS[0], produced=tokens[:cut], **params), plain[name][0])
             for name, params in FEATURES.items()
             if params.get("n", 1) == 1
-            for tokens in plain[name][0]
+            for tokens in plain[name][0].result()
             for cut in sorted({1, len(tokens) // 2, len(tokens) - 1})
             if 0 < cut < len(tokens)
         ]
         assert len(asked) > 20
-        for pending, tokens in asked:
-            assert pending.tokens() == tokens
+        for pending, known in asked:
+            assert pending.tokens() == known.tokens()
+            assert pending.choices[0].finish == known.choices[0].finish
         cluster.wait_idle(30.0)
 
 
@@ -150,7 +158,7 @@ def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
     """On a device that computes long after a launch, rules know every token before they answer."""
     with cluster_of(model, "unified", overlap_schedule="on") as cluster:
         device = LaggingDevice(cluster.unified[0])
-        assert answers(cluster) == plain
+        same_answers(answers(cluster), plain)
         assert device.ahead > 20
 
 

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import random_prompts, wait_until
+from cluster import random_prompts, same, wait_until
 from counters import counter
 from drafters import SEED, Oracle, same
 from tiny import VOCAB_SIZE, tiny_cluster
@@ -122,7 +122,7 @@ def test_every_feature_gives_the_same(
     with layout(kind, page_size=page_size, overlap_schedule=overlap) as cluster:
         for name, params in FEATURES.items():
             for ours, theirs in zip(answers(cluster, **params), plain[name], strict=True):
-                same(ours, theirs)
+                same(ours, theirs, f"PD_TEST_SEED={SEED}")
         cluster.wait_idle()
         decoding = targets(cluster)[-1]
         accepted = counter(decoding, "pd_speculative_accepted_total")
@@ -135,7 +135,7 @@ def test_ngrams_give_the_same(plain: dict[str, list[Pending]], kind: str) -> Non
     with layout(kind, speculative_algorithm="ngram") as cluster:
         for name, params in FEATURES.items():
             for ours, theirs in zip(answers(cluster, **params), plain[name], strict=True):
-                same(ours, theirs)
+                same(ours, theirs, f"PD_TEST_SEED={SEED}")
         # An answer that repeats its prompt is foretold.
         looping = [5, 6, 7, 8] * 8
         bias = {token: 30.0 for token in (5, 6)}
@@ -157,7 +157,7 @@ def test_ngrams_of_other_requests_give_the_same(plain: dict[str, list[Pending]],
                 before = counter(targets(cluster)[-1], "pd_speculative_accepted_total")
                 for name, params in FEATURES.items():
                     for ours, theirs in zip(answers(cluster, **params), plain[name], strict=True):
-                        same(ours, theirs)
+                        same(ours, theirs, f"PD_TEST_SEED={SEED}")
                 cluster.wait_idle()
                 after = counter(targets(cluster)[-1], "pd_speculative_accepted_total")
                 accepted[cache].append(after - before)
@@ -210,7 +210,7 @@ def test_too_little_memory_and_aborts_change_nothing(
             for pending, _ in given_up:
                 cluster.client.abort(pending)
             for pending, reference in asked[len(given_up) :]:
-                same(pending, reference)
+                same(pending, reference, f"PD_TEST_SEED={SEED}")
         cluster.wait_idle(30.0)
         assert counter(targets(cluster)[-1], "pd_retractions_total") > 0
 
@@ -228,7 +228,7 @@ def test_a_drafter_that_raises_ends_no_request(
     drafts_with(Broken(VOCAB_SIZE, 0.0))
     with layout("split") as cluster:
         for ours, theirs in zip(answers(cluster), plain["greedy"], strict=True):
-            same(ours, theirs)
+            same(ours, theirs, f"PD_TEST_SEED={SEED}")
         cluster.wait_idle()
 
 
