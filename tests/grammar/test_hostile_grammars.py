@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from cluster import wait_until
 from grammar_model import make_model
 from grammar_nodes import ask, cluster_of, share_grammars
 
@@ -17,10 +19,15 @@ from pd.core.grammar import Grammar
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cluster import Pending
+
     from pd.core.grammar import GrammarKind
 
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 KINDS: tuple[GrammarKind, ...] = ("regex", "ebnf", "json_schema", "structural_tag")
+# Tokens of the stream beside each batch, which ends after the batch, and seconds that it may pause
+# on a busy machine.
+STREAMED, MAX_PAUSE = 1000, 5.0
 PIECES: dict[GrammarKind, list[str]] = {
     "regex": [
         *"abé()[]{}|*+?.^$\\-,09",
@@ -52,9 +59,33 @@ def random_grammar(rng: random.Random) -> Grammar:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, in which the nodes are."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Memory of this process, in which the nodes are, and of its children, which compile."""
+    pids = [os.getpid(), *(int(pid) for pid in _children())]
+    return sum(map(_resident_pages, pids)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _children() -> list[str]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [pid for task in tasks for pid in (task / "children").read_text().split()]
+
+
+def _resident_pages(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:  # it has ended
+        return 0
+
+
+def longest_pause(stream: Pending, others: list[Pending]) -> float:
+    """Seconds that a stream waited for its next token while others were not done."""
+    longest, count, since = 0.0, 0, time.monotonic()
+    while not stream.done.is_set() and not all(each.done.is_set() for each in others):
+        time.sleep(0.005)
+        now, received = time.monotonic(), len(stream.choices[0].tokens)
+        if received > count:
+            count, since = received, now
+        longest = max(longest, now - since)
+    return longest
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +100,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_random_texts_are_served_or_refused(model: Path, count: int) -> None:
     print(f"PD_TEST_SEED={SEED}")
     rng = random.Random(SEED)
-    served, before = 0, resident_bytes()
+    served, started = 0, Grammar("regex", "ok")
     with cluster_of(model, "split", max_running_requests=64) as cluster:
-        other = ask(cluster, [1, 2, 3], max_tokens=500, ignore_eos=True)
+        assert ask(cluster, [1, 2, 3], grammar=started, max_tokens=9).tokens()
+        assert _children()
+        before, pauses, received = resident_bytes(), [], []
         for start in range(0, count, 100):
+            other = ask(cluster, [1, 2, start % 400], max_tokens=STREAMED, ignore_eos=True)
+            tokens = other.choices[0].tokens
+            wait_until(tokens.__len__, 60.0)
+            known = len(tokens)
             asked = [
                 ask(cluster, [5, 6, 7], grammar=random_grammar(rng), temperature=1.0, max_tokens=5)
                 for _ in range(min(100, count - start))
             ]
+            pauses.append(longest_pause(other, asked))
+            received.append(len(tokens) - known)
             for pending in asked:
                 try:
                     pending.result(300)
                     served += 1
                 except InvalidRequestError as error:
                     assert str(error)
-        assert len(other.tokens()) == 500
-        assert ask(cluster, [1, 2, 3], grammar=Grammar("regex", "ok"), max_tokens=9).tokens()
+            assert len(other.tokens()) == STREAMED
+        assert ask(cluster, [1, 2, 3], grammar=started, max_tokens=9).tokens()
         cluster.wait_idle(30.0)
+        grown = resident_bytes() - before
     assert 0 < served < count
+    assert min(received) > 0
+    assert max(pauses) < MAX_PAUSE
     # What nodes remember of grammars is 64 MiB for each of two caches.
-    grown = resident_bytes() - before
     print(f"{served} of {count} served; memory grew by {grown >> 20} MiB")
+    print(f"tokens beside each batch: {received}; longest pauses: {pauses}")
     assert grown < 512 << 20
