@@ -46,7 +46,10 @@ def _is_moment(instance: object) -> bool:
 def random_schema(rng: random.Random, *, times: bool = True) -> dict[str, Any]:
     """A schema, whose references lead to definitions of its own."""
     formats = _FORMATS + _TIMES * times
-    definitions = {f"d{i}": _leaf(rng, formats) for i in range(rng.randrange(3))}
+    definitions = {
+        f"d{i}": _object(rng, 1, [], formats) if rng.random() < 0.4 else _leaf(rng, formats)
+        for i in range(rng.randrange(3))
+    }
     names = [f"#/$defs/{name}" for name in definitions]
     schema = _schema(rng, 3, names, formats)
     return {**schema, "$defs": definitions} if definitions and "$ref" not in schema else schema
@@ -94,7 +97,7 @@ def _array(
 
 
 def _leaf(rng: random.Random, formats: list[str]) -> dict[str, Any]:
-    kind = rng.randrange(8)
+    kind = rng.randrange(9)
     if kind == 0:
         return {"enum": rng.sample(_VALUES, rng.randrange(1, 5))}
     if kind == 1:
@@ -111,4 +114,9 @@ def _leaf(rng: random.Random, formats: list[str]) -> dict[str, Any]:
         return {"type": "string", "pattern": rng.choice(_PATTERNS)}
     if kind == 6:
         return {"type": "string", "format": rng.choice(formats)}
+    if kind == 7:
+        least = round(rng.uniform(-99, 99), rng.randrange(4))
+        most = round(least + rng.choice([0.01, 1, 150]), rng.randrange(3, 5))
+        exclusive = rng.choice(["exclusiveMaximum", "maximum"])
+        return {"type": "number", "minimum": least, exclusive: most}
     return {"type": rng.choice(["boolean", "null", ["boolean", "null"]])}
