@@ -13,7 +13,7 @@ from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.penalties import PenalizedRows, Penalties
 from pd.engine.sampling_state import Draw, SamplingState
-from pd.engine.token_rules import MASK_SECONDS, fill_masks
+from pd.engine.token_rules import MASK_SECONDS, fill_masks, mask_threads
 from pd.kernels.sampling import sample_rows
 from pd.kernels.staging import PinnedStaging
 from pd.kernels.token_masks import BITS, apply_token_masks
@@ -231,10 +231,10 @@ class Sampler:
             for (draw, of_draw), stop in zip(ruled, stops, strict=True)
         ]
         plain = [(draw, part.start) for draw, part in parts if _is_plain(draw)]
-        together = _fill_together(plain, masks)
+        _fill_plain(plain, masks, drafts)
         for draw, part in parts:
             own = masks[part.start : part.stop]
-            if not (together and _is_plain(draw)):
+            if not _is_plain(draw):
                 _fill_alone(draw, own, drafts)
             depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
             for mask, depth in zip(own, depths, strict=True):
@@ -345,9 +345,29 @@ def _is_plain(draw: Draw) -> bool:
     return draw.tree is None and draw.state.rules is not None and not draw.state.rules.ended
 
 
+def _fill_plain(draws: Sequence[tuple[Draw, int]], masks: IntArray, drafts: IntArray) -> None:
+    """Fill the masks of plain draws, each with its row, and note how long those took that may have
+    taken too long.
+
+    All together may take long because they are many. In groups of one for each thread it is a few
+    masks that do, and only these are filled once more, one after the other.
+    """
+    timed = [each for each in draws if each[0].state.is_timed]
+    others = [each for each in draws if not each[0].state.is_timed]
+    if not _fill_together(others, masks):
+        for draw, _ in others:
+            draw.state.is_timed = len(others) > 1
+        timed += others
+    for start in range(0, len(timed), mask_threads()):
+        group = timed[start : start + mask_threads()]
+        if not _fill_together(group, masks):
+            for draw, row in group:
+                _fill_alone(draw, masks[row : row + 1], drafts)
+
+
 def _fill_together(draws: Sequence[tuple[Draw, int]], masks: IntArray) -> bool:
-    """Fill the masks of plain draws, each with its row. False if that took so long that the time of
-    each has to be known."""
+    """Fill the masks of several plain draws. False if there is one, or if that took so long that
+    the time of each has to be known."""
     states = [draw.state for draw, _ in draws]
     rules = [state.rules for state in states]
     if len(rules) < 2 or rules[0] is None:

@@ -70,7 +70,10 @@ class SamplingState:
         counted_ahead: tokens which that has counted, and which were not observed yet.
         penalty_row: where it counts them, or None.
         rules: which tokens may come next, if the host decides; else None.
-        mask_seconds: processor time that the rules took for each mask of the last step.
+        mask_seconds: processor time that the rules took for each mask of the last step; 0 where it
+            was in time.
+        is_timed: a step took long for masks together with this one, so that from then on it is
+            known which of them do.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class SamplingState:
         ends = inside or [token for token in eos_token_ids if 0 <= token < vocab_size]
         self.rules = None if make_rules is None else make_rules(ends)
         self.mask_seconds = 0.0
+        self.is_timed = False
 
     def position(self, ahead: int = 0) -> int:
         """Return the index, in prompt and output together, of the token after the next ``ahead``

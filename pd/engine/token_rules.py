@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
 # Processor time that finding out which tokens may come next may take; all other requests of a step
 # wait for it.
 MASK_SECONDS = 0.5
+# With so many, the masks of a large batch are ready long before the end of its forward pass.
+_MASK_THREADS = 8
+
+
+@cache
+def mask_threads() -> int:
+    """Threads that fill masks together: half of the processors of this process, eight at most."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    return max(1, min(_MASK_THREADS, cores // 2))
 
 
 class TokenRules(Protocol):
@@ -36,8 +48,8 @@ class TokenRules(Protocol):
 
     @staticmethod
     def fill_together(rules: Sequence[Any], masks: IntArray, rows: Sequence[int]) -> None:
-        """Do :meth:`fill_mask` for several states of this class, each with its row of ``masks``, in
-        less time than one after the other."""
+        """Do :meth:`fill_mask` for several states of this class, each with its row of ``masks``, on
+        :func:`mask_threads` threads."""
 
     def advance(self, token: int) -> bool:
         """Add a token to the output. False if it may not come next; then nothing changes."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +13,7 @@ import msgspec
 import xgrammar
 
 from pd.core.json_schemas import schemas_of_tags
+from pd.engine.token_rules import mask_threads
 from pd.grammar.json_schemas import WrongSchemaError, prepare, prepare_tags
 from pd.grammar.lengths import TokenCharacters, split_lengths
 from pd.grammar.patterns import matched_by
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 CACHE_BYTES = 64 << 20
 # A compiled grammar as it is sent: without lengths, and with them.
 _TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None])
-# With so many, the masks of a large batch are ready long before the end of its forward pass.
-_MASK_THREADS = 8
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
@@ -184,10 +182,8 @@ def matcher(
 
 @cache
 def batch_matcher() -> xgrammar.BatchGrammarMatcher:
-    """Fills masks of several outputs on several threads, half of the processors at most."""
-    available = getattr(os, "sched_getaffinity", None)
-    cores = len(available(0)) if available else os.cpu_count() or 1
-    return xgrammar.BatchGrammarMatcher(max_threads=max(1, min(_MASK_THREADS, cores // 2)))
+    """Fills masks of several outputs on several threads."""
+    return xgrammar.BatchGrammarMatcher(max_threads=mask_threads())
 
 
 def allows(compiled: Compiled, text: str | bytes) -> bool:
