@@ -1,7 +1,7 @@
 """Formats of strings in JSON schemas as patterns, where xgrammar's own allow more than the format.
 
-xgrammar 0.2.8 takes February 31 for a date, 60 for seconds, ``01.1.1.1`` for an address, and quotes
-in a JSON pointer.
+xgrammar 0.2.8 takes February 31 for a date, 60 for seconds, ``01.1.1.1`` for an address, and characters
+that break JSON in JSON pointers and addresses of e-mail.
 """
 
 from __future__ import annotations
@@ -20,12 +20,33 @@ _HOUR, _SIXTIETH = "([01][0-9]|2[0-3])", "[0-5][0-9]"
 # NOTE: without leap seconds, which only some days have.
 _TIME = f"{_HOUR}:{_SIXTIETH}:{_SIXTIETH}(\\.[0-9]+)?(Z|[+\\-]{_HOUR}:{_SIXTIETH})"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = f"({_BYTE}\\.){{3}}{_BYTE}"
+_WORD = "[0-9a-fA-F]{1,4}"
+# Words before and behind the ``::`` of an address, of which there are seven at most; one of IPv4 is
+# only at the end of those that say that they are one.
+_IPV6 = "|".join(
+    (
+        f"({_WORD}:){{7}}{_WORD}",
+        "::",
+        f"({_WORD}:){{1,7}}:",
+        f"::({_WORD}:){{0,6}}{_WORD}",
+        f"::(ffff:)?{_IPV4}",
+        *(f"({_WORD}:){{1,{count}}}:({_WORD}:){{0,{6 - count}}}{_WORD}" for count in range(1, 7)),
+    )
+)
+# NOTE: of any length, since compiling takes long for each character that is counted.
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]*[A-Za-z0-9])?"
+_HOST = f"{_LABEL}(\\.{_LABEL})*"
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?\\^_`{|}~\\-]+"
 
 # By the name of the format.
 PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
-    "ipv4": f"^({_BYTE}\\.){{3}}{_BYTE}$",
+    "ipv4": f"^{_IPV4}$",
+    "ipv6": f"^({_IPV6})$",
+    # NOTE: without quoted names, in which JSON escapes the quotes.
+    "email": f"^{_ATOM}(\\.{_ATOM})*@{_HOST}$",
     "json-pointer": "^(/([^/~]|~[01])*)*$",
 }

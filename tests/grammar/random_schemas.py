@@ -26,11 +26,11 @@ _NAMES = [
     "$ref",
 ]
 _VALUES = [None, True, 0, -7, 2.5, "", "red", "ä", 'q"', "日本", "🦊", "new\nline", [], [1, "a"]]
-_FORMATS = ["date", "uuid", "ipv4"]
+_FORMATS = ["date", "uuid", "ipv4", "ipv6"]
 _TIMES = ["time", "date-time"]
 _PATTERNS = ["^[a-f]{2,5}$", "^(yes|no)$", "^[0-9]{3}-[0-9]{2}$", "^[äöü]{1,3}$"]
 # What jsonschema checks without other packages, and times.
-FORMATS = FormatChecker(("date", "uuid", "ipv4"))
+FORMATS = FormatChecker(_FORMATS)
 
 
 @FORMATS.checks("time", ValueError)

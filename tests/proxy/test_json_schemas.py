@@ -4,6 +4,7 @@ less, or more, is noticed."""
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
 import os
 import random
@@ -82,6 +83,8 @@ FORBIDDEN: list[tuple[Any, Any]] = [
     ({"type": "string", "format": "date-time"}, "2023-02-29T00:00:00Z"),
     ({"type": "string", "format": "date-time"}, "2024-02-28T23:59:60Z"),
     ({"type": "string", "format": "ipv4"}, "01.1.1.1"),
+    ({"type": "string", "format": "ipv6"}, "::01.2.3.4"),
+    ({"type": "string", "format": "email"}, Written(r'"\"\q\"@a"')),
     ({"type": "string", "format": "json-pointer"}, Written('"/a"b"')),
     ({"type": "string", "format": "json-pointer"}, Written('"/\n"')),
     ({"type": "string", "pattern": "^a+$"}, "b"),
@@ -280,6 +283,8 @@ ALLOWED: list[tuple[Any, Any]] = [
     ({"type": "string", "format": "date-time"}, "2024-02-29T00:00:00-01:30"),
     ({"type": "string", "format": "ipv4"}, "255.0.19.100"),
     ({"type": "string", "format": "json-pointer"}, "/é/~0~1//1"),
+    ({"type": "string", "format": "email"}, "x.{y}@a-1.b.c"),
+    ({"type": "string", "format": "ipv6"}, "::ffff:255.0.1.99"),
     ({"type": "string", "pattern": "^[^a]é?$"}, "😀é"),
     ({"type": "string", "pattern": r"^\x61b[\x61b]\u0061b$"}, "abbab"),
     ({"type": "string", "pattern": r"^[\^a]$"}, "^"),
@@ -293,6 +298,30 @@ ALLOWED: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("schema", "instance"), ALLOWED, ids=lambda value: json.dumps(value))
 def test_what_is_allowed_can_be_written(schema: Any, instance: Any) -> None:
     assert takes(schema, instance)
+
+
+def test_addresses_are_those_of_python() -> None:
+    """Random ones, of which some are an address of IPv6."""
+    print(f"PD_TEST_SEED={SEED}")
+    rng = random.Random(SEED)
+    compiled = compiler().compile("json_schema", '{"type": "string", "format": "ipv6"}')
+    found = 0
+    for _ in range(4000):
+        words = [rng.choice(["", "1", "ffff", "0aB", "12345", "g"][: rng.randrange(3, 7)])]
+        words += [rng.choice(["", "1", "ffff", "0aB"]) for _ in range(rng.randrange(9))]
+        words += [rng.choice(["255.0.1.99", "1.2.3", "256.1.1.1", "01.2.3.4"])] * (
+            rng.random() < 0.3
+        )
+        text = ":".join(words)
+        try:
+            is_address = bool(ipaddress.IPv6Address(text))
+        except ValueError:
+            is_address = False
+        is_taken = allows(compiled, f'"{text}"')
+        # An address of IPv4 is taken only behind what says that it is one.
+        assert is_taken == is_address or (is_address and "." in text), text
+        found += is_taken
+    assert found > 100
 
 
 KEYWORDS = [
@@ -337,6 +366,12 @@ def test_a_pattern_of_many_brackets_is_looked_at_once() -> None:
     """In time that grows with its length: an hour, if it did with the square."""
     for pattern in ("[" * 200_000 + "\\", "(?<" * 80_000, "\\u{" * 80_000, "|^$" * 80_000):
         what_is_not_enforced({"type": "string", "pattern": pattern})
+
+
+def test_free_names_may_be_written_twice() -> None:
+    """As ``docs/structured-output.md`` says; names that a schema gives may not."""
+    assert takes(NAMES, Written('{"a": 1, "a": 2}'))
+    assert not takes(OTHERS, Written('{"a": 1, "a": 2}'))
 
 
 @pytest.mark.parametrize("names", [["a"], ["", "ab", "é"], ["aa", "a", "b" * 70], ['"', "-]"]])
