@@ -1,7 +1,7 @@
 """Formats of strings in JSON schemas as patterns, where xgrammar's own allow more than the format.
 
-xgrammar 0.2.8 takes February 31 for a date, 60 for seconds, ``01.1.1.1`` for an address, and characters
-that break JSON in JSON pointers and addresses of e-mail.
+xgrammar 0.2.8 takes February 31 for a date, 60 for seconds, ``01.1.1.1`` for an address, and
+characters that break JSON in JSON pointers and addresses of e-mail.
 """
 
 from __future__ import annotations
