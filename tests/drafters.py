@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     import pytest
-    from cluster import Pending
 
     from pd.engine.draft_tree import DraftTree
     from pd.speculative.drafter import DraftRequest
@@ -66,25 +65,6 @@ class Oracle(Drafter):
                 tokens = np.where(self._rng.random(limit) < self._spoiled, tokens, true)
         self.drafted += limit
         return tokens
-
-
-def same(one: Pending, other: Pending, note: object = "") -> None:
-    """Check that two requests have equal tokens, ends and log probabilities.
-
-    Args:
-        note: what to say with the seed if they differ.
-    """
-    said = f"{note} PD_TEST_SEED={SEED}"
-    assert one.result() == other.result(), said
-    for ours, theirs in zip(one.choices, other.choices, strict=True):
-        assert ours.finish == theirs.finish, said
-        assert ours.logprobs.keys() == theirs.logprobs.keys(), said
-        for position, entry in ours.logprobs.items():
-            expected = theirs.logprobs[position]
-            assert (entry.token_id, entry.top_ids) == (expected.token_id, expected.top_ids), said
-            np.testing.assert_allclose(
-                entry.top_logprobs, expected.top_logprobs, atol=1e-4, err_msg=said
-            )
 
 
 def note_accepted_siblings(monkeypatch: pytest.MonkeyPatch) -> list[int]:

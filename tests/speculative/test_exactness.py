@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import random_prompts, same, wait_until
 from counters import counter
-from drafters import SEED, Oracle, same
+from drafters import SEED, Oracle
 from tiny import VOCAB_SIZE, tiny_cluster
 
 from pd import assembly

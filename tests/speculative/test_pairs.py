@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import Cluster, random_prompts
-from drafters import SEED, Oracle, same
+from cluster import Cluster, random_prompts, same
+from drafters import SEED, Oracle
 from tiny import VOCAB_SIZE, tiny_cluster, tiny_head, tiny_model
 
 from pd import assembly
