@@ -1,4 +1,7 @@
-"""A split that gets a quarter of its CPU time answers late, and answers all the same."""
+"""A split that gets a quarter of its CPU time answers late, and answers all the same.
+
+Failover is off, which would hide requests that fail.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from cluster import Cluster
 from embedded.heldout import Example, is_right, recall_examples
 from processes import deployment
 from test_recall import answer_in, ask, serve, settings
+from troubles import no_troubles
 
 from pd.embedded import EMBEDDED_MODEL
 
@@ -40,9 +44,9 @@ def wrong(answered: list[tuple[Example, str]]) -> list[tuple[Example, str]]:
 def test_every_answer_is_right_beside_six_busy_loops(backend: Backend, tmp_path: Path) -> None:
     flags = ("--transfer-backend", backend.flag, "--kv-cache-tokens", "32768")
     flags += ("--chunked-prefill-size", "512")
-    split = deployment(EMBEDDED_MODEL, tmp_path, node_flags=flags, env=backend.env)
-    with two_cores(), split as running:
-        with busy_loops(LOOPS):
+    options = {"node_flags": flags, "proxy_flags": ("--failover", "off"), "env": backend.env}
+    with two_cores(), deployment(EMBEDDED_MODEL, tmp_path, **options) as running:
+        with busy_loops(LOOPS), no_troubles(running.proxy.url):
             answered = answers(running.proxy.url)
         running.wait_idle()
     assert not wrong(answered)
@@ -54,7 +58,7 @@ def test_every_answer_is_right_beside_six_busy_loops(backend: Backend, tmp_path:
 def test_every_answer_is_right_of_nodes_that_share_a_starved_process(backend: Backend) -> None:
     """A thread that has the interpreter's lock and no CPU holds up all threads of both nodes."""
     with two_cores(), Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend.flag)) as cluster:
-        with serve(cluster) as proxy, busy_loops(LOOPS):
+        with serve(cluster) as proxy, busy_loops(LOOPS), no_troubles(proxy.url):
             answered = answers(proxy.url)
         cluster.wait_idle()
     assert not wrong(answered)

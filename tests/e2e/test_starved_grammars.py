@@ -1,4 +1,7 @@
-"""Structured output of a split that gets a quarter of its CPU time comes late, and is valid."""
+"""Structured output of a split that gets a quarter of its CPU time comes late, and is valid.
+
+Failover stays on, so that a node which calls itself stuck would be taken out; nothing may use it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import jsonschema
 import pytest
 from busy import busy_loops, two_cores
 from processes import deployment
+from troubles import no_troubles
 
 from pd.embedded import EMBEDDED_MODEL
 
@@ -47,7 +51,8 @@ def test_output_is_valid_beside_six_busy_loops(tmp_path: Path) -> None:
 
     split = deployment(EMBEDDED_MODEL, tmp_path)
     with two_cores(), split as running:
-        with busy_loops(LOOPS), ThreadPoolExecutor(20) as pool:
+        troubles = no_troubles(running.proxy.url)
+        with busy_loops(LOOPS), troubles, ThreadPoolExecutor(20) as pool:
             answers = list(pool.map(ask, range(20)))
         running.wait_idle()
     ended = 0
