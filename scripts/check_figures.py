@@ -116,6 +116,14 @@ def _idle() -> str:
     return " to ".join(f"{100 * share:.0f} %" for share in sorted(ways))
 
 
+def _progress_thread() -> str:
+    """Percent of the rate that NIXL's progress thread costs."""
+    note, thread = (
+        value("nixl_completion", "gb_s", way=way) for way in ("note", "notification, thread")
+    )
+    return f"{100 * (1 - thread / note):.0f}"
+
+
 @dataclass(frozen=True)
 class Quote:
     """A passage of a file; white space and comment signs do not count."""
@@ -163,7 +171,8 @@ def quotes() -> list[Quote]:
         ),
         Quote(
             "pd/transfer/staged/nixl.py",
-            f"either takes D {_idle()} of a core with nothing to do",
+            f"either takes D {_idle()} of a core with nothing to do, and the thread costs "
+            f"{_progress_thread()} % of the rate (``nixl_completion``)",
         ),
         Quote(
             "pd/transfer/nvlink/sender.py",

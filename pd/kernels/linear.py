@@ -12,7 +12,7 @@ from pd.kernels.activation import silu_and_mul
 from pd.kernels.dispatch import use_triton
 
 # Number of rows for which packed weights are laid out. Products of other numbers of rows use the
-# same layout: 1 row and 256 are as fast as with a layout made for them, 4 to 32 half as fast again.
+# same layout: none is slower than with a layout made for it, and those of a few rows are faster.
 _PACKED_ROWS = 16
 # With so few rows, cuBLASLt chooses faster kernels than cuBLAS for matrices with no more outputs
 # than inputs (seen on an H200). Torch calls cuBLASLt where there is a bias.
@@ -28,7 +28,7 @@ def _has_onednn() -> bool:
     """Whether this build of torch has oneDNN's float32 inner product.
 
     ``functional.linear`` calls MKL, which does not use AVX-512 on processors that are not Intel's;
-    there oneDNN is twice as fast. ``torch.compile`` emits the same operators for frozen weights;
+    there oneDNN is faster. ``torch.compile`` emits the same operators for frozen weights;
     they take plain weights or packed ones.
     """
     if not torch.backends.mkldnn.is_available():
