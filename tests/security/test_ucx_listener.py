@@ -4,6 +4,7 @@ unless its operator trusts the network.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from processes import deployment
-from security.listening import listening
+from security.listening import listening, other_sockets
 from tiny import tiny_cluster, tiny_model, tiny_node
 from transfer.transfer_helpers import is_installed, make_pool
 
@@ -96,7 +97,7 @@ def ports_of(server: Any) -> set[int]:
 
 
 def test_between_nodes_of_one_host_nixl_opens_no_port() -> None:
-    before = listening()
+    before, others = listening(), other_sockets()
     with tiny_cluster(transfer_backend="auto") as cluster:
         cluster.client.generate(PROMPT, cluster.pair).tokens()
         for server in cluster.pair:
@@ -104,6 +105,7 @@ def test_between_nodes_of_one_host_nixl_opens_no_port() -> None:
             assert server.node.transfers[0].backend_of(peer.instance_id) == "nixl"
         own = {port for server in cluster.pair for port in ports_of(server)}
         assert {port for _, port in listening() - before} == own
+        assert not other_sockets() - others
         cluster.wait_idle()
 
 
@@ -122,20 +124,25 @@ def test_processes_of_one_host_open_no_port_of_a_library(tmp_path: Path, flag: s
             offered = len(info["transfer_backends"])
             data = {port for _, port in listening(node.child.pid)} - known
             assert len(data) == offered, "one data port for each backend"
+            assert not other_sockets(node.child.pid)
             for port in data:
-                assert refuses_a_stranger(port)
+                assert not answer_to_a_stranger(port), "it speaks UCX's protocol"
+            assert node.healthy()
+        assert running.stream(PROMPT, 8).join().succeeded()
 
 
-def refuses_a_stranger(port: int) -> bool:
-    """Whether the connection ends after UCX's opening, without a byte to read but a refusal."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10.0) as stranger:
-        stranger.sendall(put_of_a_stranger(stranger.getsockname(), 1, b"x"))
-        try:
-            while stranger.recv(4096):
-                pass
-        except ConnectionResetError:
-            pass
-        return True
+def answer_to_a_stranger(port: int) -> bytes:
+    """What comes until the other side closes the connection, which begins as UCX's do. UCX would
+    answer, or end its process."""
+    # Longer than pd's hello, for all of which pd waits.
+    data = bytes(1024)
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=30.0) as stranger:
+        stranger.sendall(put_of_a_stranger(stranger.getsockname(), 1, data))
+        with contextlib.suppress(ConnectionResetError):
+            while part := stranger.recv(4096):
+                answer += part
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -193,6 +200,7 @@ def test_beyond_loopback_auto_needs_a_trusted_network_for_more_than_one_host(
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.setattr(nixl_transports, "device_of", lambda address: "lo")
     manager = make_transfer_manager(
         "auto",
         make_pool(16, 4),
@@ -217,6 +225,51 @@ def test_an_explicit_nixl_beyond_loopback_opens_ports_and_says_so(
         mover = NixlMover("X", "192.0.2.77")
     assert not mover.transports.local
     assert "UCX opens ports" in caplog.text and "device eth7" in caplog.text
+
+
+def test_ucx_is_not_let_onto_every_device_where_none_has_the_address(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where addresses are translated; the operator names the devices."""
+    nobodys = "192.0.2.250"
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SetupError, match=f"no network device has .*{nobodys}.* UCX_NET_DEVICES"):
+        NixlMover("X", nobodys)
+    manager = make_transfer_manager(
+        "auto",
+        make_pool(16, 4),
+        "X",
+        "127.0.0.1",
+        advertise_host=nobodys,
+        cluster_key=b"k" * 32,
+        trust_network=True,
+    )
+    manager.close()
+    assert list(manager.addresses()) == ["tcp"]
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    with caplog.at_level(logging.WARNING):
+        mover = NixlMover("X", nobodys)
+    assert mover.transports.devices == "eth7" and "on device eth7" in caplog.text
+
+
+def test_rdma_devices_are_used_besides_and_the_environment_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, slots: torch.Tensor
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.setattr(nixl_transports, "_rdma_devices", lambda: ["mlx5_0:1"])
+    mover = NixlMover("D", "127.0.0.1")
+    assert mover.transports.devices == "lo,mlx5_0:1"
+    with mover.transports.apply():
+        assert os.environ["UCX_NET_DEVICES"] == "lo,mlx5_0:1"
+    before = listening()
+    target = mover.target(slots, "P", "127.0.0.1")
+    try:
+        assert {host for host, _ in listening() - before} == {"127.0.0.1"}, "UCX read it"
+        assert "UCX_NET_DEVICES" not in os.environ
+    finally:
+        target.close()
 
 
 def test_the_environment_that_child_processes_inherit_stays_as_it_is(

@@ -83,7 +83,8 @@ class NixlMover(Mover):
         local_only: refuse to start where UCX would open a port.
 
     Raises:
-        SetupError: the library is missing, or UCX cannot do without a port and has to.
+        SetupError: the library is missing, UCX cannot do without a port and has to, or it would
+            open its ports on every device.
     """
 
     name = "nixl"
@@ -134,7 +135,7 @@ def _warn_of_ports(transports: Transports, *, local_only: bool) -> None:
         "can write to any memory of this process: let only this deployment's nodes reach them "
         "(docs/transfer-backends.md)",
         transports.obstacle,
-        f"device {transports.devices}" if transports.devices else "every device",
+        f"device {transports.devices}",
         f"ports {os.environ.get('UCX_TCP_PORT_RANGE', 'that the kernel picks')}",
     )
 

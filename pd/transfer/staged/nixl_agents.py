@@ -97,7 +97,8 @@ def new_agent(name: str, transports: Transports) -> Any:
         "ucx_error_handling_mode": "none" if transports.local else "peer",
         "engine_config": transports.settings,
     }
-    agent.create_backend("UCX", settings)
+    with transports.apply():
+        agent.create_backend("UCX", settings)
     return agent
 
 

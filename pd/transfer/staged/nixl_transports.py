@@ -18,11 +18,18 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
+from pd.core.errors import SetupError
 from pd.core.local_requests import is_loopback
 from pd.transfer.host_id import host_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 # Transports that open no port, by UCX's names for them.
 _LOCAL = {
@@ -38,6 +45,7 @@ _SIOCGIFCONF = 0x8912
 # struct ifreq: a name, then an address of which the IPv4 number is at byte 20.
 _INTERFACE = struct.Struct("16s4x4s16x")
 _MAX_INTERFACES = 256
+_environment_lock = threading.Lock()
 
 
 class Transports(NamedTuple):
@@ -45,14 +53,17 @@ class Transports(NamedTuple):
 
     Attributes:
         reach: published to peers; nodes whose values differ cannot use nixl between them.
-        settings: of UCX, as NIXL's ``engine_config`` takes them. The process's environment stays
-            as it is, since processes that it starts inherit that.
+        settings: of UCX, as NIXL's ``engine_config`` takes them.
+        environment: what ``engine_config`` cannot express. It holds while an agent is made
+            (:meth:`apply`); otherwise the process's environment stays as it is, since processes
+            that it starts inherit that.
         obstacle: why UCX opens ports; empty if it opens none, and so reaches this host only.
-        devices: on which it opens them; empty means every device.
+        devices: on which it opens them.
     """
 
     reach: str
     settings: str
+    environment: Mapping[str, str] = MappingProxyType({})
     obstacle: str = ""
     devices: str = ""
 
@@ -61,6 +72,21 @@ class Transports(NamedTuple):
         """UCX opens no port."""
         return not self.obstacle
 
+    @contextmanager
+    def apply(self) -> Iterator[None]:
+        """Have UCX read these settings from the environment. One thread at a time gets in."""
+        with _environment_lock:
+            before = {name: os.environ.get(name) for name in self.environment}
+            os.environ.update(self.environment)
+            try:
+                yield
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
+
 
 def choose_transports(address: str, *, local_only: bool) -> Transports:
     """Transports that go with a node's address and with the operator's ``UCX_TLS``.
@@ -68,6 +94,9 @@ def choose_transports(address: str, *, local_only: bool) -> Transports:
     Args:
         address: what peers are told; behind a loopback address all of them are on this host.
         local_only: the node's other peers, if there are any, are reached by other backends.
+
+    Raises:
+        SetupError: UCX would open its ports on every device, since none has the address.
     """
     obstacle = _obstacle(address, local_only=local_only)
     if not obstacle:
@@ -75,14 +104,19 @@ def choose_transports(address: str, *, local_only: bool) -> Transports:
         return Transports(f"{host_id()}:{os.geteuid()}", _LOCAL_SETTINGS)
     chosen = os.environ.get("UCX_NET_DEVICES")
     device = device_of(address)
-    if chosen is not None or not device:
-        return Transports(NETWORK, "", obstacle, chosen or "")
+    if chosen:
+        return Transports(NETWORK, "", obstacle=obstacle, devices=chosen)
+    if not device:
+        raise SetupError(
+            f"{obstacle}, and no network device has the address {address}, so that UCX would open "
+            "its ports, which ask nobody for a key, on every device: set UCX_NET_DEVICES to those "
+            "that it may use (for example eth0), or --advertise-host to an address of one"
+        )
     devices = ",".join([device, *_rdma_devices()])
     if "," in devices:
         # See above: there is no other way to give NIXL a list.
-        os.environ["UCX_NET_DEVICES"] = devices
-        return Transports(NETWORK, "", obstacle, devices)
-    return Transports(NETWORK, f"NET_DEVICES={devices}", obstacle, devices)
+        return Transports(NETWORK, "", {"UCX_NET_DEVICES": devices}, obstacle, devices)
+    return Transports(NETWORK, f"NET_DEVICES={devices}", obstacle=obstacle, devices=devices)
 
 
 def _obstacle(address: str, *, local_only: bool) -> str:
