@@ -225,8 +225,12 @@ def first_and_last_token(system: System, prompt: list[int]) -> tuple[float, floa
 def test_token_one_comes_as_fast_as_without_a_slow_hand_off(
     model: Path, tmp_path: Path, rule: str
 ) -> None:
-    """Two deployments behind a proxy each, asked in turn, so that noise hits both alike."""
-    delay = 0.5
+    """Two deployments behind a proxy each, asked in turn, so that noise hits both alike.
+
+    Other work of the machine delays some first tokens; the least delayed of each show what the
+    hand-off adds to all of them.
+    """
+    delay, allowance = 0.5, 0.05
     script = tmp_path / "script.yaml"
     script.write_text(f"rules: [{{do: {rule}, seconds: {delay}}}]")
     prompts = [tokens(7000 + i, 50) for i in range(7)]
@@ -245,5 +249,6 @@ def test_token_one_comes_as_fast_as_without_a_slow_hand_off(
             for name, system in systems.items():
                 measured[name].append(first_and_last_token(system, prompt))
     assert all(last >= delay for _, last in measured["slow"]), "the delay did not happen"
-    usual, slow = (statistics.median(first for first, _ in measured[n]) for n in settings)
-    assert slow < usual + delay / 2, measured
+    usual, slow = (sorted(first for first, _ in measured[name]) for name in settings)
+    assert slow[0] < usual[0] + allowance, measured
+    assert statistics.median(slow) < statistics.median(usual) + delay / 2, measured
