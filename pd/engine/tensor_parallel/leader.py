@@ -282,7 +282,9 @@ class Leader:
         self._failed.set()
         # NOTE: called before anything is aborted, so that the remains of an aborted step are not
         # taken for its result. The callback may wait for a lock whose holder waits for that step.
-        callback = threading.Thread(target=self.on_failure, args=(reason,), daemon=True)
+        callback = threading.Thread(
+            target=self.on_failure, args=(reason,), name="tp-failure", daemon=True
+        )
         callback.start()
         callback.join(_NOTICE_SECONDS)
         self._shut_down_channels()

@@ -54,7 +54,9 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
-    threading.Thread(target=_exit_on_close, args=(channel.socket,), daemon=True).start()
+    threading.Thread(
+        target=_exit_on_close, args=(channel.socket,), name="tp-exit", daemon=True
+    ).start()
     reason = ""
     try:
         _serve(channel)
