@@ -130,6 +130,8 @@ class FakeNode:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.LINGER, 0)
+        # As a node's own, which drops nothing of a burst of answers to a proxy without a CPU.
+        self._router.setsockopt(zmq.SNDHWM, 100_000)
         self._secure()
         zmq_port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{zmq_port}"
