@@ -45,6 +45,7 @@ from pd.transfer.staged.nixl_agents import (
     new_agent,
 )
 from pd.transfer.staged.nixl_transports import Transports, choose_transports
+from pd.transfer.wire.greeting import require_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,6 +148,7 @@ class NixlManager(StagedManager):
         local_only: as for :class:`NixlMover`.
 
     Raises:
+        UsageError: there is no cluster key, and the address is not a loopback one.
         SetupError: as for :class:`NixlMover`.
     """
 
@@ -163,6 +165,9 @@ class NixlManager(StagedManager):
         buffer_bytes: int | None = None,
         patience: Patience | None = None,
     ) -> None:
+        if cluster_key is None:
+            # Before the mover looks for the device of an address that cannot be used anyway.
+            require_loopback(host, "the data address")
         mover = NixlMover(instance_id, advertise_host or host, local_only=local_only)
         on_device = mover.device_buffers and pool.memory.device.type == "cuda"
         shape = (
